@@ -1,6 +1,7 @@
 """Meshes that are worth a guess: sizes of all axes that multiply to the devices, and how stages share the layers."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxscale.models.config import BLOCKS
 from jaxscale.planning.fitting import MAX_TENSOR
 from jaxscale.planning.positions import LEAST_POSITIONS
 from jaxscale.planning.stages import Stages
-from jaxscale.sharding.config import MESH_AXES, ContextConfig, PipelineConfig
+from jaxscale.sharding.config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
 
 MAX_PIPELINE = 32  # stages: beyond it the bubble asks for more microbatches than batches have rows
 MAX_CHUNKS = 4  # of a stage: from there on each more takes less than a fifth of the bubble, and sends as much again
@@ -21,27 +22,28 @@ Layout = dict[str, int]  # sizes by mesh axis, and 'chunks'
 
 
 def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterator[Layout]:
-    """Every layout with pipeline and context within reason, those without either first.
+    """Every layout with pipeline, context and expert within reason, those without any of them first.
 
-    Copies of the model (data) beside stages or shared positions only as many as there are slices: within a slice fsdp
-    sends as little and holds less.
+    Copies of the model (data) beside stages, shared positions or shared experts only as many as there are slices:
+    within a slice fsdp sends as little and holds less.
     """
     inner = [
-        {"pipeline": pipeline, "context": context, "tensor": tensor, "chunks": chunks}
+        {"pipeline": pipeline, "expert": expert, "context": context, "tensor": tensor, "chunks": chunks}
         for pipeline, chunks in stage_sizes(cfg, num_devices)
+        for expert in expert_sizes(cfg, num_devices)
         for context in context_sizes(cfg, num_devices)
         for tensor in units.divisors(num_devices)
         if tensor <= MAX_TENSOR
     ]
     for one in inner:
-        left, rest = divmod(num_devices, one["pipeline"] * one["context"] * one["tensor"])
+        left, rest = divmod(num_devices, math.prod(one[axis] for axis in ("pipeline", "expert", "context", "tensor")))
         shared = one["tensor"] * (2 * one["context"] if one["context"] > 1 else 1)  # halves of a zigzag
         if rest or cfg.seq_len % shared:
             continue
-        plain = one["pipeline"] == one["context"] == 1
+        plain = one["pipeline"] == one["context"] == one["expert"] == 1
         for data in units.divisors(left):
             if plain or data in (1, num_slices):
-                yield one | {"data": data, "fsdp": left // data, "expert": 1}
+                yield one | {"data": data, "fsdp": left // data}
 
 
 def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
@@ -57,6 +59,12 @@ def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
     return found
 
 
+def expert_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
+    """Numbers of devices among which the experts of a layer can be shared equally; 1 for a model without any."""
+    experts = getattr(cfg.model, "experts", None)
+    return units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]
+
+
 def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
     """Powers of two that cut a row into halves of a zigzag and leave each device enough positions."""
     sizes, size = [1], 2
@@ -69,7 +77,7 @@ def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
 def layout_parts(cfg: RunConfig, layout: Layout) -> list[int]:
     """Numbers of microbatches that divide the rows of a batch, and that the stages can use."""
     rows, size, chunks = cfg.rows_per_step, layout["pipeline"], layout["chunks"]
-    shards = layout["data"] * layout["fsdp"]
+    shards = layout["data"] * layout["fsdp"] * layout["expert"]
     parts = [part for part in units.divisors(rows) if rows // part % shards == 0]
     if size == 1:
         return parts
@@ -84,9 +92,16 @@ def layout_settings(cfg: RunConfig, layout: Layout) -> dict[str, Any]:
     else:
         found["pipeline.chunks"] = layout["chunks"]
         found |= {"model.remat": "full", "model.remat_save": (), "model.remat_offload": ()}
-    if layout["context"] == 1:
-        found |= {f"context.{name}": value for name, value in vars(ContextConfig()).items()}
+    for axis, default in (("context", ContextConfig()), ("expert", ExpertConfig())):
+        if layout[axis] == 1:
+            found |= {f"{axis}.{name}": value for name, value in vars(default).items()}
     return found
+
+
+def schedules(cfg: RunConfig, layout: Layout) -> list[str]:
+    """The schedules of stages that are worth a guess: the config's own, and those that keep the inputs of few
+    microbatches, with the smaller bubble or without a second pass for gradients of weights."""
+    return list(dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])) if layout["pipeline"] > 1 else []
 
 
 def spans(layouts: Sequence[Layout]) -> str:

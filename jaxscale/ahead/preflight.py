@@ -4,12 +4,14 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale import units
 from jaxscale.ahead.compiled import Compiled, compile_ahead, lower, read_result
 from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.report import Report, sum_traffic
 from jaxscale.ahead.roofline import Roofline, roofline
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.planning.experts import routing_text
 from jaxscale.planning.fitting import UNCOUNTED, fitting_program
 from jaxscale.planning.measured import Kept
 from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, stage_weights, usable_memory
@@ -171,4 +173,10 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     plain = [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []
+    model = program.cfg.model
+    if model.active_params != model.num_params:
+        active, params = units.count(model.active_params), units.count(model.num_params)
+        plain.append(f"FLOPs and MFU are of the {active} parameters that a token goes through, memory of all {params}")
+    if program.model.exchange.form == "send":
+        plain.append(f"counted with {routing_text(program)}")
     return (*plain, *(f"in none of the times: {line}" for line in (bounds.unpriced if bounds else ())))

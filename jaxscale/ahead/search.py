@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 from jaxscale import schema, units
-from jaxscale.ahead.layouts import Layout, all_layouts, layout_parts, layout_settings, spans
+from jaxscale.ahead.layouts import Layout, all_layouts, layout_parts, layout_settings, schedules, spans
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.ahead.report import Report
 from jaxscale.ahead.roofline import Roofline
@@ -62,10 +62,19 @@ def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], N
     found = list(make_candidates(cfg, topology, layouts, [cfg.rules], [cfg.optim.offload_moments]))
     if say and found:
         meshes = len({tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES) for one in found})
-        say(f"{len(found):,} settings guessed at, on {meshes:,} meshes ({spans(layouts)})")
+        say(f"{len(found):,} settings guessed at, on {meshes:,} meshes ({spans(layouts)}){tried_text(found)}")
         for line in fastest_lines(found, usable_memory(topology)[0]):
             say(line)
     return found
+
+
+def tried_text(found: Sequence[Candidate]) -> str:
+    """'; schedules 1f1b, zero_bubble; experts are gathered, or rows sent to them', as far as there are such."""
+    staged = [one.cfg.pipeline.schedule for one in found if one.cfg.mesh.pipeline != 1]
+    forms = [one.guess.exchange for one in found if one.guess.exchange]
+    words = {"gather": "gathered to rows", "send": "sent rows"}
+    said = f"; schedules {', '.join(dict.fromkeys(staged))}" if staged else ""
+    return said + (f"; experts are {' or '.join(words[form] for form in dict.fromkeys(forms))}" if forms else "")
 
 
 def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
@@ -110,8 +119,8 @@ def make_candidates(
         parts = layout_parts(cfg, layout)
         if not parts or not (program := program_of(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
             continue
-        policies = [{}] if layout["pipeline"] > 1 else remat_settings(cfg)
-        for settings in policies:
+        staged = [{"pipeline.schedule": name} for name in schedules(cfg, layout)]
+        for settings in staged or remat_settings(cfg):
             base = with_changes(cfg, changes | changed(cfg, settings))
             for part in parts:
                 more = changed(cfg, settings | {"train.num_microbatches": part})
@@ -214,13 +223,13 @@ def is_hopeful(one: Candidate, tried: Tried, enough: int | None) -> bool:
 def learnt_scale(one: Candidate, tried: Tried) -> float:
     """How many times larger than guessed the activations of a candidate will be, going by what was compiled.
 
-    The last one of its remat policy tells it, with or without a pipeline as it is, else the last of any; without one it
-    is a hope.
+    The last one of its remat policy tells it, with or without a pipeline and rows that are sent as it is, else the last
+    of any; without one it is a hope.
     """
     told = [
         (other, report) for other, report in tried if report.peak_bytes is not None and other.guess.activation_bytes
     ]
-    kind = lambda candidate: (candidate.cfg.model.remat, candidate.cfg.mesh.pipeline != 1)
+    kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.guess.exchange)
     alike = [both for both in told if kind(both[0]) == kind(one)]
     if not told:
         return HOPEFUL

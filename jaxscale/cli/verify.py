@@ -1,9 +1,9 @@
 """Proofs on your own config, on this machine's CPU, before anything is spent.
 
   jaxscale verify resume --config=FILE    killing a run twice and starting it again equals never stopping, bit for bit
-  jaxscale verify parity --config=FILE    one device, each axis (pipeline, data, fsdp, context, tensor), each pair of
-                                          them and four at a time, ZeRO 1 to 3 and accumulation give the same losses
-                                          and gradients, on up to 16 simulated devices
+  jaxscale verify parity --config=FILE    one device, each axis (pipeline, data, fsdp, context, tensor; expert, both
+                                          ways, for a mixture), each pair of them and four at a time, ZeRO 1 to 3 and
+                                          accumulation give the same losses and gradients, on up to 16 simulated devices
 
 The exit code is 0 if the proof holds and 1 if not; what was changed in the config is printed.
 """

@@ -17,6 +17,7 @@ from jaxscale import schema, units
 from jaxscale.config import Budget, RunConfig, resolve_budget
 from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.planning.loss_law import Noise, Point
+from jaxscale.planning.scaling import is_mixture
 from jaxscale.reporting.history import History, read_history
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
@@ -133,7 +134,9 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, apart
     """The ladder for a run with this config.
 
     Args: apart: the run's own work folder, which is no rung. Damaged and foreign folders are left out, never raised.
+    Raises BadInput for a run that is a mixture of experts.
     """
+    check_dense(target, "the run to be forecast is")
     wanted, own = comparable(target), schedule_of(target, budget)
     rungs, left_out = [], []
     for folder in folders:
@@ -150,6 +153,7 @@ def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
     """A finished run. Raises BadInput that says why it cannot stand beside the others."""
     history = read_history(folder)
     cfg, budget = settings_of(history)
+    check_dense(cfg, "it is")
     for name, value in comparable(cfg).items():
         if value != wanted[name]:
             raise BadInput(f"{name} is {told(value)}, not {told(wanted[name])} as in the config")
@@ -194,6 +198,16 @@ def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
         steps=steps / max(1, end["step"]),
         losses=losses,
     )
+
+
+def check_dense(cfg: RunConfig, what: str) -> None:
+    """Raises BadInput for a mixture of experts."""
+    if is_mixture(cfg.model):
+        raise BadInput(
+            f"{what} a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters in all "
+            f"and {units.count(cfg.model.active_params)} for a token: the law has one number of parameters and is of "
+            "dense models; forecast a dense one"
+        )
 
 
 def settings_of(history: History) -> tuple[RunConfig, Budget]:

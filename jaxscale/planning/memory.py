@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import os
+from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale import units
 from jaxscale.build import Program
@@ -23,6 +25,7 @@ from jaxscale.models.config import (
     ModelConfig,
 )
 from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.planning.experts import block_memory, experts_of, resting_parts
 from jaxscale.planning.positions import attention_memory, attention_way
 from jaxscale.planning.residuals import number_bytes, residuals_by_stack, tiled_bytes
 from jaxscale.planning.stages import compute_bytes, held_numbers, hop_bytes, stages_of
@@ -143,7 +146,8 @@ def activation_bytes(program: Program) -> int:
     inputs and output, and the MLP's inner arrays. What goes to the host is left out. Beside that, the larger of two:
     one block and its gathered weights, or the output projection with the logits of one chunk of the loss and their
     gradient. A stage of a pipeline keeps the inputs of its layers of several microbatches (Stages.slots), and what
-    travels; a block whose positions are shared has keys and values of others beside it.
+    travels; a block whose positions are shared has keys and values of others beside it. A block of experts has more
+    arrays, and weights that are larger than all of them (experts.block_memory).
     """
     cfg, shape = program.cfg, program.mesh.shape
     model, lengths, stages = cfg.model, cfg.row_lengths, stages_of(cfg, shape)
@@ -155,7 +159,7 @@ def activation_bytes(program: Program) -> int:
     whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
     if program.attention == "xla":  # float32 scores and probabilities of each head
         whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
-    names = saved_names(model)
+    names, experts = saved_names(model), experts_of(model)
     gathered = gathered_bytes(program, width)
     if names is None:
         stacks = residuals_by_stack(program).values()
@@ -163,6 +167,7 @@ def activation_bytes(program: Program) -> int:
         kept += cast_bytes(program)
     else:
         kept = tokens * width * model.num_layers * sum(sizes[name] for name in names)
+        kept -= tokens * width * unkept_numbers(program, names)
         parts = math.gcd(model.row_parts, rows)
         ends = 2 * model.embed_dim  # the block's input and result, of all rows
         block = tokens * width * (ends + (whole - ends) // parts)
@@ -174,9 +179,23 @@ def activation_bytes(program: Program) -> int:
         gathered = 4 * blocks // stages.held_layers  # gradients of a layer, before they are added
         kept = kept_inputs(program) + (TRANSIT + stages.held + stages.later) * hop_bytes(program)
         head += 2 * tokens * width * model.embed_dim  # the last stage's result and its gradient, on every stage
-    total = kept + max(gathered + round(BLOCK_SLACK * block + attention_memory(program)), head)
+    work = gathered + round(BLOCK_SLACK * block + attention_memory(program))
+    if experts is not None:
+        reduced = jnp.dtype(cfg.train.reduce_dtype).itemsize
+        work = round(block_memory(program, width, reduced, staged=stages.on) + attention_memory(program))
+    total = kept + max(work, head)
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"
     return round(GPU_SLACK * total) if on_gpu and names is not None else total
+
+
+def unkept_numbers(program: Program, names: Collection[str]) -> int:
+    """Per token, of the activations with these names in all layers, those that no device keeps: the experts' own, where
+    rows are sent to them."""
+    if resting_parts(program) == 1:
+        return 0
+    own, tensor = experts_of(program.cfg.model), program.mesh.shape["tensor"]
+    layers = program.cfg.model.num_layers - own.first_dense
+    return len({MLP_GATE, MLP_UP} & set(names)) * layers * own.chosen * own.mlp_dim // tensor
 
 
 def kept_inputs(program: Program) -> int:
@@ -255,7 +274,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     count = units.count(cfg.model.num_params)
     learned = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
     stages, tensor = stages_of(cfg, program.mesh.shape), program.mesh.shape["tensor"]
-    both = program.mesh.shape["fsdp"] * program.mesh.shape["context"] * tensor
+    both = math.prod(program.mesh.shape[axis] for axis in ("fsdp", "expert", "context")) * tensor
     over = {"zero1": (tensor, both), "zero2": (tensor, both), "zero3": (both, both)}[cfg.rules]
     rest = [stages.size if names_axis(tree, "pipeline") else 1 for tree in (state.params, state.opt_state)]
     over = tuple(parts * stage for parts, stage in zip(over, rest))

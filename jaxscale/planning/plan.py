@@ -17,10 +17,10 @@ from jaxscale.data.header import read_header
 from jaxscale.data.manifest import is_manifest, read_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.hardware import Price
-from jaxscale.models.config import ModelConfig
 from jaxscale.planning import cautions, cost, scaling
 from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
+from jaxscale.planning.experts import exchange_of, routing_text
 from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.measured import Kept, Measured
 from jaxscale.planning.memory import fitting_parts, host_bytes, least_memory, memory_need, memory_rows, usable_memory
@@ -103,18 +103,14 @@ def plan_machine(topology: Topology, program: Program) -> Machine:
         num_devices=devices,
         num_hosts=topology.num_hosts,
         layout=mesh_layout(program.mesh),
+        exchange=str(exchange_of(program)),
     )
-
-
-def laws_hold(model: ModelConfig) -> bool:
-    """Whether published laws of size, data and loss are of such models: dense decoders."""
-    return model.kind == "decoder" and model.active_params == model.num_params
 
 
 def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
     """Parameters, operations, tokens and batches; the sizes that a published rule prefers, for decoders."""
     params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
-    is_decoder = laws_hold(cfg.model)
+    is_decoder = scaling.laws_hold(cfg.model)
     return Work(
         params=params,
         active_params=cfg.model.active_params,
@@ -129,6 +125,7 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
         seq_len=cfg.seq_len,
         num_microbatches=cfg.train.num_microbatches,
         rows_per_pass=cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards,  # on one batch shard
+        routing=routing_text(program),
         optimal=scaling.lowest_alternative(scaling.train_flops(params, tokens)) if is_decoder else None,
         serving=tuple(scaling.serving_alternatives(params, tokens)) if is_decoder else (),
         loss=scaling.fitted_loss(params, tokens) if is_decoder else None,  # only for comparing sizes
@@ -221,7 +218,7 @@ def find_cautions(
 def training_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
     """Of warmup, rate, tokens and batch."""
     work = plan.work
-    is_decoder, size = laws_hold(cfg.model), (work.params, work.tokens)
+    is_decoder, size = scaling.laws_hold(cfg.model), (work.params, work.tokens)
     found = [cautions.tokens_beyond_text(work.tokens)]
     if plan.data.epochs:
         found.append(cautions.too_many_epochs(plan.data.epochs))
@@ -240,7 +237,7 @@ def time_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
     work, time, money, saves, chips = plan.work, plan.time, plan.money, plan.saves, plan.machine.num_chips
     if (wall := time.wall_seconds) is None:
         return []
-    is_decoder = laws_hold(cfg.model)
+    is_decoder = scaling.laws_hold(cfg.model)
     found = [cautions.wall_too_long(wall, chips, work.flops_per_token_6n * work.tokens if is_decoder else None)]
     for limit, there, needed in (
         ("the deadline", time.deadline_seconds, wall),

@@ -33,7 +33,7 @@ def near_share(program: Program) -> float:
 def key_value_bytes(program: Program) -> float:
     """Bytes of one layer's keys and values for one microbatch, of a device's own positions and heads."""
     cfg, shape = program.cfg, program.mesh.shape
-    own = shape["data"] * shape["fsdp"] * shape[CONTEXT] * shape["tensor"]
+    own = shape["data"] * shape["fsdp"] * shape["expert"] * shape[CONTEXT] * shape["tensor"]
     tokens = cfg.tokens_per_step / cfg.train.num_microbatches
     return tokens / own * (cfg.model.key_width + cfg.model.value_width) * compute_bytes(cfg)
 

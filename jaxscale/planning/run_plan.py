@@ -23,6 +23,7 @@ class Machine:
     num_devices: int
     num_hosts: int
     layout: str
+    exchange: str  # how tokens and experts meet on the devices of mesh.expert, and why so; '' without that axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Work:
     seq_len: int
     num_microbatches: int
     rows_per_pass: int  # on one batch shard
+    routing: str  # what is taken for granted of a router, '' for a model without one
     optimal: scaling.Alternative | None  # None, as the next two, for models that the rule was not found for
     serving: tuple[scaling.Alternative, ...]
     loss: float | None  # by the published fit; only for comparing sizes

@@ -6,6 +6,8 @@ N parameters  D tokens  C operations of training
 import math
 from typing import NamedTuple
 
+from jaxscale.models.config import ModelConfig
+
 SMALLEST_FITTED = 70e6  # parameters of the smallest models that the fit saw: arXiv:2203.15556, abstract
 TOKENS_PER_PARAM = 20.0  # arXiv:2203.15556: 70B parameters on 1.4T tokens, and both grow alike
 NEAR = 2.5  # sizes within this factor are compared with
@@ -13,6 +15,16 @@ NEAR = 2.5  # sizes within this factor are compared with
 WARMUP_TOKENS = 375e6  # arXiv:2005.14165, appendix B: of every size
 WARMUP_STEPS = 2000  # arXiv:2307.09288, section 2.2; 8,000 at 405B: arXiv:2407.21783, section 3.4.1
 WARMUP_FROM_PARAMS = 1e9  # below it the published runs vary too much to be a rule
+
+
+def is_mixture(model: ModelConfig) -> bool:
+    """Whether a token goes through some of the parameters alone, so that no law in one number of them is of it."""
+    return model.active_params != model.num_params
+
+
+def laws_hold(model: ModelConfig) -> bool:
+    """Whether published laws of size, data and loss are of such models: dense decoders."""
+    return model.kind == "decoder" and not is_mixture(model)
 
 
 class LossFit(NamedTuple):

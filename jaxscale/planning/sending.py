@@ -42,6 +42,7 @@ class Sending:
     total_s: float  # one after the other
     blocking_s: float  # of those beside which nothing runs
     idle_s: float = 0.0  # while other stages of a pipeline send
+    nbytes: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by mesh axis
 
     def exposed_s(self, compute_s: float) -> float:
         """How long products stand still: for what blocks, and for what takes longer than all of them."""
@@ -68,18 +69,20 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
     chip, found, hidden = topology.chip, mesh_links(program.mesh, topology.chip), hidden_kinds(program, topology)
     stretch = stages_of(program.cfg, program.mesh.shape).stretch(SENT)
     links: collections.Counter[str] = collections.Counter()
+    nbytes: collections.Counter[str] = collections.Counter()
     blocking = idle = 0.0
     for sent in sent_arrays(program):
         if program.mesh.shape[sent.axis] == 1 or not sent.nbytes:
             continue
         for stage in stages_along(sent, found, program.compiler_options.offloads_torus):
             seconds = stage.seconds(chip) or 0.0
+            nbytes[sent.axis] += stage.nbytes
             along = f":{stage.along}" if found.torus and stage.along != DCN else ""
             links[f"{'dcn' if stage.along == DCN else 'ici'}:{sent.axis}{along}"] += seconds
             if not (sent.hides and sent.kind in hidden):
                 blocking += seconds
                 idle += seconds * (stretch - 1) * sent.in_stage
-    return Sending(dict(links), links.total(), blocking, idle)
+    return Sending(dict(links), links.total(), blocking, idle, dict(nbytes))
 
 
 def between_slices(program: Program, topology: Topology) -> tuple[str, int, dict[str, float]] | None:

@@ -1,13 +1,18 @@
 """What the layout of a step must send along each mesh axis: weights, gradients, activations, keys and values."""
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.models.config import ATTENTION_ADDED, lora_params
+from jaxscale.planning.experts import Numbers, device_numbers, exchange_of, experts_of, rows_sent
 from jaxscale.planning.memory import saved_names
 from jaxscale.planning.positions import CONTEXT, attention_sending
-from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_numbers, hop_bytes, stages_of
+from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_experts, held_numbers, hop_bytes, stages_of
 from jaxscale.sharding.batch_axes import on_tpu
+from jaxscale.sharding.expert_axis import AXIS as EXPERT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,44 +34,86 @@ def sent_arrays(program: Program) -> list[Sent]:
 
 
 def layer_weights(program: Program) -> list[Sent]:
-    """Weights gathered and gradients scattered, a layer at a time; what copies have is summed once a step."""
-    cfg, shape = program.cfg, program.mesh.shape
-    tensor, parts = shape["tensor"], cfg.train.num_microbatches
-    params = cfg.model.num_params / tensor
-    learned = reduced_bytes(program) * (lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params)
-    gathered = 2 * parts * compute_bytes(cfg) * params if cfg.rules == "zero3" else 4 * params
-    scattered = learned * (parts if cfg.rules != "zero1" else 1)
-    return [*gathers(program, gathered, True), *scatters(program, scattered, True), of_copies(program, learned)]
+    """Weights gathered and gradients scattered, a layer at a time; what copies have is summed once a step.
 
-
-def gathers(program: Program, nbytes: float, hides: bool) -> list[Sent]:
-    """Weights of so many bytes, put together over the devices that share them."""
-    return [Sent(axis, "all-gather", size, hides) for axis, size in parts_along(program, nbytes)]
-
-
-def scatters(program: Program, nbytes: float, hides: bool) -> list[Sent]:
-    """Gradients of so many bytes, scattered over the devices that share them."""
-    return [Sent(axis, "reduce-scatter", size, hides) for axis, size in parts_along(program, nbytes)]
-
-
-def parts_along(program: Program, nbytes: float) -> list[tuple[str, float]]:
-    """(axis, bytes that lie along it) of an array over fsdp and context (BatchAxes.gather).
-
-    A torus has context's parts put together first. Elsewhere one collective goes along both, and through the network
-    before it goes through a node: context lies inside nodes.
+    With zero1 and zero2 parameters are gathered once, after the update; experts rest apart, and where they are gathered
+    over their own axis it is for each pass.
     """
-    first, last = (CONTEXT, "fsdp") if on_tpu(program.mesh) else ("fsdp", CONTEXT)
-    return [(first, nbytes / program.mesh.shape[last]), (last, nbytes)]
+    cfg, parts, width = program.cfg, program.cfg.train.num_microbatches, compute_bytes(program.cfg)
+    params = device_numbers(program)
+    learned = Numbers(0, lora_params(cfg.model, cfg.lora) / program.mesh.shape["tensor"]) if cfg.lora.on else params
+    learned, times = learned.times(reduced_bytes(program)), parts if cfg.rules != "zero1" else 1
+    passes = params.times(2)
+    if experts_of(cfg.model) is not None:  # a table is gathered once: the lookup's gradient and the loss need no more
+        tables = cfg.model.vocab_size * cfg.model.embed_dim / program.mesh.shape["tensor"]
+        held = 1 if cfg.model.tied_embeddings else 2
+        passes = passes._replace(others=passes.others - 2 * held * tables + 2 * tables)
+    found = [
+        *gathers(program, passes.times(parts * width) if cfg.rules == "zero3" else params.times(4), True),
+        *scatters(program, learned.times(times), True),
+        of_copies(program, learned),
+    ]
+    if exchange_of(program).form == "gather" and cfg.rules != "zero3":
+        found.append(Sent(EXPERT, "all-gather", 2 * parts * width * params.experts, True))
+        found.append(Sent(EXPERT, "reduce-scatter", (parts - times) * learned.experts, True))
+    return found
 
 
-def of_copies(program: Program, nbytes: float) -> Sent:
+def gathers(program: Program, nbytes: Numbers, hides: bool) -> list[Sent]:
+    """Weights of so many bytes, put together over the devices that share them.
+
+    A torus has context's parts put together first. Elsewhere one collective goes along all axes, and through the
+    network before it goes through a node: context lies inside nodes. Experts have an axis of their own, along which
+    they come first (BatchAxes.gather); with zero1 and zero2 they are gathered along it in the layers alone.
+    """
+    shape, turns = program.mesh.shape, turns_of(program)
+    experts = nbytes.experts
+    of_experts = (EXPERT, *turns.experts) if exchange_of(program).form == "gather" else turns.experts
+    if exchange_of(program).form == "gather" and program.cfg.rules != "zero3":
+        experts, of_experts = experts / shape[EXPERT], turns.experts
+    parts = [*parts_along(shape, nbytes.others, turns.others), *parts_along(shape, experts, of_experts)]
+    return [Sent(axis, "all-gather", size, hides) for axis, size in parts]
+
+
+def scatters(program: Program, nbytes: Numbers, hides: bool) -> list[Sent]:
+    """Gradients of so many bytes, scattered over the devices that share them: the other way, but along the experts' own
+    axis first too."""
+    shape, turns = program.mesh.shape, turns_of(program)
+    of_experts = (*turns.experts, EXPERT) if exchange_of(program).form == "gather" else turns.experts
+    parts = [*parts_along(shape, nbytes.others, turns.others), *parts_along(shape, nbytes.experts, of_experts)]
+    return [Sent(axis, "reduce-scatter", size, hides) for axis, size in parts]
+
+
+class Turns(NamedTuple):
+    """The axes along which devices share parameters, in the order in which these are put together."""
+
+    others: tuple[str, ...]
+    experts: tuple[str, ...]  # but for their own axis
+
+
+def turns_of(program: Program) -> Turns:
+    """Of a program's devices."""
+    turns = Turns((CONTEXT, EXPERT, "fsdp"), (CONTEXT, "fsdp"))
+    return turns if on_tpu(program.mesh) else Turns(*(axes[::-1] for axes in turns))
+
+
+def parts_along(shape: Mapping[str, int], nbytes: float, turns: Sequence[str]) -> list[tuple[str, float]]:
+    """(axis, bytes that lie along it) of arrays that are put together along these axes in turn."""
+    later = [math.prod(shape[axis] for axis in turns[place + 1 :]) for place in range(len(turns))]
+    return [(axis, nbytes / rest) for axis, rest in zip(turns, later)]
+
+
+def of_copies(program: Program, nbytes: Numbers) -> Sent:
     """The sum of gradients of so many bytes over the copies of the model, of a device's own part."""
-    return Sent("data", "all-reduce", nbytes / sharing(program), False)
+    return Sent("data", "all-reduce", own_part(program, nbytes), False)
 
 
-def sharing(program: Program) -> int:
-    """Devices that share one copy of parameters, beside those of tensor and pipeline."""
-    return program.mesh.shape["fsdp"] * program.mesh.shape[CONTEXT]
+def own_part(program: Program, nbytes: Numbers) -> float:
+    """What one device has of so many bytes that devices share, beside those of tensor and pipeline."""
+    shape = program.mesh.shape
+    shards = shape["fsdp"] * shape[CONTEXT]
+    apart = shape[EXPERT] if exchange_of(program).form == "gather" else 1
+    return nbytes.others / (shards * shape[EXPERT]) + nbytes.experts / (shards * apart)
 
 
 def stage_weights(program: Program, stages: Stages) -> list[Sent]:
@@ -75,37 +122,53 @@ def stage_weights(program: Program, stages: Stages) -> list[Sent]:
     Where a stage does not keep its own layers between steps, all stages exchange them once, and their parts of the
     vocabulary; where it does, only gradients of tables that every stage has are summed over the stages.
     """
-    cfg, width, shards = program.cfg, compute_bytes(program.cfg), sharing(program)
-    blocks, tables = held_numbers(program, program.abstract_state.params)
-    learned_blocks, learned_tables = held_numbers(program, program.abstract_grads)
-    learned = reduced_bytes(program) * (learned_blocks + learned_tables)
-    gathered = (width if cfg.rules == "zero3" else 4) * (blocks + tables)
-    found = [*gathers(program, gathered, False), *scatters(program, learned, False), of_copies(program, learned)]
+    width, wide = compute_bytes(program.cfg), 4
+    blocks, tables = in_stage(program, program.abstract_state.params)
+    learned_blocks, learned_tables = in_stage(program, program.abstract_grads)
+    reduced, gathered = reduced_bytes(program), width if program.cfg.rules == "zero3" else wide
+    both = lambda blocks, tables: Numbers(blocks.experts, blocks.others + tables.others)
+    held, learned = both(blocks, tables).times(gathered), both(learned_blocks, learned_tables).times(reduced)
+    found = [*gathers(program, held, False), *scatters(program, learned, False), of_copies(program, learned)]
+    if exchange_of(program).form == "gather" and program.cfg.rules != "zero3":
+        found.append(Sent(EXPERT, "all-gather", width * blocks.experts, False))
+    own = lambda numbers, nbytes: own_part(program, numbers.times(nbytes))
     if stages.rests_by_layer:
-        return found if stages.cuts_head else [*found, Sent(PIPELINE, "all-reduce", 4 * learned_tables / shards, False)]
+        of_tables = Sent(PIPELINE, "all-reduce", own(learned_tables, wide), False)
+        return found if stages.cuts_head else [*found, of_tables]
     there, back = ("all-to-all", "all-to-all") if stages.cuts_head else ("all-gather", "reduce-scatter")
     return [
         *found,
-        Sent(PIPELINE, "all-to-all", (width * blocks + 4 * learned_blocks) / shards, False),
-        Sent(PIPELINE, there, width * tables / shards, False),
-        Sent(PIPELINE, back, 4 * learned_tables / shards, False),
+        Sent(PIPELINE, "all-to-all", own(blocks, width) + own(learned_blocks, wide), False),
+        Sent(PIPELINE, there, own(tables, width), False),
+        Sent(PIPELINE, back, own(learned_tables, wide), False),
     ]
 
 
+def in_stage(program: Program, tree: Any) -> tuple[Numbers, Numbers]:
+    """(numbers of the blocks, of all else) of a tree like the parameters that a stage holds while a step runs."""
+    blocks, tables = held_numbers(program, tree)
+    experts = held_experts(program, tree)
+    return Numbers(experts, blocks - experts), Numbers(0, tables)
+
+
 def layer_activations(program: Program, stages: Stages) -> list[Sent]:
-    """Activations summed along tensor, keys and values along context, of the layers that a device computes.
+    """Activations summed along tensor, keys and values along context, rows to their experts and back along expert, of
+    the layers that a device computes.
 
     A gather and a scatter of the residual stream are counted as one sum; attention may gather something else.
     """
     cfg, shape = program.cfg, program.mesh.shape
     layers = stages.held_layers if stages.on else cfg.model.num_layers
     passes = 2 if (kept := saved_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
-    own = shape["data"] * shape["fsdp"] * shape[CONTEXT]
+    own = shape["data"] * shape["fsdp"] * shape[EXPERT] * shape[CONTEXT]
     numbers = (3 * cfg.model.embed_dim + cfg.model.gathered_width) / 2  # of both parts of a block
     rows = cfg.tokens_per_step / own * numbers * compute_bytes(cfg)
     times = layers * cfg.train.num_microbatches
-    shared = attention_sending(program)
+    shared, experts = attention_sending(program), experts_of(cfg.model)
+    sparse = 0 if experts is None else layers if stages.on else layers - experts.first_dense
+    sent = sparse * cfg.train.num_microbatches * rows_sent(program, compute_bytes(cfg))
     return [
+        Sent(EXPERT, "all-to-all", sent, False, in_stage=True),
         Sent("tensor", "all-reduce", passes * layers * rows, False, in_stage=True),
         *(Sent(CONTEXT, kind, times * size, kind == "collective-permute", in_stage=True) for kind, size in shared),
     ]

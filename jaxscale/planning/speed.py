@@ -15,6 +15,7 @@ from jaxscale.hardware import Chip, find_chip
 from jaxscale.models.config import ATTENTION_ADDED, KEY, LATENT, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
+from jaxscale.planning.experts import exchange_of, experts_of, resting_parts
 from jaxscale.planning.machine import HERE
 from jaxscale.planning.measured import Measured, rate_for
 from jaxscale.planning.memory import (
@@ -51,6 +52,7 @@ class Speed:
     measured: bool = False  # by a step that was timed on this machine, and not by a share of the peak
     idle_seconds: float = 0.0  # that a stage of a pipeline waits for others
     bubble: str = ""  # of a pipeline's schedule: '5.2% = (P-1)/(VM+P-1) = 7/135'
+    sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)  # of a device and step, by mesh axis
 
 
 def speed(
@@ -98,6 +100,7 @@ def speed(
         exposed,
         idle_seconds=guess.idle_s,
         bubble=stages.formula if stages.on else "",
+        sent_bytes=dict(sending.nbytes),
     )
 
 
@@ -160,6 +163,7 @@ class Estimate:
     link_s: float  # on all links, one after another, and to the host
     exposed_s: float = 0.0  # the part of link_s for which products stand still
     idle_s: float = 0.0  # that a stage of a pipeline waits for the others
+    exchange: str = ""  # how devices that share experts bring them and tokens together: "gather" or "send"
 
     def memory(self, scale: float = 1.0) -> float:
         """Bytes at the peak, with activations and temporaries `scale` times as large as guessed."""
@@ -182,12 +186,13 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
     shape = program.mesh.shape
-    sharing = shape["fsdp"] * shape["context"] * shape["tensor"]  # devices that share one copy of the state
+    sharing = math.prod(shape[axis] for axis in ("fsdp", "expert", "context", "tensor"))  # one copy of the state
     gradients = params if cfg.rules == "zero1" else 4 * cfg.model.num_params // sharing
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
     if weights := stage_weights(program):
         gradients = 4 * sum(held_numbers(program, program.abstract_grads)) + weights
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + scores_again_flops(program)
+    flops += rows_again_flops(program)
     passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
     moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
     compute = flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops
@@ -199,6 +204,7 @@ def estimate(program: Program, topology: Topology) -> Estimate:
         link_s=sending.total_s + host,
         exposed_s=max(sending.exposed_s(compute), host - compute),
         idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_share(cfg)) + sending.idle_s,
+        exchange=exchange_of(program).form,
     )
 
 
@@ -211,6 +217,17 @@ def scores_again_flops(program: Program) -> float:
         return 0.0
     model = program.cfg.model
     return 3 * 2 * model.query_width * model.visible_keys(program.cfg.seq_len)
+
+
+def rows_again_flops(program: Program) -> float:
+    """Operations per token of experts' first two products that are done again going back, although the remat policy
+    keeps their results: where rows are sent, none of a round is kept (ops/exchange.py)."""
+    model, own = program.cfg.model, experts_of(program.cfg.model)
+    if resting_parts(program) == 1:
+        return 0.0
+    kept, both = saved_names(model), {MLP_GATE, MLP_UP}
+    held = both if kept is None else both & (kept | set(model.remat_offload))
+    return len(held) * (model.num_layers - own.first_dense) * 2.0 * model.embed_dim * own.chosen * own.mlp_dim
 
 
 def head_share(cfg: RunConfig) -> float:

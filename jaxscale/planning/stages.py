@@ -6,7 +6,7 @@ chunk of layers forward and one backward, and all wait for the slowest.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ import numpy as np
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import BLOCKS, DENSE
+from jaxscale.planning.experts import resting_parts
+from jaxscale.sharding.expert_axis import EXPERTS
 from jaxscale.sharding.rules import names_of
 from jaxscale.sharding.schedules import EQUAL, IDLE, Costs, split_layers
 from jaxscale.sharding.shardings import leaf_at
@@ -175,25 +177,40 @@ def idle_share(stages: Stages, head: float) -> float:
 
 def held_numbers(program: Program, tree: Any) -> tuple[int, int]:
     """(numbers of the blocks, of all else) among the arrays of a tree like the parameters that one device holds while a
-    step of a pipeline runs: whole, but for what the tensor axis and the stages divide.
+    step of a pipeline runs: whole, but for what the tensor axis, the stages, and experts to which rows are sent divide.
     """
+    blocks = others = 0
+    for is_block, _, number in held_arrays(program, tree):
+        if is_block:
+            blocks += number
+        else:
+            others += number
+    return blocks, others
+
+
+def held_experts(program: Program, tree: Any) -> int:
+    """Of the numbers of the blocks in held_numbers(), those of experts."""
+    return sum(number for _, axes, number in held_arrays(program, tree) if EXPERTS in axes)
+
+
+def held_arrays(program: Program, tree: Any) -> Iterator[tuple[bool, tuple[str, ...], int]]:
+    """(whether stages divide its layers, logical axes, numbers that one device holds while a step of a pipeline runs) of each array of such a tree."""
     stages, model = stages_of(program.cfg, program.mesh.shape), program.model
     tensor = program.mesh.shape["tensor"]
-    blocks = others = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         axes = leaf_at(model.axes, path)
         cut = tensor if any("tensor" in names_of(model.rules.params[axis]) for axis in axes) else 1
-        if path[0].key == BLOCKS:
-            blocks += math.prod(leaf.shape[1:]) * stages.held_layers // cut
+        cut *= resting_parts(program) if EXPERTS in axes else 1
+        if block := path[0].key == BLOCKS:
+            yield block, axes, math.prod(leaf.shape[1:]) * stages.held_layers // cut
         else:
-            others += leaf.size // cut // (stages.head_shares if "vocab" in axes else 1)
-    return blocks, others
+            yield block, axes, leaf.size // cut // (stages.head_shares if "vocab" in axes else 1)
 
 
 def hop_bytes(program: Program) -> int:
     """Bytes of the residual stream of one microbatch on one device, which travel from stage to stage."""
     cfg, shape = program.cfg, program.mesh.shape
-    tokens = cfg.tokens_per_step // cfg.train.num_microbatches // (shape["data"] * shape["fsdp"])
+    tokens = cfg.tokens_per_step // cfg.train.num_microbatches // (shape["data"] * shape["fsdp"] * shape["expert"])
     return tokens * cfg.model.embed_dim // (shape["context"] * shape["tensor"]) * compute_bytes(cfg)
 
 

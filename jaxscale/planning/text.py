@@ -25,6 +25,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         number = f"{machine.num_chips:g} x {machine.chip} ({machine.num_devices} devices)"
     hosts = plural(machine.num_hosts, "host")
     lines = [f"{plan.config} on {machine.topology}: {number} on {hosts}; mesh {machine.layout}"]
+    lines += wrapped(f"expert: {machine.exchange}", INDENT, INDENT * 2) if machine.exchange else []
     for title, body in (
         ("model and tokens", table(model_rows(plan))),
         ("other sizes (loss in nats by a published fit, to compare sizes with and for nothing else)", size_lines(plan)),
@@ -43,8 +44,11 @@ def plan_lines(plan: RunPlan) -> list[str]:
 def model_rows(plan: RunPlan) -> Rows:
     """Parameters, operations, tokens, batch."""
     work = plan.work
-    ratio = work.tokens / work.params
-    if work.optimal is None:
+    ratio, sparse = work.tokens / work.params, work.active_params < work.params
+    if sparse:
+        of_active = digits(work.tokens / work.active_params)
+        word = f"of all; {of_active} of those that a token goes through; published optima are of dense models"
+    elif work.optimal is None:
         word = "no optimum was published for this kind of model"
     else:
         best = work.optimal.tokens / work.optimal.params
@@ -52,9 +56,10 @@ def model_rows(plan: RunPlan) -> Rows:
             ": over-trained, which serving likes" if ratio > 2 * best else ""
         )
     active = f"{work.params:,} in all and active: this model has no experts"
-    if work.active_params < work.params:
-        active = f"{work.params:,} in all, of which a token goes through {work.active_params:,}"
-    formula = f"by the model's own formula, attention included; 6 N = {scientific(work.flops_per_token_6n)}"
+    if sparse:
+        active = f"{work.params:,} in all: memory; a token goes through {work.active_params:,}: FLOPs and MFU"
+    number = "6 x those that a token goes through" if sparse else "6 N"
+    formula = f"by the model's own formula, attention included; {number} = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
     batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_steps * work.batch_tokens)
     return [
@@ -71,6 +76,8 @@ def model_rows(plan: RunPlan) -> Rows:
 def size_lines(plan: RunPlan) -> list[str]:
     """This size, the compute-optimal one, and smaller ones of the same loss."""
     work = plan.work
+    if work.active_params < work.params:
+        return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of dense models, with one number of parameters"]
     if work.optimal is None:
         return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of decoders that predict the next token"]
     this = scaling.Alternative(work.params, work.tokens, work.flops_per_token_6n * work.tokens, work.loss)
@@ -123,6 +130,10 @@ def time_rows(plan: RunPlan) -> Rows:
         least = f"products {seconds(found.compute_seconds)}, {idle}{sent}; recomputation included"
         whole = found.compute_seconds + found.idle_seconds + found.exposed_seconds
         rows.append(("least of a step", seconds(whole), least))
+        if found.sent_bytes:
+            most_first = sorted(found.sent_bytes.items(), key=lambda one: -one[1])
+            by_axis = ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in most_first)
+            rows.append(("sent", size(sum(found.sent_bytes.values())), f"of one device and step: {by_axis}"))
         if found.bubble:
             share, _, formula = found.bubble.partition(" = ")
             rows.append(("bubble", share, f"{formula} of the time of the stages"))
@@ -198,6 +209,8 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         f"{'step' if speed.measured else 'MFU'}: {speed.source}",
         f"goodput {plan.time.goodput:.0%}: {cost.GOODPUT_SOURCE}",
     ]
+    if plan.work.routing:
+        found.append(f"routing: {plan.work.routing}")
     if price is not None and plan.money.dollars is not None:
         found.append(f"price ({price.date}): {price.source}")
     if plan.work.optimal is not None:

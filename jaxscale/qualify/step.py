@@ -119,6 +119,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "lossN": round(losses[-1], 4),
         "log_vocab": round(math.log(cfg.model.vocab_size), 4),
         "params": cfg.model.num_params,
+        "active_params": cfg.model.active_params,
         "rows": cfg.rows_per_step,
         "seq_len": cfg.seq_len,
         "attention": program.attention,
@@ -190,6 +191,12 @@ def loss_problem(first: float | None, last: float | None, log_vocab: float) -> s
     return None
 
 
+def active_text(record: dict[str, Any]) -> str:
+    """' (12.9B for a token, which FLOPs and MFU count)' of a mixture of experts, '' of another model."""
+    active = record["active_params"]
+    return "" if active == record["params"] else f" ({units.count(active)} for a token, which FLOPs and MFU count)"
+
+
 def step_lines(record: dict[str, Any]) -> list[str]:
     """The record for people."""
     low, high = record["step_s_range"]
@@ -201,9 +208,9 @@ def step_lines(record: dict[str, Any]) -> list[str]:
     commit = record["git_commit"]
     return [
         f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens a step, "
-        f"{units.count(record['params'])} parameters, layers {layers}, {record['attention']} attention, "
-        f"{record['num_microbatches']} microbatch(es); {record['devices']}, {record['cpus']} CPUs"
-        + (", huge pages" if record["huge_pages"] else ""),
+        f"{units.count(record['params'])} parameters{active_text(record)}, layers {layers}, "
+        f"{record['attention']} attention, {record['num_microbatches']} microbatch(es); "
+        f"{record['devices']}, {record['cpus']} CPUs" + (", huge pages" if record["huge_pages"] else ""),
         f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}; "
         f"products alone reach {record['product_gflops']:,.0f} here",
         f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); processor time "

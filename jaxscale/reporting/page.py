@@ -249,6 +249,8 @@ def settings(history: History) -> str:
     peak = history.part("peak")
     if peak.get("name"):
         facts.append(("MFU against", f"{peak.get('name')}: {peak.get('source')}"))
+    if history.part("config").get("model", {}).get("experts"):
+        facts.append(("FLOPs and MFU", "of the parameters that a token goes through; memory is of all"))
     parts = [table(("made with", ""), [(name, Cell(escape(value), "mono")) for name, value in facts if value])]
     changes = change_table(history)
     parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))

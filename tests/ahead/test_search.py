@@ -230,6 +230,26 @@ def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(
     assert back.changes["pipeline.chunks"] == 1  # or training would refuse it: nothing reads it
 
 
+def test_the_search_shares_experts_and_tries_schedules_and_says_so(topology):
+    sparse = {"model.experts": dict(number=4, chosen=2, mlp_dim=8), "model.remat": "full"}
+    cfg = tiny.config(sparse | {"expert.exchange": "send", "mesh.expert": 2})
+    layouts = list(all_layouts(cfg, 8))
+    assert {one["expert"] for one in layouts} == {1, 2, 4}
+    assert {one["expert"] for one in all_layouts(tiny.config(), 8)} == {1}
+    assert layout_parts(cfg, dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "fsdp": 2, "chunks": 1}) == [1, 2]
+    chosen = [one for one in layouts if one["tensor"] == one["context"] == 1]
+    found = list(search.make_candidates(cfg, topology, chosen, ["zero3"], [False]))
+    assert search.tried_text(found) == "; schedules 1f1b, zero_bubble; experts are sent rows"
+    alone = [one for one in found if one.cfg.mesh.expert == 1]
+    assert alone and all(one.changes["expert.exchange"] == "auto" for one in alone)  # or nobody would read it
+    staged = [one for one in found if one.cfg.pipeline.schedule == "zero_bubble"]
+    assert staged and all(one.cfg.mesh.pipeline > 1 for one in staged)
+    for one in (staged[0], alone[0]):
+        ahead_program(one.cfg, topology)
+    other = dataclasses.replace(staged[0].cfg, pipeline=dataclasses.replace(staged[0].cfg.pipeline, schedule="1f1b"))
+    assert [one for one in found if one.cfg == other][0].guess.idle_s > staged[0].guess.idle_s
+
+
 def test_why_the_winner_wins_is_told_by_part(report):
     line = dataclasses.replace(bounds(2.0), exposed_s={"ici:fsdp": 0.5}, bubble_s=0.25, at_least_s=2.75)
     best = (candidate(1.0, 5, mesh__pipeline=2), dataclasses.replace(report, peak_bytes=5, roofline=line))
