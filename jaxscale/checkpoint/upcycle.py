@@ -141,6 +141,8 @@ class Upcycling:
             )
         if (size := own.number // own.groups) % self.parts:
             wrong.append(f"model.experts.groups={own.groups} cuts a copy: {size} experts a group, {self.parts} parts")
+        if own.capacity_factor:
+            wrong.append(f"model.experts.capacity_factor={own.capacity_factor:g} may leave tokens out")
         return wrong
 
 

@@ -194,7 +194,8 @@ def held_experts(program: Program, tree: Any) -> int:
 
 
 def held_arrays(program: Program, tree: Any) -> Iterator[tuple[bool, tuple[str, ...], int]]:
-    """(whether stages divide its layers, logical axes, numbers that one device holds while a step of a pipeline runs) of each array of such a tree."""
+    """(whether stages divide its layers, logical axes, numbers that one device holds while a step of a pipeline runs)
+    of each array of such a tree."""
     stages, model = stages_of(program.cfg, program.mesh.shape), program.model
     tensor = program.mesh.shape["tensor"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
