@@ -46,8 +46,8 @@ def model_rows(plan: RunPlan) -> Rows:
     work = plan.work
     ratio, sparse = work.tokens / work.params, work.active_params < work.params
     if sparse:
-        of_active = digits(work.tokens / work.active_params)
-        word = f"of all; {of_active} of those that a token goes through; published optima are of dense models"
+        per_active = digits(work.tokens / work.active_params)
+        word = f"of all; {per_active} of active ones; published optima are of dense models"
     elif work.optimal is None:
         word = "no optimum was published for this kind of model"
     else:
@@ -58,8 +58,9 @@ def model_rows(plan: RunPlan) -> Rows:
     active = f"{work.params:,} in all and active: this model has no experts"
     if sparse:
         active = f"{work.params:,} in all: memory; a token goes through {work.active_params:,}: FLOPs and MFU"
-    number = "6 x those that a token goes through" if sparse else "6 N"
-    formula = f"by the model's own formula, attention included; {number} = {scientific(work.flops_per_token_6n)}"
+    number = "6 N of these" if sparse else "6 N"
+    whose = "of those that a token goes through, " if sparse else "by the model's own formula, "
+    formula = f"{whose}attention included; {number} = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
     batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_steps * work.batch_tokens)
     return [

@@ -237,7 +237,7 @@ def test_the_search_shares_experts_and_tries_schedules_and_says_so(topology):
     assert {one["expert"] for one in layouts} == {1, 2, 4}
     assert {one["expert"] for one in all_layouts(tiny.config(), 8)} == {1}
     assert layout_parts(cfg, dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "fsdp": 2, "chunks": 1}) == [1, 2]
-    chosen = [one for one in layouts if one["tensor"] == one["context"] == 1]
+    chosen = [one for one in layouts if one["tensor"] == one["context"] == one["data"] == 1]
     found = list(search.make_candidates(cfg, topology, chosen, ["zero3"], [False]))
     assert search.tried_text(found) == "; schedules 1f1b, zero_bubble; experts are sent rows"
     alone = [one for one in found if one.cfg.mesh.expert == 1]

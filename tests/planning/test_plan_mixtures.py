@@ -6,6 +6,7 @@ Compiled by jax 0.12.0.1 and libtpu 0.0.51 for chips that are not there, 2026-11
 import collections
 import functools
 import pathlib
+import re
 
 import pytest
 import tiny
@@ -20,7 +21,7 @@ from jaxscale.planning.memory import memory_need
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.sent import sent_arrays
 from jaxscale.planning.speed import rows_again_flops
-from jaxscale.planning.text import plan_lines
+from jaxscale.planning.text import WIDTH, plan_lines
 from jaxscale.system.exits import BadInput
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "mixtral_8x7b.py")
@@ -35,8 +36,8 @@ FINE = {
 }  # fmt: skip
 SEND, GATHER = {"expert.exchange": "send"}, {"expert.exchange": "gather"}
 V5P = "v5p:2x2x2"
-# (topology, settings, GiB of the compiler, MB that a device sends by (axis, kind)). Of the first three the live ranges
-# are what the formula was written from; the others were compiled when it was there.
+# (topology, settings, GiB of the compiler, MB that a device sends by (axis, kind)). From the live
+# ranges of the first two and the last but one the formula was written; the others were compared when it was there.
 COMPILED = [
     (V5P, MIXTRAL, 5.813, {("fsdp", "all-gather"): 5338.5, ("fsdp", "reduce-scatter"): 2783.8}),
     (
@@ -78,6 +79,8 @@ COMPILED = [
         8.744,
         {("fsdp", "all-gather"): 4575.9, ("fsdp", "reduce-scatter"): 2386.1, ("data", "all-reduce"): 795.4},
     ),
+    ("v6e:2x4", FINE, 6_401_146_171 / GIB, {}),  # the peak of its live ranges
+    (V5P, MIXTRAL | SEND | {"mesh.expert": 4}, 5_200_790_661 / GIB, {}),  # so too
     ("v5p:4x4x4", {}, 25.7, {}),  # docs/explanation/mixtures.md
 ]
 
@@ -136,7 +139,9 @@ def told(**settings):
 
 def test_the_plan_says_what_it_takes_for_granted_and_which_parameters_it_counts():
     plan, text = told(mesh__expert="8")
-    assert set(plan.time.speed.sent_bytes) == {"fsdp", "expert"} and "of one device and step: fsdp" in text
+    assert max(map(len, plan_lines(plan))) <= WIDTH
+    assert set(plan.time.speed.sent_bytes) == {"fsdp", "expert"}
+    assert re.search(r"of one device and step: expert [0-9.]+ GiB, fsdp [0-9.]+ GiB", text)
     assert "expert: tokens are sent to their experts (send): a layer gathers" in text
     assert "routing: each expert has as many rows as the others, and one round of 1.25 times" in text
     for words in (
