@@ -68,11 +68,11 @@ def adapting(project: Project) -> Project:
 def adapting_groups(grouped: GroupedProject) -> GroupedProject:
     """`grouped`, which takes adapted weights too."""
 
-    def run(x_RC: jax.Array, w_ECO: Any, counts_E: jax.Array) -> jax.Array:
+    def run(x_RC: jax.Array, w_ECO: Any, counts_E: jax.Array, **how: Any) -> jax.Array:
         if not isinstance(w_ECO, Adapted):
-            return grouped(x_RC, w_ECO, counts_E)
+            return grouped(x_RC, w_ECO, counts_E, **how)
         beside = w_ECO.scale * grouped(x_RC, w_ECO.a, counts_E)
-        return grouped(x_RC, w_ECO.weight, counts_E) + grouped(beside, w_ECO.b, counts_E)
+        return grouped(x_RC, w_ECO.weight, counts_E, **how) + grouped(beside, w_ECO.b, counts_E)
 
     return run
 

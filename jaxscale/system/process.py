@@ -12,13 +12,11 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 
 from jaxscale.system.exits import BadInput, tell
 from jaxscale.system.paths import PRIVATE, cache_dir, make_private
 
 ORDERED = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-NO_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 MOST_OPEN = 1 << 20  # the kernel's own default for how far a limit can be raised, fs.nr_open
 OWN_OPEN = 256  # of the program itself: a tiny run had 25 (2 cores, jax 0.10.2, 2026-11-23), and a bucket takes more
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
@@ -68,23 +66,17 @@ def check_open_files(number: int, of: str) -> None:
 
 
 def order_collectives() -> None:
-    """Keeps programs for several simulated devices from standing still, or crashing, on XLA:CPU.
+    """Keeps programs for several simulated devices from standing still on XLA:CPU.
 
     By default it schedules for concurrency: two collectives of a program that do not depend on each other may begin in
     another order on each device, which waits for the rest for ever; after 40 s XLA's "rendezvous" ends the process (8
     devices on 2 cores, jax 0.10.2: 5 of 23 small runs, with 2 to 256 threads). Scheduled for memory, 60 of 60
     runs ended well.
-
-    With jaxlib 0.10.2 a model of one layer whose keys and values go round 8 devices crashed all the same (12 of 12
-    runs: too many at a rendezvous, a segmentation fault, a bus error), but neither without XLA's fusion emitters (5 of
-    5 ended well) nor with jaxlib 0.12 (3 of 3; 2026-11-24), which has no such option any more.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     devices = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
-    if devices and int(devices[1]) > 1:
-        wanted = [ORDERED, *([NO_EMITTERS] if version("jaxlib").startswith("0.10.") else [])]
-        missing = [flag for flag in wanted if flag.partition("=")[0] not in flags]
-        os.environ["XLA_FLAGS"] = " ".join([flags, *missing])
+    if devices and int(devices[1]) > 1 and "xla_cpu_scheduler_type" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {ORDERED}"
 
 
 def prepare_ahead() -> None:

@@ -80,6 +80,7 @@ def check_settings(verb: str, flags: list[str]) -> None:
     """Builds the config that the command names with the settings that it gives."""
     file = next((flag.removeprefix("--config=") for flag in flags if flag.startswith("--config=")), "")
     values = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags if flag.startswith("--config."))
+    values |= [("init.from_path", flag.partition("=")[2]) for flag in flags if flag.startswith("--init_from=")]
     if not file and not values:
         return
     file = "configs/quickstart.py" if file in (*STANDS_FOR_A_CONFIG, "") and verb != "prepare" else file

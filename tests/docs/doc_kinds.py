@@ -134,6 +134,7 @@ NOT_SHELL = (
     ("docs/gcs.md", "error: gs://"),
     ("docs/health.md", "health: step"),
     ("docs/howto/read_alert.md", "health: step"),
+    ("docs/howto/upcycle.md", "init: upcycled"),
     ("docs/index.md", "step 480/489"),
     ("docs/sample.md", "runs/tiny/checkpoints/3: llama"),
     ("docs/watch.md", "jaxscale watch  runs/a  "),

@@ -56,20 +56,25 @@ class Look(Protocol):
         """(dq with these keys' part, their own dk_BKTH, dv_BKTH), float32. above: logsumexp of all, drift, dout."""
 
 
-def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look]):
-    """attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, in zigzag order. look_of(q): how q looks at keys."""
+def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look], *, unrolled: bool = False):
+    """attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, in zigzag order. look_of(q): how q looks at keys.
+
+    unrolled: compiled one step after the other, without a loop, as XLA:CPU needs it. There nothing keeps a collective
+    of a loop and one beside it in one order on all devices (jaxlib 0.10.2, 2026-11-24: of one layer and 8 devices 12 of
+    12 runs crashed or stood still, of those without the loop none of 8).
+    """
 
     @jax.custom_vjp
     def attend(q, k_BKTH, v_BKTH, segment_ids_BT):
         return keep(q, k_BKTH, v_BKTH, segment_ids_BT)[0]
 
     def keep(q, *held):
-        results = Ring(context, look_of(q)).forward(q, Held(*held))
+        results = Ring(context, look_of(q), unrolled).forward(q, Held(*held))
         out, logsumexp = (checkpoint_name(result, ATTENTION_OUT) for result in results)
         return out, (q, Held(*held), out, logsumexp)
 
     def backward(saved, dout):
-        return *Ring(context, look_of(saved[0])).backward(*saved, dout), None
+        return *Ring(context, look_of(saved[0]), unrolled).backward(*saved, dout), None
 
     attend.defvjp(keep, backward)
     return attend
@@ -81,6 +86,7 @@ class Ring:
 
     context: ContextAxis
     look: Look
+    unrolled: bool
 
     def forward(self, q: jax.Array, held: Held) -> tuple[jax.Array, jax.Array]:
         """(out like q, logsumexp)."""
@@ -129,4 +135,5 @@ class Ring:
 
         if last - first == 1:
             return step((so_far, held), first)[0]
-        return lax.scan(step, (so_far, held), jnp.arange(first, last, dtype=jnp.int32))[0]
+        numbers = jnp.arange(first, last, dtype=jnp.int32)
+        return lax.scan(step, (so_far, held), numbers, unroll=self.unrolled)[0]

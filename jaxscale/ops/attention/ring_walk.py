@@ -17,7 +17,7 @@ from jaxscale.ops.attention.shared_rows import block_of, filled_up
 from jaxscale.sharding.context_axis import ContextAxis
 
 
-def make_attend(*, softcap: float | None, window: int | None, context: ContextAxis):
+def make_attend(*, softcap: float | None, window: int | None, context: ContextAxis, unrolled: bool = False):
     """attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, of the device's own positions in zigzag order."""
 
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
@@ -26,7 +26,7 @@ def make_attend(*, softcap: float | None, window: int | None, context: ContextAx
             chunk = T // context.chunks
             return WalkLook(context, chunk, Walk(G, v_BTKH.shape[3], block_of(chunk), softcap, window))
 
-        ring = make_ring(context, look_of)
+        ring = make_ring(context, look_of, unrolled=unrolled)
         q_BKTGH = group_heads(q_BTNH, k_BTKH.shape[2])
         return ungroup_heads(ring(q_BKTGH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segment_ids_BT))
 

@@ -1,5 +1,6 @@
 """Which way devices that share a row attend to each other's keys, by a rule that gives its reason."""
 
+import functools
 from typing import Any, NamedTuple
 
 from jaxscale.ops.attention import ring_splash, ring_walk, shared_rows, splash
@@ -125,8 +126,8 @@ def share_attention(
     blocks = {"blocks": splash.blocks_for(device_kind)} if attention == "splash" else {}
     standing = STANDING[attention](**how, **blocks)
     if sharing.form == "ring":
-        make = ring_splash.make_attend if attention == "splash" else ring_walk.make_attend
-        far = make(**how, **blocks, context=context)
+        walk = functools.partial(ring_walk.make_attend, unrolled=device_kind == "cpu")
+        far = (ring_splash.make_attend if attention == "splash" else walk)(**how, **blocks, context=context)
     else:
         far = shared_rows.gathered(standing, context)
     return far if window is None else shared_rows.with_neighbours(standing, far, window, context)
