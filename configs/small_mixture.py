@@ -4,7 +4,16 @@
     python -m jaxscale.main --config=configs/small_mixture.py:dense      # 297,000
 
 8 experts of which a token has 2, each half as wide as the dense MLP; the same 2,000,000 tokens in the same order.
-Measured: nothing yet. It is for two cores and some minutes.
+Validation bits per byte after them, by seed (2 cores, jax 0.10.2, 2026-11-24):
+
+    seed                     0      1      2
+    experts, rate 4e-3   2.092  2.119  2.117
+    dense, rate 8e-3     2.147  2.165  2.137
+
+In the mean 2.109 and 2.150: 0.04 better, with 0.03 between the best and the worst seed of either. Rates are the best of
+4e-3, 8e-3 and 16e-3 with seed 0 (experts 2.092, 2.108, 2.251; dense 2.150, 2.147, 2.177); lower ones were not tried.
+Routers were trained, from a random start: after the first tenth of the steps the busiest expert had 1.37 to 1.45 times
+its layer's mean, in the worst layer of each step, on average over steps.
 """
 
 import ml_collections
@@ -21,7 +30,7 @@ def get_config(arg="experts"):
     )  # fmt: skip
     if arg == "experts":
         c.model.experts = dict(number=8, chosen=2, mlp_dim=128, bias=True)  # 2 x 128 = 256
-    c.optim = dict(peak_lr=8e-3, min_lr=4e-4, warmup_tokens="5%")
+    c.optim = dict(peak_lr=8e-3 if arg == "dense" else 4e-3, min_lr=4e-4, warmup_tokens="5%")
     c.data = dict(name="stdlib")
     c.eval = dict(every_steps=0, num_rows=1024)
     c.checkpoint = dict(save_every_steps=0)
