@@ -11,7 +11,7 @@ Validation bits per byte after them, by seed (2 cores, jax 0.10.2, 2026-11-24):
     dense, rate 8e-3     2.147  2.165  2.137
 
 In the mean 2.109 and 2.150: 0.04 better, with 0.03 between the best and the worst seed of either. Rates are the best of
-4e-3, 8e-3 and 16e-3 with seed 0 (experts 2.092, 2.108, 2.251; dense 2.150, 2.147, 2.177); lower ones were not tried.
+4e-3, 8e-3 and 16e-3 with seed 0 (experts 2.092, 2.108, 2.251, and 2.180 at 2e-3; dense 2.150, 2.147, 2.177).
 Routers were trained, from a random start: after the first tenth of the steps the busiest expert had 1.37 to 1.45 times
 its layer's mean, in the worst layer of each step, on average over steps. A run is for two cores and some minutes.
 """

@@ -60,8 +60,8 @@ def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look], *, unr
     """attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, in zigzag order. look_of(q): how q looks at keys.
 
     unrolled: compiled one step after the other, without a loop, as XLA:CPU needs it. There nothing keeps a collective
-    of a loop and one beside it in one order on all devices (jaxlib 0.10.2, 2026-11-24: of one layer and 8 devices 12 of
-    12 runs crashed or stood still, of those without the loop none of 8).
+    of a loop and one beside it in one order on all devices (jaxlib 0.10.2 as it is by default, 2026-11-24: with the
+    loop, one layer on 8 devices crashed or stood still in 12 of 12 runs; without it none of 8 did).
     """
 
     @jax.custom_vjp
