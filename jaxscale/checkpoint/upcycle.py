@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.models.config import BLOCKS, ModelConfig
+from jaxscale.models.config import BLOCKS, DENSE, ModelConfig
 from jaxscale.models.experts_config import ExpertsConfig
-from jaxscale.models.llama_config import DENSE
 from jaxscale.sharding.rules import names_of
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list

@@ -117,8 +117,8 @@ def block_memory(program: Program, width: int, reduced: int, *, staged: bool) ->
     tokens, embed, inner = router_tokens(program) // parts, model.embed_dim, own.mlp_dim // tensor
     rows = tokens * own.chosen
     moved = round_rows(program, parts) if sends else rows
-    of_attention = 2 * model.query_width + 2 * model.key_width + 2 * embed
-    kept = tokens * (of_attention / tensor + embed + 3 * own.shared_dim / tensor)
+    of_heads = model.query_width + model.key_width + model.value_width + model.result_width
+    kept = tokens * ((of_heads + 2 * embed) / tensor + model.latent_width + embed + 3 * own.shared_dim / tensor)
     kept += 2 * parts * tokens * embed / tensor if parts > 1 else 0  # the block's input and result, of all rows
     of_floats = tokens * (4 * own.number + (LANES * model.num_heads / tensor if program.attention == "splash" else 0))
     weights = block_weights(program, staged)

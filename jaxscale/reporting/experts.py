@@ -28,6 +28,7 @@ METRICS = (
     ("Experts without a token", "in all layers", (("experts_idle", "in the step"), ("experts_dead", IN_STEPS))),
     ("Entropy of the router", "nats", (("router_entropy", "mean"), ("router_entropy_lowest", "lowest layer"))),
     ("Range of the biases", "over that of a token's scores", (("router_bias_to_scores", "worst layer"),)),
+    ("Choices without room", "in all layers", (("experts_dropped", "left out by the limit"),)),
     ("Rounds of an exchange of rows", "", (("expert_rounds", "most"), ("expert_rounds_mean", "mean"))),
 )
 

@@ -10,6 +10,7 @@ from jaxscale.monitor.health.finding import RunFacts
 NEAR_RECORDS = 20  # records within which one thing may have led to another
 AGAINST, NOTHING, FOR, STRONG = range(4)
 REMEMBERED = 10_000  # batches by their hash
+MOST_OF_SCORES = 0.1  # by which a step may move two experts apart: more, and loads swing from step to step
 TELLING = ("resumed", "rewind", "lr_cut", "branch", "hang", "replicas_differ")  # events that change what is measured
 
 
@@ -254,7 +255,7 @@ def bias_rate(past: Past, facts: RunFacts, step: int) -> Evidence:
         return Evidence(NOTHING, "no bias moves" if not facts.bias_rate else "the scores are not known")
     part = 2 * facts.bias_rate / scores
     text = f"model.experts.bias_rate is {facts.bias_rate:g}, and the scores of a token lie {scores:.3g} apart"
-    return Evidence(STRONG if part > 0.1 else FOR if part > 0.03 else AGAINST, text)
+    return Evidence(STRONG if part > MOST_OF_SCORES else FOR if part > 0.03 else AGAINST, text)
 
 
 def silent(past: Past, facts: RunFacts, step: int) -> Evidence:

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from jaxscale import units
+from jaxscale.monitor.health.evidence import MOST_OF_SCORES
 from jaxscale.monitor.health.finding import RunFacts, Sign
 from jaxscale.monitor.health.rule import Rule, View
 
@@ -18,7 +19,6 @@ LEAST_ENTROPY = 0.05  # nats of a token's shares: one expert has 99% of them
 # How far biases of a layer may lie apart, over the scores of a token. To be level with the others the most wanted
 # expert comes down by one such range at most, and the least wanted up by one; half as much again, for tokens differ.
 MOST_APART = 3.0
-MOST_OF_SCORES = 0.1  # by which a step may move two experts apart: more, and loads swing from step to step
 
 
 def patience_of(facts: RunFacts) -> float:
