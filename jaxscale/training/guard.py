@@ -109,6 +109,17 @@ def inspect(
     )
 
 
+def told(before: Guard, after: Guard, ok: jax.Array, verdict: jax.Array) -> dict[str, jax.Array]:
+    """What it says of a step among the metrics."""
+    return {
+        "loss_median": loss_median(before),
+        "verdict": verdict,
+        "skipped": ~ok,
+        "skipped_total": after.skipped,
+        "skipped_in_row": after.skipped_in_row,
+    }
+
+
 def loss_median(state: Guard) -> jax.Array:
     """float32[]: of the window; meaningless before the first good step."""
     return middle(state.losses, state.seen)

@@ -72,12 +72,8 @@ def make_train_step(
             "grad_norm": grad_norm,
             "lr": schedule(state.step) * lr_factor,
             "loss_scale": state.loss_scale.value,
-            "loss_median": guard.loss_median(state.guard),
-            "verdict": verdict,
-            "skipped": ~ok,
-            "skipped_total": guard_state.skipped,
-            "skipped_in_row": guard_state.skipped_in_row,
             "tokens_seen": tokens_seen(batch),
+            **guard.told(state.guard, guard_state, ok, verdict),
         }
         if count_gated:
             metrics["gated_rows"] = gated_rows(batch)
