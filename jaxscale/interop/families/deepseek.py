@@ -9,7 +9,7 @@ DeepSeek's own code: true is refused. The norms of latents have an epsilon of th
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.interop.families.experts import DENSE, JOINED, ROWS
+from jaxscale.interop.families.experts import DENSE, JOINED, NAMES, ROWS
 from jaxscale.interop.families.family import Row
 from jaxscale.interop.families.llama import BODY, LAYER, NORMS_BEFORE, SHARED, relative
 from jaxscale.interop.families.settings import refuse_unless
@@ -76,6 +76,7 @@ def check_yarn(rope: Mapping[str, Any]) -> None:
 def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
     """Experts, of which some are for all tokens. more: the family's own."""
     shared, width = hf["n_shared_experts"], hf["moe_intermediate_size"]
+    refuse_unless(hf, **dict.fromkeys(NAMES, (None, hf["n_routed_experts"])))  # other names of it in transformers
     if not shared:
         raise BadInput(f"config.json: n_shared_experts={short(shared)} is not supported: it must be 1 or more")
     return ExpertsConfig(
@@ -151,7 +152,7 @@ DEEPSEEK_V2 = relative(
     settings=v2_settings,
     keys=v2_keys,
     body=OUTSIDE,
-    more_keys=("qk_head_dim",),
+    more_keys=("qk_head_dim", *NAMES),
     joined=JOINED,
 )  # fmt: skip
 DEEPSEEK_V3 = relative(
@@ -175,7 +176,7 @@ DEEPSEEK_V3 = relative(
     settings=v3_settings,
     keys=v3_keys,
     body=OUTSIDE,
-    more_keys=("qk_head_dim",),
+    more_keys=("qk_head_dim", *NAMES),
     joined=JOINED,
     beyond="layers that predict further tokens (multi-token prediction)",
 )  # fmt: skip
