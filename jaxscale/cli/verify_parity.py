@@ -8,6 +8,7 @@ what is compared has gone through the very step that trains.
 import contextlib
 import dataclasses
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -229,22 +230,23 @@ def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) 
 def captured_stderr() -> Iterator[list[str]]:
     """A list that holds, at the end, all that the process wrote to stderr meanwhile: XLA writes past sys.stderr.
 
-    It is passed on afterwards.
+    Another process passes it on as it comes, so that what XLA says before it ends this one is seen.
     """
     written: list[str] = []
     sys.stderr.flush()
     own = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
+    with tempfile.NamedTemporaryFile(mode="r", errors="replace") as file:
+        copy = subprocess.Popen(["tee", "-i", file.name], stdin=subprocess.PIPE, stdout=own)
+        os.dup2(copy.stdin.fileno(), 2)
         try:
             yield written
         finally:
             sys.stderr.flush()
             os.dup2(own, 2)
             os.close(own)
-            file.seek(0)
-            written.append(file.read().decode(errors="replace"))
-            sys.stderr.write(written[0])
+            copy.stdin.close()
+            copy.wait()
+            written.append(file.read())
 
 
 def on_simulated_devices(command: list[str]) -> None:

@@ -139,6 +139,12 @@ def test_xlas_warning_of_a_full_rematerialization_is_caught():
     assert vp.REMATERIALIZED in written[0]
 
 
+def test_what_xla_says_before_it_ends_the_process_is_seen():
+    module = "import os, jaxscale.cli.verify_parity as vp"
+    code = f"{module}\nwith vp.captured_stderr():\n os.write(2, b'why')\n os.abort()"
+    assert "why" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+
+
 def test_the_configs_own_layout_is_among_those_proved():
     cfg = config(LLAMA | dict(num_kv_heads=2), rules="zero1")
     wanted = vp.layouts(cfg)
