@@ -139,7 +139,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
     if model.kernels.sharing.form == "ring" or model.exchange.form == "send":  # a loop in each layer
-        options = choose_options(cfg, mesh, branches=True)
+        options = choose_options(cfg, mesh, loops=True)
     for check in DEVICE_CHECKS:
         check(cfg, model)
     updates = make_updates(cfg, budget, model)
@@ -186,13 +186,14 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     )
 
 
-def choose_options(cfg: RunConfig, mesh: Mesh, *, branches: bool = False) -> CompilerOptions:
-    """What the step is compiled with. branches: whether layers branch or loop, also where none has a window."""
-    device = mesh.devices.flat[0]
-    branches |= cfg.model.attention_needs().mixed is not None
+def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> CompilerOptions:
+    """What the step is compiled with. loops: whether there is a loop in each layer."""
+    device, model = mesh.devices.flat[0], cfg.model
+    branches = model.attention_needs().mixed is not None
+    fetch_ahead = not (loops or branches or getattr(model, "experts", None))
     network = groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1
     return compiler_options(
-        device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches, network=network
+        device.platform, device.device_kind, cfg.compiler, os.environ, fetch_ahead=fetch_ahead, network=network
     )
 
 

@@ -111,6 +111,9 @@ def block_memory(program: Program, width: int, reduced: int, *, staged: bool) ->
     narrower than a row the weights' gradients come last, and three gradients of rows are there before. Where rows are
     sent those of a round are beside the device's own, and gradients of weights beside their sum over rounds. The next
     layer's weights, where the compiler fetches them ahead.
+
+    Where it does not, each matrix's gradient is scattered as soon as it is there, so that one of three is held, and one
+    gradient of rows: as the peaks of compiled programs have it (docs/plan.md).
     """
     model, own, shape = program.cfg.model, experts_of(program.cfg.model), program.mesh.shape
     tensor, parts, sends = shape["tensor"], block_parts(program), resting_parts(program) > 1
@@ -124,8 +127,10 @@ def block_memory(program: Program, width: int, reduced: int, *, staged: bool) ->
     weights = block_weights(program, staged)
     experts = 3 * own.number * embed * inner / resting_parts(program)
     gradients = (F32 if staged or not weights.shared else reduced) * experts
-    arrays = width * moved * (3 * inner + (2 if inner >= embed else 5) * embed)
-    at_end = gradients + width * moved * (inner + 2 * embed)
+    at_once = not (sends or staged or fetches_ahead(program))  # gradients are scattered
+    of_rows = 2 if inner >= embed else 3 if at_once else 5
+    arrays = width * moved * (3 * inner + of_rows * embed)
+    at_end = gradients / (3 if at_once else 1) + width * moved * (inner + 2 * embed)
     beside = gradients if sends or parts > 1 else 0.0
     beside += width * 3 * rows * embed if sends else 0.0
     return width * (kept + weights.numbers) + F32 * of_floats + beside + max(arrays, at_end)

@@ -178,19 +178,21 @@ def compiler_options(
     extra: Mapping[str, Value],
     environment: Mapping[str, str],
     *,
-    branches: bool = False,
+    fetch_ahead: bool = True,
     network: bool = False,
 ) -> CompilerOptions:
     """The table's rows for these devices, and `extra` (the config's) over them.
 
     A row that the environment's XLA_FLAGS or LIBTPU_INIT_ARGS names is left to it: an option given to a program would
-    win over them in silence. What `extra` names was asked for by name, and does win. branches: whether a layer of the
-    loop takes one of two ways as it runs, or loops itself: XLA:TPU ends with a failed check if it shall fetch ahead
-    there (Gemma 3 on v5p:2x2x2, a ring of keys and values on v5p:4x4x4, libtpu 0.0.51, 2026-11-24).
+    win over them in silence. What `extra` names was asked for by name, and does win. fetch_ahead: whether a layer's
+    weights are gathered during the layer before. XLA:TPU ends with a failed check if it shall do so where a layer of
+    the loop takes one of two ways as it runs, or loops itself (Gemma 3 on v5p:2x2x2, a ring of keys and values on
+    v5p:4x4x4, libtpu 0.0.51, 2026-11-24); and a layer's experts are much memory to have twice, with products long
+    enough to hide the gather of the next ones (docs/explanation/mixtures.md has both ways compiled).
     network: whether each layer's weights are gathered over that between nodes.
     """
     set_already = {name for variable in VARIABLES for name in FLAG.findall(environment.get(variable, ""))}
-    unfit = (PIPELINE if branches else ()) + (() if network else (OVERLAP,))
+    unfit = (() if fetch_ahead else PIPELINE) + (() if network else (OVERLAP,))
     rows = [row for row in TABLE if {platform, device_kind} & set(row.devices) and not row.names & {*extra, *unfit}]
     return CompilerOptions(
         values={row.name: row.value for row in rows if not row.names & set_already} | dict(extra),

@@ -45,9 +45,9 @@ def test_without_one_of_the_rows_for_the_torus_collectives_are_taken_in_stages(e
 
 
 def test_a_loop_whose_layers_take_one_of_two_ways_fetches_nothing_ahead():
-    usual, branching = (compiler_options("tpu", "TPU v5", {}, {}, branches=branches) for branches in (False, True))
+    usual, branching = (compiler_options("tpu", "TPU v5", {}, {}, fetch_ahead=ahead) for ahead in (True, False))
     assert set(usual.values) - set(branching.values) == set(PIPELINE)
-    assert compiler_options("tpu", "TPU v5", {PIPELINE[0]: True}, {}, branches=True).values[PIPELINE[0]] is True
+    assert compiler_options("tpu", "TPU v5", {PIPELINE[0]: True}, {}, fetch_ahead=False).values[PIPELINE[0]] is True
 
 
 def test_weights_that_come_over_the_network_have_more_under_way_at_a_time():
