@@ -4,8 +4,7 @@ Measured: nothing yet.
     jaxscale convert --from=Qwen3-30B-A3B-Base --workdir=runs/qwen3    # a folder with the model's files
     python -m jaxscale.main --config=configs/qwen3_30b_a3b.py --init_from=runs/qwen3
 
-Shape: as public scripts that train it have it; not compared with its config.json. All but the model is as in
-mixtral_8x7b.py.
+Shape: config.json of Qwen/Qwen3-30B-A3B, from a copy. All but the model is as in mixtral_8x7b.py.
 Continued pretraining of one billion tokens at 40% MFU costs 35 chip-hours of TPU v5p (459 TFLOP/s).
 """
 

@@ -13,6 +13,7 @@ from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
 from jaxscale.config import resolve_budget
 from jaxscale.config_file import load_config
+from jaxscale.models.config import DENSE
 from jaxscale.planning.memory import least_memory
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -71,6 +72,20 @@ def test_a_model_is_of_the_size_in_its_name(name, billions):
     assert load_config(PATHS[name]).model.num_params / 1e9 == pytest.approx(billions, rel=0.25)
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
+        ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
+        ("deepseek_v3", 671_026_404_352, 37_552_282_624),  # of the released files, without 58 x 256 biases of routers
+        ("kimi_k2", 1_026_408_209_408, 32_861_477_888),
+    ],
+)
+def test_a_mixture_has_as_many_parameters_as_the_published_one(name, total, active):
+    model = load_config(PATHS[name]).model
+    assert (model.num_params, model.active_params) == (total, active)
+
+
 def test_the_dial_turns_everything_in_the_same_direction():
     small, middle, large = (load_config(str(golden.CONFIGS / f"auto.py:depth={depth}")) for depth in (2, 8, 32))
     for part in (
@@ -112,7 +127,8 @@ def test_any_of_its_settings_can_be_set_by_name(name):
 def test_its_layers_make_no_device_copy_whole_activations(name, mesh):
     """XLA tells of it on stderr alone, as 'involuntary full rematerialization', where two shardings do not meet."""
     sizes = {f"mesh.{axis}": size for axis, size in ({"data": 1, "fsdp": 1, "tensor": 1} | mesh).items()}
-    rows = {"batch_tokens": "16 rows", "train.num_microbatches": 2, "model.num_layers": 2}
+    leading = load_config(PATHS[name]).model.layer_stacks.get(DENSE, 0)  # layers before those that are most
+    rows = {"batch_tokens": "16 rows", "train.num_microbatches": 2, "model.num_layers": max(2, leading + 1)}
     cfg = load_config(PATHS[name], sizes | rows | {"train_tokens": "100 steps", "optim.warmup_tokens": 0})
     if cfg.model.vocab_size % cfg.mesh.tensor:
         pytest.skip(f"a vocabulary of {cfg.model.vocab_size} is not split by {cfg.mesh.tensor}")

@@ -1,0 +1,24 @@
+"""Kimi K2's shape (arXiv:2507.20534): 1,026,408,209,408 parameters, of which a token goes through 32,861,477,888.
+Measured: nothing yet.
+
+    python -m jaxscale.main --config=configs/kimi_k2.py --config.data.files='shards/*.bin'
+
+Shape: public ports of its config.json (MaxText's kimi-k2-1t.yml, NVIDIA's KimiK2Provider), which agree; the report
+rounds it to 1.04T and 32.6B. Batch, rate and tokens: its section 2.5, but by AdamW and not MuonClip, which is not here.
+Released weights have RoPE stretched by YaRN, and are not converted here: nobody has compared them.
+Cost of the whole run at 40% MFU: 3.2e+24 FLOPs, 4,818,366 chip-hours of TPU v5p (459 TFLOP/s).
+State in float32 (parameters, moments, gradients): 15,295 GiB over all chips.
+"""
+
+import deepseek_v3
+
+
+def get_config():
+    c = deepseek_v3.get_config()
+    c.batch_tokens, c.train_tokens = 16_384 * 4096, 15_500_000_000_000
+    c.model.update(vocab_size=163_840, num_heads=64, num_kv_heads=64, rope_base=50_000.0)
+    c.model.experts = dict(
+        number=384, chosen=8, mlp_dim=2048, shared_dim=2048, first_dense=1, score="sigmoid", scale=2.827, bias=True
+    )
+    c.optim.update(peak_lr=2e-4, min_lr=2e-5, decay_fraction=0.355, warmup_tokens="500 steps")  # 5.5 of 15.5T tokens
+    return c
