@@ -62,9 +62,10 @@ class Links:
 def plan_sending(program: Program, topology: Topology) -> Sending:
     """What a step sends, each stage with the links of its own dimension of the torus.
 
-    Assumed of the compiler (hidden_kinds): which kinds run beside products. The sum over data, once at a step's end,
-    and those of activations over tensor, which the next product waits for, run beside none. What the layers of one
-    stage of a pipeline wait for, the others wait for as long as for its products.
+    Assumed of the compiler (hidden_kinds): which kinds run beside products, all but a part of experts' weights and
+    gradients (experts.OPEN). The sum over data, once at a step's end, and those of activations over tensor, which the
+    next product waits for, run beside none. What the layers of one stage of a pipeline wait for, the others wait for as
+    long as for its products.
     """
     chip, found, hidden = topology.chip, mesh_links(program.mesh, topology.chip), hidden_kinds(program, topology)
     stretch = stages_of(program.cfg, program.mesh.shape).stretch(SENT)
@@ -79,9 +80,9 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
             nbytes[sent.axis] += stage.nbytes
             along = f":{stage.along}" if found.torus and stage.along != DCN else ""
             links[f"{'dcn' if stage.along == DCN else 'ici'}:{sent.axis}{along}"] += seconds
-            if not (sent.hides and sent.kind in hidden):
-                blocking += seconds
-                idle += seconds * (stretch - 1) * sent.in_stage
+            stands = seconds * (sent.open if sent.hides and sent.kind in hidden else 1.0)
+            blocking += stands
+            idle += stands * (stretch - 1) * sent.in_stage
     return Sending(dict(links), links.total(), blocking, idle, dict(nbytes))
 
 

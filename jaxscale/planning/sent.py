@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.models.config import ATTENTION_ADDED, lora_params
-from jaxscale.planning.experts import Numbers, device_numbers, exchange_of, experts_of, rows_sent
+from jaxscale.planning.experts import OPEN, Numbers, device_numbers, exchange_of, experts_of, rows_sent
 from jaxscale.planning.memory import saved_names
 from jaxscale.planning.positions import CONTEXT, attention_sending
 from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_experts, held_numbers, hop_bytes, stages_of
@@ -23,6 +23,7 @@ class Sent:
     kind: str
     nbytes: float  # of the whole arrays, over all of a step
     hides: bool  # beside products, where the compiler lets it run beside any
+    open: float = 0.0  # the part of its time that none hides even so
     in_stage: bool = False  # in the layers, so that other stages of a pipeline wait for it too
 
 
@@ -54,8 +55,9 @@ def layer_weights(program: Program) -> list[Sent]:
         of_copies(program, learned),
     ]
     if exchange_of(program).form == "gather" and cfg.rules != "zero3":
-        found.append(Sent(EXPERT, "all-gather", 2 * parts * width * params.experts, True))
-        found.append(Sent(EXPERT, "reduce-scatter", (parts - times) * learned.experts, True))
+        along = Turns((), (EXPERT,))
+        found += sent_parts(program, "all-gather", Numbers(2 * parts * width * params.experts, 0), along, True)
+        found += sent_parts(program, "reduce-scatter", Numbers((parts - times) * learned.experts, 0), along, True)
     return found
 
 
@@ -71,17 +73,15 @@ def gathers(program: Program, nbytes: Numbers, hides: bool) -> list[Sent]:
     of_experts = (EXPERT, *turns.experts) if exchange_of(program).form == "gather" else turns.experts
     if exchange_of(program).form == "gather" and program.cfg.rules != "zero3":
         experts, of_experts = experts / shape[EXPERT], turns.experts
-    parts = [*parts_along(shape, nbytes.others, turns.others), *parts_along(shape, experts, of_experts)]
-    return [Sent(axis, "all-gather", size, hides) for axis, size in parts]
+    return sent_parts(program, "all-gather", nbytes._replace(experts=experts), Turns(turns.others, of_experts), hides)
 
 
 def scatters(program: Program, nbytes: Numbers, hides: bool) -> list[Sent]:
     """Gradients of so many bytes, scattered over the devices that share them: the other way, but along the experts' own
     axis first too."""
-    shape, turns = program.mesh.shape, turns_of(program)
+    turns = turns_of(program)
     of_experts = (*turns.experts, EXPERT) if exchange_of(program).form == "gather" else turns.experts
-    parts = [*parts_along(shape, nbytes.others, turns.others), *parts_along(shape, nbytes.experts, of_experts)]
-    return [Sent(axis, "reduce-scatter", size, hides) for axis, size in parts]
+    return sent_parts(program, "reduce-scatter", nbytes, Turns(turns.others, of_experts), hides)
 
 
 class Turns(NamedTuple):
@@ -95,6 +95,14 @@ def turns_of(program: Program) -> Turns:
     """Of a program's devices."""
     turns = Turns((CONTEXT, EXPERT, "fsdp"), (CONTEXT, "fsdp"))
     return turns if on_tpu(program.mesh) else Turns(*(axes[::-1] for axes in turns))
+
+
+def sent_parts(program: Program, kind: str, nbytes: Numbers, turns: Turns, hides: bool) -> list[Sent]:
+    """Collectives of a kind along these axes in turn; of experts' arrays with what is left open."""
+    shape, left_open = program.mesh.shape, OPEN[kind] if on_tpu(program.mesh) else 0.0
+    found = [Sent(axis, kind, size, hides) for axis, size in parts_along(shape, nbytes.others, turns.others)]
+    of_experts = parts_along(shape, nbytes.experts, turns.experts)
+    return [*found, *(Sent(axis, kind, size, hides, open=left_open) for axis, size in of_experts)]
 
 
 def parts_along(shape: Mapping[str, int], nbytes: float, turns: Sequence[str]) -> list[tuple[str, float]]:
