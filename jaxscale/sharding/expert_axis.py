@@ -38,6 +38,9 @@ STAYING = ExpertAxis()
 # and their gradients.
 MOST_GATHERED = 1 / 8
 GATHERED_TIMES, SENT_TIMES = 3, 5  # weights: there, again to go back, gradients; rows: there and back, and x, dy, dx
+# Products wait about four times as long for a byte of rows as for one of weights: beside weights some run, and an
+# all-to-all has the links of its own axis alone. Programs compiled for v5p and v6e say so (docs/plan.md).
+SENT_WAITS = 4
 
 
 class ExpertWork(NamedTuple):
@@ -62,7 +65,7 @@ class Exchange(NamedTuple):
 
 
 def choose_exchange(wish: str, work: ExpertWork) -> Exchange:
-    """The form that `wish` names, or for "auto" the one that sends fewer bytes and fits."""
+    """The form that `wish` names, or for "auto" the one that products wait less for, if it fits."""
     if work.devices == 1:
         return Exchange()
     if wish != "auto":
@@ -73,8 +76,9 @@ def choose_exchange(wish: str, work: ExpertWork) -> Exchange:
     if work.rows is None:
         return Exchange("send", "how many tokens a device has is not known")
     gathered, sent = GATHERED_TIMES * work.layer_bytes, SENT_TIMES * work.rows * work.row_bytes
-    form = "gather" if gathered <= sent else "send"
-    return Exchange(form, f"a layer gathers {size(gathered)}, or sends {size(sent)}, a device and microbatch")
+    form = "gather" if gathered <= SENT_WAITS * sent else "send"
+    waits = f"for which products wait {SENT_WAITS} times as long"
+    return Exchange(form, f"a layer gathers {size(gathered)}, or sends {size(sent)}, {waits}, a device and microbatch")
 
 
 def make_expert_axis(mesh: Mesh, exchange: Exchange) -> ExpertAxis:
