@@ -8,6 +8,8 @@ and whose rate stayed at the peak for 10T tokens. Released weights have RoPE str
 from them, set model.rope_scaling as `jaxscale convert` writes it.
 Cost of the whole run at 40% MFU: 3.7e+24 FLOPs, 5,607,992 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 9,999 GiB over all chips.
+Compiled for v5p:8x8x8 as it is here, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 50.7 GiB of a chip; a step
+at least 158 s, 54 s of it waiting for links; MFU at most 43%. docs/explanation/mixtures.md has more.
 """
 
 import ml_collections
@@ -17,7 +19,7 @@ def get_config():
     c = ml_collections.ConfigDict()
     c.seq_len, c.batch_tokens = 4096, 15_360 * 4096
     c.train_tokens = 14_800_000_000_000
-    c.mesh = dict(fsdp=-1, tensor=2)
+    c.mesh = dict(fsdp=-1, expert=64)
     c.model = dict(
         name="llama", vocab_size=129_280, num_layers=61, embed_dim=7168, num_heads=128, num_kv_heads=128,
         head_dim=192, mlp_dim=18_432, norm_eps=1e-6, rope_base=10_000.0, remat="full",
@@ -25,7 +27,7 @@ def get_config():
         experts=dict(number=256, chosen=8, mlp_dim=2048, shared_dim=2048, first_dense=3, score="sigmoid", scale=2.5,
                      groups=8, groups_chosen=4, group_best=2, bias=True),
     )  # fmt: skip
-    c.train = dict(aux_losses=dict(row_balance_loss=0.0001), reduce_dtype="bfloat16")
+    c.train = dict(aux_losses=dict(row_balance_loss=0.0001), reduce_dtype="bfloat16", num_microbatches=10)
     c.optim = dict(peak_lr=2.2e-4, min_lr=2.2e-5, decay="wsd", decay_fraction=0.29, warmup_tokens="2000 steps")
     c.data = dict(name="tokens", files="shards/*.bin")
     c.eval = dict(every_steps=1000, num_rows=2048)

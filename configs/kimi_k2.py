@@ -16,6 +16,7 @@ import deepseek_v3
 def get_config():
     c = deepseek_v3.get_config()
     c.batch_tokens, c.train_tokens = 16_384 * 4096, 15_500_000_000_000
+    c.mesh, c.train.num_microbatches = dict(data=4, fsdp=-1, expert=8), 2  # for 2,048 chips
     c.model.update(vocab_size=163_840, num_heads=64, num_kv_heads=64, rope_base=50_000.0)
     c.model.experts = dict(
         number=384, chosen=8, mlp_dim=2048, shared_dim=2048, first_dense=1, score="sigmoid", scale=2.827, bias=True

@@ -126,7 +126,7 @@ def test_any_of_its_settings_can_be_set_by_name(name):
 @pytest.mark.parametrize("name", PATHS)
 def test_its_layers_make_no_device_copy_whole_activations(name, mesh):
     """XLA tells of it on stderr alone, as 'involuntary full rematerialization', where two shardings do not meet."""
-    sizes = {f"mesh.{axis}": size for axis, size in ({"data": 1, "fsdp": 1, "tensor": 1} | mesh).items()}
+    sizes = {f"mesh.{axis}": size for axis, size in ({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | mesh).items()}
     leading = load_config(PATHS[name]).model.layer_stacks.get(DENSE, 0)  # layers before those that are most
     rows = {"batch_tokens": "16 rows", "train.num_microbatches": 2, "model.num_layers": max(2, leading + 1)}
     cfg = load_config(PATHS[name], sizes | rows | {"train_tokens": "100 steps", "optim.warmup_tokens": 0})
