@@ -46,7 +46,7 @@ from jaxscale.hosts import cluster
 from jaxscale.planning.check import device_bytes
 from jaxscale.planning.measured import from_record, keep_measured
 from jaxscale.qualify.collectives import collective_lines, measure_collectives, read_mesh, read_sizes
-from jaxscale.qualify.step import SPECS, measure_step, read_config, step_lines
+from jaxscale.qualify.step import measure_step, read_config, step_lines
 from jaxscale.system.exits import BadInput, put
 
 
@@ -57,7 +57,8 @@ class BenchFlags(cluster.HostFlags):
     spec: str | None = flag(
         None,
         "S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256, 16 x 256 tokens; "
-        "both Llama, untied, AdamW, clipped",
+        "both Llama, untied, AdamW, clipped; M: a Mixtral of 4 layers, d 512, 8 experts of 768 of which 2 are chosen, "
+        "vocabulary 8192, 8 x 512 tokens",
         "S",
     )
     config: str = flag("", "a run's config instead", "FILE")
@@ -72,7 +73,7 @@ class BenchFlags(cluster.HostFlags):
     save: bool = flag(
         False,
         "step: keeps the result in the user's cache folder, for `jaxscale plan --topology=here`; without --spec and "
-        "--config both specs are measured",
+        "--config S and T are measured",
     )
     megabytes: list[int] | None = flag(
         None,
@@ -197,9 +198,9 @@ def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[di
 
 
 def save_steps(arguments: Arguments) -> None:
-    """`jaxscale bench step --save`: measures the config or spec, or every spec, and keeps the results."""
+    """`jaxscale bench step --save`: measures the config or spec, or S and T, and keeps the results."""
     flags = arguments.flags
-    for spec in [flags.spec] if arguments.config or flags.spec else SPECS:
+    for spec in [flags.spec] if arguments.config or flags.spec else ("S", "T"):
         one = dataclasses.replace(arguments, flags=dataclasses.replace(flags, spec=spec))
         record, lines = measure("step", *read_config(one), flags)
         show(flags, record, lines)

@@ -94,7 +94,9 @@ class SparseMlp(nnx.Module):
         """(the sum of each token's experts, rounds_Q as in Told). Weights are multiplied in before the last product,
         whose result then is not needed to go back. kept_nk: which of them it gets; None: all."""
         k, axis = self.form.chosen, self.kernels.expert_axis
-        run = functools.partial(run_experts, self.kernels.grouped, self.activate)
+        weigh = functools.partial(self.kernels.weigh, self.activate)
+        run = functools.partial(run_experts, self.kernels.grouped, weigh)
+        run = functools.partial(self.kernels.lay_rows, run)
         expert_nk = routes.expert_nk if kept_nk is None else jnp.where(kept_nk, routes.expert_nk, self.form.number)
         rows = sort_rows(expert_nk, self.form.number)
         # Of rows behind those of the last expert products may give anything.
@@ -138,11 +140,12 @@ class SparseMlp(nnx.Module):
 
 
 def run_experts(
-    grouped: GroupedProject, activate: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
+    grouped: GroupedProject, weigh: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
-    """y_RD of rows sorted by expert, so many of each. weights: (gate_EDF, up_EDF, down_EFD)."""
+    """y_RD of rows sorted by expert, so many of each; or of rows of one expert, with its weights, as `grouped` has it.
+    weights: (gate_EDF, up_EDF, down_EFD)."""
     gate_EDF, up_EDF, down_EFD = weights
     gate_RF = checkpoint_name(grouped(x_RD, gate_EDF, counts_E), MLP_GATE)
     up_RF = checkpoint_name(grouped(x_RD, up_EDF, counts_E), MLP_UP)
-    h_RF = (activate(gate_RF, up_RF) * weight_R[:, None]).astype(x_RD.dtype)
+    h_RF = weigh(gate_RF, up_RF, weight_R)
     return grouped(h_RF, down_EFD, counts_E, turned=True)  # BatchAxes.gather brings it together so

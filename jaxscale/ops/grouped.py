@@ -1,6 +1,6 @@
-"""Products of rows with the matrix of their own group, computed for no other: rows come sorted by group.
+"""Products of rows with the matrix of their own group by a kernel that visits no other: rows come sorted by group.
 
-E groups  R rows  C contracted size  O output size  V visits: runs of a group's rows that are multiplied at a time
+E groups  R rows  C contracted size  O output size
 """
 
 import functools
@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-from jaxscale.ops.project import PRODUCT, matmul_transposed, separate_on_cpu
+from jaxscale.ops.project import PRODUCT
+from jaxscale.ops.slots import in_slots, project_rows, weigh
 from jaxscale.units import divisors
 
-F32 = jnp.float32
-LARGEST_RUN = 128  # rows: more leave more of a group's last run unused, fewer are slower on a CPU (2026-11-24)
 LANES = 128  # of a TPU's tile: sizes of a kernel's blocks are multiples
 # Bytes of fast memory for a kernel's blocks: Mixtral's step compiled with them for v5p (libtpu 0.0.51, 2026-11-24).
 KERNEL_BYTES = 12 << 20
@@ -28,16 +26,15 @@ GroupedProject = Callable[..., jax.Array]
 
 
 class Products(NamedTuple):
-    """The three products of a platform, float32 or narrower as it sums them."""
+    """The three products of a kernel, float32 or narrower as it sums them."""
 
     forward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (x_RC, w_ECO, counts_E) -> y_RO
     back: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dy_RO, w_ECO, counts_E) -> dx_RC
     of_weights: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]  # (x_RC, dy_RO, counts_E, dtype) -> dw_ECO
-    reads_turned: bool = False  # a weight that lies in memory as [E, O, C] is read so, and its gradient written so
 
     @property
     def turned(self) -> "Products":
-        """The products of weights [E, O, C]."""
+        """The products of weights that lie in memory as [E, O, C]: they are read so, and their gradients written so."""
         of_weights = lambda x_RC, dy_RO, counts_E, dtype: self.of_weights(dy_RO, x_RC, counts_E, dtype)
         return Products(self.back, self.forward, of_weights)
 
@@ -46,7 +43,7 @@ def grouped_project(
     products: Products, x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, turned: bool = False
 ) -> jax.Array:
     """A GroupedProject of these products."""
-    if turned and products.reads_turned:
+    if turned:
         products, w_ECO = products.turned, w_ECO.swapaxes(1, 2)
     return checkpoint_name(_project(products, x_RC, w_ECO, counts_E), PRODUCT)
 
@@ -69,98 +66,6 @@ def _backward(products, saved, dy_RO):
 _project.defvjp(_forward, _backward)
 
 
-class Visits(NamedTuple):
-    """Which rows are multiplied together, all of one group. Those behind the last one are never made."""
-
-    group_V: jax.Array
-    begin_V: jax.Array  # the first row
-    total: jax.Array  # how many there are
-
-
-def plan_visits(counts_E: jax.Array, rows: int, size: int) -> Visits:
-    """Runs of up to `size` rows, in their order."""
-    ends_E = jnp.cumsum(counts_E)
-    runs_E = -(-counts_E // size)
-    run_ends_E = jnp.cumsum(runs_E)
-    number_V = jnp.arange(rows // size + len(counts_E), dtype=jnp.int32)
-    group_V = jnp.searchsorted(run_ends_E, number_V, side="right").astype(jnp.int32)
-    group_V = jnp.minimum(group_V, len(counts_E) - 1)
-    first_E = (ends_E - counts_E) - (run_ends_E - runs_E) * size
-    return Visits(group_V, (first_E[group_V] + number_V * size).astype(jnp.int32), run_ends_E[-1].astype(jnp.int32))
-
-
-def run_length(rows: int, groups: int) -> int:
-    """Rows of a visit: about half a group's share, a power of 2."""
-    share = max(rows // (2 * groups), 8)
-    return min(LARGEST_RUN, 1 << (share.bit_length() - 1))
-
-
-def loop_forward(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array) -> jax.Array:
-    """One visit after the other: what a run writes past its group's end, the next one writes anew."""
-    return visit_all(x_RC, w_ECO, counts_E, w_ECO.shape[2], functools.partial(jnp.matmul, preferred_element_type=F32))
-
-
-def loop_back(dy_RO: jax.Array, w_ECO: jax.Array, counts_E: jax.Array) -> jax.Array:
-    """The same with each matrix transposed."""
-    return visit_all(dy_RO, w_ECO, counts_E, w_ECO.shape[1], matmul_transposed)
-
-
-def visit_all(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, width: int, multiply: Callable) -> jax.Array:
-    """multiply(rows, matrix of their group) for all rows, [R, width]."""
-    rows, size = len(x_RC), run_length(len(x_RC), len(counts_E))
-    visits = plan_visits(counts_E, rows, size)
-    longer_RC = jnp.pad(x_RC, ((0, size), (0, 0)))
-
-    def visit(number, y_RO):
-        begin, w_CO = visits.begin_V[number], at(w_ECO, visits.group_V[number])
-        y_rO = separate_on_cpu(multiply(lax.dynamic_slice_in_dim(longer_RC, begin, size), w_CO))
-        return lax.dynamic_update_slice_in_dim(y_RO, y_rO.astype(y_RO.dtype), begin, 0)
-
-    return lax.fori_loop(0, visits.total, visit, jnp.zeros((rows + size, width), x_RC.dtype))[:rows]
-
-
-def loop_of_weights(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dtype: Any) -> jax.Array:
-    """A group's rows in one product, of the smallest of some sizes that holds them: to add up visits would cost as much
-    as to multiply."""
-    rows, ends_E = len(x_RC), jnp.cumsum(counts_E)
-    sizes = product_sizes(rows)
-
-    def product_of(size: int) -> Callable:
-        def product(begin, count):
-            first = jnp.minimum(begin, rows - size)
-            place_r = first + jnp.arange(size)
-            own_r = (place_r >= begin) & (place_r < begin + count)
-            x_rC = lax.dynamic_slice_in_dim(x_RC, first, size)
-            x_Cr = separate_on_cpu(jnp.where(own_r[:, None], x_rC, jnp.zeros_like(x_rC)).T)
-            dy_rO = lax.dynamic_slice_in_dim(dy_RO, first, size)
-            # A row of another group may hold anything: 0 times infinity is no number.
-            dy_rO = jnp.where(own_r[:, None], dy_rO, jnp.zeros_like(dy_rO))
-            return separate_on_cpu(jnp.matmul(x_Cr, dy_rO, preferred_element_type=F32)).astype(dtype)
-
-        return product if size else lambda begin, count: jnp.zeros((x_RC.shape[1], dy_RO.shape[1]), dtype)
-
-    def one(_, group):
-        begin, count = group
-        which = jnp.searchsorted(jnp.asarray(sizes), count)
-        return None, lax.switch(which, [product_of(size) for size in sizes], begin, count)
-
-    return lax.scan(one, None, (ends_E - counts_E, counts_E))[1]
-
-
-def product_sizes(rows: int) -> list[int]:
-    """0, then sizes up to `rows` of which each is at most a quarter larger, or 16 rows, than the one before."""
-    sizes, size = [0], 16
-    while size < rows:
-        sizes.append(size)
-        size += max(16, size // 4 // 16 * 16)
-    return [*sizes, rows]
-
-
-def at(w_ECO: jax.Array, group: jax.Array) -> jax.Array:
-    """The matrix of a group."""
-    return lax.dynamic_index_in_dim(w_ECO, group, keepdims=False)
-
-
 def kernel_products(*, interpret: bool = False) -> Products:
     """Those of JAX's Pallas kernels for TPUs, which visit no group without rows. interpret: on a CPU, for tests."""
 
@@ -179,7 +84,7 @@ def kernel_products(*, interpret: bool = False) -> Products:
         tiles = tiling(*x_RC.shape, dy_RO.shape[1], x_RC.dtype.itemsize)
         return tgmm(x_RC.swapaxes(0, 1), dy_RO, counts_E, dtype, tiles, interpret=interpret)  # 0 where no rows are
 
-    return Products(forward, back, of_weights, reads_turned=True)
+    return Products(forward, back, of_weights)
 
 
 def whole_tiles(x_RC: jax.Array) -> jax.Array:
@@ -202,10 +107,19 @@ def bytes_of(block_r: int, block_c: int, block_o: int, item_bytes: int) -> int:
     return 2 * item_bytes * moved + 4 * max(block_r, block_c) * block_o
 
 
-LOOPS = Products(loop_forward, loop_back, loop_of_weights)
-looped: GroupedProject = functools.partial(grouped_project, LOOPS)
+def choose_grouped(platform: str) -> dict[str, Any]:
+    """Of Kernels, what multiplies rows with their experts: for "tpu" kernels, elsewhere slots, since XLA has no form
+    there that leaves out what no row asks for."""
+    if platform == "tpu":
+        return dict(grouped=functools.partial(grouped_project, kernel_products()), lay_rows=all_rows, weigh=weighed)
+    return dict(grouped=project_rows, lay_rows=in_slots, weigh=weigh)
 
 
-def choose_grouped(platform: str) -> GroupedProject:
-    """For "tpu" kernels; elsewhere a loop, since XLA has no form there that leaves out what no row asks for."""
-    return functools.partial(grouped_project, kernel_products()) if platform == "tpu" else looped
+def all_rows(run: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array) -> jax.Array:
+    """A LayRows of products that take all rows as they lie."""
+    return run(weights, x_RD, weight_R, counts_E)
+
+
+def weighed(activate: Callable, gate_RF: jax.Array, up_RF: jax.Array, weight_R: jax.Array) -> jax.Array:
+    """activate(gate, up) times the rows' weights."""
+    return (activate(gate_RF, up_RF) * weight_R[:, None]).astype(gate_RF.dtype)

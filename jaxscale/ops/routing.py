@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.ops.config import RouterForm
+from jaxscale.ops.slots import bits, from_bits
 
 F32 = jnp.float32
 
@@ -92,7 +93,7 @@ def sort_rows(expert_nk: jax.Array, num_experts: int) -> Sorted:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def to_rows(k: int, x_nD: jax.Array, rows: Sorted) -> jax.Array:
     """x_RD: each row's token."""
-    return x_nD[rows.order_R // k]
+    return lax.platform_dependent(x_nD, rows.order_R // k, cpu=moved, default=lambda x_nD, token_R: x_nD[token_R])
 
 
 def _to_rows_backward(k, rows, dx_RD):
@@ -105,8 +106,23 @@ to_rows.defvjp(lambda k, x_nD, rows: (to_rows(k, x_nD, rows), rows), _to_rows_ba
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def to_tokens(k: int, y_RD: jax.Array, rows: Sorted) -> jax.Array:
     """y_nD: the sum of each token's rows, taken in float32, in their dtype."""
-    y_nkD = y_RD[rows.place_R].reshape(-1, k, y_RD.shape[1])
+    return lax.platform_dependent(y_RD, rows.place_R.reshape(-1, k), cpu=one_by_one, default=all_together)
+
+
+def all_together(y_RD: jax.Array, place_nk: jax.Array) -> jax.Array:
+    """The sum of the rows in k places."""
+    y_nkD = y_RD[place_nk.reshape(-1)].reshape(*place_nk.shape, -1)
     return jnp.sum(y_nkD.astype(F32), axis=1).astype(y_RD.dtype)
+
+
+def one_by_one(y_RD: jax.Array, place_nk: jax.Array) -> jax.Array:
+    """The same as XLA:CPU does it in one loop."""
+    return sum(moved(y_RD, place_n).astype(F32) for place_n in place_nk.T).astype(y_RD.dtype)
+
+
+def moved(array_RD: jax.Array, place_R: jax.Array) -> jax.Array:
+    """The rows in these places. As integers: of bfloat16, XLA:CPU would first turn all rows into float32."""
+    return from_bits(bits(array_RD)[place_R], array_RD.dtype)
 
 
 def _to_tokens_backward(k, rows, dy_nD):

@@ -26,7 +26,8 @@ from jaxscale.sharding.shardings import local_rows, put_rows
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import has_huge_pages
 
-# Two sizes at which plain JAX, PyTorch and other trainers are easily set up alike: Llama, untied, AdamW, clip 1.
+# Sizes at which plain JAX, PyTorch and other trainers are easily set up alike: Llama, untied, AdamW, clip 1. M is a
+# Mixtral, with experts half as wide as S's MLP.
 SPECS = {
     "S": dict(
         seq_len=512,
@@ -37,6 +38,19 @@ SPECS = {
         seq_len=256,
         batch_tokens=16 * 256,
         model=dict(vocab_size=256, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=768),
+    ),
+    "M": dict(
+        seq_len=512,
+        batch_tokens=8 * 512,
+        model=dict(
+            vocab_size=8192,
+            num_layers=4,
+            embed_dim=512,
+            num_heads=8,
+            num_kv_heads=8,
+            mlp_dim=1536,
+            experts=dict(number=8, chosen=2, mlp_dim=768),
+        ),
     ),
 }
 COMMON = {

@@ -215,7 +215,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
             "bench has no verb 'speed'; it has step, loop, survive, statistics, stages, sample, data, hosts, "
             "collectives",
         ),
-        (["step", "--spec=U"], "--spec=U is not known; there is S or T, or --config=FILE"),
+        (["step", "--spec=U"], "--spec=U is not known; there is S, T or M, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),
         (["step", "--steps=0"], "--steps=0 must be a whole number, 1 or more"),
         (["step", "--dtype=float8"], "model.compute_dtype"),

@@ -14,7 +14,7 @@ from jaxscale.checkpoint.merge import with_adapter
 from jaxscale.config import resolve_budget
 from jaxscale.models.config import lora_flops, lora_params
 from jaxscale.models.lora import A, Adapted, B, adapting_groups, is_adapter
-from jaxscale.ops.grouped import looped
+from jaxscale.ops.slots import in_slots, project_rows
 from jaxscale.optim.groups import dotted
 
 ALL = (r"attention\.w[qo]$", r"mlp\.(gate|up|down)$", r"shared\.up$")
@@ -35,9 +35,10 @@ def named(tree):
 
 def test_a_product_with_adapters_is_that_with_the_merged_matrices_and_so_are_its_gradients():
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
-    x, w, a, b = draw(0, 24, 8), draw(1, 3, 8, 6), draw(2, 3, 8, 2), draw(3, 3, 2, 6)
-    counts_E, expert_R = jnp.array([10, 0, 14]), np.repeat(np.arange(3), [10, 0, 14])
-    beside = lambda x, a, b: adapting_groups(looped)(x, Adapted(w, a, b, 0.5), counts_E)
+    x, w, a, b = draw(0, 60, 8), draw(1, 3, 8, 8), draw(2, 3, 8, 2), draw(3, 3, 2, 8)
+    counts_E, expert_R = jnp.array([46, 0, 14]), np.repeat(np.arange(3), [46, 0, 14])
+    run = lambda own, x, _, counts: adapting_groups(project_rows)(x, own, counts)
+    beside = lambda x, a, b: in_slots(run, Adapted(w, a, b, 0.5), x, jnp.ones(60), counts_E)
     merged = lambda x, a, b: jnp.einsum("RC,RCO->RO", x, (w + 0.5 * jnp.einsum("ECr,ErO->ECO", a, b))[expert_R])
     np.testing.assert_allclose(beside(x, a, b), merged(x, a, b), rtol=1e-4, atol=1e-4)
     grads = lambda f: jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1, 2))(x, a, b)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.models.experts import run_experts
 from jaxscale.ops.activation import swiglu
 from jaxscale.ops.exchange import exchanged, round_size
-from jaxscale.ops.grouped import looped
+from jaxscale.ops.slots import in_slots, project_rows, weigh
 from jaxscale.sharding.expert_axis import ExpertAxis
 
 DEVICES, EXPERTS, ROWS, EMBED, WIDTH = 4, 8, 32, 8, 16  # rows of a device
@@ -26,7 +26,8 @@ COUNTS = {  # rows of each device for each expert: (counts, rounds that they nee
 
 @pytest.mark.parametrize(("counts", "rounds"), COUNTS.values(), ids=COUNTS)
 def test_values_and_gradients_are_those_of_one_device_however_many_rounds(counts, rounds):
-    axis, run = ExpertAxis(DEVICES), functools.partial(run_experts, looped, swiglu)
+    axis, gated = ExpertAxis(DEVICES), functools.partial(weigh, swiglu)
+    run = functools.partial(in_slots, functools.partial(run_experts, project_rows, gated))
     keys = iter(jax.random.split(jax.random.key(0), 6))
     normal = lambda *shape: jax.random.normal(next(keys), shape)
     weights = normal(EXPERTS, EMBED, WIDTH), normal(EXPERTS, EMBED, WIDTH), normal(EXPERTS, WIDTH, EMBED)

@@ -1,0 +1,107 @@
+"""Gated experts in slots, against a plain loop over rows: values and every gradient, whatever the routing.
+
+R rows  E experts  D embed  F width of an expert
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.models.experts import run_experts
+from jaxscale.ops import slots
+from jaxscale.ops.activation import swiglu
+
+ROWS, EMBED, WIDTH = 330, 8, 12  # no multiple of a tile: of 4 experts each has 96 slots, and visits are of 32 rows
+COUNTS = {
+    "some of each": [70, 3, 140, 117],
+    "none of some": [0, 280, 0, 50],
+    "all of one": [0, 0, 330, 0],
+    "one of each": [1, 1, 1, 1],
+    "as many as slots": [96, 96, 96, 42],
+    "one more": [97, 97, 97, 39],
+    "few rows of each of many": [1] * 329 + [0],
+    "a batched product": [40, 0, 1, 1, 120, 2, 0, 9] + [10] * 8 + [7],
+}
+run = functools.partial(run_experts, slots.project_rows, functools.partial(slots.weigh, swiglu))
+laid = functools.partial(slots.in_slots, run)
+
+
+def plain(counts, weights, x_RD, weight_R):
+    """Rows one by one, each with the matrices of its expert; zeros behind them."""
+    gate, up, down = (w[np.repeat(np.arange(len(counts)), counts)] for w in weights)
+    x_RD, weight_R = x_RD[: sum(counts)], weight_R[: sum(counts)]
+    product = functools.partial(jnp.einsum, "RC,RCO->RO")
+    y_RD = product(jax.nn.silu(product(x_RD, gate)) * product(x_RD, up) * weight_R[:, None], down)
+    return jnp.pad(y_RD, ((0, ROWS - sum(counts)), (0, 0)))
+
+
+def given(experts):
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    normal = lambda *shape: jax.random.normal(next(keys), shape) / 3
+    weights = normal(experts, EMBED, WIDTH), normal(experts, EMBED, WIDTH), normal(experts, WIDTH, EMBED)
+    return weights, normal(ROWS, EMBED), jax.random.uniform(next(keys), (ROWS,)), normal(ROWS, EMBED)
+
+
+def both(f, weights, x_RD, weight_R, dy_RD):
+    """(values, gradients of everything)"""
+    y_RD, pull = jax.vjp(f, weights, x_RD, weight_R)
+    return [y_RD, *jax.tree.leaves(pull(dy_RD))]
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_values_and_gradients_are_those_of_a_plain_loop(counts):
+    counts_E = jnp.asarray(counts, jnp.int32)
+    ours = jax.jit(functools.partial(both, lambda *args: laid(*args, counts_E)))
+    with jax.default_matmul_precision("highest"):
+        right = jax.jit(functools.partial(both, functools.partial(plain, counts)))(*given(len(counts)))
+        for one, other in zip(ours(*given(len(counts))), right, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * max(np.abs(other).max(), 1))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_no_number_stays_with_its_expert_and_behind_the_last_row_anything_may_lie(bad):
+    weights, x_RD, weight_R, dy_RD = given(4)
+    counts_E = jnp.asarray([60, 0, 130, 50], jnp.int32)
+    f = jax.jit(functools.partial(both, lambda *args: laid(*args, counts_E)))
+    right = f(weights, x_RD, weight_R, dy_RD)
+    spoiled = (slice(60, 190), slice(240, ROWS))  # all of expert 2; no expert's
+    for rows in spoiled:
+        x_RD, dy_RD, weight_R = x_RD.at[rows].set(bad), dy_RD.at[rows].set(bad), weight_R.at[rows].set(bad)
+    got = f(weights, x_RD, weight_R, dy_RD)
+    for one, other in zip((got[0], got[4], got[5]), (right[0], right[4], right[5]), strict=True):
+        np.testing.assert_array_equal(one[:60], other[:60])
+        np.testing.assert_array_equal(one[190:], other[190:])
+        assert not np.isfinite(one[60:190]).all()
+    for one, other in zip(got[1:4], right[1:4], strict=True):
+        np.testing.assert_array_equal(np.delete(one, 2, axis=0), np.delete(other, 2, axis=0))
+        assert not np.isfinite(one[2]).any()
+
+
+def test_visits_are_of_one_expert_each_and_take_what_slots_leave():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        counts = rng.multinomial(ROWS, rng.dirichlet(np.full(5, 0.3)))
+        size, done = int(rng.choice([8, 32, 128])), int(rng.choice([0, 40]))
+        visits = jax.device_get(slots.plan_visits(jnp.asarray(counts), ROWS, size, done))
+        ends = np.cumsum(counts)
+        met = np.full(ROWS, -1)
+        for expert, begin, end in list(zip(visits.expert_V, visits.begin_V, visits.end_V))[: visits.total]:
+            place = np.arange(begin, min(begin + size, end))
+            assert end == ends[expert] and (met[place] == -1).all() and begin >= end - counts[expert] + done
+            met[place] = expert
+        left = np.concatenate([np.where(np.arange(count) < done, -1, group) for group, count in enumerate(counts)])
+        np.testing.assert_array_equal(met, left)
+
+
+def test_a_bfloat16_product_is_summed_in_float32_and_its_gradient_of_weights_is_in_their_dtype():
+    weights, x_RD, weight_R, dy_RD = given(4)
+    x_RD, counts_E = x_RD.astype(jnp.bfloat16), jnp.asarray([150, 0, 60, 40], jnp.int32)
+    y_RD, pull = jax.vjp(lambda *args: laid(*args, counts_E), weights, x_RD, weight_R)
+    dweights, dx_RD, dweight_R = pull(y_RD)
+    assert y_RD.dtype == dx_RD.dtype == jnp.bfloat16 and dweight_R.dtype == jnp.float32
+    assert {w.dtype for w in dweights} == {jnp.dtype("float32")}
+    right = plain([150, 0, 60, 40], weights, x_RD.astype(jnp.float32), weight_R)
+    np.testing.assert_allclose(y_RD.astype(jnp.float32), right, atol=1e-2 * np.abs(right).max())
