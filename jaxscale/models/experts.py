@@ -102,13 +102,13 @@ class SparseMlp(nnx.Module):
         # Of rows behind those of the last expert products may give anything.
         real = (lambda array_R: array_R) if kept_nk is None else (lambda array_R: taken_alone(array_R, rows))
         weights = self.gate[...], self.up[...], self.down[...]
-        x_RD, weight_R = real(to_rows(k, x_nD, rows)), real(in_order(routes.weight_nk, rows))
+        x_RD, weight_R = real(to_rows(k, x_nD, rows, self.kernels.as_bits)), real(in_order(routes.weight_nk, rows))
         if axis.size == 1:
             y_RD, rounds_Q = run(weights, x_RD, weight_R, rows.counts_E), jnp.zeros(0, jnp.int32)
         else:
             y_RD, rounds = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
             rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one a device
-        return to_tokens(k, real(y_RD), rows), rounds_Q
+        return to_tokens(k, real(y_RD), rows, self.kernels.as_bits), rounds_Q
 
     def told(self, routes: Routes, segment_ids_BT: jax.Array, rounds_Q: jax.Array) -> Told:
         """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""

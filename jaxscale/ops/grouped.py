@@ -111,8 +111,9 @@ def choose_grouped(platform: str) -> dict[str, Any]:
     """Of Kernels, what multiplies rows with their experts: for "tpu" kernels, elsewhere slots, since XLA has no form
     there that leaves out what no row asks for."""
     if platform == "tpu":
-        return dict(grouped=functools.partial(grouped_project, kernel_products()), lay_rows=all_rows, weigh=weighed)
-    return dict(grouped=project_rows, lay_rows=in_slots, weigh=weigh)
+        project = functools.partial(grouped_project, kernel_products())
+        return dict(grouped=project, lay_rows=all_rows, weigh=weighed, as_bits=False)
+    return dict(grouped=project_rows, lay_rows=in_slots, weigh=weigh, as_bits=platform == "cpu")
 
 
 def all_rows(run: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array) -> jax.Array:

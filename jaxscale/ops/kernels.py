@@ -37,6 +37,7 @@ class Kernels:
     grouped: GroupedProject = project_rows  # of experts, on rows as lay_rows lays them
     lay_rows: LayRows = in_slots
     weigh: Weigh = weigh
+    as_bits: bool = True  # whether rows are moved to experts and back as integers, which is fast on a CPU
     expert_axis: ExpertAxis = STAYING  # among whose devices rows are sent to their experts
     limits: bool = False  # whether experts have a capacity, of models that give them one: in training alone
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu

@@ -90,46 +90,41 @@ def sort_rows(expert_nk: jax.Array, num_experts: int) -> Sorted:
 
 
 # A gradient of a gather is a scatter-add, which is slow: here it is a gather by the other order.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def to_rows(k: int, x_nD: jax.Array, rows: Sorted) -> jax.Array:
-    """x_RD: each row's token."""
-    return lax.platform_dependent(x_nD, rows.order_R // k, cpu=moved, default=lambda x_nD, token_R: x_nD[token_R])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def to_rows(k: int, x_nD: jax.Array, rows: Sorted, as_bits: bool = False) -> jax.Array:
+    """x_RD: each row's token. as_bits: moved as integers."""
+    token_R = rows.order_R // k
+    return moved(x_nD, token_R) if as_bits else x_nD[token_R]
 
 
-def _to_rows_backward(k, rows, dx_RD):
-    return to_tokens(k, dx_RD, rows), None
+def _to_rows_backward(k, as_bits, rows, dx_RD):
+    return to_tokens(k, dx_RD, rows, as_bits), None
 
 
-to_rows.defvjp(lambda k, x_nD, rows: (to_rows(k, x_nD, rows), rows), _to_rows_backward)
+to_rows.defvjp(lambda k, x_nD, rows, as_bits: (to_rows(k, x_nD, rows, as_bits), rows), _to_rows_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def to_tokens(k: int, y_RD: jax.Array, rows: Sorted) -> jax.Array:
-    """y_nD: the sum of each token's rows, taken in float32, in their dtype."""
-    return lax.platform_dependent(y_RD, rows.place_R.reshape(-1, k), cpu=one_by_one, default=all_together)
-
-
-def all_together(y_RD: jax.Array, place_nk: jax.Array) -> jax.Array:
-    """The sum of the rows in k places."""
-    y_nkD = y_RD[place_nk.reshape(-1)].reshape(*place_nk.shape, -1)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def to_tokens(k: int, y_RD: jax.Array, rows: Sorted, as_bits: bool = False) -> jax.Array:
+    """y_nD: the sum of each token's rows, taken in float32, in their dtype. as_bits: moved as integers, one of a token
+    after the other, which XLA:CPU does in one loop."""
+    if as_bits:
+        place_kn = rows.place_R.reshape(-1, k).T
+        return sum(moved(y_RD, place_n).astype(F32) for place_n in place_kn).astype(y_RD.dtype)
+    y_nkD = y_RD[rows.place_R].reshape(-1, k, y_RD.shape[1])
     return jnp.sum(y_nkD.astype(F32), axis=1).astype(y_RD.dtype)
 
 
-def one_by_one(y_RD: jax.Array, place_nk: jax.Array) -> jax.Array:
-    """The same as XLA:CPU does it in one loop."""
-    return sum(moved(y_RD, place_n).astype(F32) for place_n in place_nk.T).astype(y_RD.dtype)
+def _to_tokens_backward(k, as_bits, rows, dy_nD):
+    return to_rows(k, dy_nD, rows, as_bits), None
+
+
+to_tokens.defvjp(lambda k, y_RD, rows, as_bits: (to_tokens(k, y_RD, rows, as_bits), rows), _to_tokens_backward)
 
 
 def moved(array_RD: jax.Array, place_R: jax.Array) -> jax.Array:
     """The rows in these places. As integers: of bfloat16, XLA:CPU would first turn all rows into float32."""
     return from_bits(bits(array_RD)[place_R], array_RD.dtype)
-
-
-def _to_tokens_backward(k, rows, dy_nD):
-    return to_rows(k, dy_nD, rows), None
-
-
-to_tokens.defvjp(lambda k, y_RD, rows: (to_tokens(k, y_RD, rows), rows), _to_tokens_backward)
 
 
 @jax.custom_vjp

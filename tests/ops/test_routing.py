@@ -39,8 +39,9 @@ def test_experts_come_from_the_best_groups(best, experts):
     np.testing.assert_array_equal(chosen(form, [[3.0, -9.0, 2.0, 1.0]]).expert_nk, experts)
 
 
+@pytest.mark.parametrize("as_bits", [False, True])
 @pytest.mark.parametrize(("experts", "chosen"), [(4, 2), (9, 3), (3, 1)])
-def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen):
+def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen, as_bits):
     rng = np.random.default_rng(0)
     expert_nk = jnp.asarray(rng.permuted(np.tile(np.arange(experts), (20, 1)), axis=1)[:, :chosen], jnp.int32)
     rows = sort_rows(expert_nk, experts)
@@ -51,7 +52,8 @@ def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen):
     x_nD, weight_nk = jnp.asarray(rng.normal(size=(20, 5))), jnp.asarray(rng.normal(size=(20, chosen)))
 
     def ours(x_nD, weight_nk):
-        return to_tokens(chosen, to_rows(chosen, x_nD, rows) ** 2 * in_order(weight_nk, rows)[:, None], rows)
+        x_RD = to_rows(chosen, x_nD, rows, as_bits)
+        return to_tokens(chosen, x_RD**2 * in_order(weight_nk, rows)[:, None], rows, as_bits)
 
     def plain(x_nD, weight_nk):
         return x_nD**2 * jnp.sum(weight_nk, axis=1, keepdims=True)
