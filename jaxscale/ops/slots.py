@@ -31,8 +31,8 @@ APART = 16  # experts: so many have products of their own; of more it is one bat
 
 # (weights of an expert, x_SD, weight_S, None) -> y_SD
 RunExpert = Callable[[Any, jax.Array, jax.Array, Any], jax.Array]
-# (RunExpert, weights of all, x_RD, weight_R, counts_E) -> y_RD
 Weigh = Callable[[Callable, jax.Array, jax.Array, jax.Array], jax.Array]  # (activate, gate, up, weight) -> h
+# (RunExpert, weights of all, x_RD, weight_R, counts_E) -> y_RD
 LayRows = Callable[[RunExpert, Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
