@@ -94,8 +94,15 @@ class Child:
         return lines[-1] if lines else f"it printed nothing to {self.log}"
 
 
+# XLA:CPU ends a process one of whose devices waits for the others in a collective for longer. By default that is less than
+# 90 seconds (jaxlib 0.10.2, 2026-11-25), which pass where many devices share few cores with other programs.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
 def simulated(devices: int) -> dict[str, str]:
     """This process's environment, with this number of simulated CPU devices for JAX."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    if not any(flag.startswith(PATIENCE) for flag in flags):
+        flags.append(f"{PATIENCE}=300")
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     return os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
