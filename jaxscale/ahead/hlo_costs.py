@@ -107,9 +107,13 @@ def cudnn_flops(instruction: Instruction, target: str, operands: list[Shape]) ->
 
 
 def kernel_flops(instruction: Instruction, computation: Computation) -> float:
-    """FLOPs of a Pallas kernel: as it declares them, or splash attention's from its shapes; 0 if neither is known."""
+    """FLOPs of a Pallas kernel: as it declares them, or splash attention's from its shapes; 0 if neither is known.
+
+    In a scope `rows_N_of_M` (ops/exchange.py) N of the M rows that it declares are multiplied: it passes over others.
+    """
     if match := re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', instruction.attributes):
-        return float(match[1])
+        told = re.search(r"\brows_(\d+)_of_(\d+)", instruction.attributes)
+        return float(match[1]) * (int(told[1]) / int(told[2]) if told else 1.0)
     name = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", f"{instruction.name} {instruction.attributes}")
     return splash_flops(name[1], instruction, computation) if name else 0.0
 

@@ -179,5 +179,4 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
         plain.append(f"FLOPs and MFU are of the {active} parameters that a token goes through, memory of all {params}")
     if program.model.exchange.form == "send":
         plain.append(f"counted with {routing_text(program)}")
-        plain.append("products are counted of the empty rows of a round too, which kernels pass over")
     return (*plain, *(f"in none of the times: {line}" for line in (bounds.unpriced if bounds else ())))

@@ -59,7 +59,9 @@ def exchanged(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, 
 
     def one(number, y_RD):
         sent = work.send(number, route, (x_RD, weight_R))
-        return work.receive(number, route, y_RD, run(weights, *sent.rows, sent.counts_e)[sent.place])
+        with jax.named_scope(work.scope(len(x_RD))):
+            y = run(weights, *sent.rows, sent.counts_e)
+        return work.receive(number, route, y_RD, y[sent.place])
 
     return lax.fori_loop(0, route.rounds, one, jnp.zeros_like(x_RD)), route.rounds
 
@@ -78,8 +80,9 @@ def _backward(axis, run, saved, cotangents):
         dweights, dx_RD, dweight_R = so_far
         sent = work.send(number, route, (x_RD, weight_R, dy_RD))
         *rows, dy = sent.rows
-        _, pull = jax.vjp(lambda weights, x, weight: run(weights, x, weight, sent.counts_e), weights, *rows)
-        found, dx, dweight = pull(dy)
+        with jax.named_scope(work.scope(len(x_RD))):
+            _, pull = jax.vjp(lambda weights, x, weight: run(weights, x, weight, sent.counts_e), weights, *rows)
+            found, dx, dweight = pull(dy)
         dx_RD = work.receive(number, route, dx_RD, dx[sent.place])
         dweight_R = work.receive(number, route, dweight_R, dweight[sent.place])
         return jax.tree.map(jnp.add, dweights, found), dx_RD, dweight_R
@@ -105,6 +108,11 @@ class Rounds(NamedTuple):
     axis: ExpertAxis
     run: RunExperts
     capacity: int
+
+    def scope(self, rows: int) -> str:
+        """Tells who reads a compiled program how many of a round's rows there are, of balanced routing: kernels
+        declare products of them all (ahead/hlo_costs.py)."""
+        return f"rows_{rows}_of_{self.axis.size * self.capacity}"
 
     def send(self, number: jax.Array, route: Route, arrays: tuple[jax.Array, ...]) -> Sent:
         """The rows that this device gets in a round, sorted by its experts."""

@@ -244,6 +244,9 @@ def test_a_kernel_that_says_what_it_needs_is_believed_and_a_silent_one_is_told()
     )
     said = facts_of(kernel.replace("CONFIG", '"body":"x","cost_estimate":{"flops":"77","bytes_accessed":"1"}'))
     assert (said.kernel_flops, said.silent_kernels) == (77, 0)
+    scope = ', metadata={op_name="jit(f)/transpose(jvp(rows_30_of_40))/pallas_call"}, backend_config'
+    cost = '"body":"x","cost_estimate":{"flops":"80"}'
+    assert facts_of(kernel.replace(", backend_config", scope).replace("CONFIG", cost)).kernel_flops == 60
     silent = facts_of(kernel.replace("CONFIG", '"body":"x"'))
     assert (silent.kernel_flops, silent.silent_kernels) == (0, 1)
 
