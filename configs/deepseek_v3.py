@@ -9,7 +9,7 @@ from them, set model.rope_scaling as `jaxscale convert` writes it.
 Cost of the whole run at 40% MFU: 3.7e+24 FLOPs, 5,607,992 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 9,999 GiB over all chips.
 Compiled for v5p:8x8x8 as it is here, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 50.7 GiB of a chip; a step
-at least 158 s, 54 s of it waiting for links; MFU at most 43%. docs/explanation/mixtures.md has more.
+at least 148 s, 54 s of it waiting for links; MFU at most 45%. docs/explanation/mixtures.md has more.
 """
 
 import ml_collections

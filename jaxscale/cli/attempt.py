@@ -94,8 +94,8 @@ class Child:
         return lines[-1] if lines else f"it printed nothing to {self.log}"
 
 
-# XLA:CPU ends a process one of whose devices waits for the others in a collective for longer. By default that is less than
-# 90 seconds (jaxlib 0.10.2, 2026-11-25), which pass where many devices share few cores with other programs.
+# XLA:CPU ends a process one of whose devices waits for the others in a collective for longer. By default that is less
+# than 90 seconds (jaxlib 0.10.2, 2026-11-25), which pass where many devices share few cores with other programs.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 
