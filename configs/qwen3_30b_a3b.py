@@ -5,8 +5,8 @@ Measured: nothing yet.
     python -m jaxscale.main --config=configs/qwen3_30b_a3b.py --init_from=runs/qwen3
 
 Shape: config.json of Qwen/Qwen3-30B-A3B, from a copy. All but the model is as in mixtral_8x7b.py.
-Compiled, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): for v5p:4x4x4 14.6 GiB of a chip, a step at least 1.34 s, MFU at
-most 62%; for v6e:8x8 14.7 GiB, 1.36 s, 0.76 s of it waiting for links, 30%.
+Compiled, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): for v5p:4x4x4 14.6 GiB of a chip, a step at least 1.34 s,
+MFU at most 62%; for v6e:8x8 14.7 GiB, 1.36 s, 0.76 s of it waiting for links, 30%.
 Continued pretraining of one billion tokens at 40% MFU costs 35 chip-hours of TPU v5p (459 TFLOP/s).
 """
 

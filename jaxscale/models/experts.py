@@ -93,22 +93,21 @@ class SparseMlp(nnx.Module):
     def mixed(self, x_nD: jax.Array, routes: Routes, kept_nk: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """(the sum of each token's experts, rounds_Q as in Told). Weights are multiplied in before the last product,
         whose result then is not needed to go back. kept_nk: which of them it gets; None: all."""
-        k, axis = self.form.chosen, self.kernels.expert_axis
-        weigh = functools.partial(self.kernels.weigh, self.activate)
-        run = functools.partial(run_experts, self.kernels.grouped, weigh)
-        run = functools.partial(self.kernels.lay_rows, run)
+        k, axis, kernels = self.form.chosen, self.kernels.expert_axis, self.kernels.experts
+        run = functools.partial(run_experts, kernels.project, functools.partial(kernels.weigh, self.activate))
+        run = functools.partial(kernels.lay_rows, run)
         expert_nk = routes.expert_nk if kept_nk is None else jnp.where(kept_nk, routes.expert_nk, self.form.number)
         rows = sort_rows(expert_nk, self.form.number)
         # Of rows behind those of the last expert products may give anything.
         real = (lambda array_R: array_R) if kept_nk is None else (lambda array_R: taken_alone(array_R, rows))
         weights = self.gate[...], self.up[...], self.down[...]
-        x_RD, weight_R = real(to_rows(k, x_nD, rows, self.kernels.as_bits)), real(in_order(routes.weight_nk, rows))
+        x_RD, weight_R = real(to_rows(k, x_nD, rows, kernels.as_bits)), real(in_order(routes.weight_nk, rows))
         if axis.size == 1:
             y_RD, rounds_Q = run(weights, x_RD, weight_R, rows.counts_E), jnp.zeros(0, jnp.int32)
         else:
             y_RD, rounds = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
             rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one a device
-        return to_tokens(k, real(y_RD), rows, self.kernels.as_bits), rounds_Q
+        return to_tokens(k, real(y_RD), rows, kernels.as_bits), rounds_Q
 
     def told(self, routes: Routes, segment_ids_BT: jax.Array, rounds_Q: jax.Array) -> Told:
         """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""

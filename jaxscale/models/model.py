@@ -41,7 +41,8 @@ def make_model(
     """
     model = model_class(cfg)
     if lora.on:
-        both = dict(project=adapting(kernels.project), grouped=adapting_groups(kernels.grouped))
+        experts = kernels.experts._replace(project=adapting_groups(kernels.experts.project))
+        both = dict(project=adapting(kernels.project), experts=experts)
         kernels = dataclasses.replace(kernels, **both)
         gather = frozen_but_adapters(gather)
         made = model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)

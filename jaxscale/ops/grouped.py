@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from jaxscale.ops.project import PRODUCT
-from jaxscale.ops.slots import in_slots, project_rows, weigh
+from jaxscale.ops.slots import LayRows, Weigh, in_slots, project_rows, weigh
 from jaxscale.units import divisors
 
 LANES = 128  # of a TPU's tile: sizes of a kernel's blocks are multiples
@@ -107,15 +107,6 @@ def bytes_of(block_r: int, block_c: int, block_o: int, item_bytes: int) -> int:
     return 2 * item_bytes * moved + 4 * max(block_r, block_c) * block_o
 
 
-def choose_grouped(platform: str) -> dict[str, Any]:
-    """Of Kernels, what multiplies rows with their experts: for "tpu" kernels, elsewhere slots, since XLA has no form
-    there that leaves out what no row asks for."""
-    if platform == "tpu":
-        project = functools.partial(grouped_project, kernel_products())
-        return dict(grouped=project, lay_rows=all_rows, weigh=weighed, as_bits=False)
-    return dict(grouped=project_rows, lay_rows=in_slots, weigh=weigh, as_bits=platform == "cpu")
-
-
 def all_rows(run: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array) -> jax.Array:
     """A LayRows of products that take all rows as they lie."""
     return run(weights, x_RD, weight_R, counts_E)
@@ -124,3 +115,19 @@ def all_rows(run: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, 
 def weighed(activate: Callable, gate_RF: jax.Array, up_RF: jax.Array, weight_R: jax.Array) -> jax.Array:
     """activate(gate, up) times the rows' weights."""
     return (activate(gate_RF, up_RF) * weight_R[:, None]).astype(gate_RF.dtype)
+
+
+class ExpertKernels(NamedTuple):
+    """How a platform takes rows through their experts."""
+
+    project: GroupedProject = project_rows  # on rows as lay_rows lays them
+    lay_rows: LayRows = in_slots
+    weigh: Weigh = weigh
+    as_bits: bool = True  # whether rows are moved to experts and back as integers, which is fast on a CPU
+
+
+def choose_expert_kernels(platform: str) -> ExpertKernels:
+    """For "tpu" kernels, elsewhere slots, since XLA has no form there that leaves out what no row asks for."""
+    if platform != "tpu":
+        return ExpertKernels(as_bits=platform == "cpu")
+    return ExpertKernels(functools.partial(grouped_project, kernel_products()), all_rows, weighed, as_bits=False)

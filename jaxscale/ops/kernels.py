@@ -12,12 +12,11 @@ from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
 from jaxscale.ops.attention.shared_rows import of_all_keys
 from jaxscale.ops.attention.sharing import Sharing, share_attention
 from jaxscale.ops.config import AttentionName, AttentionNeeds
-from jaxscale.ops.grouped import GroupedProject, choose_grouped
+from jaxscale.ops.grouped import ExpertKernels, choose_expert_kernels
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.recorder import NO_RECORDER, Recorder, StatisticsRecorder
 from jaxscale.ops.rope import Rotation, rotate, rotate_on_tpu
-from jaxscale.ops.slots import LayRows, Weigh, in_slots, project_rows, weigh
 from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis
 from jaxscale.sharding.expert_axis import STAYING, ExpertAxis
 from jaxscale.sharding.tensor_axis import TensorAxis
@@ -34,10 +33,7 @@ class Kernels:
     sharing: Sharing = Sharing()  # how `attend` meets the keys of a row that devices share
     rotate: Callable[[jax.Array, Rotation], jax.Array] = rotate
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
-    grouped: GroupedProject = project_rows  # of experts, on rows as lay_rows lays them
-    lay_rows: LayRows = in_slots
-    weigh: Weigh = weigh
-    as_bits: bool = True  # whether rows are moved to experts and back as integers, which is fast on a CPU
+    experts: ExpertKernels = ExpertKernels()
     expert_axis: ExpertAxis = STAYING  # among whose devices rows are sent to their experts
     limits: bool = False  # whether experts have a capacity, of models that give them one: in training alone
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
@@ -58,8 +54,9 @@ def choose_kernels(
     attend, resolved, why_plain = choose_attention(attention, platform, needs, device)
     project = cpu_project if platform == "cpu" else einsum_project
     turn = rotate_on_tpu if platform == "tpu" else rotate
+    experts = choose_expert_kernels(platform)
     return Kernels(
-        attend=attend, attention=resolved, why_plain=why_plain, project=project, rotate=turn, **choose_grouped(platform)
+        attend=attend, attention=resolved, why_plain=why_plain, project=project, experts=experts, rotate=turn
     )
 
 
