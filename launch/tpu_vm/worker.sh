@@ -59,9 +59,9 @@ start() {
     echo "$(hostname): runs already"
     return
   fi
-  rm -f "$home/exit"
+  rm -f "$home/exit" "$home/pid"
   setsid nohup bash "$here" supervise "$@" >>"$home/log" 2>&1 </dev/null &
-  echo $! >"$home/pid"
+  while [[ ! -f $home/pid ]] && kill -0 $! 2>/dev/null; do sleep 0.1; done # before it is there, a signal would kill it
   echo "$(hostname): started"
 }
 
@@ -76,12 +76,14 @@ may_start_again() {
 }
 
 supervise() {
-  local code restarts=0 training="" told_to_end=""
+  local code=10 restarts=0 training="" told_to_end=""
   trap 'told_to_end=1; [[ -n $training ]] && kill -TERM "$training" 2>/dev/null' TERM
+  echo $$ >"$home/pid"
   cd "$home/code"
-  while true; do
+  while [[ -z $told_to_end ]]; do
     "$home/venv/bin/python" -m jaxscale.main "$@" &
     training=$!
+    [[ -z $told_to_end ]] || kill -TERM "$training" 2>/dev/null || true # told between the two lines above
     code=0
     while kill -0 "$training" 2>/dev/null; do # a signal ends wait, not the training
       code=0
