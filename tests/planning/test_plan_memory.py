@@ -18,6 +18,7 @@ from jaxscale.planning.topology import open_topology
 from jaxscale.training.balance import is_balance
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+ONE_OF_EACH = {f"mesh.{axis}": 1 for axis in ("data", "expert", "tensor")}
 CONFIGS = sorted(file for file in (ROOT / "configs").glob("*.py"))
 GIB = 2**30
 
@@ -255,7 +256,7 @@ def test_what_is_offloaded_is_counted_in_the_hosts_memory():
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_parameters_flops_and_state_are_those_of_the_model(file):
-    cfg = load_config(f"{file}:depth=4" if file.stem == "auto" else str(file), {"mesh.tensor": 1})
+    cfg = load_config(f"{file}:depth=4" if file.stem == "auto" else str(file), ONE_OF_EACH)
     plan = make_plan(cfg, open_machine("h200:1x1"), Wishes())
     program = ahead_program(cfg, open_machine("h200:1x1"))
     named = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
