@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale import schema
 from jaxscale.cli import verify_parity as vp
+from jaxscale.cli.attempt import PATIENCE, simulated
 from jaxscale.cli.parity_layouts import Layout, tensor_layout
 from jaxscale.config import RunConfig
 from jaxscale.qualify.compilations import CompileLog
@@ -143,6 +144,15 @@ def test_what_xla_says_before_it_ends_the_process_is_seen():
     module = "import os, jaxscale.cli.verify_parity as vp"
     code = f"{module}\nwith vp.captured_stderr():\n os.write(2, b'why')\n os.abort()"
     assert "why" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+
+
+def test_an_environment_of_simulated_devices_has_nothing_to_change(monkeypatch):
+    """Else a process would replace itself for ever."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
+    wanted = simulated(16)
+    assert PATIENCE in wanted["XLA_FLAGS"] and "--xla_a=b" in wanted["XLA_FLAGS"]
+    monkeypatch.setattr(os, "environ", wanted)
+    assert simulated(16) == wanted
 
 
 def test_the_configs_own_layout_is_among_those_proved():
