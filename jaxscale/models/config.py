@@ -66,7 +66,9 @@ class ModelConfig:
         "none", "to which the operands of the blocks' projections are rounded, forward and backward; none: as they are"
     )
     attention: AttentionName = setting("auto", "kernel; auto prints what it chose")
-    scan_layers: bool = setting(True, "one compiled layer run num_layers times; false: unrolled, slower to compile")
+    scan_layers: bool = setting(
+        True, "layers are stacked, and one compiled layer runs for all where that pays; false: apart, slower to compile"
+    )
     remat: RematName = setting(
         "none",
         "what the backward pass computes again: nothing (none); all (full); all but attention's result (attention), "

@@ -33,7 +33,6 @@ from jaxscale.models.lora import join_adapters
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT
-from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.sharding.batch_axes import GATHERED
 from jaxscale.sharding.offload import HOST
 from jaxscale.sharding.shardings import Gather, whole_already
@@ -78,21 +77,22 @@ def run_stack(
     per_layer: Any,
     cfg: ModelConfig,
     gather: Gather,
-    recorder: Recorder = NO_RECORDER,
+    kernels: Kernels,
 ) -> tuple[jax.Array, Any]:
     """(x after all blocks, what they told): apply(block, x, layer_input) -> x or (x, told), each under the remat policy
     of the config. What they told is a tree with a leading axis of layers, or None.
 
     per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
-    block together just before it runs, and again before its backward pass. recorder: takes the
-    intermediates of each layer, and gives each what it has for it.
+    block together just before it runs, and again before its backward pass. kernels: whether layers are a loop
+    at all; their recorder takes the intermediates of each layer, and gives each what it has for it.
     """
+    recorder, looped = kernels.recorder, cfg.scan_layers and kernels.loop_layers
 
     def wrap(f: Callable) -> Callable:
         if cfg.remat == "none" and gather is whole_already:
             return f
         policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
-        return jax.checkpoint(f, policy=policy, prevent_cse=not cfg.scan_layers)
+        return jax.checkpoint(f, policy=policy, prevent_cse=not looped)
 
     def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, held: Any) -> tuple[jax.Array, Any]:
         recorder.begin_layer(held)
@@ -114,7 +114,8 @@ def run_stack(
         return x, told
     graphdef, params = nnx.split(blocks)
     run = wrap(functools.partial(run_layer, graphdef))
-    x, (recorded, told) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, (params, per_layer, held))
+    layers = params, per_layer, held
+    x, (recorded, told) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, layers, unroll=not looped)
     recorder.end_stack(recorded)
     return x, told
 
@@ -144,7 +145,7 @@ class OneStack(nnx.Module):
     def run_blocks(self, blocks: nnx.Module, x_BTD, positions_BT, segment_ids_BT, per_layer: Any):
         """What run_stack() returns of some blocks."""
         run, cfg = self.layer(positions_BT, segment_ids_BT), self.cfg
-        return run_stack(blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.recorder)
+        return run_stack(blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels)
 
 
 def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:

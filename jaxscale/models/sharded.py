@@ -37,6 +37,8 @@ from jaxscale.sharding.stage_weights import stage_gradients, stage_weights
 from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
 from jaxscale.system.exits import BadInput
 
+MOST_APART = 24  # layers of a stack, each compiled on its own on a CPU: so many compile as fast as a loop (2026-11-25)
+
 
 class SharedRows(NamedTuple):
     """Of rows whose positions devices share. None: not known before they come."""
@@ -215,7 +217,8 @@ def shard_model(
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
     exchange = choose_exchange(shared.exchange, expert_work(cfg, mesh, shared))
-    kernels = dataclasses.replace(kernels, expert_axis=make_expert_axis(mesh, exchange))
+    axis = make_expert_axis(mesh, exchange)
+    kernels = dataclasses.replace(kernels, expert_axis=axis, loop_layers=loops_layers(cfg, mesh))
     resting = (EXPERTS,) if exchange.form == "send" else ()
     batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once, resting=resting)
     sharing = choose_sharing(shared.wish, kernels.attention, needs, shared_work(cfg, mesh, shared))
@@ -239,6 +242,13 @@ def shard_model(
     )
     check_fits(model, rules.params)
     return model
+
+
+def loops_layers(cfg: AnyModelConfig, mesh: Mesh) -> bool:
+    """Whether one compiled layer runs for all of a stack. Not for a few layers on one CPU device: a loop takes each
+    layer's weights out of the stack and puts their gradients back into it, which there is up to half of a step in
+    bfloat16 and a tenth in float32 (4 layers, 2 cores, jax 0.10.2, 2026-11-25)."""
+    return mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or cfg.num_layers > MOST_APART
 
 
 def shared_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> SharedWork:

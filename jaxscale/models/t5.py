@@ -152,7 +152,7 @@ class T5(nnx.Module):
         if keys_B is not None:
             first_B, last_B, *keys_LB = split_keys(keys_B, num_layers + 2)
             keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, first_B, self.tensor)
-        x_BTD, _ = run_stack(blocks, run_block, x_BTD, keys_LB, cfg, self.gather, self.kernels.recorder)
+        x_BTD, _ = run_stack(blocks, run_block, x_BTD, keys_LB, cfg, self.gather, self.kernels)
         return dropout(self.kernels.rms_norm(x_BTD, scale_D, cfg.norm_eps), cfg.dropout, last_B, self.tensor)
 
     @jax.named_scope("embedding")

@@ -38,6 +38,7 @@ class Kernels:
     limits: bool = False  # whether experts have a capacity, of models that give them one: in training alone
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
     geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
+    loop_layers: bool = True  # one compiled layer for all of a stack; false: each is compiled on its own
     recorder: Recorder = NO_RECORDER  # of intermediates, for a statistics program
 
 

@@ -77,7 +77,7 @@ class Mine(nnx.Module):
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
         run = lambda block, x_BTD, _: block(x_BTD, segment_ids_BT)
-        x_BTD, _ = run_stack(self.blocks, run, x_BTD, None, cfg, self.gather, self.kernels.recorder)
+        x_BTD, _ = run_stack(self.blocks, run, x_BTD, None, cfg, self.gather, self.kernels)
         return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
 
     def unembedding(self, h_BTD):
