@@ -26,8 +26,9 @@ from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.reached import ROWS, reached_on
 from jaxscale.planning.run_plan import RunPlan
-from jaxscale.planning.speed import PUBLISHED, recomputed_flops
+from jaxscale.planning.speed import recomputed_flops
 from jaxscale.sharding.rules import RULES
 from jaxscale.training.config import GuardConfig, LossScaleConfig
 
@@ -172,7 +173,7 @@ def ten_million() -> str:
     for chip in CHIPS.values():
         if chip.price is None or not chip.bfloat16:
             continue
-        mfu = PUBLISHED["tpu" if chip.name.startswith("TPU") else "gpu"][0]
+        mfu = reached_on(chip.name)[0]
         low, high = (bought(chip, 1e7, share) for share in mfu)
         rows.append([
             chip.name,
@@ -184,6 +185,14 @@ def ten_million() -> str:
         ])  # fmt: skip
     head = ["chip", "list price an hour", "chip-hours", "FLOPs", "parameters", "tokens"]
     return table(head, rows)
+
+
+def reached_table() -> str:
+    """What published runs reached of the peak, a line for each."""
+    share = lambda row: f"{row.low:.1%}" if row.low == row.high else f"{row.low:.1%} to {row.high:.1%}"
+    kind = lambda row: "mixture" if row.mixture else "dense"
+    rows = [[row.chip, row.run, kind(row), share(row), row.source] for row in ROWS]
+    return table(["chip", "run", "", "MFU", "source"], rows)
 
 
 def lowest_params(flops: float, law: scaling.LossFit) -> float:
@@ -206,7 +215,7 @@ def published_runs() -> str:
         ("Llama 2 70B (arXiv:2307.09288), 6 N D", scaling.train_flops(70e9, 2e12)),
         ("Llama 3 405B (arXiv:2407.21783), 6 N D", scaling.train_flops(405e9, 15.6e12)),
     )
-    low, high = PUBLISHED["gpu"][0]
+    low, high = reached_on(CARD.name)[0]
     days = lambda flops, mfu: f"{float(f'{by_hand.device_days(flops, CARD.peak_flops, mfu):.3g}'):,.0f}"
     rows = [
         [name, f"{flops:.2e}", days(flops, 1.0), f"{days(flops, high)} to {days(flops, low)}"] for name, flops in runs
@@ -320,8 +329,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     # money
     "ten_million": ten_million,
     "published_runs": published_runs,
-    "mfu_gpu": lambda: between(PUBLISHED["gpu"][0], lambda share: f"{share:.0%}"),
-    "mfu_tpu": lambda: f"{PUBLISHED['tpu'][0].high:.1%}",
+    "reached": reached_table,
     "goodput": lambda: f"{cost.GOODPUT:.0%}",
     "failures_16384": lambda: f"{cost.mean_seconds_between_failures(16_384) / 3600:.1f}",
     "seven_on_1t_hours": lambda: units.count(

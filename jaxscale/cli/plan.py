@@ -21,7 +21,7 @@ from jaxscale.help_text import command
 from jaxscale.planning import cost
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
-from jaxscale.planning.speed import PUBLISHED, check_peak, usual_mfu
+from jaxscale.planning.speed import check_peak, usual_mfu
 from jaxscale.planning.text import plan_lines, proposal_lines
 from jaxscale.system.exits import BadInput, Exit, put, tell
 from jaxscale.system.paths import write_json, write_text_atomic
@@ -216,7 +216,7 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
     price = flags.price or (chip.price and chip.price.dollars_per_hour)
     if price is None:
         raise BadInput(f"--budget: no price of {chip.name} is known; give --price=DOLLARS a chip and hour")
-    if topology.platform not in PUBLISHED and not flags.mfu:
+    if topology.platform not in ("tpu", "gpu") and not flags.mfu:
         raise BadInput("--budget needs --topology of TPUs or GPUs, or --mfu")
     if flags.mfu:
         check_peak(topology, flags.mfu)

@@ -26,15 +26,13 @@ from jaxscale.planning.memory import (
     shard_bytes,
     stage_weights,
 )
+from jaxscale.planning.reached import reached_on
+from jaxscale.planning.scaling import is_mixture
 from jaxscale.planning.sending import plan_sending
 from jaxscale.planning.stages import held_numbers, idle_share, stages_of
 from jaxscale.planning.topology import Topology
 from jaxscale.system.exits import BadInput
 
-PALM = "46.2%: PaLM 540B, 6,144 TPU v4 (arXiv:2204.02311)"
-LLAMA3 = "38% to 43%: Llama 3 405B, 8,192 and 16,384 H100 (arXiv:2407.21783)"
-# What large runs reached. Which chip they ran on is nearer to the truth than how large they were.
-PUBLISHED = {"tpu": (Range(0.38, 0.462), f"{LLAMA3}; {PALM}"), "gpu": (Range(0.38, 0.43), LLAMA3)}
 HOST_LINK = 16e9  # bytes/s between a device and its host, assumed: PCIe 4.0 x8; only the order of guesses rests on it
 
 
@@ -76,7 +74,8 @@ def speed(
     if wished_mfu is not None:
         mfu, source = Range(wished_mfu, wished_mfu), "as given by --mfu"
     else:
-        mfu, source = usual_mfu(topology, measured, step_flops / cfg.train.num_microbatches)
+        pass_flops = step_flops / cfg.train.num_microbatches
+        mfu, source = usual_mfu(topology, measured, pass_flops, is_mixture(cfg.model))
         most = step_flops / peak / guess.cost[0]
         why = f"by the chip's peak{', bubble' if guess.idle_s else ''} and links for this layout"
         if ceiling is not None and ceiling < most:
@@ -104,13 +103,15 @@ def speed(
     )
 
 
-def usual_mfu(topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None) -> tuple[Range, str]:
+def usual_mfu(
+    topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None, mixture: bool = False
+) -> tuple[Range, str]:
     """(MFU to expect of a large run, the source): as it was measured on such chips, or else as it was published.
 
     measured: of the kind of chip; the one counts whose pass is nearest in size, a device for a device.
     """
     if not measured:
-        return PUBLISHED[topology.platform]
+        return reached_on(topology.chip.name, mixture)
     sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
     wanted = math.log(pass_flops / len(topology.devices)) if pass_flops else max(sizes.values())
     near = min(measured, key=lambda one: abs(sizes[id(one)] - wanted))

@@ -49,7 +49,7 @@ def test_time_money_and_tokens_hold_together(plan):
     assert plan.work.train_flops == pytest.approx(plan.work.flops_per_token * plan.work.tokens)
     header = (ROOT / "configs" / "7b.py").read_text()
     assert "8,759 chip-hours" in header  # at 40% MFU, without goodput
-    assert hours.low * plan.time.goodput < 8759 < hours.high * plan.time.goodput
+    assert hours.low * plan.time.goodput * plan.time.speed.mfu.high / 0.4 == pytest.approx(8759, rel=1e-3)
 
 
 def test_the_lines_are_short_and_say_each_thing_once(plan):
@@ -58,7 +58,7 @@ def test_the_lines_are_short_and_say_each_thing_once(plan):
     for text in ("6,744,707,072", "tokens per parameter", "chip-hours", "by Young and Daly", "deadline",
                  "goodput 90%: arXiv", "price (now)", "compute-optimal: where that fit"):  # fmt: skip
         assert sum(text in line for line in lines) == 1, text
-    assert any("budget" in line and "not enough: 3." in line for line in lines)
+    assert any("budget" in line and "not enough: 2." in line for line in lines)
     assert any("deadline" in line and "enough at both ends" in line for line in lines)
 
 
@@ -357,11 +357,11 @@ def test_float32_is_not_promised_the_peak_of_shorter_types():
         cfg = load_config(str(ROOT / "configs" / "quickstart.py"), {f"model.{k}": v for k, v in settings.items()})
         return make_plan(cfg, open_machine(topology), Wishes()).time.speed.mfu
 
-    assert mfu("t4:1x1", compute_dtype="float16").high == 0.43
+    assert mfu("t4:1x1", compute_dtype="float16").high == 0.48
     assert mfu("t4:1x1", compute_dtype="float32").high == pytest.approx(8.1 / 65)  # vector units alone
-    assert mfu("a100:1x1", compute_dtype="float32").high == 0.43  # TF32: half of the peak
+    assert mfu("a100:1x1", compute_dtype="float32").high == 0.5  # TF32: half of the peak
     assert mfu("a100:1x1", compute_dtype="float32", matmul_precision="highest").high == pytest.approx(19.5 / 312)
-    assert mfu("v5e:1x1", compute_dtype="float32").high == 0.462
+    assert mfu("v5e:1x1", compute_dtype="float32").high == 0.669
     assert mfu("v5e:1x1", compute_dtype="float32", matmul_precision="highest").high == pytest.approx(1 / 6)
 
 

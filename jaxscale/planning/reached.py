@@ -1,0 +1,111 @@
+"""What large runs reached of their chips' peak, with sources: what `plan` expects where nothing was measured.
+
+A share is MFU: the model's operations over the dense bfloat16 peak of hardware.py. Where a source gives TFLOP/s they
+are divided by that peak; where it gives chip-hours, 6 N D is divided by them, which leaves attention out and may have
+lost time in it. Runs in 8 bits are left out. tests/planning/test_reached.py does the sums.
+"""
+
+from typing import NamedTuple
+
+from jaxscale.planning.cost import Range
+
+MAXTEXT = "github.com/AI-Hypercomputer/maxtext, MaxText/configs/{}/README.md"
+RECIPES = "github.com/AI-Hypercomputer/tpu-recipes at c8cfe2f, training/"
+BY_HOURS = "6 N D over the GPU-hours of "
+LLAMA, LLAMA2 = BY_HOURS + "arXiv:2302.13971, table 15", BY_HOURS + "arXiv:2307.09288, table 2"
+MEGATRON = "github.com/NVIDIA/Megatron-LM, README.md"
+BRIDGE = "docs.nvidia.com/nemo/megatron-bridge, performance summary 25.11, routing forced to balance"
+
+
+class Reached(NamedTuple):
+    """A published run, or several of one kind."""
+
+    chip: str  # as Chip.name
+    run: str  # the model and how many chips
+    low: float
+    high: float
+    source: str
+    mixture: bool = False  # of experts: MFU by the parameters that a token goes through
+
+
+ROWS = (
+    Reached("TPU v4", "PaLM 540B, 6,144 chips", 0.462, 0.462, "arXiv:2204.02311, table 3"),
+    Reached("TPU v4", "22B, 64 to 512 chips", 0.532, 0.567, MAXTEXT.format("v4")),
+    Reached("TPU v4", "52B, 192 and 384 chips", 0.560, 0.589, MAXTEXT.format("v4")),
+    Reached("TPU v5e", "16B, 256 to 8,192 chips", 0.547, 0.611, MAXTEXT.format("v5e")),
+    Reached("TPU v5e", "32B, 256 to 8,192 chips", 0.604, 0.669, MAXTEXT.format("v5e")),
+    Reached("TPU v5e", "64B, 256 to 8,192 chips", 0.502, 0.599, MAXTEXT.format("v5e")),
+    Reached("TPU v5e", "128B, 256 to 8,192 chips", 0.463, 0.561, MAXTEXT.format("v5e")),
+    Reached("TPU v5p", "32B, 64 and 128 chips", 0.694, 0.715, MAXTEXT.format("v5p")),
+    Reached("TPU v5p", "64B, 64 and 128 chips", 0.673, 0.703, MAXTEXT.format("v5p")),
+    Reached("TPU v5p", "128B, 128 to 512 chips", 0.597, 0.688, MAXTEXT.format("v5p")),
+    Reached("TPU v5p", "256B, 512 and 1,024 chips", 0.630, 0.671, MAXTEXT.format("v5p")),
+    Reached("TPU v5p", "512B, 512 and 1,024 chips", 0.615, 0.640, MAXTEXT.format("v5p")),
+    Reached("TPU v5p", "1024B, 1,024 to 4,096 chips", 0.516, 0.648, MAXTEXT.format("v5p")),
+    Reached("TPU v5p", "Llama 3.1 405B, 512 chips", 0.685, 0.685, RECIPES + "v5p/Llama3.1-405B-MaxText"),
+    Reached("TPU v5p", "Mixtral 8x7B, 64 chips", 0.549, 0.549,
+            "github.com/AI-Hypercomputer/maxtext, end_to_end/tpu/mixtral/Run_Mixtral.md", True),
+    Reached("TPU v5p", "Llama 4 Scout, 128 to 512 chips", 0.491, 0.491,
+            RECIPES + "v5p/Llama4-Scout-17B-16E-Maxtext", True),
+    Reached("TPU v5p", "Llama 4 Maverick, 128 chips", 0.349, 0.349,
+            RECIPES + "v5p/Llama4-Maverick-17B-128E-Maxtext", True),
+    Reached("TPU v5p", "DeepSeek-V3, 512 chips", 0.332, 0.332, RECIPES + "v5p/DeepSeek3-671B-MaxText", True),
+    Reached("TPU v6e", "Llama 3.1 8B, 8 to 256 chips", 0.444, 0.457, RECIPES + "trillium/Llama3.1-8B-MaxText"),
+    Reached("TPU v6e", "Llama 2 70B, 256 chips", 0.438, 0.438, RECIPES + "trillium/Llama2-70B-MaxText"),
+    Reached("TPU v6e", "Llama 3.1 70B, 32 to 256 chips", 0.460, 0.504, RECIPES + "trillium/Llama3.1-70B-MaxText"),
+    Reached("TPU v6e", "GPT-3 175B, 256 chips", 0.419, 0.419, RECIPES + "trillium/GPT3-175B-MaxText/bf16"),
+    Reached("TPU v6e", "Llama 3.1 405B, 512 chips", 0.428, 0.428, RECIPES + "trillium/Llama3.1-405B-MaxText"),
+    Reached("TPU v6e", "Gemma 3 12B, 256 chips", 0.381, 0.381, RECIPES + "trillium/Gemma3-12B-MaxText/v6e-256"),
+    Reached("TPU v6e", "Gemma 3 12B, 512 and 1,024 chips", 0.332, 0.357,
+            RECIPES + "trillium/Gemma3-12B-MaxText/2x-v6e-256 and 4x-v6e-256"),
+    Reached("TPU v6e", "Mixtral 8x7B, 256 chips", 0.329, 0.329, RECIPES + "trillium/Mixtral-8x7B-MaxText", True),
+    Reached("TPU v6e", "Mixtral 8x22B, 256 chips", 0.362, 0.362, RECIPES + "trillium/Mixtral-8x22B-MaxText", True),
+    Reached("TPU7x", "Llama 3.1 70B, 64 and 256 chips", 0.520, 0.523, RECIPES + "ironwood/README.md"),
+    Reached("TPU7x", "Llama 3.1 70B, rows of 131,072, 256 chips", 0.389, 0.389, RECIPES + "ironwood/README.md"),
+    Reached("TPU7x", "Llama 3.1 405B, 256 chips", 0.547, 0.547, RECIPES + "ironwood/README.md"),
+    Reached("TPU7x", "Gemma 4 2B, 4B and 31B, 64 chips", 0.387, 0.459, RECIPES + "ironwood/README.md"),
+    Reached("TPU7x", "Gemma 4 26B, 64 and 256 chips", 0.257, 0.257, RECIPES + "ironwood/README.md", True),
+    Reached("TPU7x", "DeepSeek-V3, 128 and 256 chips", 0.263, 0.266, RECIPES + "ironwood/README.md", True),
+    Reached("TPU7x", "Qwen3 235B-A22B, 256 chips", 0.273, 0.273, RECIPES + "ironwood/README.md", True),
+    Reached("TPU7x", "gpt-oss-120b, 64 and 256 chips", 0.143, 0.143, RECIPES + "ironwood/README.md", True),
+    Reached("A100 80GB", "LLaMA 7B", 0.437, 0.437, LLAMA),
+    Reached("A100 80GB", "LLaMA 13B", 0.514, 0.514, LLAMA),
+    Reached("A100 80GB", "LLaMA 33B", 0.459, 0.459, LLAMA),
+    Reached("A100 80GB", "LLaMA 65B, 2,048 cards", 0.476, 0.476,
+            "6 N x 380 tokens/s a card: arXiv:2302.13971, section 2.4"),
+    Reached("A100 80GB", "Llama 2 7B", 0.391, 0.391, LLAMA2),
+    Reached("A100 80GB", "Llama 2 13B", 0.377, 0.377, LLAMA2),
+    Reached("A100 80GB", "Llama 2 34B", 0.347, 0.347, LLAMA2),
+    Reached("A100 80GB", "Llama 2 70B", 0.428, 0.428, LLAMA2),
+    Reached("A100 80GB", "530B, 2,240 cards", 0.542, 0.542, "arXiv:2205.05198, abstract"),
+    Reached("H100 SXM", "Llama 3 405B, 8,192 and 16,384 cards", 0.38, 0.43, "arXiv:2407.21783, table 4"),
+    Reached("H100 SXM", "2B to 462B, up to 6,144 cards", 0.41, 0.48, MEGATRON),
+    Reached("H100 SXM", "GPT-3 175B, 96 to 4,608 cards", 0.42, 0.47, MEGATRON),
+    Reached("H100 SXM", "Mixtral 8x7B", 0.473, 0.473, "docs.nvidia.com/megatron-core, mixture of experts, v0.9", True),
+    Reached("H100 SXM", "Mixtral 8x22B", 0.493, 0.493, "arXiv:2504.14960, abstract", True),
+    Reached("H100 SXM", "Qwen2 57B-A14B", 0.390, 0.390, "arXiv:2504.14960, abstract", True),
+    Reached("H100 SXM", "gpt-oss-120b, 64 cards", 0.155, 0.155, BRIDGE, True),
+)  # fmt: skip
+
+# Whose rows stand in where a chip has none of its own: the chip that is built most alike.
+DENSE_LIKE = {"A100 40GB": "A100 80GB"}
+MIXTURES_LIKE = {"TPU v4": "TPU v5p", "TPU v5e": "TPU v6e"}
+LIKE_GPU = "H100 SXM"  # of any other card
+
+
+def rows_for(chip: str, mixture: bool = False) -> tuple[Reached, ...]:
+    """The rows that a run on such chips is expected by: of the chip, or of the one that stands in for it."""
+    of = lambda name: tuple(row for row in ROWS if (row.chip, row.mixture) == (name, mixture))
+    like = (MIXTURES_LIKE if mixture else DENSE_LIKE).get(chip, LIKE_GPU)
+    return of(chip) or of(like)
+
+
+def reached_on(chip: str, mixture: bool = False) -> tuple[Range, str]:
+    """(lowest and highest MFU of the rows for a chip, the runs that they are of and where they were published)."""
+    rows = rows_for(chip, mixture)
+    low, high = min(rows, key=lambda row: row.low), max(rows, key=lambda row: row.high)
+    kind = "mixtures of experts" if mixture else "dense models"
+    told = f"{low.low:.1%} to {high.high:.1%}: published of {kind} on {rows[0].chip}"
+    if rows[0].chip != chip:
+        told += f", for none was found of {chip}"
+    return Range(low.low, high.high), f"{told}; {low.run} ({low.source}) and {high.run} ({high.source})"
