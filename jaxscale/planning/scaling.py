@@ -42,6 +42,15 @@ class LossFit(NamedTuple):
 BESIROGLU = LossFit(1.8172, 482.01, 2085.43, 0.3478, 0.3658, "arXiv:2404.10102, a refit of arXiv:2203.15556")
 
 
+# The laws of 2020, for comparison: of N without embeddings, on WebText2 with its tokenizer. Source: arXiv:2001.08361,
+# equations 1.1 to 1.3, table 2 (both at once) and appendix A (the best size).
+KAPLAN = "arXiv:2001.08361"
+PF_DAY = 1e15 * 86_400  # operations
+KAPLAN_PARAMS, KAPLAN_TOKENS, KAPLAN_FLOPS = (8.8e13, 0.076), (5.4e13, 0.095), (3.1e8 * PF_DAY, 0.050)
+KAPLAN_BOTH = (6.4e13, 0.076, 1.8e13, 0.103)
+KAPLAN_BEST = (1.3e9, 0.73)  # parameters at one PF-day, and the exponent
+
+
 class Alternative(NamedTuple):
     """Another size for the same loss or the same operations."""
 
@@ -134,6 +143,34 @@ def tokens_for_loss(params: float, loss: float, fit: LossFit = BESIROGLU) -> flo
     """D at which a model of N parameters reaches the loss; None if it never does."""
     left = loss - fit.E - fit.A / params**fit.alpha
     return (fit.B / left) ** (1 / fit.beta) if left > 0 else None
+
+
+def kaplan_of_params(params: float) -> float:
+    """L(N): nats a token of a model trained to its end on data without end."""
+    return (KAPLAN_PARAMS[0] / params) ** KAPLAN_PARAMS[1]
+
+
+def kaplan_of_tokens(tokens: float) -> float:
+    """L(D): nats a token of a large model, stopped early, on so many tokens."""
+    return (KAPLAN_TOKENS[0] / tokens) ** KAPLAN_TOKENS[1]
+
+
+def kaplan_of_flops(flops: float) -> float:
+    """L(C): nats a token of the best size for so many operations, its batch far below the critical one."""
+    return (KAPLAN_FLOPS[0] / flops) ** KAPLAN_FLOPS[1]
+
+
+def kaplan_loss(params: float, tokens: float) -> float:
+    """L(N, D): both at once, which is neither of the single laws in the limit, for it was fitted by itself."""
+    size, size_power, data, data_power = KAPLAN_BOTH
+    return ((size / params) ** (size_power / data_power) + data / tokens) ** data_power
+
+
+def kaplan_alternative(flops: float) -> Alternative:
+    """The best size by the laws of 2020. Its rates were not those of the length of each run, which made large models
+    on few tokens look best (arXiv:2203.15556, section 2)."""
+    params = KAPLAN_BEST[0] * (flops / PF_DAY) ** KAPLAN_BEST[1]
+    return Alternative(params, flops / 6 / params, flops, kaplan_of_flops(flops))
 
 
 def optimal_alternative(flops: float) -> Alternative:

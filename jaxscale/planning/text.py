@@ -91,6 +91,8 @@ def size_lines(plan: RunPlan) -> list[str]:
     for one in work.serving:
         paid = f"pays off after {count(one.served_tokens)} tokens served" if one.served_tokens else ""
         named.append(("cheaper to serve", one, paid or "cheaper to train too"))
+    kaplan = scaling.kaplan_alternative(this.flops)._replace(loss=None)  # its loss is of other text and tokens
+    named.append(("best after Kaplan", kaplan, "arXiv:2001.08361, of 2020: for comparison"))
     rows = [("", "parameters", "tokens", "FLOPs (6ND)", "loss", "")]
     for name, one, note in named:
         loss = NOT_KNOWN if one.loss is None else f"{one.loss:.3f}"

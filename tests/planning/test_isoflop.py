@@ -1,0 +1,151 @@
+"""Approaches 1 and 2 give the exponents of laws with known answers back, and say where runs tell nothing."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxscale.planning import isoflop, scaling
+from jaxscale.planning.loss_law import Point
+from jaxscale.planning.scaling import BESIROGLU, lowest_params, predicted_loss, train_flops
+
+OTHER = scaling.LossFit(1.5, 20.0, 40.0, 0.25, 0.21, "made up")
+LAWS = {"besiroglu": BESIROGLU, "other": OTHER}
+BUDGETS = (1e18, 1e19, 1e20, 1e21)
+
+
+def exponent(law):
+    """a of N = k C^a where a law is lowest: arXiv:2203.15556, equation 4."""
+    return law.beta / (law.alpha + law.beta)
+
+
+def point(params, tokens, law=BESIROGLU, off=0.0):
+    """A run's end."""
+    return Point(params, tokens, predicted_loss(params, tokens, law) * math.exp(off))
+
+
+def of_equal_flops(law=BESIROGLU, budgets=BUDGETS, factors=(0.3, 0.5, 1, 2, 3), noise=0.0, seed=0):
+    """Runs of each budget at so many times the best size."""
+    rng, found = np.random.default_rng(seed), []
+    for flops in budgets:
+        sizes = [factor * lowest_params(flops, law) for factor in factors]
+        found += [point(size, flops / 6 / size, law, rng.normal(0, noise)) for size in sizes]
+    return found
+
+
+def of_sizes(law=BESIROGLU, sizes=24, noise=0.0, seed=0):
+    """Curves of sizes that are best from 1e18 to 1e21 FLOPs, each at ends of runs of many lengths."""
+    rng = np.random.default_rng(seed)
+    ends = np.log([lowest_params(1e18, law), lowest_params(1e21, law)])
+    return [
+        point(size, flops / 6 / size, law, rng.normal(0, noise))
+        for size in np.exp(np.linspace(*ends, sizes))
+        for flops in np.geomspace(1e17, 1e22, 60)
+    ]
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_parabolas_give_a_known_law_back(name):
+    law = LAWS[name]
+    found = isoflop.parabolas(of_equal_flops(law, factors=(0.6, 0.8, 1.25, 1.8, 2.5)), draws=50)
+    assert found.params_exponent.middle == pytest.approx(exponent(law), abs=1e-3)
+    assert found.tokens_exponent.middle == pytest.approx(1 - exponent(law), abs=1e-3)
+    for optimum in found.optima:
+        assert optimum.params == pytest.approx(lowest_params(optimum.flops, law), rel=0.02)
+        assert train_flops(optimum.params, optimum.tokens) == pytest.approx(optimum.flops, rel=1e-6)
+        assert optimum.loss == pytest.approx(predicted_loss(optimum.params, optimum.tokens, law), rel=2e-3)
+    low, middle, high = found.params(1e22)
+    assert low <= middle <= high and middle == pytest.approx(lowest_params(1e22, law), rel=0.02)
+    assert found.tokens(1e22).middle == pytest.approx(1e22 / 6 / middle, rel=1e-6) and found.reach(
+        1e22
+    ) == pytest.approx(10)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_envelope_gives_a_known_law_back(name):
+    law = LAWS[name]
+    found = isoflop.envelope(of_sizes(law), draws=50)
+    assert found.params_exponent.middle == pytest.approx(exponent(law), abs=0.01)
+    assert found.tokens_exponent.middle == pytest.approx(1 - exponent(law), abs=0.01)
+    assert found.params(1e20).middle == pytest.approx(lowest_params(1e20, law), rel=0.05)
+    assert "the smallest or the largest size is lowest there" in found.left_out[0]
+    sizes = {one.params for one in of_sizes(law)}
+    assert {optimum.params for optimum in found.optima} <= sizes - {min(sizes), max(sizes)}
+
+
+def test_runs_are_curves_by_name_and_sizes_where_they_have_none():
+    runs = [one._replace(run=f"{one.params:.6g}") for one in of_sizes(sizes=8)]
+    named, nameless = (isoflop.envelope(points, draws=5) for points in (runs, of_sizes(sizes=8)))
+    assert (
+        named.optima == nameless.optima
+        and len(isoflop.curves_of(runs)) == len(isoflop.curves_of(of_sizes(sizes=8))) == 8
+    )
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    """Nominal 90%, 0.2% of noise in each run."""
+    held = {"parabolas": 0, "envelope": 0, "far": 0}
+    for seed in range(12):
+        found = isoflop.parabolas(of_equal_flops(noise=0.002, seed=seed), draws=100, seed=seed)
+        held["parabolas"] += found.params_exponent.low < exponent(BESIROGLU) < found.params_exponent.high
+        held["far"] += found.params(1e23).low < lowest_params(1e23) < found.params(1e23).high
+        found = isoflop.envelope(of_sizes(sizes=12, noise=0.002, seed=seed), draws=50, seed=seed)
+        held["envelope"] += found.params_exponent.low < exponent(BESIROGLU) < found.params_exponent.high
+    assert all(count >= 9 for count in held.values()), held
+    assert found.params_exponent.high - found.params_exponent.low > 0.01
+
+
+def test_the_same_seed_gives_the_same_interval():
+    points = of_equal_flops(noise=0.01)
+    first, again, other = (isoflop.parabolas(points, draws=20, seed=seed) for seed in (1, 1, 2))
+    assert first.draws == again.draws != other.draws and first.optima == other.optima
+
+
+def test_groups_that_fix_no_size_are_left_out_with_the_reason():
+    edge = [point(factor * lowest_params(1e22), 1e22 / 6 / factor / lowest_params(1e22)) for factor in (2, 4, 8)]
+    few = [point(size, 1e23 / 6 / size) for size in (1e10, 2e10)]
+    bent = [Point(size, 1e24 / 6 / size, loss) for size, loss in ((1e10, 2.0), (2e10, 2.1), (4e10, 2.0))]
+    found = isoflop.parabolas(of_equal_flops() + edge + few + bent, draws=5)
+    assert [optimum.flops for optimum in found.optima] == [pytest.approx(flops) for flops in BUDGETS]
+    assert found.left_out == (
+        "1.00e+22 FLOPs: the lowest loss is at the edge of its sizes",
+        "1.00e+23 FLOPs: fewer than 3 sizes",
+        "1.00e+24 FLOPs: the losses bend downward",
+    )
+
+
+def test_operations_that_differ_a_little_make_one_group_and_budgets_name_them():
+    drift = [
+        one._replace(tokens=one.tokens * (1 + 0.02 * number))
+        for number, one in enumerate(of_equal_flops(budgets=[1e20]))
+    ]
+    assert [len(group) for group in isoflop.groups_of(drift, (), 0.1)] == [5]
+    assert [len(group) for group in isoflop.groups_of(drift, (), 0.03)] == [2, 2, 1]
+    assert [len(group) for group in isoflop.groups_of(drift, (1e20, 2e20), 0.05)] == [3]
+
+
+def test_too_few_runs_are_refused_with_what_is_missing():
+    with pytest.raises(ValueError, match="approach 2 needs 3 amounts of FLOPs with a best size, and the runs have 2"):
+        isoflop.parabolas(of_equal_flops(budgets=[1e18, 1e19]))
+    with pytest.raises(ValueError, match="approach 1 needs 3 sizes that are lowest.*finds 1 in 3 curves"):
+        isoflop.envelope(of_sizes(sizes=3))
+    for empty in (isoflop.envelope, isoflop.parabolas):
+        with pytest.raises(ValueError, match="needs 3"):
+            empty([])
+
+
+def test_the_laws_of_2020():
+    """arXiv:2001.08361: by its figures' own numbers, and where it differs from the newer law."""
+    assert scaling.kaplan_of_params(8.8e13) == scaling.kaplan_of_tokens(5.4e13) == 1.0
+    assert scaling.kaplan_of_flops(3.1e8 * 86_400e15) == 1.0
+    assert scaling.kaplan_of_params(2e9) / scaling.kaplan_of_params(1e9) == pytest.approx(2**-0.076)
+    assert scaling.kaplan_of_tokens(2e9) / scaling.kaplan_of_tokens(1e9) == pytest.approx(2**-0.095)
+    assert scaling.kaplan_loss(1e9, 1e30) == pytest.approx((6.4e13 / 1e9) ** 0.076)  # data without end
+    assert scaling.kaplan_loss(1e30, 1e9) == pytest.approx((1.8e13 / 1e9) ** 0.103, rel=1e-3)
+    assert scaling.kaplan_loss(1e9, 2e10) > scaling.kaplan_of_params(1e9) * 0.98
+    day = scaling.kaplan_alternative(scaling.PF_DAY)
+    assert day.params == 1.3e9 and day.tokens == pytest.approx(1.1e10, rel=0.01)
+    ten = scaling.kaplan_alternative(10 * scaling.PF_DAY)
+    assert ten.params / day.params == pytest.approx(10**0.73) and ten.loss < day.loss
+    far = scaling.kaplan_alternative(5.76e23)  # Gopher's operations: 4 times what the newer law asks for, and more
+    assert far.params > 4 * lowest_params(5.76e23) and far.tokens / far.params < 2
