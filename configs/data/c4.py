@@ -14,7 +14,6 @@ def get_config():
     c = ml_collections.ConfigDict()
     c.sources = dict(c4=dict(files="crawl/*.warc.gz", licence="Common Crawl terms of use"))
     c.stages = ("repair", "c4", "language", "line_dedup")
-    c.c4 = dict(min_sentences=3, min_line_words=5)  # the journal version's; the first one had 5 and 3
     c.language = dict(keep=("en",), min_probability=0.99)
     c.line_dedup = dict(min_line_characters=60)
     c.tokenizer = dict(name="train", train=dict(kind="unigram", vocab_size=32_000))

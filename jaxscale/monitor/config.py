@@ -1,6 +1,6 @@
 """What the diagnosis calls unhealthy, each threshold with where it comes from.
 
-A common rule is one of the texts that this trainer's requirements were drawn from (docs/health.md). Where they
+A common rule is one that is often taught, with no paper behind its number (docs/health.md). Where common rules
 disagree a finding shows all of them; the setting says which one alerts. A threshold that names no source is our own:
 chosen on the made-up curves of seeds 0 to 3 of tests/monitor/curves.py, some again after a table of seeds 4 to 7, and
 reported on others in docs/health_table.md.

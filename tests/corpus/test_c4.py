@@ -30,8 +30,14 @@ def lines_kept(text, **rules):
         (
             {"terminal_punctuation": True},
             ["One.", "Two!", "Three?", 'He said "four"', "it's 'five'", "six", "seven...", "eight;"],
-            5,
-            {"c4: line without terminal punctuation": 3},
+            4,
+            {"c4: line without terminal punctuation": 4},
+        ),
+        (
+            {"terminal_punctuation": True, "end_marks": ("'", "\u3002")},
+            ["it's 'five'", "\u4e00\u3002", "One."],
+            2,
+            {"c4: line without terminal punctuation": 1},
         ),
         (
             {"min_line_words": 3},
@@ -91,7 +97,7 @@ def test_sentences_are_counted_within_lines_and_over_them(text, sentences):
 
 
 def test_a_document_that_passes_whole_is_the_same_object():
-    document = Document("Here is a line.\nAnd here is one more.\nThis is the third. A fourth! A fifth?")
+    document = Document("Here is a whole line.\nAnd here is one more.\nThis is the third. A fourth! A fifth?")
     (result,) = make_c4(C4Config())([document])
     assert result.document is document and result.edits == ()
 

@@ -107,7 +107,9 @@ def test_the_published_thresholds_are_the_defaults():
     assert list(to_dict(FineWebConfig()).values()) == [0.12, 0.67, 30, 0.01, 0.3]
     repetition = [0.3, 0.3, 0.2, 0.2, 0.2, 0.18, 0.16, 0.15, 0.14, 0.13, 0.12, 0.11, 0.1]
     assert list(to_dict(RepetitionConfig()).values()) == repetition
-    assert list(to_dict(C4Config()).values()) == [True, 3, 1000, True, True, True, True, True, 5, None]
+    assert list(to_dict(C4Config()).values()) == [
+        True, [".", "?", "!", '"'], 5, 1000, True, True, True, True, True, 3, None,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,7 @@ def test_the_published_thresholds_are_the_defaults():
         (FineWebConfig, {"short_line": -1}, "short_line=-1 must be at least 0"),
         (FineWebConfig, {"max_newlines_per_word": -1.0}, "max_newlines_per_word=-1.0 must be at least 0"),
         (RepetitionConfig, {"max_top_3gram": 2.0}, "max_top_3gram=2.0 must be from 0 to 1"),
+        (C4Config, {"end_marks": (".", " ")}, "must name marks that are not blank; terminal_punctuation=False"),
         (C4Config, {"min_sentences": 0}, "min_sentences=0 must be at least 1"),
     ],
 )

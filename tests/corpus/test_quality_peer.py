@@ -18,12 +18,13 @@ from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.text.document import Document
 
 pytestmark = pytest.mark.peer
+DATATROVE = dict(min_line_words=3, min_sentences=5)  # its defaults are not those of C4's published code
 STAGES = {
     "gopher": make_gopher(GopherConfig()),
     "repetition": make_repetition(RepetitionConfig()),
     "fineweb": make_fineweb(FineWebConfig()),
-    "c4": make_c4(C4Config()),
-    "c4_keeping_lines": make_c4(C4Config(terminal_punctuation=False)),
+    "c4": make_c4(C4Config(**DATATROVE, end_marks=(".", "?", "!", '"', "'"))),
+    "c4_keeping_lines": make_c4(C4Config(**DATATROVE, terminal_punctuation=False)),
 }
 
 

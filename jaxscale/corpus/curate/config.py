@@ -147,21 +147,33 @@ class GopherConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class C4Config:
-    """The rules of arXiv:1910.10683, section 2.2; None or False switches one off. A line taken out is an edit."""
+    """The rules of arXiv:1910.10683, section 2.2; None or False switches one off. A line taken out is an edit.
 
-    terminal_punctuation: bool = setting(True, "keep only lines that end in . ! ? or a quotation mark, not in ...")
-    min_line_words: int | None = setting(3, "keep only lines of at least so many words")
+    The numbers are those of the published code (c4_utils.py of TensorFlow Datasets) and of the paper's journal version.
+    Its first version had 3 words and 5 sentences, which datatrove and so FineWeb took, with ' as an end mark.
+    """
+
+    terminal_punctuation: bool = setting(True, "keep only lines that end in one of end_marks, and not in ...")
+    end_marks: tuple[str, ...] = setting(
+        (".", "?", "!", '"'), "what ends a sentence at the end of a line", read_if=".terminal_punctuation"
+    )
+    min_line_words: int | None = setting(5, "keep only lines of at least so many words")
     max_word_length: int | None = setting(1000, "keep only lines without a longer word")
     javascript: bool = setting(True, "keep only lines that do not say JavaScript")
     policies: bool = setting(True, "keep only lines that do not speak of cookies, privacy policy or terms of use")
     citations: bool = setting(True, "take out [1], [edit] and [citation needed]")
     lorem_ipsum: bool = setting(True, "drop a document that says lorem ipsum in a line that would be kept")
     curly_bracket: bool = setting(True, "drop a document with { in a line that would be kept")
-    min_sentences: int | None = setting(5, "drop a document of which fewer sentences are left")
+    min_sentences: int | None = setting(3, "drop a document of which fewer sentences are left")
     bad_words: str | None = setting(None, "local file, one word or phrase a line: drop a document with one of them")
 
     def __post_init__(self):
         check_least(self, 1, "min_line_words", "max_word_length", "min_sentences")
+        if not self.end_marks or not all(mark.strip() for mark in self.end_marks):
+            raise BadInput(
+                f"end_marks={self.end_marks!r} must name marks that are not blank; terminal_punctuation=False keeps "
+                "lines however they end"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

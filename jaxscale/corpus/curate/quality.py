@@ -25,7 +25,6 @@ from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
 
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
-TERMINAL = (".", "?", "!", '"', "'")
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 MOST_KNOWN = 64  # characters of a piece whose kinds are remembered: longer ones hardly come again
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
@@ -145,7 +144,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
             line, count = CITATION.subn("", line)
             if count:
                 edits["c4: citation"] += count
-        if cfg.terminal_punctuation and (not line.endswith(TERMINAL) or line.endswith("...")):
+        if cfg.terminal_punctuation and (not line.endswith(cfg.end_marks) or line.endswith("...")):
             edits["c4: line without terminal punctuation"] += 1
             continue
         if cfg.min_line_words is not None and len(whole.split(None, cfg.min_line_words)) < cfg.min_line_words:

@@ -1,7 +1,7 @@
 """Causes and advice by rule, in the order in which they are likely where the run holds no evidence.
 
-Drawn from the teaching texts 001 to 003 (docs/health.md): the causes of spikes (S1), what was done about them (S5), the
-advice by kind of alert (S6), the table of metrics (S7) and the patterns of failure (S10). The words are ours.
+Drawn from common rules of training (docs/health.md): the causes of spikes, what was done about them, the advice by kind
+of alert, the table of metrics and the patterns of failure. The words are ours.
 """
 
 from typing import NamedTuple
@@ -39,21 +39,21 @@ WORDS = {
             "compute in bfloat16 or float32 in place of float16, and try model.embed_compute_dtype=float32",
             "the guard skips such steps; too many in a row rewind the run, or end it with exit 17",
         ),
-        ("text 001: a norm that is NaN is an alarm (S3)", "text 002: stop at NaN (S12)"),
+        ("common rules: a norm that is NaN is an alarm; stop at NaN"),
     ),
     "spike": Words(
         (BATCH, WARMUP, STAGE, RATE, GRADIENT, RETURN, NUMERICS),
         (
             "wait: most spikes heal within some tens of steps",
             "look at the batch, and leave it out with --skip-data if its documents are bad",
-            "if spikes return: lower the rate 10 times for 100 steps, then restore it (text 003; its question 5: "
-            "2 to 5 times for 100 to 500 steps)",
+            "if spikes return: lower the rate 10 times for 100 steps, then restore it (a common rule; "
+            "another: 2 to 5 times for 100 to 500 steps)",
             "if it does not heal: go back to a checkpoint before it and skip the batches around it",
         ),
         (
-            "1.5 times the rolling average: text 003, class (S2)",
-            "2 times the mean of the last records: text 003, function (S2)",
-            "3 times the running average: text 002 (S2)",
+            "1.5 times the rolling average: a common rule",
+            "2 times the mean of the last records: another",
+            "3 times the running average: a third",
             "own threshold: so many standard deviations of the run's own noise as well",
         ),
     ),
@@ -65,7 +65,7 @@ WORDS = {
             "lengthen the warmup",
             "check that optim.clip_norm is 1",
         ),
-        ("own rule: the smoothed loss against its lowest", "a loss that rises is a concern: text 001 (S7)"),
+        ("own rule: the smoothed loss against its lowest", "a loss that rises is a concern: a common rule"),
     ),
     "flat_start": Words(
         (
@@ -81,8 +81,8 @@ WORDS = {
             "overfit one batch: a model that cannot has a fault in its code or settings",
         ),
         (
-            "flat from the start: text 002 (S10); own threshold",
-            "too low a rate is flat or glacial: texts 000 and 002 (B13)",
+            "flat from the start: a common rule; own threshold",
+            "too low a rate is flat or glacial: a common rule",
         ),
     ),
     "plateau": Words(
@@ -98,8 +98,8 @@ WORDS = {
             "see in data.max_epochs and the start's messages how often the data come round",
         ),
         (
-            "second half of the window at least 0.99 of its first: text 003 (S4)",
-            "ours grows the window with the run and asks for certainty: 100 noisy steps tell nothing (E22)",
+            "second half of the window at least 0.99 of its first: a common rule",
+            "ours grows the window with the run and asks for certainty: 100 noisy steps tell nothing",
         ),
     ),
     "oscillation": Words(
@@ -114,7 +114,7 @@ WORDS = {
             "lower optim.b2 to 0.95 if it is higher",
             "see the losses by source: do they swing one after the other",
         ),
-        ("oscillation points at rate, data or numerics, not at the architecture: text 000 (S11); own threshold",),
+        ("oscillation points at rate, data or numerics, not at the architecture: a common rule; own threshold",),
     ),
     "explosion": Words(
         (RATE, WARMUP, BATCH, NUMERICS, STAGE, RETURN),
@@ -125,9 +125,9 @@ WORDS = {
             "try model.embed_compute_dtype=float32",
         ),
         (
-            "above 100 or NaN, 0.1 to 10 is normal: text 001 (S3)",
-            "above 3 times the clip norm: text 003 (S3); with clip norm 1 that is 3, normal for text 001, so "
-            "it is shown and alerts nobody (E22)",
+            "above 100 or NaN, 0.1 to 10 is normal: a common rule",
+            "above 3 times the clip norm: another; with clip norm 1 that is 3, normal by the first, so "
+            "it is shown and alerts nobody",
             "own threshold: so many times the run's own median",
         ),
     ),
@@ -138,7 +138,7 @@ WORDS = {
             "if the steps were well, raise the setting of train.guard that the verdict follows from",
             "else lower the rate, or leave the batches out with --skip-data",
         ),
-        ("skipping is the first answer to a spike: texts 001 to 003 (S5); own threshold",),
+        ("skipping is the first answer to a spike: a common rule; own threshold",),
     ),
     "activations": Words(
         (
@@ -152,13 +152,13 @@ WORDS = {
             "huge: lower the rate, raise the weight decay, or bound attention logits",
             "dead: check the init, the norm before the layer and optim.groups",
         ),
-        ("about 1; above 100 or below 0.01 is a concern: text 001 (S7)",),
+        ("about 1; above 100 or below 0.01 is a concern: a common rule",),
     ),
     "attention_logits": Words(
         (RATE, WARMUP, ("query and key weights grow without bound", evidence.silent)),
         ("lower the rate or lengthen the warmup", "in a new run, set model.qk_norm or model.attention_softcap"),
         (
-            "attention logits cause spikes: texts 001 to 003 (S1)",
+            "attention logits cause spikes: a common rule",
             "QK-Clip holds them at 100: arXiv:2507.20534",
             "own threshold: ten times that",
         ),  # fmt: skip
@@ -183,7 +183,7 @@ WORDS = {
             "prepare token shards ahead with jaxscale prepare",
             "put data.cache_dir on a local disk",
         ),
-        ("own threshold", "throughput falls where the host and the device wait for each other: text 002 (S9)"),
+        ("own threshold", "throughput falls where the host and the device wait for each other: a common rule"),
     ),
     "slow_step": Words(
         (WAIT, RETURN, SLOW_DEVICE, OTHER_WORK),
@@ -192,7 +192,7 @@ WORDS = {
             "compare the hosts: one that is slow holds up all",
             "see the device's temperature and clock",
         ),
-        ("slower than expected: text 002 (S10); own threshold, against the run's own median",),
+        ("slower than expected: a common rule; own threshold, against the run's own median",),
     ),
     "utilisation_drop": Words(
         (
@@ -203,7 +203,7 @@ WORDS = {
             SLOW_DEVICE,
         ),
         ("capture a profile and compare it with one from before", "compare the hosts", "see the device's clock"),
-        ("utilisation drops: text 002 (S10); own threshold, against the run's own best blocks",),
+        ("utilisation drops: a common rule; own threshold, against the run's own best blocks",),
     ),
     "memory_creep": Words(
         (
@@ -215,7 +215,7 @@ WORDS = {
             "host memory: stop and start again at a checkpoint before it is full, and see whether it rises again",
             "device memory: look for shapes that change from step to step, which compile again",
         ),
-        ("memory is to be logged, and does not rise in a steady run: text 002 (S8, S10); own threshold",),
+        ("memory is to be logged, and does not rise in a steady run: a common rule; own threshold",),
     ),
     "overfitting": Words(
         (
@@ -224,7 +224,7 @@ WORDS = {
             ("the model is large for the data", evidence.schedule),
         ),
         ("see how many epochs are done", "stop here, or add data", "raise weight decay or dropout on a branch"),
-        ("log training and validation loss together: text 002 (S8); own threshold",),
+        ("log training and validation loss together: a common rule; own threshold",),
     ),
     "source_jump": Words(
         (STAGE, BATCH, RATE, RETURN),
@@ -232,7 +232,7 @@ WORDS = {
             "if a stage began: this is the price of the new mix, and should fall again; ease it in over more steps",
             "if none began: look at the source's documents in the batch",
         ),
-        ("check the data source's transition: text 003 (S6); own threshold",),
+        ("check the data source's transition: a common rule; own threshold",),
     ),
     "router_collapse": Words(
         (
