@@ -1,6 +1,8 @@
 """Approaches 1 and 2 give the exponents of laws with known answers back, and say where runs tell nothing."""
 
+import csv
 import math
+import os
 
 import numpy as np
 import pytest
@@ -149,3 +151,23 @@ def test_the_laws_of_2020():
     assert ten.params / day.params == pytest.approx(10**0.73) and ten.loss < day.loss
     far = scaling.kaplan_alternative(5.76e23)  # Gopher's operations: 4 times what the newer law asks for, and more
     assert far.params > 4 * lowest_params(5.76e23) and far.tokens / far.params < 2
+
+
+@pytest.mark.peer
+def test_chinchillas_own_points():
+    """The table of docs/loss_law.md: JAXSCALE_CHINCHILLA_CSV is data/svg_extracted_data.csv of the replication."""
+    if not (file := os.environ.get("JAXSCALE_CHINCHILLA_CSV")):
+        pytest.skip("needs JAXSCALE_CHINCHILLA_CSV, of github.com/epoch-research/analyzing-chinchilla at 9225883")
+    with open(file, newline="") as lines:
+        rows = [[float(row[name]) for name in ("Model Size", "Training FLOP", "loss")] for row in csv.DictReader(lines)]
+    points = [Point(params, flops / 6 / params, loss) for params, flops, loss in rows]
+    points = sorted(points, key=lambda point: point.loss)[:-5]  # as arXiv:2404.10102 leaves them out
+    assert len(points) == 240
+    first = isoflop.envelope(points)
+    assert [round(value, 3) for value in first.params_exponent] == [0.494, 0.528, 0.605]
+    budgets = (1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21)
+    second = isoflop.parabolas(points, budgets=budgets, within=0.12)
+    assert [round(value, 3) for value in second.params_exponent] == [0.428, 0.484, 0.528]
+    assert [round(value / 1e9) for value in second.params(5.76e23)] == [40, 60, 90] and not second.left_out
+    for found in (first, second):
+        assert found.params_exponent.low < 0.50 < found.params_exponent.high  # what the paper has for both

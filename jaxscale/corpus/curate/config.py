@@ -154,9 +154,7 @@ class C4Config:
     """
 
     terminal_punctuation: bool = setting(True, "keep only lines that end in one of end_marks, and not in ...")
-    end_marks: tuple[str, ...] = setting(
-        (".", "?", "!", '"'), "what ends a sentence at the end of a line", read_if=".terminal_punctuation"
-    )
+    end_marks: tuple[str, ...] = setting((".", "?", "!", '"'), "what terminal_punctuation takes for the end of a line")
     min_line_words: int | None = setting(5, "keep only lines of at least so many words")
     max_word_length: int | None = setting(1000, "keep only lines without a longer word")
     javascript: bool = setting(True, "keep only lines that do not say JavaScript")
