@@ -13,7 +13,7 @@ ROOMS = {
     "help_text": 1.3, "text": 2, "hosts": 2, "sharding": 2, "optim": 2, "monitor": 2, "ops": 2.5, "data": 3,
     "reporting": 3, "corpus": 3.5, "models": 4, "checkpoint": 5, "sampling": 5, "interop": 6, "eval": 6, "training": 7,
     "config": 8, "config_file": 8.5, "device_checks": 8.8, "build": 9, "inference": 9, "planning": 9.5, "ahead": 10,
-    "qualify": 10.5, "run": 11, "api": 12, "cli": 13, "main": 14,
+    "qualify": 10.5, "lab": 10.7, "run": 11, "api": 12, "cli": 13, "main": 14,
 }  # fmt: skip
 # The parts of a room, the lowest first; what is not named stands above them. A folder imports lower ones only.
 PARTS = {

@@ -36,6 +36,7 @@ GROUPS = {  # when a person wants which verb
             "measure new chips beside their datasheet: products, memory, links, kernels, step, saves", HERE
         ),
         "bench": Verb("measure the step and the loop, alone and beside other programs", HERE),
+        "lab": Verb("answer a question about a recipe by small runs: rate, batch, optimizer, precision, ...", NONE),
         "rehearse": Verb("try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO", NONE),
     },
     "the run": {

@@ -61,15 +61,16 @@ def make_evals_page(history: History, *, now: float | None = None) -> str:
 
 
 def whole_page(
-    title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any], told: str = ""
+    title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any] | None, told: str = ""
 ) -> str:
     """The HTML file around these sections.
 
-    Args: data: what page.js needs of their plots, and the version of a served page. told: HTML below the links.
+    Args: data: what page.js needs of their plots, and the version of a served page; None: a page without a script.
+    told: HTML below the links.
     """
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
-    policy = POLICY + (SERVED if data.get("version") else "")
+    policy = POLICY + (SERVED if data and data.get("version") else "")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -78,9 +79,16 @@ def whole_page(
         f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body>"
         f"<header>{head}<nav>{links}</nav>{told}</header><main>{body}</main>"
         f"<footer>{escape(end)}</footer>"
+        f"{'' if data is None else script(data)}</body></html>\n"
+    )
+
+
+def script(data: Mapping[str, Any]) -> str:
+    """What makes plots answer: their points, and the code."""
+    return (
         '<button id="reset" type="button" hidden>Show the whole run</button>'
         f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
-        f"<script>{asset('page.js')}</script></body></html>\n"
+        f"<script>{asset('page.js')}</script>"
     )
 
 

@@ -15,6 +15,7 @@ WIDTH, HEIGHT = 1000, 400  # of the drawing's own coordinates
 COLUMNS = 700  # about the pixels of a plot: what is drawn
 END = 0.97  # of the axis: a number centred behind it would reach out of a narrow page
 STEEP_PART = 0.05  # of the steps: where a loss falls by more than in all the rest
+STEPS = "steps"
 COLORS, DASHES = 8, 4  # c0 to c7 of the style, and k1 to k3 of it
 STYLES = ("faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last of these stands in the legend
 POINTS_UP_TO = 40  # points of a line that are also shown as such
@@ -86,8 +87,9 @@ def with_points(lines: Sequence[Line]) -> list[Line]:
     return [*lines, *(line._replace(style="dots") for line in few)]
 
 
-def draw(plot: Plot, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
-    """(the figure as HTML, what the script needs of it). number: by which the script finds the one for the other."""
+def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str, dict[str, Any]]:
+    """(the figure as HTML, what the script needs of it). number: by which the script finds the one for the other.
+    below: the name of the axis below, where that is not of steps; such a plot has no zoom."""
     across = across._replace(high=max(across.high, plot.until or 0.0))
     seen = [value for line in plot.drawn if line.style != "gone" for value in of_the_axis(plot, line, across)]
     seen += [value for band in plot.bands for value in (*band.low[len(band.low) // 20 :], band.high[-1])]
@@ -108,9 +110,9 @@ def draw(plot: Plot, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
     if plot.log and (hidden := sum(value <= 0 for value in seen)):
         notes.append(f"{hidden} points are 0 or less, which a logarithmic axis does not have.")
     drawn = f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}'
-    kind, words, left = "plot wide" if plot.wide else "plot", summary(plot), left_labels(plot, up)
+    kind, words, left = "plot wide" if plot.wide else "plot", summary(plot, below), left_labels(plot, up)
     unit = ", ".join(filter(None, (plot.unit, "logarithmic" if plot.log else "")))
-    figure = Figure(kind, plot.title, unit, legend(plot), words, drawn, left, " ".join(notes))
+    figure = Figure(kind, plot.title, unit, legend(plot), words, drawn, left, " ".join(notes), below)
     return figure.html(across, number), script_data(plot, across, up)
 
 
@@ -125,7 +127,7 @@ class Figure(NamedTuple):
     drawn: str  # SVG
     left: str  # HTML of the labels beside it
     note: str = ""
-    below: str = "steps"  # the name of the axis below
+    below: str = STEPS  # the name of the axis below
 
     def html(self, across: Axis, number: int) -> str:
         """The figure."""
@@ -199,10 +201,11 @@ def left_labels(plot: Plot, up: Axis) -> str:
 
 def x_labels(across: Axis, name: str) -> str:
     """What is written below the axis, and its name; at its right end it stands to the left of its place."""
-    places = [(at, across.place(at)) for at in across.ticks(5) if at == int(at)]
+    ticks = [at for at in across.ticks(5) if at == int(at) or name != STEPS]
+    texts = [f"{at:,.0f}" for at in ticks] if name == STEPS else tick_texts(ticks, "plain")
     return f'<span class="xn">{escape(name)}</span>' + "".join(
-        f'<span class="tx{" end" if place > END else ""}" style="left:{100 * place:.2f}%">{escape(f"{at:,.0f}")}</span>'
-        for at, place in places
+        f'<span class="tx{" end" if place > END else ""}" style="left:{100 * place:.2f}%">{escape(text)}</span>'
+        for text, place in zip(texts, map(across.place, ticks))
     )
 
 
@@ -229,12 +232,13 @@ def key(style: str, color: str) -> str:
     return f'<svg class="key" viewBox="0 0 20 10"><path class="{f"{style} {color}".strip()}" d="{shape}"/></svg>'
 
 
-def summary(plot: Plot) -> str:
+def summary(plot: Plot, below: str = STEPS) -> str:
     """The plot in words, for who cannot see it."""
     write = NUMBERS[plot.numbers]
+    at = lambda x: f"step {x:,.0f}" if below == STEPS else f"{below} {NUMBERS['plain'](x)}"
     parts = [
-        f"{line.label}: {write(line.values[0])} at step {line.steps[0]:,.0f}, "
-        f"{write(line.values[-1])} at step {line.steps[-1]:,.0f}, "
+        f"{line.label}: {write(line.values[0])} at {at(line.steps[0])}, "
+        f"{write(line.values[-1])} at {at(line.steps[-1])}, "
         f"lowest {write(min(line.values))}, highest {write(max(line.values))}"
         for line in plot.drawn
         if line.style in ("line", "dots", "dash")

@@ -53,6 +53,7 @@ KINDS = (
     Kind(DRY, r"^(launch/\S+\.(sh|sbatch)|sbatch) ", "a cloud or a cluster"),
     Kind(PARSED, r"gs://|/shared/", "a bucket or a cluster's disk"),
     Kind(PARSED, r"FILE|FOLDER|\.\.\.|FLAGS|=RUN\b", "a pattern of a command"),
+    Kind(PARSED, r"^jaxscale lab ", "makes dozens of runs; tests/lab/test_lab_runs.py makes a few"),
     Kind(PARSED, r"^jaxscale preflight ", "compiles for minutes; tests/cli/test_preflight_aot.py does"),
     Kind(
         PARSED,

@@ -1,0 +1,133 @@
+"""Answers a question about a recipe by small runs of it, with error bars and a page.
+
+  jaxscale lab rate                                        how the best learning rate goes with the batch
+  jaxscale lab optimizers --config=configs/quickstart.py --seeds=5
+  jaxscale lab vary --vary=optim.peak_lr=1e-3,2e-3 --vary=model.num_layers=2,4 --seeds=3
+
+Experiments are of ordinary runs, each in a folder of its own: a run that is done is not made again, whichever
+experiment asks for it, and one that was interrupted goes on. A run that diverges is a result. The page is
+WORKDIR/EXPERIMENT.html; docs/lab.md shows some.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from jaxscale.cli import run_verb
+from jaxscale.command_line import Arguments, flag
+from jaxscale.config_file import config_name
+from jaxscale.help_text import command
+from jaxscale.lab import running
+from jaxscale.lab.experiment import Wishes
+from jaxscale.lab.experiments import EXPERIMENTS
+from jaxscale.lab.page import capital, lab_page
+from jaxscale.lab.trial import Base, Result, Trial, distinct
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, put
+
+DEFAULT = "configs/lab.py"
+
+
+class Planned(Exception):
+    """--dry_run: the commands are printed, nothing is run."""
+
+
+def numbers(kind: type):
+    """A flag's reader of numbers above 0, with commas."""
+
+    def read(name: str, text: str) -> tuple:
+        try:
+            found = tuple(kind(part.replace("_", "")) for part in text.split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) <= 0:
+            raise BadInput(f"--{name}={text} must be numbers above 0 with commas, such as 1,2,4")
+        return found
+
+    return read
+
+
+def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The settings of --vary. Raises BadInput for one without values, or given twice."""
+    found = []
+    for text in texts:
+        name, _, values = text.partition("=")
+        if not name or not all(values.split(",")):
+            raise BadInput(f"--vary={text} must be NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
+        found.append((name.removeprefix("config."), tuple(values.split(","))))
+    if len({name for name, _ in found}) < len(found):
+        raise BadInput("--vary names a setting twice; give it all its values at once")
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class LabFlags:
+    """The flags of `jaxscale lab`."""
+
+    config: str = flag(DEFAULT, "the run that is varied", "FILE")
+    settings: dict[str, str] = flag(dict, "sets any setting of it, in all runs", "VALUE", name="config.NAME")
+    workdir: str | None = flag(None, "where runs and pages go; default runs/lab-<config>", "FOLDER")
+    seeds: int = flag(0, "runs of each setting that differ in seed alone; 0: as many as the experiment has", least=0)
+    rates: tuple[float, ...] = flag(
+        (), "rate, batch, optimizers, clipping: learning rates", "1e-3,2e-3", read=numbers(float)
+    )
+    batches: tuple[int, ...] = flag((), "rate, batch: tokens of a step", "1024,4096", read=numbers(int))
+    names: tuple[str, ...] = flag(
+        (), "rate, optimizers: optimizers; precision: forms", "adamw,lion", read=lambda _, text: tuple(text.split(","))
+    )
+    vary: tuple[str, ...] = flag((), "vary: a setting and its values; all combinations are run", "NAME=VALUE,VALUE")
+    jobs: int = flag(0, "runs at a time; 0: one for each core, on CPUs", least=0)
+    dry_run: bool = flag(False, "prints a command for each run that is not done, for Slurm, GKE or TPU VMs, and ends")
+
+
+SUBVERBS = {name: tuple(field.name for field in dataclasses.fields(LabFlags)) for name in EXPERIMENTS}
+
+
+@command(LabFlags, __doc__, subverbs=SUBVERBS)
+def main(arguments: Arguments) -> int:
+    """Runs the experiment and returns the exit code."""
+    flags, name = arguments.flags, arguments.subverb
+    check_flags(flags, name)
+    base = Base.load(flags.config, arguments.overrides)
+    work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
+    wishes = Wishes(flags.seeds, flags.rates, flags.batches, flags.names, read_vary(flags.vary))
+    jobs = flags.jobs or running.default_jobs(os.environ.get("JAX_PLATFORMS"))
+    seen: dict[str, Result] = {}
+
+    def run(trials: Sequence[Trial]) -> list[Result]:
+        once = distinct(trials)
+        if flags.dry_run:
+            for line in running.command_lines(once, work):
+                put(line)
+            raise Planned
+        results = {r.trial.name: r for r in running.run_all(once, work, jobs=jobs, say=put)}
+        seen.update(results)
+        return [results[trial.name] for trial in trials]
+
+    experiment = EXPERIMENTS[name]
+    try:
+        found = experiment.answer(base, wishes, run)
+    except Planned:
+        return 0
+    put("", experiment.question, *(f"  {capital(line)}" for line in found.verdict))
+    page = work / f"{name}.html"
+    paths.write_text_atomic(page, lab_page(name, experiment, base, list(seen.values()), found))
+    put(page.absolute().as_uri() if not paths.is_remote(str(page)) else str(page))
+    return 0
+
+
+def check_flags(flags: LabFlags, name: str) -> None:
+    """Raises BadInput for a flag that the experiment does not read."""
+    read_by = {
+        "rates": ("rate", "batch", "optimizers", "clipping"), "batches": ("rate", "batch"),
+        "names": ("rate", "optimizers", "precision"), "vary": ("vary",),
+    }  # fmt: skip
+    for flag_name, experiments in read_by.items():
+        if getattr(flags, flag_name) and name not in experiments:
+            raise BadInput(f"--{flag_name} is for jaxscale lab {', '.join(experiments)}; lab {name} does not read it")
+    if flags.seeds and name == "resume":
+        raise BadInput("lab resume compares runs of one seed; leave --seeds out")
+
+
+if __name__ == "__main__":
+    run_verb("lab")

@@ -1,0 +1,154 @@
+"""What a larger batch costs at the same tokens, and the critical batch, by curves and by the gradient's noise."""
+
+from collections.abc import Sequence
+
+from jaxscale import units
+from jaxscale.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line
+from jaxscale.lab.rate import BATCH, FACTORS, RATE
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.planning.scaling import critical_batch as published_batch
+from jaxscale.reporting.plots import Line
+from jaxscale.reporting.tables import n
+from jaxscale.reporting.text import count
+
+TIMES = (1, 2, 4, 8, 16)  # the config's batch
+NOISE_TIMES = (1, 8)  # batches whose gradients are compared
+NOISE_STEPS = 48  # gradients of each; more shrink the interval by their root
+MARGIN = 1.02  # a loss that all batches must reach is the worst of their ends, and a little
+PREDICTED = (
+    (
+        "arXiv:1812.06162",
+        "tokens to a loss grow as 1 + batch / critical batch, which is about the gradient noise scale",
+    ),
+    ("arXiv:2001.08361, eq. 1.4", "the critical batch depends on the loss alone: 2e8 tokens * loss ** -4.76"),
+    ("arXiv:2410.21676", "it grows with the data that a model is trained on, hardly with its size"),
+)
+
+
+def batch_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """Batches x rates around the square root rule x seeds, each for the same tokens."""
+    own, usual = base.cfg.optim, base.cfg.tokens_per_step
+    found = []
+    for batch in wishes.batches or tuple(usual * times for times in TIMES):
+        root = (batch / usual) ** 0.5
+        for rate in wishes.rates or [own.peak_lr * root * factor for factor in FACTORS[1:4]]:
+            floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+            found += [base.with_settings({BATCH: batch, RATE: rate}, seed, floor) for seed in wishes.seeds_of(2)]
+    return found
+
+
+def noise_trials(base: Base, best: Result) -> list[Trial]:
+    """Short runs that learn nothing, from the weights of a finished one: their gradients' norms are what is wanted."""
+    still = {
+        "optim.min_lr": 0.0,
+        "optim.warmup_tokens": 0,
+        "init.from_path": best.folder,
+        "checkpoint.save_every_steps": 0,
+    }
+    return [
+        base.with_settings({BATCH: batch, RATE: 0.0}, 0, still | {"train_tokens": f"{NOISE_STEPS} steps"})
+        for batch in (base.cfg.tokens_per_step * times for times in NOISE_TIMES)
+    ]
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """Tokens and steps to one loss over the batch; the critical batch both ways."""
+    results = best_rates(run(batch_trials(base, wishes)))
+    smallest = min((r for r in results if not r.diverged), key=lambda r: int(r.at(BATCH)))
+    return conclude(results, run(noise_trials(base, smallest)))
+
+
+def best_rates(results: Sequence[Result]) -> list[Result]:
+    """Of each batch the runs at the rate whose mean loss is lowest; a rate at which one diverged is out."""
+    found = []
+    for of_batch in groups_of(results, lambda r: int(r.at(BATCH))).values():
+        by_rate = groups_of(of_batch, lambda r: float(r.at(RATE))).values()
+        steady = [runs for runs in by_rate if not any(r.diverged for r in runs)]
+        found += min(steady, key=lambda runs: mean([r.loss for r in runs]).value, default=[])
+    return found
+
+
+def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
+    """results: of the best rate of each batch. still: of noise_trials, the smaller batch first."""
+    by_batch = dict(sorted(groups_of(results, lambda r: int(r.at(BATCH))).items()))
+    target = max(ending(r) for r in results) * MARGIN
+    reached = {
+        b: mean(found) for b, runs in by_batch.items() if (found := [t for r in runs if (t := to_loss(r, target))])
+    }
+    verdict = [
+        f"Tokens to a training loss of {target:.3f}: "
+        + ", ".join(f"{count(tokens.value)} at {count(batch)} a step" for batch, tokens in reached.items())
+        + "."
+    ]
+    law: Critical | None = None
+    try:
+        law = critical_batch(list(reached), [tokens.value for tokens in reached.values()])
+        verdict.append(f"The critical batch by these curves is {tokens_text(law.batch)}.")
+    except NotTold as error:
+        verdict.append(f"These curves give no critical batch: {error}.")
+    verdict.append(noise_text(still))
+    loss = mean([r.loss for r in results]).value
+    verdict.append(
+        f"Kaplan's law for the loss reached ({loss:.2f} nats, of bytes here where the law is of words' pieces): "
+        f"{count(published_batch(loss))} tokens."
+    )
+    fits: list[Line] = [line("seen", {b: t.value for b, t in reached.items()}, 0)]
+    if law:
+        fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
+    firsts = [runs[0] for runs in by_batch.values()]
+    curves = [curve_line(f"{count(r.at(BATCH))} tokens a step", r, i) for i, r in enumerate(firsts)]
+    steps = [curve_line(f"{count(r.at(BATCH))} tokens a step", r, i, by=r.at(BATCH)) for i, r in enumerate(firsts)]
+    drawings = [
+        drawing("Tokens to one loss", fits, "tokens a step", log_below=True, numbers="count"),
+        drawing("Training loss over tokens", curves, "tokens", unit="nats"),
+        drawing("Training loss over steps", steps, "steps of the optimizer", log_below=True, unit="nats"),
+    ]
+    rows = [
+        [
+            n(count(b)), n(f"{runs[0].at(RATE):.3g}"), n(str(mean([r.loss for r in runs]))),
+            *of_target(b, reached.get(b), runs[0]),
+        ]
+        for b, runs in by_batch.items()
+    ]  # fmt: skip
+    head = ("tokens a step", "best rate tried", "held-out loss", "tokens to the loss", "steps", "FLOPs")
+    return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)
+
+
+def of_target(batch: int, tokens: Estimate | None, run: Result) -> list:
+    """The cells of a row: tokens, steps and FLOPs to the loss."""
+    if tokens is None:
+        return [n("never"), n(""), n("")]
+    flops = tokens.value * run.trial.cfg.flops_per_token
+    return [n(count(tokens.value)), n(f"{tokens.value / batch:,.0f}"), n(f"{flops:.3g}")]
+
+
+def ending(result: Result) -> float:
+    """The mean training loss over the last twentieth of a run."""
+    _, losses = result.curve()
+    last = losses[-max(1, len(losses) // 20) :]
+    return sum(last) / len(last)
+
+
+def to_loss(result: Result, target: float) -> float | None:
+    """Tokens to the target, smoothed over as many tokens whatever the batch."""
+    tokens, losses = result.curve()
+    return tokens_to(target, tokens, losses, half=max(1, len(losses) // 40))
+
+
+def tokens_text(batch: Estimate) -> str:
+    """'12.3K tokens (9K to 16K)'."""
+    between = f" ({count(batch.low)} to {count(batch.high)})" if batch.low is not None else ""
+    return f"{count(batch.value)} tokens{between}"
+
+
+def noise_text(still: Sequence[Result]) -> str:
+    """The noise scale in words."""
+    norms = [[row["grad_norm"] for row in r.history.rows if row.get("grad_norm")] for r in still]
+    try:
+        scale = noise_scale(*(float(r.at(BATCH)) for r in still), *norms)
+    except NotTold as error:
+        return f"The gradient noise scale at the end of training could not be told: {error}."
+    steps = units.count(len(norms[0]))
+    measured = f"at the end of training, from {steps} gradients of each of two batches"
+    return f"The gradient noise scale {measured}, is {tokens_text(scale)}."

@@ -1,0 +1,71 @@
+"""Clipping of gradients: up to which rate runs hold with it, and without."""
+
+from collections.abc import Sequence
+
+from jaxscale.lab.estimate import mean
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line
+from jaxscale.lab.rate import RATE
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.reporting.tables import n
+
+CLIP = "optim.clip_norm"
+FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # of the config's rate
+USUAL = 1.0  # of configs that clip not at all
+PREDICTED = (
+    ("arXiv:1905.11881", "clipping allows rates that would diverge without, where curvature grows with the norm"),
+    ("arXiv:2309.14322", "Adam-like updates do not grow with the norm, so clipping moves their limit little"),
+)
+
+
+def clipping_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """With and without x rates x seeds."""
+    own, found = base.cfg.optim, []
+    for clip in (own.clip_norm or USUAL, 0.0):
+        for rate in wishes.rates or [own.peak_lr * factor for factor in FACTORS]:
+            floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+            found += [base.with_settings({CLIP: clip, RATE: rate}, seed, floor) for seed in wishes.seeds_of(2)]
+    return found
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """The highest rate at which no run was lost, with clipping and without."""
+    return conclude(run(clipping_trials(base, wishes)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results."""
+    verdict, rows, lines, norms, highest, best = [], [], [], [], {}, {}
+    for place, (clip, runs) in enumerate(groups_of(results, lambda r: float(r.at(CLIP))).items()):
+        name = f"clipped at {clip:g}" if clip else "not clipped"
+        by_rate = dict(sorted(groups_of(runs, lambda r: float(r.at(RATE))).items()))
+        steady = [rate for rate, of in by_rate.items() if not any(r.diverged for r in of)]
+        lost = [rate for rate in by_rate if rate not in steady]
+        highest[name] = (max((r for r in steady if not lost or r < min(lost)), default=None), bool(lost))
+        if steady:
+            best[name] = min(mean([r.loss for r in by_rate[rate]]).value for rate in steady)
+            top = by_rate[max(steady)][0]
+            norms.append(curve_line(f"{name}, rate {max(steady):.3g}", top, place, "grad_norm"))
+        lines += mean_line(name, runs, RATE, place)
+        rows += [
+            [
+                name, n(f"{rate:.3g}"), n(f"{sum(r.diverged for r in of)} of {len(of)}"),
+                n(str(mean([r.loss for r in of])) if rate in steady else "n/a"),
+                n(f"{max((max(r.curve('grad_norm')[1], default=0.0) for r in of), default=0.0):.3g}"),
+            ]
+            for rate, of in by_rate.items()
+        ]  # fmt: skip
+    for name, (rate, met) in highest.items():
+        if rate is None:
+            verdict.append(f"{name}: a run diverged at the lowest rate already.")
+        else:
+            bound = "above that one was lost" if met else "the highest tried: no limit was met; give --rates beyond it"
+            verdict.append(f"{name}: no run was lost up to a rate of {rate:.3g} ({bound}).")
+    if len(best) == 2:
+        with_it, without = best.values()
+        verdict.append(f"At its best rate a run ends at {with_it:.4f} nats with clipping, at {without:.4f} without.")
+    drawings = [
+        drawing("Loss over the learning rate", lines, "learning rate", log_below=True, unit="nats, held out"),
+        drawing("Gradient norm before clipping", norms, "tokens", log=True),
+    ]
+    head = ("", "learning rate", "diverged", "held-out loss", "largest norm")
+    return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)

@@ -1,0 +1,197 @@
+"""Means, optima, powers and critical batches of a few noisy runs, each with an interval.
+
+Intervals hold in 90 of 100 cases where what seeds add is normal. They tell of seeds alone: of no other data, size or
+length of training.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import optimize, stats
+
+CONFIDENCE = 0.9
+FLAT = 100.0  # times the largest batch: a critical batch beyond that cannot be told from none
+
+
+class NotTold(Exception):
+    """What these runs do not tell, in words that end a sentence."""
+
+
+class Estimate(NamedTuple):
+    """A number and its interval; low and high are None where one run alone tells nothing of it."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        """With as many digits as the interval is worth, two of its width."""
+        if self.low is None:
+            return f"{self.value:.4g}"
+        width = (self.high - self.low) / max(abs(self.value), 1e-300)
+        digits = min(max(2, 1 + math.ceil(-math.log10(width))), 6) if 0 < width < math.inf else 4
+        value, low, high = (f"{number:.{digits}g}" for number in self)
+        return f"{value} ({low} to {high})"
+
+    def has(self, value: float) -> bool:
+        """Whether the interval holds the value; False without one."""
+        return self.low is not None and self.low <= value <= self.high
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean of equally good values, by Student's t."""
+    middle = float(np.mean(values))
+    if len(values) < 2:
+        return Estimate(middle)
+    half = t_of(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Estimate(middle, middle - half, middle + half)
+
+
+def t_of(freedom: int) -> float:
+    """Student's t for CONFIDENCE."""
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom))
+
+
+class Optimum(NamedTuple):
+    """The x of the least y. edge: 'lowest' or 'highest' where it is the last x that was tried: the best lies there or
+    beyond, and the number is a bound."""
+
+    x: Estimate
+    y: Estimate
+    edge: str = ""
+
+    def __str__(self) -> str:
+        bound = {"lowest": "at most ", "highest": "at least "}.get(self.edge, "")
+        return f"{bound}{self.x}"
+
+
+def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
+    """The best x, by a parabola in log x through the three points around the lowest of each curve, one for each seed.
+
+    curves: {x: y}, with finite y and x above 0; what diverged is left out. Where a curve is lowest at an end of the x
+    that all tried, no parabola is laid and the end stands. Raises NotTold without a point.
+    """
+    lowest = [vertex(curve) for curve in curves if curve]
+    if not lowest:
+        raise NotTold("no run of these did not diverge")
+    edges = [edge for _, _, edge in lowest]
+    logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
+    exp = lambda value: None if value is None else math.exp(value)
+    edge = max(edges, key=edges.count)
+    ends = (None, None) if edge else (exp(logs.low), exp(logs.high))
+    return Optimum(Estimate(math.exp(logs.value), *ends), values, edge)
+
+
+def vertex(curve: Mapping[float, float]) -> tuple[float, float, str]:
+    """(x, y, edge) of the lowest point of one curve."""
+    xs = sorted(curve)
+    place = min(range(len(xs)), key=lambda i: curve[xs[i]])
+    if len(xs) < 3 or place in (0, len(xs) - 1):
+        return xs[place], curve[xs[place]], "lowest" if place == 0 else "highest"
+    around = xs[place - 1 : place + 2]
+    a, b, c = np.polyfit(np.log(around), [curve[x] for x in around], 2)
+    if a <= 0:
+        return xs[place], curve[xs[place]], ""
+    at = float(np.clip(-b / (2 * a), math.log(around[0]), math.log(around[-1])))
+    return math.exp(at), float(a * at**2 + b * at + c), ""
+
+
+class Power(NamedTuple):
+    """y = scale * x**exponent."""
+
+    exponent: Estimate
+    scale: float
+
+    def __call__(self, x: float) -> float:
+        return self.scale * x**self.exponent.value
+
+
+def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
+    """The power law through points, by least squares of logarithms; the interval is of what they scatter about it."""
+    x, y = np.log(xs), np.log(ys)
+    found = stats.linregress(x, y)
+    freedom = len(xs) - 2
+    half = t_of(freedom) * found.stderr if freedom > 0 else None
+    slope = float(found.slope)
+    interval = (None, None) if half is None else (slope - half, slope + half)
+    return Power(Estimate(slope, *map(as_float, interval)), float(math.exp(found.intercept)))
+
+
+def as_float(value: float | None) -> float | None:
+    """A plain float."""
+    return None if value is None else float(value)
+
+
+class Critical(NamedTuple):
+    """tokens(B) = least * (1 + B / batch): the cost of one loss at a batch of B (arXiv:1812.06162, eq. 2.11)."""
+
+    batch: Estimate
+    least: float
+
+    def __call__(self, batch: float) -> float:
+        return self.least * (1 + batch / self.batch.value)
+
+
+def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
+    """The law through (batch, tokens to a loss) pairs, by least squares of logarithms; batches and tokens in tokens.
+
+    Raises NotTold with fewer than three pairs, or where larger batches cost no more: all are below the critical one.
+    """
+    if len(batches) < 3:
+        raise NotTold("a critical batch needs three batches that reached the loss")
+    x, y = np.asarray(batches, float), np.log(tokens)
+    law = lambda x, least, batch: least + np.logaddexp(0.0, np.log(x) - batch)
+    start, most = [y.min(), math.log(np.median(x))], math.log(FLAT * x.max())
+    fit, covariance = optimize.curve_fit(law, x, y, start, bounds=([-np.inf, 0.0], [np.inf, most]))
+    if fit[1] > most - 0.1:
+        raise NotTold("larger batches cost hardly any more tokens: all of them lie below the critical batch")
+    freedom = len(x) - 2
+    spread = math.sqrt(covariance[1][1]) if freedom > 0 and np.isfinite(covariance[1][1]) else None
+    ends = (None, None) if spread is None else tuple(math.exp(fit[1] + s * t_of(freedom) * spread) for s in (-1, 1))
+    return Critical(Estimate(math.exp(fit[1]), *ends), math.exp(fit[0]))
+
+
+def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_large: Sequence[float]) -> Estimate:
+    """The gradient noise scale trace(covariance) / |gradient|**2 in tokens, by norms of gradients of two batches
+    (arXiv:1812.06162, appendix A.1): E|G_B|**2 = |G|**2 + trace / B.
+
+    small, large: tokens of the batches. Raises NotTold where the norms tell nothing: noise drowns the gradient.
+    """
+    squares = [np.square(norms) for norms in (norms_small, norms_large)]
+
+    def scale(of_small: float, of_large: float) -> float:
+        gradient = (large * of_large - small * of_small) / (large - small)
+        trace = (of_small - of_large) / (1 / small - 1 / large)
+        return trace / gradient if gradient > 0 and trace > 0 else math.nan
+
+    value = scale(*(float(np.mean(s)) for s in squares))
+    if not math.isfinite(value):
+        raise NotTold("the gradient is too small beside its noise, or too few batches were measured")
+    random = np.random.default_rng(0)
+    drawn = [scale(*(float(np.mean(random.choice(s, len(s)))) for s in squares)) for _ in range(400)]
+    drawn = [one for one in drawn if math.isfinite(one)]
+    tail = 50 * (1 - CONFIDENCE)
+    return Estimate(value, *(float(np.percentile(drawn, at)) for at in (tail, 100 - tail)))
+
+
+def tokens_to(target: float, tokens: Sequence[float], losses: Sequence[float], half: int = 8) -> float | None:
+    """The tokens after which the smoothed loss is at most `target` for the first time; None if it never is.
+
+    half: points on each side that the mean is over.
+    """
+    if not len(losses):
+        return None
+    total = np.concatenate([[0.0], np.cumsum(losses)])
+    places = np.arange(len(losses))
+    first, stop = np.maximum(places - half, 0), np.minimum(places + half + 1, len(losses))
+    smooth = (total[stop] - total[first]) / (stop - first)
+    below = np.flatnonzero(smooth <= target)
+    if not len(below):
+        return None
+    at = int(below[0])
+    if at == 0:
+        return float(tokens[0])
+    part = (smooth[at - 1] - target) / (smooth[at - 1] - smooth[at])
+    return float(tokens[at - 1] + part * (tokens[at] - tokens[at - 1]))

@@ -1,0 +1,95 @@
+"""What an experiment is asked, and what it answers."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jaxscale.lab.trial import Base, Result, Trial
+from jaxscale.reporting.axes import Axis, axis_over
+from jaxscale.reporting.plots import COLORS, Line, Plot, color_of
+from jaxscale.reporting.tables import Cell
+
+Run = Callable[[Sequence[Trial]], list[Result]]  # runs what was not run before, and reads all
+
+
+class Wishes(NamedTuple):
+    """What a person sets of an experiment; empty: its own defaults."""
+
+    seeds: int = 0
+    rates: tuple[float, ...] = ()  # learning rates
+    batches: tuple[int, ...] = ()  # tokens of a step
+    names: tuple[str, ...] = ()  # optimizers, or precisions
+    vary: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, values)
+
+    def seeds_of(self, default: int) -> range:
+        """The seeds, as differences from the config's own."""
+        return range(self.seeds or default)
+
+
+class Drawing(NamedTuple):
+    """A plot, and the axis below it."""
+
+    plot: Plot
+    across: Axis
+    below: str
+
+
+class Conclusion(NamedTuple):
+    """The page of an experiment: the answer first."""
+
+    verdict: Sequence[str]  # sentences, with their uncertainty
+    limits: Sequence[str]  # what it does not show
+    predicted: Sequence[tuple[str, str]]  # (source, what it predicts)
+    drawings: Sequence[Drawing]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+
+
+class Experiment(NamedTuple):
+    """A question that runs can answer."""
+
+    what: str  # in a line of --help
+    question: str  # the title of its page
+    answer: Callable[[Base, Wishes, Run], Conclusion]
+
+
+def drawing(title: str, lines: Sequence[Line], below: str, *, log_below: bool = False, **more) -> Drawing:
+    """A plot over an axis of its own. log_below: that is logarithmic. more: of Plot."""
+    across = axis_over([x for line in lines for x in line.steps], log=log_below)
+    return Drawing(Plot(title=title, lines=lines, named=True, **more), across, below)
+
+
+def line(label: str, points: dict[float, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"):
+    """The points as a line from left to right, in the colour of its place."""
+    ordered = sorted(points.items() if isinstance(points, dict) else points)
+    return Line(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
+
+
+def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, float]]:
+    """{seed: {value of the setting: loss}} of what did not diverge."""
+    found: dict[int, dict[float, float]] = {}
+    for result in results:
+        if not result.diverged:
+            found.setdefault(result.seed, {})[float(result.at(name))] = result.loss
+    return found
+
+
+def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> list[Line]:
+    """Loss over a setting: each run a point, and a line through the means of what did not diverge at all."""
+    points = [(float(r.at(name)), r.loss) for r in results if not r.diverged]
+    whole = {x: [y for at, y in points if at == x] for x, _ in points}
+    lost = {float(r.at(name)) for r in results if r.diverged}
+    means = {x: sum(ys) / len(ys) for x, ys in whole.items() if x not in lost}
+    return [line(label, points, place, "dots"), line(label, means, place)]
+
+
+def curve_line(label: str, result: Result, place: int, metric: str = "loss", by: float = 1.0, style: str = "line"):
+    """A metric over tokens, divided by `by`."""
+    tokens, values = result.curve(metric)
+    return Line(label, [t / by for t in tokens], values, color_of(place % COLORS), style)
+
+
+SMALL = (
+    "It holds for this model, these data and this length of training: what is best moves with all three, so the same "
+    "experiment should be made at two sizes before a large run believes it.",
+    "Intervals are of seeds alone (90%), by Student's t.",
+)

@@ -1,0 +1,19 @@
+"""The experiments, by name."""
+
+from jaxscale.lab import batch, clipping, isoflop, optimizers, precision, rate, resume, vary
+from jaxscale.lab.experiment import Experiment
+
+EXPERIMENTS = {
+    "rate": Experiment("the best rate of each batch", "How does the best rate go with the batch?", rate.answer),
+    "batch": Experiment("what a larger batch costs", "How large a batch pays?", batch.answer),
+    "optimizers": Experiment(
+        "each at its own best rate", "Which optimizer needs the fewest tokens?", optimizers.answer
+    ),
+    "precision": Experiment(
+        "float32, bfloat16, float16, int8, fp8", "What does each precision lose?", precision.answer
+    ),
+    "clipping": Experiment("rates up to where runs diverge", "What does clipping allow?", clipping.answer),
+    "isoflop": Experiment("size against tokens at equal FLOPs", "Which size is best for the FLOPs?", isoflop.answer),
+    "resume": Experiment("kill, go on, compare", "Is a run that was killed the same run?", resume.answer),
+    "vary": Experiment("your own sweep, by --vary", "Which setting is best?", vary.answer),
+}

@@ -1,0 +1,76 @@
+"""The page of an experiment: the answer in words, what others predict, plots, a table, what it does not show."""
+
+import time
+from collections.abc import Sequence
+
+from jaxscale.lab.experiment import Conclusion, Experiment
+from jaxscale.lab.trial import Base, Result
+from jaxscale.reporting.page import foot, whole_page
+from jaxscale.reporting.plots import draw
+from jaxscale.reporting.sections import Section
+from jaxscale.reporting.tables import Cell, table
+from jaxscale.reporting.text import count, duration, escape
+from jaxscale.schema import flatten, to_dict
+
+
+def lab_page(name: str, experiment: Experiment, base: Base, results: Sequence[Result], found: Conclusion) -> str:
+    """One HTML file."""
+    sections = [
+        Section("verdict", "What was seen", sentences(found.verdict)),
+        Section("predicted", "What others predict", table(("source", "says"), found.predicted)),
+        Section("plots", "Plots", drawn(found)),
+        Section("numbers", "Numbers", table(found.head, found.rows)),
+        Section("limits", "What it does not show", sentences(found.limits)),
+        Section("runs", "Runs", runs_table(results)),
+    ]
+    head = (
+        f'<div class="top"><h1>{escape(experiment.question)}</h1></div>'
+        f'<p class="sub">{escape(summary(base, results))}</p>'
+    )
+    end = foot(time.time(), f"jaxscale lab {name}").partition(" Drag")[0]
+    return whole_page(experiment.question, head, [s for s in sections if s.html], end, None)
+
+
+def sentences(lines: Sequence[str]) -> str:
+    """A list."""
+    return f"<ul>{''.join(f'<li>{escape(capital(line))}</li>' for line in lines)}</ul>" if lines else ""
+
+
+def capital(text: str) -> str:
+    """With a capital, but for a setting's name."""
+    return text if "." in text.partition(" ")[0].rstrip(".:") else text[:1].upper() + text[1:]
+
+
+def drawn(found: Conclusion) -> str:
+    """The plots that have a point."""
+    kept = [one for one in found.drawings if one.plot.drawn]
+    figures = [draw(one.plot, one.across, number, one.below)[0] for number, one in enumerate(kept)]
+    return f'<div class="plots">{"".join(figures)}</div>' if figures else ""
+
+
+def summary(base: Base, results: Sequence[Result]) -> str:
+    """What was run on what."""
+    cfg, version = base.cfg, next((r.history.part("versions") for r in results), {})
+    devices = next((r.history.part("devices") for r in results), {})
+    tokens = sum(r.history.latest("tokens_seen") or 0 for r in results)
+    parts = [
+        f"{base.file}: {count(cfg.model.num_params)} parameters, rows of {cfg.seq_len}",
+        f"{len(results)} runs, {count(tokens)} tokens, {duration(sum(r.seconds for r in results))} of steps",
+        f"{devices.get('number', '')} x {devices.get('kind', '')}".strip(" x"),
+        ", ".join(f"{name} {version[name]}" for name in ("jax", "python") if version.get(name)),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def runs_table(results: Sequence[Result]) -> str:
+    """Every run, and its folder."""
+    rows = [
+        [r.trial.label, "diverged" if r.diverged else f"{r.loss:.4f}", Cell(escape(r.folder), "mono")] for r in results
+    ]
+    changed = {name: value for r in results[:1] for name, value in flatten(to_dict(r.trial.base.cfg)).items()}
+    return table(("run", "held-out loss", "folder"), rows) + (
+        f"<details><summary>The base config, {len(changed)} settings</summary>"
+        f"{table(('setting', 'value'), [(name, str(value)) for name, value in sorted(changed.items())])}</details>"
+        if changed
+        else ""
+    )

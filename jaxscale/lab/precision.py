@@ -1,0 +1,93 @@
+"""Compute types beside float32: what each loses, and when float16 fails without scaling."""
+
+from collections.abc import Sequence
+
+from jaxscale.lab.estimate import mean
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.reporting.tables import n
+from jaxscale.reporting.text import percent, plain
+from jaxscale.system.exits import BadInput
+
+FORM, LOSS_SCALE = "precision", "train/loss_scale"
+FIRST = "float32"
+OVERFLOWS = 2.0**24  # a first scale that overflows at once: what dynamic scaling then does is what its trace shows
+FORMS = {
+    FIRST: {"model.compute_dtype": FIRST},
+    "bfloat16": {"model.compute_dtype": "bfloat16"},
+    "float16, dynamic scale": {"model.compute_dtype": "float16", "train.loss_scale.initial": OVERFLOWS},
+    "float16, no scale": {
+        "model.compute_dtype": "float16", "train.loss_scale.mode": "static", "train.loss_scale.initial": 1,
+    },
+    "int8 products": {"model.compute_dtype": "bfloat16", "model.matmul_dtype": "int8"},
+    "fp8 products": {"model.compute_dtype": "bfloat16", "model.matmul_dtype": "fp8"},
+}  # fmt: skip
+PREDICTED = (
+    ("arXiv:1710.03740", "float16 needs a scale: gradients below 6e-8 become 0; with one it equals float32"),
+    ("arXiv:1905.12322", "bfloat16 has float32's range and needs no scale"),
+    ("arXiv:2412.19437, section 3.3", "FP8 training stays within 0.25% of bfloat16's loss"),
+)
+
+
+def precision_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """Forms x seeds. Raises BadInput for a form that is not known."""
+    for name in wishes.names:
+        if name not in FORMS:
+            raise BadInput(f"--names has {name!r}; there is {'; '.join(FORMS)}")
+    names = dict.fromkeys([FIRST, *(wishes.names or FORMS)])
+    return [base.with_settings(FORMS[name], seed, at={FORM: name}) for name in names for seed in wishes.seeds_of(3)]
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """Each form beside float32."""
+    return conclude(run(precision_trials(base, wishes)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results; differences are of runs of one seed."""
+    by_form = groups_of(results, lambda r: r.at(FORM))
+    exact = {r.seed: r.loss for r in by_form[FIRST] if not r.diverged}
+    verdict, rows, curves, scales = [], [], [], []
+    for place, (name, runs) in enumerate(by_form.items()):
+        skipped = sum(r.history.latest("skipped_total") or 0 for r in runs)
+        lost = sum(r.diverged for r in runs)
+        off = [r.loss / exact[r.seed] - 1 for r in runs if not r.diverged and r.seed in exact]
+        apart = mean(off) if off else None
+        if name != FIRST:
+            verdict.append(f"{name}: {in_words(apart, lost, len(runs), skipped)}")
+        found = [r.loss for r in runs if not r.diverged]
+        rows.append([
+            name, n(str(mean(found)) if found else "none"),
+            n("" if name == FIRST or not apart else difference(apart)), n(f"{lost} of {len(runs)}"), n(plain(skipped)),
+        ])  # fmt: skip
+        curves.append(curve_line(name, runs[0], place))
+        if name.startswith("float16"):
+            scales.append(curve_line(name, runs[0], place, LOSS_SCALE))
+    drawings = [drawing("Training loss", curves, "tokens", unit="nats", focused=True)]
+    if scales:
+        drawings.append(drawing("The loss scale", scales, "tokens", log=True))
+    head = ("precision", "held-out loss", "above float32, same seed", "diverged", "steps skipped")
+    limits = (
+        *SMALL, "Speed is not measured here, since machines emulate types; see jaxscale bench step --dtype.",
+        "Underflow grows with depth and with the length of training: a small model may not show it.",
+    )  # fmt: skip
+    return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
+
+
+def difference(apart) -> str:
+    """'+0.12% (-0.05% to 0.3%)'."""
+    between = f" ({percent(apart.low)} to {percent(apart.high)})" if apart.low is not None else ""
+    return f"{'+' if apart.value >= 0 else ''}{percent(apart.value)}{between}"
+
+
+def in_words(apart, lost: int, runs: int, skipped: float) -> str:
+    """'+0.1% (...) beside float32 of the same seed: not told apart from it.'"""
+    failed = f"{lost} of {runs} runs diverged" if lost else ""
+    if apart is None:
+        return f"{failed}."
+    if apart.low is None:
+        told = "one seed tells no more"
+    else:
+        told = "not told apart from it" if apart.has(0.0) else "worse than it" if apart.value > 0 else "better than it"
+    skips = f"; {skipped:,.0f} steps were skipped for gradients that were not finite" if skipped else ""
+    return f"{difference(apart)} beside float32 of the same seed: {told}{skips}{'; ' + failed if failed else ''}."

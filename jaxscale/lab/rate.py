@@ -1,0 +1,90 @@
+"""The best learning rate of each batch, for an Adam-like optimizer and for SGD: linear, a square root, or neither."""
+
+from collections.abc import Sequence
+
+from jaxscale.lab.estimate import Optimum, Power, optimum, power
+from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line, mean_line, over_seeds
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.reporting.plots import Line
+from jaxscale.reporting.tables import Cell, n
+from jaxscale.reporting.text import count, plain
+
+RATE, BATCH, OPTIMIZER = "optim.peak_lr", "batch_tokens", "optim.name"
+TIMES = (1, 2, 4, 8)  # the config's batch
+FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate that the square root rule gives for a batch
+# SGD's rate beside Adam's, whose updates have the size of the rate itself: gradients of small models have entries of
+# about 1e-3 to 1e-2, and the sums over an Adam step's 1 to an SGD step's gradient differ by that.
+SGD_TIMES = 100.0
+RULES = {"linear": 1.0, "square root": 0.5}
+PREDICTED = (
+    ("arXiv:1706.02677 (SGD)", "the rate goes with the batch: an exponent of 1, until batches are large"),
+    ("arXiv:2205.10287 (Adam)", "the rate goes with the square root of the batch: an exponent of 0.5"),
+    (
+        "arXiv:2405.14578 (Adam-likes)",
+        "the best rate rises, then falls again beyond the batch where the noise is as large as the gradient",
+    ),
+)
+
+
+def rate_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """Optimizers x batches x rates x seeds, each for the same tokens."""
+    own, batches = base.cfg.optim, wishes.batches or tuple(base.cfg.tokens_per_step * times for times in TIMES)
+    found = []
+    for name in wishes.names or (own.name, "sgd") if own.name != "sgd" else ("sgd",):
+        middle = own.peak_lr * (SGD_TIMES if name == "sgd" and own.name != "sgd" else 1)
+        for batch in batches:
+            root = (batch / base.cfg.tokens_per_step) ** 0.5
+            for rate in wishes.rates or [middle * root * factor for factor in FACTORS]:
+                floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+                at = {OPTIMIZER: name, BATCH: batch, RATE: rate}
+                found += [base.with_settings(at, seed, floor) for seed in wishes.seeds_of(2)]
+    return found
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """The exponent of the best rate over the batch, for each optimizer."""
+    return conclude(run(rate_trials(base, wishes)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results."""
+    verdict: list[str] = []
+    drawings: list[Drawing] = []
+    rows: list[list[str | Cell]] = []
+    best_lines: list[Line] = []
+    for place, (name, of_name) in enumerate(groups_of(results, lambda r: r.at(OPTIMIZER)).items()):
+        best: dict[int, Optimum] = {}
+        lines: list[Line] = []
+        for number, (batch, of_batch) in enumerate(sorted(groups_of(of_name, lambda r: int(r.at(BATCH))).items())):
+            lines += mean_line(f"{count(batch)} tokens a step", of_batch, RATE, number)
+            lost = sorted({float(r.at(RATE)) for r in of_batch if r.diverged})
+            if curves := list(over_seeds(of_batch, RATE).values()):
+                best[batch] = optimum(curves)
+            row = best.get(batch)
+            rows.append([
+                name, n(count(batch)), n(str(row) if row else "none"), n(str(row.y) if row else "n/a"),
+                n(", ".join(map(plain, lost)) or "none"),
+            ])  # fmt: skip
+        drawings.append(
+            drawing(f"{name}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
+        )
+        best_lines.append(line(name, {batch: o.x.value for batch, o in best.items()}, place))
+        verdict.append(f"{name}: {in_words(best)}")
+    drawings.append(drawing("Best rate of each batch", best_lines, "tokens a step", log_below=True, log=True))
+    head = ("optimizer", "tokens a step", "best rate", "loss there", "rates that diverged")
+    return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)
+
+
+def in_words(best: dict[int, Optimum]) -> str:
+    """'the best rate goes with the batch to the power 0.45 (0.3 to 0.6): a square root fits, linear does not.'"""
+    inside = {batch: found for batch, found in best.items() if not found.edge}
+    at_edge = [f"of {count(batch)} tokens {found}" for batch, found in best.items() if found.edge]
+    bounds = f" Only bounded by the rates tried: the best rate {', '.join(at_edge)}." if at_edge else ""
+    if len(inside) < 3:
+        return f"too few batches whose best rate lies inside the rates tried, {len(inside)} of 3: try more.{bounds}"
+    law: Power = power(list(inside), [found.x.value for found in inside.values()])
+    fits = [name for name, exponent in RULES.items() if law.exponent.has(exponent)]
+    misses = [name for name in RULES if name not in fits]
+    rule = f"{' and '.join(fits) or 'neither rule'} fit{'s' if len(fits) < 2 else ''} within the interval"
+    rest = f", {' and '.join(misses)} do{'es' if len(misses) == 1 else ''} not" if misses and fits else ""
+    return f"the best rate goes with the batch to the power {law.exponent}: {rule}{rest}.{bounds}"

@@ -1,0 +1,84 @@
+"""A run that is killed and goes on, laid over one that was left alone: bit for bit."""
+
+from collections.abc import Sequence
+
+from jaxscale.config import resolve_budget
+from jaxscale.lab.experiment import Conclusion, Run, Wishes, curve_line, drawing
+from jaxscale.lab.trial import Base, Result, Trial
+from jaxscale.reporting.plots import Mark
+from jaxscale.reporting.tables import n
+
+CASE = "run"
+WHOLE = "left alone"
+KILLS = (0.35, 0.8)  # of the run
+SAVES = 7  # checkpoints of a run, so that no kill falls on one
+COMPARED = ("loss", "grad_norm", "validation/loss")
+PREDICTED = (
+    (
+        "docs/checkpoints.md",
+        "a checkpoint holds the state, the place in the data and the config: what follows is equal",
+    ),
+)
+
+
+def resume_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """One run left alone, and one for each kill."""
+    trial = base.with_settings({}, 0)
+    steps = total_steps(trial)
+    also = {"checkpoint.save_every_steps": max(2, steps // SAVES), "monitor.log_every_steps": 1}
+    of = lambda name, **more: base.with_settings({}, 0, also, at={CASE: name}, **more)
+    kills = [max(1, round(steps * part)) for part in KILLS]
+    return [of(WHOLE), *(of(f"killed after step {step}", kill_at=step) for step in kills)]
+
+
+def total_steps(trial: Trial) -> int:
+    """Steps of a run whose length is not in epochs of its data."""
+    return resolve_budget(trial.cfg, None).total_steps
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """Whether the curves are equal in every bit."""
+    return conclude(run(resume_trials(base, wishes)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results, of which the first was left alone."""
+    whole, *killed = results
+    verdict, rows, curves, marks = [], [], [curve_line(WHOLE, whole, 0)], []
+    for place, result in enumerate(killed, 1):
+        name, apart, compared = result.at(CASE), different(whole, result), len(values_of(whole))
+        again = again_from(result)
+        from_text = "from the beginning" if again is None else f"from its checkpoint of step {again}"
+        if apart:
+            step, _ = apart[0]
+            verdict.append(
+                f"{name}, it went on {from_text}: {len(apart)} of {compared} values differ, the first at step {step}."
+            )
+        else:
+            verdict.append(
+                f"{name}, it went on {from_text}: all {compared} values of {', '.join(COMPARED)} are the same bits."
+            )
+        rows.append([name, n("0" if again is None else str(again)), n(str(compared)), n(str(len(apart)))])
+        curves.append(curve_line(name, result, place, style="dash"))
+        tokens = result.trial.cfg.tokens_per_step
+        marks.append(Mark(result.trial.kill_at * tokens, name, "trouble"))
+    drawings = [drawing("Training loss", curves, "tokens", unit="nats", marks=marks)]
+    limits = ("The runs are of one machine and one version: other chips, or more of them, round sums otherwise.",)
+    head = ("", "went on from step", "values compared", "values that differ")
+    return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
+
+
+def values_of(result: Result) -> dict[tuple[int, str], float]:
+    """{(step, metric): value} of what is compared."""
+    return {(row["step"], name): row[name] for row in result.history.rows for name in COMPARED if name in row}
+
+
+def different(one: Result, other: Result) -> list[tuple[int, str]]:
+    """Where the runs differ, in order; also where one has a value that the other has not."""
+    left, right = values_of(one), values_of(other)
+    return sorted(at for at in {*left, *right} if left.get(at) != right.get(at))
+
+
+def again_from(result: Result) -> int | None:
+    """The step of the checkpoint that it went on from."""
+    return next((event.get("step") for event in result.history.events if event.get("event") == "resumed"), None)

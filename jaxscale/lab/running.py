@@ -1,0 +1,151 @@
+"""Trials as processes side by side: each once, those that were done before not again, and what is left is told."""
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import units
+from jaxscale.lab.trial import ENDS, OUTCOME, Result, Trial, folder_of, outcome_of, read_result
+from jaxscale.reporting.json_lines import read_lines
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop, meaning
+
+POLL_SECONDS = 0.1
+LAST_LINES = 12  # of a trial's output, shown where it failed
+OUTPUT = "lab.log"  # in a trial's folder: what it printed
+KILLED = "killed"  # in the folder of a trial that was killed on purpose: after which step
+
+
+class Going(NamedTuple):
+    """A trial that runs."""
+
+    trial: Trial
+    folder: Any
+    process: subprocess.Popen
+    began: float
+    cores: tuple[int, ...]
+
+
+def train_command(trial: Trial, folder: Any) -> list[str]:
+    """The whole command of a trial, as a shell or a cluster can run it."""
+    return [sys.executable, "-m", "jaxscale.main", *trial.command(folder)]
+
+
+def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
+    """One line of shell for each trial that has not ended: for Slurm, GKE, TPU VMs, or anybody."""
+    waiting = [(trial, folder_of(trial, work)) for trial in trials]
+    return [
+        shlex.join(["python", *train_command(trial, folder)[1:]])
+        for trial, folder in waiting
+        if outcome_of(folder) is None
+    ]
+
+
+def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str], None]) -> list[Result]:
+    """The results of all trials, in their order; `jobs` of them run at a time, each on its share of the cores.
+
+    A trial that was interrupted goes on from its checkpoint, if it has one. Ctrl-C ends those that run, and keeps
+    what is done. Raises Stop with the exit code of a trial that failed for another reason than its loss.
+    """
+    waiting = [trial for trial in trials if outcome_of(folder_of(trial, work)) is None]
+    if done := len(trials) - len(waiting):
+        say(f"{done} of {len(trials)} runs are done already, in {paths.as_path(work) / 'runs'}")
+    free, going, took, total = shares(jobs), [], [], len(waiting)
+    try:
+        while waiting or going:
+            while waiting and free:
+                going.append(start(waiting.pop(0), work, free.pop(0)))
+            time.sleep(POLL_SECONDS)
+            for one in [one for one in going if is_due(one) or one.process.poll() is not None]:
+                going.remove(one)
+                free.append(one.cores)
+                if one.process.poll() is None:
+                    kill(one)
+                    waiting.insert(0, one.trial)
+                    continue
+                code = ended(one)
+                took.append(time.monotonic() - one.began)
+                left = statistics.mean(took) * (total - len(took)) / jobs
+                say(progress_line(one.trial, work, code, len(took), total, took[-1], left))
+    finally:
+        for one in going:
+            one.process.send_signal(signal.SIGTERM)  # on which it saves
+        for one in going:
+            one.process.wait()
+    return [read_result(trial, work) for trial in trials]
+
+
+def shares(jobs: int) -> list[tuple[int, ...]]:
+    """The cores of this process, dealt to so many runs: XLA takes as many threads as a process may use cores."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return [tuple(cores[place::jobs]) if jobs <= len(cores) else tuple(cores) for place in range(jobs)]
+
+
+def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
+    """The trial's process, its output in its folder."""
+    folder = folder_of(trial, work)
+    folder.mkdir(parents=True, exist_ok=True)
+    pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
+    with (folder / OUTPUT).open("ab") as output:
+        command = train_command(trial, folder)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=pin)
+    return Going(trial, folder, process, time.monotonic(), cores)
+
+
+def is_due(one: Going) -> bool:
+    """Whether a trial that is to be killed once has come to its step."""
+    if one.trial.kill_at is None or (one.folder / KILLED).exists():
+        return False
+    file = one.folder / "metrics.jsonl"
+    if not file.exists():
+        return False
+    return any(row.get("step", 0) >= one.trial.kill_at for row in read_lines(file, []))
+
+
+def kill(one: Going) -> None:
+    """Ends the process as a power cut would."""
+    (one.folder / KILLED).write_text(f"{one.trial.kill_at}\n", "utf-8")
+    one.process.kill()
+    one.process.wait()
+
+
+def ended(one: Going) -> int:
+    """Its exit code, recorded. Raises Stop for one that is no result."""
+    code = one.process.returncode
+    if code not in ENDS:
+        lines = (one.folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
+        shown = "".join(f"\n    {line}" for line in lines)
+        known = Exit(code) if code in list(Exit) else Exit.ERROR
+        raise Stop(known, f"{one.trial.label} ended with exit code {code} ({meaning(code)}), in {one.folder}:{shown}")
+    record = {"exit": code, "seconds": round(time.monotonic() - one.began, 2), "command": train_command(*one[:2])[1:]}
+    paths.write_text_atomic(one.folder / OUTCOME, json.dumps(record, indent=1) + "\n")
+    return code
+
+
+def progress_line(trial: Trial, work: Any, code: int, done: int, total: int, took: float, left: float) -> str:
+    """'[3/27] peak_lr=0.002 seed=1: 2.337 nats (12s); 4m to go'."""
+    result = read_result(trial, work)
+    end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
+    to_go = f"; {units.duration(left)} to go" if done < total else ""
+    return f"[{done}/{total}] {trial.label}: {end} ({units.duration(took)}){to_go}"
+
+
+def default_jobs(platform: str | None) -> int:
+    """Runs at a time: one for each core on CPUs; one on an accelerator, which a process takes whole."""
+    if platform not in (None, "", "cpu"):
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_jobs(jobs: int) -> int:
+    """jobs. Raises BadInput for less than one."""
+    if jobs < 1:
+        raise BadInput(f"--jobs={jobs} must be at least 1")
+    return jobs

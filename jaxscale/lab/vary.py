@@ -1,0 +1,85 @@
+"""Anybody's own sweep: settings, their values, seeds."""
+
+import itertools
+from collections.abc import Sequence
+
+from jaxscale.lab.estimate import Estimate, mean, optimum
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line, over_seeds
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.reporting.plots import COLORS
+from jaxscale.reporting.tables import n
+from jaxscale.reporting.text import percent
+from jaxscale.system.exits import BadInput
+
+
+def vary_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """All combinations of the values x seeds. Raises BadInput without a setting to vary."""
+    if not wishes.vary:
+        raise BadInput("lab vary needs --vary=NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
+    names = [name for name, _ in wishes.vary]
+    grid = itertools.product(*(values for _, values in wishes.vary))
+    return [base.with_settings(dict(zip(names, at)), seed) for at in grid for seed in wishes.seeds_of(3)]
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """Which setting ends lowest, and whether seeds tell it from the others."""
+    return conclude(run(vary_trials(base, wishes)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results."""
+    groups = groups_of(results, lambda r: label_of(r.trial))
+    steady = {name: mean([r.loss for r in runs]) for name, runs in groups.items() if not any(r.diverged for r in runs)}
+    lost = [name for name in groups if name not in steady]
+    rows = []
+    for name, runs in sorted(groups.items(), key=lambda item: steady[item[0]].value if item[0] in steady else 1e9):
+        diverged = sum(r.diverged for r in runs)
+        rows.append([name, n(str(steady.get(name, "n/a"))), n(f"{diverged} of {len(runs)}")])
+    verdict = [winner(steady)] if steady else ["Every setting lost a run."]
+    if lost:
+        verdict.append(f"Runs diverged at {'; '.join(lost)}.")
+    drawings = [
+        drawing(
+            "Training loss",
+            [curve_line(name, runs[0], place % COLORS) for place, (name, runs) in enumerate(groups.items())],
+            "tokens", unit="nats", focused=True,
+        )
+    ]  # fmt: skip
+    names = list(results[0].trial.at)
+    if len(names) == 1 and all(is_positive(r.at(names[0])) for r in results):
+        over = drawing(
+            "Held-out loss", mean_line("each run", results, names[0], 0), names[0], log_below=True, unit="nats"
+        )
+        drawings.insert(0, over)
+        if curves := list(over_seeds(results, names[0]).values()):
+            verdict.append(f"The lowest point by a parabola through the best: {names[0]} = {optimum(curves)}.")
+    return Conclusion(verdict, SMALL, (), drawings, ("setting", "held-out loss", "diverged"), rows)
+
+
+def label_of(trial: Trial) -> str:
+    """'optim.peak_lr=1e-3, model.num_layers=2'."""
+    return ", ".join(f"{name}={value}" for name, value in trial.at.items())
+
+
+def is_positive(text: str) -> bool:
+    """A number above 0."""
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+def winner(steady: dict[str, Estimate]) -> str:
+    """The lowest, and which others seeds do not tell from it."""
+    best, *others = sorted(steady, key=lambda name: steady[name].value)
+    said = f"{best} ends lowest, at {steady[best]} nats"
+    if not others:
+        return f"{said}; nothing else was tried that held."
+    if steady[best].low is None:
+        second = others[0]
+        gap = steady[second].value / steady[best].value - 1
+        return f"{said}, {percent(gap)} below {second}; one seed does not tell whether that is more than noise."
+    close = [name for name in others if steady[name].low <= steady[best].high]
+    return (
+        f"{said}; {'seeds do not tell it from ' + '; '.join(close) if close else 'all others end higher beyond noise'}."
+    )

@@ -1,0 +1,71 @@
+"""Trials as real processes, and the command line."""
+
+import json
+
+import pytest
+from made_results import BASE
+
+from jaxscale.cli.lab import main
+from jaxscale.lab import running
+from jaxscale.lab.trial import OUTCOME, folder_of, outcome_of, read_result
+from jaxscale.system.exits import BadInput, Exit, Stop
+
+SMALL = ["--config=configs/lab.py", "--config.train_tokens=20 steps", "--config.eval.num_rows=8"]
+
+
+def test_a_dry_run_prints_a_command_for_each_run_that_is_not_done(tmp_path, capsys):
+    words = ["vary", *SMALL, "--vary=optim.peak_lr=1e-3,2e-3", "--seeds=2", f"--workdir={tmp_path}", "--dry_run"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(set(lines)) == 4 and all(
+        line.startswith("python -m jaxscale.main --config=configs/lab.py ") for line in lines
+    )
+    folder = tmp_path / "runs" / lines[0].rpartition("/")[2].strip("'")
+    folder.mkdir(parents=True)
+    (folder / OUTCOME).write_text(json.dumps({"exit": 0}))
+    assert main(words) == 0 and len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_trial_is_known_by_all_its_settings_and_by_nothing_else():
+    one, same = (BASE.with_settings({"optim.peak_lr": rate}, 1) for rate in (2e-3, "0.002"))
+    assert one.name == same.name and one.cfg.seed == BASE.cfg.seed + 1
+    others = [BASE.with_settings({"optim.peak_lr": 2e-3}, 2), BASE.with_settings({"optim.peak_lr": 2e-3}, 1, kill_at=5)]
+    assert len({one.name, *(other.name for other in others)}) == 3
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["vary"], "lab vary needs --vary=NAME=VALUE,VALUE"),
+        (["vary", "--vary=optim.peak_lr"], "must be NAME=VALUE,VALUE"),
+        (["rate", "--vary=optim.b1=0.9"], "lab rate does not read it"),
+        (["rate", "--rates=0"], "must be numbers above 0"),
+        (["optimizers", "--names=adam"], "optim.name may be adamw"),
+        (["resume", "--seeds=2"], "leave --seeds out"),
+        (["vary", "--vary=optim.peak_lrr=1"], "peak_lrr"),
+        (["rates"], "jaxscale lab has no verb 'rates'"),
+    ],
+)
+def test_a_wrong_command_line_is_told_before_anything_runs(words, told, tmp_path):
+    with pytest.raises(BadInput, match=told):
+        main([*words, f"--workdir={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.soak
+def test_runs_that_end_diverge_fail_and_are_killed(tmp_path, capsys):
+    words = ["vary", *SMALL, "--vary=optim.peak_lr=2e-3,1e4", "--seeds=1", f"--workdir={tmp_path}"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    assert "optim.peak_lr=2e-3 ends lowest" in first and "Runs diverged at optim.peak_lr=1e4" in first
+    assert (tmp_path / "vary.html").exists()
+    assert main(words) == 0 and "2 of 2 runs are done already" in capsys.readouterr().out
+    assert main(["resume", *SMALL, f"--workdir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.count("are the same bits") == 2
+
+    broken = BASE.with_settings({"data.name": "files"}, also={"data.files": str(tmp_path / "none*.txt")})
+    with pytest.raises(Stop, match="none") as stopped:
+        running.run_all([broken], tmp_path, jobs=1, say=print)
+    assert stopped.value.code == Exit.BAD_INPUT and outcome_of(folder_of(broken, tmp_path)) is None
+    with pytest.raises(BadInput, match="has not ended"):
+        read_result(broken, tmp_path)

@@ -1,0 +1,160 @@
+"""The verdict of every experiment on results with a known answer, and its page in a browser."""
+
+import math
+
+import numpy as np
+import pytest
+from headless import BROWSER, Browser
+from made_results import BASE, made, noisy
+
+from jaxscale.lab import batch, clipping, isoflop, optimizers, precision, rate, resume, vary
+from jaxscale.lab.experiment import Wishes
+from jaxscale.lab.experiments import EXPERIMENTS
+from jaxscale.lab.page import lab_page
+
+USUAL = BASE.cfg.optim.peak_lr
+
+
+def rate_results(exponent, seeds=2):
+    found = []
+    for trial in rate.rate_trials(BASE, Wishes(names=("adamw",), seeds=seeds)):
+        tokens = trial.at["batch_tokens"] / BASE.cfg.tokens_per_step
+        off = math.log(trial.at["optim.peak_lr"] / (USUAL * tokens**exponent))
+        found.append(made(trial, 2.0 + 0.05 * off**2 + noisy(trial)))
+    return found
+
+
+@pytest.mark.parametrize("exponent, fits, misses", [(0.5, "square root", "linear"), (0.8, "", "")])
+def test_the_rule_of_the_rate_is_told(exponent, fits, misses):
+    first = rate.conclude(rate_results(exponent)).verdict[0]
+    assert f"to the power {exponent:.3g}" in first
+    assert (f"{fits} fits within the interval, {misses} does not" if fits else "neither rule") in first
+
+
+def test_a_best_rate_at_the_end_of_those_tried_is_no_point_of_the_rule():
+    edge = [made(r.trial, 3.0 - r.trial.at["optim.peak_lr"]) for r in rate_results(0.5)]
+    assert "Only bounded by the rates tried" in rate.conclude(edge).verdict[0]
+
+
+def batch_results(critical, least=20_000):
+    """Runs whose loss falls as a power of tokens / (1 + batch / critical)."""
+    found = []
+    for trial in batch.batch_trials(BASE, Wishes(rates=(USUAL,))):
+        size = trial.at["batch_tokens"]
+        tokens = np.arange(size, 200_000 + 1, size)
+        curve = 2.0 * (tokens / (least * (1 + size / critical))) ** -0.2
+        found.append(made(trial, float(curve[-1]), curve=curve))
+    return found
+
+
+def still_results(scale, noise=0.02):
+    """Gradients of a known noise scale, in tokens."""
+    random = np.random.default_rng(0)
+    square = lambda t: (1 + scale / t.at["batch_tokens"]) * (1 + noise * random.normal(size=40))
+    trials = batch.noise_trials(BASE, rate_results(0.5, 1)[0])
+    return [made(t, 2.0, metrics={"grad_norm": np.sqrt(square(t))}) for t in trials]
+
+
+def test_the_critical_batch_is_found_by_curves_and_by_noise():
+    found = batch.conclude(batch_results(6_000), still_results(9_000))
+    curves = next(line for line in found.verdict if "by these curves is" in line)
+    assert 5.0 < float(curves.split(" is ")[1].partition("K")[0]) < 7.0
+    noise = next(line for line in found.verdict if "noise scale" in line)
+    assert 8.0 < float(noise.split(", is ")[1].partition("K")[0]) < 10.0
+
+
+def test_of_each_batch_the_best_rate_counts_and_none_at_which_a_run_was_lost():
+    trials = batch.batch_trials(BASE, Wishes(rates=(1e-3, 2e-3, 4e-3), batches=(1024,)))
+    losses = {1e-3: 2.2, 2e-3: 2.1, 4e-3: 1.9}
+    lost = lambda t: t.at["optim.peak_lr"] == 4e-3 and t.seed == 1
+    results = [made(t, losses[t.at["optim.peak_lr"]], diverged=lost(t)) for t in trials]
+    assert {r.at("optim.peak_lr") for r in batch.best_rates(results)} == {2e-3}
+
+
+def optimizer_results(speed, noise=0.0005):
+    found = []
+    for trial in optimizers.optimizer_trials(BASE, Wishes(names=tuple(speed))):
+        name = trial.at["optim.name"]
+        off = math.log(trial.at["optim.peak_lr"] / (USUAL * optimizers.TIMES.get(name, 1.0)))
+        tokens = np.arange(1, 197) * 1024
+        curve = 2.0 * (tokens * speed[name] / 200_000) ** -0.2 + 0.05 * off**2 + noisy(trial, noise)
+        found.append(made(trial, float(curve[-1]), curve=curve))
+    return found
+
+
+def test_an_optimizer_that_needs_half_the_tokens_is_told_so():
+    found = optimizers.conclude(optimizer_results({"adamw": 1.0, "lion": 2.0, "sgd": 1.0}))
+    assert found.verdict[0].startswith("Held-out loss, best first: lion")
+    lion, sgd = found.verdict[1:3]
+    assert 0.45 < float(lion.split(" needs ")[1].split()[0]) < 0.56 and "better beyond what seeds differ by" in lion
+    assert "seeds differ by as much as their ends" in sgd
+
+
+def test_precision_is_measured_against_the_same_seed():
+    worse = {"float32": 0.0, "bfloat16": 0.0, "fp8 products": 0.01}
+    trials = precision.precision_trials(BASE, Wishes(names=("bfloat16", "fp8 products", "float16, no scale")))
+    results = [
+        made(t, 2.0 + 0.3 * t.seed + worse.get(t.at["precision"], 0) * 2 + noisy(t, 1e-4),
+             diverged="no scale" in t.at["precision"], metrics={"train/loss_scale": [1.0] * 40})
+        for t in trials
+    ]  # fmt: skip
+    told = {line.partition(":")[0]: line for line in precision.conclude(results).verdict}
+    assert "not told apart from it" in told["bfloat16"]
+    assert "worse than it" in told["fp8 products"] and "+0.8" in told["fp8 products"]
+    assert "3 of 3 runs diverged" in told["float16, no scale"]
+
+
+def test_clipping_that_allows_twice_the_rate_is_told_so():
+    limits = {1.0: 16 * USUAL, 0.0: 4 * USUAL}
+    lost = lambda t: t.at["optim.peak_lr"] > limits[t.at["optim.clip_norm"]]
+    trials = clipping.clipping_trials(BASE, Wishes())
+    results = [made(t, 2.0, diverged=lost(t), metrics={"grad_norm": [1.5] * 40}) for t in trials]
+    clipped, bare, _ = clipping.conclude(results).verdict
+    assert f"up to a rate of {16 * USUAL:.3g} (above that one was lost)" in clipped
+    assert f"up to a rate of {4 * USUAL:.3g}" in bare
+
+
+def test_the_best_size_is_found_three_ways_from_a_known_law():
+    law = lambda params, tokens: 1.0 + 840 / params**0.5 + 1000 / tokens**0.5  # so the best size grows as C ** 0.5
+    results = []
+    for trial in isoflop.isoflop_trials(BASE, Wishes()):
+        loss = law(trial.cfg.model.num_params, trial.cfg.train_tokens)
+        results.append(made(trial, loss, curve=[loss] * (trial.cfg.train_tokens // trial.cfg.tokens_per_step)))
+    found = isoflop.conclude(results)
+    _, parabolas, of_loss = found.verdict
+    assert 0.4 < float(parabolas.split("C ** ")[1].split()[0]) < 0.6, found.verdict
+    assert "so the best size grows as C ** 0.5" in of_loss and "10 times the largest tried" in parabolas
+
+
+def test_one_value_that_differs_after_a_kill_is_found():
+    whole, *killed = resume.resume_trials(BASE, Wishes())
+    curve = np.linspace(5, 2, 40)
+    resumed = [{"event": "resumed", "step": 28}]
+    same = [made(whole, 2.0, curve=curve), *(made(t, 2.0, curve=curve, events=resumed) for t in killed)]
+    assert all("are the same bits" in line and "step 28" in line for line in resume.conclude(same).verdict)
+    curve[30] = np.nextafter(curve[30], 9)
+    other = [same[0], made(killed[0], 2.0, curve=curve, events=resumed), same[2]]
+    assert "1 of 41 values differ, the first at step 31" in resume.conclude(other).verdict[0]
+
+
+def test_a_sweep_names_the_lowest_and_what_seeds_do_not_tell_from_it():
+    ends = {"1e-3": 2.2, "2e-3": 2.0, "4e-3": 2.001, "8e-3": 2.5}
+    trials = vary.vary_trials(BASE, Wishes(vary=(("optim.peak_lr", tuple(ends)),)))
+    first, parabola = vary.conclude([made(t, ends[t.at["optim.peak_lr"]] + noisy(t)) for t in trials]).verdict
+    assert first.startswith("optim.peak_lr=2e-3 ends lowest") and "do not tell it from optim.peak_lr=4e-3" in first
+    assert "optim.peak_lr = 0.00" in parabola
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to open the page in")
+def test_a_page_in_a_browser_is_not_too_wide_and_shows_its_plots(tmp_path):
+    results = rate_results(0.5)
+    page = tmp_path / "rate.html"
+    page.write_text(lab_page("rate", EXPERIMENTS["rate"], BASE, results, rate.conclude(results)))
+    browser = Browser(tmp_path / "profile")
+    try:
+        for width, dark in ((400, False), (1280, True)):
+            browser.open(page.as_uri(), width, 900, dark=dark)
+            assert browser.ask("document.documentElement.scrollWidth <= innerWidth + 1")
+        assert browser.ask("document.querySelectorAll('figure.plot').length") == 2 and not browser.complaints()
+    finally:
+        browser.close()
