@@ -24,6 +24,7 @@ from jaxscale.models.config import BLOCKS
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
+from jaxscale.models.mup_config import rate_multiplier, scales_of
 from jaxscale.models.sharded import ShardedModel, SharedRows, shard_model
 from jaxscale.ops.kernels import make_recorder
 from jaxscale.ops.project import with_precision
@@ -243,10 +244,14 @@ def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
     """The optimizer of a run of this length."""
     learns = is_adapter if cfg.lora.on else lambda name: not is_balance(name)
-    groups = assign_groups(model.axes, cfg.optim.groups, cfg.optim.weight_decay, cfg.optim.weight_decay_all, learns)
+    optim, of_eps = cfg.optim, scales_of(cfg.model).eps
+    if of_eps != 1.0:
+        optim = dataclasses.replace(optim, eps=optim.eps * of_eps)
+    rate = functools.partial(rate_multiplier, cfg.model, optim.name)
+    groups = assign_groups(model.axes, optim.groups, optim.weight_decay, optim.weight_decay_all, learns, rate)
     schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
-    return Updates(make_optimizer(cfg.optim, schedule, groups, is_stacked), schedule, groups)
+    return Updates(make_optimizer(optim, schedule, groups, is_stacked), schedule, groups)
 
 
 def make_rebalance(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:

@@ -12,6 +12,7 @@ from jaxscale.hosts.config import HangConfig
 from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig, names_of
 from jaxscale.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
+from jaxscale.models.mup_config import check_mup
 from jaxscale.monitor.config import MonitorConfig
 from jaxscale.optim.config import OptimConfig
 from jaxscale.sampling.config import SampleConfig
@@ -219,12 +220,17 @@ def check_experts(cfg: RunConfig) -> None:
         )
 
 
+def check_scales(cfg: RunConfig) -> None:
+    """Raises BadInput for muP beside what it has no rule for."""
+    check_mup(cfg.model, cfg.optim.name, cfg.lora.on)
+
+
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
 # checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
 # data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
-    check_evals, check_batch, check_amounts,
+    check_evals, check_batch, check_amounts, check_scales,
 )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ CHOICES = {
     "experts": {
         "model.experts": dict(number=4, chosen=2, mlp_dim=8, first_dense=1, bias=True, groups=2, groups_chosen=1)
     },
+    "mup": {"model.mup": dict(base_dim=8, base_head_dim=4, base_layers=1)},
     "sgd": {"optim.name": "sgd", "optim.groups": [FROZEN, REST]},
     "lion": {"optim.name": "lion", "optim.decay": "linear"},
     "constant": {"optim.decay": "constant", "optim.min_lr": 3e-5},

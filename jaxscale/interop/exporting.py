@@ -30,6 +30,7 @@ from jaxscale.interop.reading import CONFIG, INDEX, WEIGHTS
 from jaxscale.interop.safetensors import DTYPES, encode_header
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
+from jaxscale.models.mup_config import folding_factor, without_mup
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, tell
 from jaxscale.system.faults import crash_point
@@ -54,6 +55,7 @@ class Source:
     pairs: tuple[TensorPair, ...]
     what: What
     adapter: Mapping[str, Any] | None = None  # adapter_config.json, where adapters are exported and nothing else
+    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of our leaves that go out multiplied
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -104,6 +106,7 @@ def open_step(
         )
     cfg = frozen(schema.convert(values, AnyModelConfig, "model"))
     origin = origin_of(record["run"])
+    trained, cfg = cfg, without_mup(cfg)  # no family has muP: its factors go into the weights
     family = families.family_for(cfg, origin.get("model_type"))
     folder = checkpoints.directory / str(step)
     if adapter:
@@ -118,7 +121,8 @@ def open_step(
         return step, Source(folder, record, cfg, family, tuple(pairs), what, config)
     pairs = tuple(families.tensors(family, cfg))
     check_leaves(record, array_shapes(pairs) | families.unsaid(cfg), what, step)
-    return step, Source(folder, record, cfg, family, pairs, what)
+    factors = {name: folding_factor(trained, name) for pair in pairs for name in pair.ours}
+    return step, Source(folder, record, cfg, family, pairs, what, factors=factors)
 
 
 def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -236,9 +240,10 @@ def write_tensor(
     """Writes one tensor, and gives it up on return: the only large thing in memory. Args: sums: are added to."""
     parts = []
     for name in pair.ours:
+        factor = source.factors.get(name, 1.0)
         with reading(source, source.leaves[name]):
-            part, mark = leaves.read(source.leaves[name], pair.place, dtype)
-        parts.append(part)
+            part, mark = leaves.read(source.leaves[name], pair.place, dtype if factor == 1.0 else np.dtype(np.float32))
+        parts.append(part if factor == 1.0 else (part * np.float32(factor)).astype(dtype))
         sums[name] = (sums.get(name, 0) + mark) % 2**32
     tensor = pair.to_theirs(parts)
     assert tensor.shape == pair.their_shape and tensor.dtype == dtype, f"{pair.theirs} came out as another array"

@@ -48,13 +48,13 @@ class SparseMlp(nnx.Module):
         D, E, F = cfg.embed_dim, own.number, own.mlp_dim
         self.form, self.kernels, self.tensor, self.shared = own, kernels, tensor, shared
         self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
-        self.router = param(rngs, (D, E), ("embed", "router"), fan_in=D)
+        self.router = param(rngs, (D, E), ("embed", "router"), std=cfg.scales.router_std * D**-0.5)
         # Neither is learned: training.balance moves them after each step.
         self.router_bias = constant((E,), ("norm",), 0.0) if own.bias else None
         self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's part of the rows of the step before
         self.gate = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
         self.up = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
-        std = (own.active_dim * 2 * cfg.num_layers) ** -0.5  # as of a dense MLP as wide as what a token goes through
+        std = (own.active_dim * 2 * cfg.init_layers) ** -0.5  # as of a dense MLP as wide as what a token goes through
         self.down = param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), std=std)
 
     @jax.named_scope("experts")

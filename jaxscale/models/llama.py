@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
         self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
         # Outputs into the residual stream shrink with depth, so that its variance does not grow (GPT-2, section 2.3).
-        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=(N * H * 2 * cfg.num_layers) ** -0.5)
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=(N * H * 2 * cfg.init_layers) ** -0.5)
         of_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
         if cfg.qkv_bias:
             self.bias_q = constant((N, H), of_heads[0], 0.0)
@@ -73,8 +73,8 @@ class Attention(nnx.Module):
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.normalised(q_BTNH, self.q_norm), self.normalised(k_BSKH, self.k_norm)
         of_queries = rotation
-        if cfg.query_scalar is not None:  # attend divides by sqrt(head_dim)
-            of_queries = stretched(rotation, (cfg.head_dim / cfg.query_scalar) ** 0.5)
+        if cfg.score_scalar is not None:  # attend divides by sqrt(head_dim)
+            of_queries = stretched(rotation, (cfg.head_dim / cfg.score_scalar) ** 0.5)
         q_BTNH = checkpoint_name(self.kernels.rotate(q_BTNH, of_queries), QUERY)
         k_BSKH = checkpoint_name(self.kernels.rotate(k_BSKH, rotation), KEY)
         seen = {} if local is None else {"local": local}
@@ -111,7 +111,7 @@ class Mlp(nnx.Module):
         self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
         self.gate = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
-        self.down = param(rngs, (F, D), ("mlp", "embed"), std=(F * 2 * cfg.num_layers) ** -0.5)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), std=(F * 2 * cfg.init_layers) ** -0.5)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD):
@@ -160,9 +160,9 @@ class Block(nnx.Module):
         sow = self.kernels.recorder.sow
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         added_BTD = self.attention(self.normalised(x_BTD, self.attention_norm), rotation, segment_ids_BT, local)
-        x_BTD = x_BTD + sow(ATTENTION, self.normalised(added_BTD, self.attention_out_norm))
+        x_BTD = x_BTD + sow(ATTENTION, self.scaled(self.normalised(added_BTD, self.attention_out_norm)))
         read_BTD = self.normalised(x_BTD, self.mlp_norm)
-        add = lambda added_BTD: x_BTD + sow(MLP, self.normalised(added_BTD, self.mlp_out_norm))
+        add = lambda added_BTD: x_BTD + sow(MLP, self.scaled(self.normalised(added_BTD, self.mlp_out_norm)))
         if not self.sparse:
             return add(self.mlp(read_BTD))
         added_BTD, told = self.mlp(read_BTD, as_scope(segment_ids_BT).segment_ids_BT)
@@ -171,6 +171,11 @@ class Block(nnx.Module):
     def normalised(self, x_BTD, scale: nnx.Param | None):
         """x_BTD as it is where there is no norm."""
         return x_BTD if scale is None else self.kernels.rms_norm(x_BTD, factor(self.cfg, scale), self.cfg.norm_eps)
+
+    def scaled(self, added_BTD):
+        """What is added to the residual stream, by muP's rule of depth."""
+        residual = self.cfg.scales.residual
+        return added_BTD if residual == 1.0 else added_BTD * jnp.asarray(residual, added_BTD.dtype)
 
 
 class Llama(OneStack):
@@ -217,8 +222,9 @@ class Llama(OneStack):
         return run
 
     def leave(self, x_BTD):
-        """The residual stream after the last block, normalised."""
-        return self.kernels.rms_norm(x_BTD, factor(self.cfg, self.final_norm), self.cfg.norm_eps)
+        """The residual stream after the last block, normalised; with muP, times its factor of logits."""
+        scale, output = factor(self.cfg, self.final_norm), self.cfg.scales.output
+        return self.kernels.rms_norm(x_BTD, scale if output == 1.0 else output * scale, self.cfg.norm_eps)
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT):

@@ -8,6 +8,7 @@ import numpy as np
 from jaxscale.models.config import BLOCKS, DENSE, GATED_ACTIVATIONS, LATENT, ModelConfig, NumberKind, check_positive
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.latent_config import LatentConfig
+from jaxscale.models.mup_config import MupConfig, Scales, scales_of
 from jaxscale.ops.config import AttentionNeeds, Mix, RopeScaling
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -68,6 +69,9 @@ class LlamaConfig(ModelConfig):
         None, "keys and values from one small vector of each position, as in DeepSeek; none: from the residual stream"
     )
     experts: ExpertsConfig | None = setting(None, "a mixture of experts in place of the MLP; none: every token has all")
+    mup: MupConfig | None = setting(
+        None, "scales and learning rates by width, from those of a narrower model (arXiv:2203.03466); none: as they are"
+    )
 
     gated_mlp: ClassVar[bool] = True
 
@@ -106,11 +110,30 @@ class LlamaConfig(ModelConfig):
             check_scaling(self.rope_scaling, self.rope_dim, self.rope_base)
         if self.latent is not None:
             check_latent(self, self.latent)
+        if self.mup is not None:
+            check_mup_model(self, self.mup)
 
     @property
     def activation_names(self) -> tuple[str, ...]:
         """What a block marks with checkpoint_name, for remat."""
         return GATED_ACTIVATIONS if self.latent is None else (*GATED_ACTIVATIONS, LATENT)
+
+    @property
+    def scales(self) -> Scales:
+        """What muP multiplies with; ones without it."""
+        return scales_of(self)
+
+    @property
+    def init_layers(self) -> int:
+        """The depth that initial weights of output projections shrink with: muP scales what comes out of them."""
+        return self.num_layers if self.mup is None else self.mup.base_layers or self.num_layers
+
+    @property
+    def score_scalar(self) -> float | None:
+        """Attention's scores are divided by its square root; None: by that of head_dim."""
+        if self.query_scalar is not None or self.scales.scores == 1.0:
+            return self.query_scalar
+        return self.head_dim / self.scales.scores**2
 
     @property
     def rope_dim(self) -> int:
@@ -294,6 +317,18 @@ def check_latent(cfg: LlamaConfig, latent: LatentConfig) -> None:
         raise BadInput(
             f"head_dim={cfg.head_dim} must be latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of a "
             "query and a key"
+        )
+
+
+def check_mup_model(cfg: LlamaConfig, mup: MupConfig) -> None:
+    """Raises BadInput for what has no rule of muP here."""
+    for name, usual in (("latent", None), ("scaled_embeddings", False), ("zero_centred_norms", False)):
+        if getattr(cfg, name) != usual:
+            raise BadInput(f"{name} cannot go with mup, which is not built for it; leave one of them out")
+    if cfg.query_scalar is not None and mup.base_head_dim is not None:
+        raise BadInput(
+            f"query_scalar={cfg.query_scalar} cannot go with mup.base_head_dim={mup.base_head_dim}: both scale "
+            "attention's scores; leave one of them out"
         )
 
 

@@ -36,12 +36,14 @@ def assign_groups(
     weight_decay: float,
     weight_decay_all: bool,
     learns: Callable[[str], bool] = lambda name: True,
+    rate: Callable[[str], float] = lambda name: 1.0,
 ) -> Any:
     """A tree of Group, one for each leaf of axes_tree (leaves: tuples of logical axes).
 
     Without a group, matrices decay; norms, biases and embeddings do not, unless weight_decay_all. What does not learn,
-    by its name, is frozen whatever the groups say. Raises BadInput for a pattern that finds nothing, with the names
-    there are.
+    by its name, is frozen whatever the groups say. rate: of a name, what its learning rate is multiplied with besides;
+    decay is divided by it, so that a step shrinks the parameter by as much as without. Raises BadInput for a pattern
+    that finds nothing, with the names there are.
     """
     is_axes = lambda leaf: isinstance(leaf, tuple)
     matched = {index: False for index in range(len(groups))}
@@ -51,13 +53,13 @@ def assign_groups(
         if not learns(name):
             return Group(FROZEN_BASE, 1.0, 0.0, True)
         decays = weight_decay_all or not is_exempt(name, axes)
-        default = weight_decay if decays else 0.0
+        default, own_rate = weight_decay if decays else 0.0, rate(name)
         for index, group in enumerate(groups):
             if re.search(group.pattern, name):
                 matched[index] = True
                 decay = default if group.weight_decay is None else group.weight_decay
-                return Group(group.pattern, group.lr_multiplier, decay, group.frozen)
-        return Group(DEFAULT_GROUPS[0 if default else 1], 1.0, default, False)
+                return Group(group.pattern, own_rate * group.lr_multiplier, decay / own_rate, group.frozen)
+        return Group(DEFAULT_GROUPS[0 if default else 1], own_rate, default / own_rate, False)
 
     assigned = jax.tree_util.tree_map_with_path(assign, axes_tree, is_leaf=is_axes)
     names = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes)]
