@@ -19,9 +19,11 @@ from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, w
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.checkpoint.upcycle import Origin, Upcycling, is_dense_of, plan_upcycling
 from jaxscale.hosts.agree import agreed
+from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.lora import is_adapter
-from jaxscale.schema import from_dict
+from jaxscale.models.mup_config import folded
+from jaxscale.schema import convert, from_dict
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, tell
 
@@ -130,6 +132,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
     own = named_leaves(program.abstract_state)
     plan = plan_branch(cfg, source, own, program.cfg.model)
     check_scale(source, plan, program.cfg.lora)
+    check_mup_scales(source, program.cfg.model)
     state = program.init()
     leaves = named_leaves(state)
     for name in plan.loaded:
@@ -222,6 +225,17 @@ def check_scale(source: Source, plan: Plan, lora: LoraConfig) -> None:
         raise BadInput(
             f"init.from_path: the adapters of {source} are multiplied by alpha / rank = {there.scale:g} there and by "
             f"{lora.scale:g} here; set lora.alpha={there.alpha:g} and lora.rank={there.rank}"
+        )
+
+
+def check_mup_scales(source: Source, model: Any) -> None:
+    """Raises BadInput for weights that muP would multiply with other factors here than there."""
+    recorded = source.record["run"].get("config", {}).get("model") or {}
+    there = folded(convert(recorded, AnyModelConfig, f"{source}: model")) if recorded.get("mup") else {}
+    if there != folded(model):
+        raise BadInput(
+            f"init.from_path: the weights of {source} were trained with other factors of model.mup than they would "
+            "have here; set model.mup as it is there, or leave it out where it has none"
         )
 
 

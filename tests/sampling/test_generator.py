@@ -46,7 +46,9 @@ MODELS = {
     | dict(num_layers=3, global_every=3, attention_window=5, local_rope_base=100.0, norm_placement="both")
     | dict(out_bias=True, rope_scaling=dict(name="yarn", factor=4.0, original_max_len=8))
     | dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True, query_scalar=12.0, qk_norm=True),
-    "olmo": tiny.LLAMA | dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads", scan_layers=False),
+    "olmo": tiny.LLAMA
+    | dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads", scan_layers=False)
+    | dict(mup=dict(base_dim=8, base_head_dim=4, base_layers=1)),
     "latent": LATENT | dict(experts=dict(number=4, chosen=2, mlp_dim=16, shared_dim=8, first_dense=1, score="sigmoid")),
     "latent, a window": LATENT
     | dict(latent=LATENT["latent"] | dict(q_rank=0), attention_window=5, attention_softcap=3.0, scan_layers=False),
