@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from jaxscale.coordinates import KINDS, Coordinate, at_width, coordinate_check, slopes
+from jaxscale.coordinates import KINDS, SCORES, Coordinate, at_width, coordinate_check, slopes
 from jaxscale.system.exits import BadInput
 
 BASE = dict(embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
@@ -16,9 +16,9 @@ def config(*, mup=None, optimizer="adamw", rate=1e-2, **model):
     return tiny.config(named | {"batch_tokens": "4 rows", "optim.peak_lr": rate, "optim.name": optimizer})
 
 
-def flat(table, step, most=0.25):
+def flat(table, step, but=()):
     found = slopes(table, step)
-    assert max(map(abs, found.values())) < most, found
+    assert max(abs(slope) for kind, slope in found.items() if kind not in but) < 0.25, found
 
 
 def test_under_mup_changes_are_as_large_at_every_width_and_without_they_grow():
@@ -29,6 +29,13 @@ def test_under_mup_changes_are_as_large_at_every_width_and_without_they_grow():
     standard = [row for row in table if row.width == 64] + coordinate_check(config(), (1024,), steps=2)
     found = slopes(standard, 2)
     assert min(found[kind] for kind in GROWING) > 0.5, found
+
+
+@pytest.mark.soak
+def test_with_larger_heads_only_scores_of_random_queries_shrink():
+    table = coordinate_check(config(mup=dict(base_dim=64, base_head_dim=16)), (64, 256, 1024))
+    flat(table, 3, but=(SCORES,))
+    assert -0.5 < slopes(table, 3)[SCORES] < 0
 
 
 @pytest.mark.soak
