@@ -30,7 +30,7 @@ from jaxscale.ops.kernels import make_recorder
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.recorder import NO_RECORDER
 from jaxscale.optim.groups import assign_groups, group_table
-from jaxscale.optim.optimizers import combine, make_optimizer, moment_axes, optim_schedule, trainable
+from jaxscale.optim.optimizers import Layout, combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options
 from jaxscale.sharding.mesh import groups_along, make_mesh
@@ -251,7 +251,10 @@ def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates
     groups = assign_groups(model.axes, optim.groups, optim.weight_decay, optim.weight_decay_all, learns, rate)
     schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
-    return Updates(make_optimizer(optim, schedule, groups, is_stacked), schedule, groups)
+    specs = jax.tree.map(lambda place: place.spec, tree_shardings(model.mesh, model.axes, model.rules.moments))
+    slow = tuple(axis for axis, number in groups_along(model.mesh)[1].items() if number > 1)
+    layout = Layout(model.axes, specs, model.mesh, slow)
+    return Updates(make_optimizer(optim, schedule, groups, is_stacked, layout), schedule, groups)
 
 
 def make_rebalance(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:

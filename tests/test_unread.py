@@ -58,6 +58,9 @@ CHOICES = {
     "mup": {"model.mup": dict(base_dim=8, base_head_dim=4, base_layers=1)},
     "sgd": {"optim.name": "sgd", "optim.groups": [FROZEN, REST]},
     "lion": {"optim.name": "lion", "optim.decay": "linear"},
+    "muon": {"optim.name": "muon"},
+    "adafactor": {"optim.name": "adafactor"},
+    "lamb": {"optim.name": "lamb"},
     "constant": {"optim.decay": "constant", "optim.min_lr": 3e-5},
     "wsd": {"optim.decay": "wsd"},
     "no_decay": {"optim.weight_decay": 0.0, "optim.clip_norm": 0.0, "train.guard.spike_ratio": 0.0},
@@ -143,7 +146,8 @@ def attributes_of(file):
 
 
 SIMILAR = {  # to others
-    "stdlib", "ul2", "linear_rope", "dynamic_rope", "lion", "constant", "wsd", "no_decay", "float16", "prefix",
+    "stdlib", "ul2", "linear_rope", "dynamic_rope", "lion", "lamb", "constant", "wsd", "no_decay", "float16",
+    "prefix",
 }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 Decay = Literal["cosine", "linear", "wsd", "constant"]
+WHOLE_TENSORS = ("muon", "adafactor", "lamb")  # rules by which what a number gets hangs on others of its tensor
+NEED_PARAMETERS = ("adafactor", "lamb")  # and on how large that is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,17 +39,34 @@ class GroupConfig:
 class OptimConfig:
     """AdamW with warmup and cosine unless told otherwise."""
 
-    name: Literal["adamw", "lion", "sgd"] = setting(
-        "adamw", "update rule: arXiv:1711.05101, arXiv:2302.06675, or plain"
+    name: Literal["adamw", "lion", "sgd", "muon", "adafactor", "lamb"] = setting(
+        "adamw",
+        "update rule: arXiv:1711.05101; arXiv:2302.06675; plain; arXiv:2502.16982, momentum of the blocks' matrices "
+        "orthogonalised and AdamW for all else; arXiv:1804.04235, without momentum; arXiv:1904.00962",
     )
     peak_lr: float = setting(3e-4, "learning rate at the end of the warmup")
     min_lr: float = setting(3e-5, "learning rate at and after the last step", read_if="optim.decay=cosine|linear|wsd")
     warmup_tokens: units.Tokens = setting("1%", "linear warmup: tokens, '2000 steps' or '1%' of train_tokens")
     decay: Decay = setting("cosine", "shape after the warmup")
     decay_fraction: float = setting(0.2, "wsd only: part of all steps that decays", read_if="optim.decay=wsd")
-    b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd")
-    b2: float = setting(0.95, "decay rate of the second moment", read_if="optim.name=adamw|lion")
-    eps: float = setting(1e-8, "added to the root of the second moment", read_if="optim.name=adamw")
+    b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd", read_if="optim.name!=adafactor")
+    b2: float = setting(0.95, "decay rate of the second moment", read_if="optim.name=adamw|lion|muon|lamb")
+    eps: float = setting(1e-8, "added to the root of the second moment", read_if="optim.name=adamw|muon|lamb")
+    muon_momentum: float = setting(0.95, "of matrices, Nesterov's", read_if="optim.name=muon")
+    muon_heads: Literal["fused", "each"] = setting(
+        "fused",
+        "orthogonalised is attention's whole [D, heads x head_dim], as in the source, or each head's [D, head_dim]",
+        read_if="optim.name=muon",
+    )
+    muon_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "in which matrices go to the device that orthogonalises them, and back", read_if="optim.name=muon"
+    )
+    scale_by_parameter: bool = setting(
+        False,
+        "true: updates times the parameter's root mean square, as the source has it, and peak_lr about 1e-2; false: "
+        "AdamW's rates carry over",
+        read_if="optim.name=adafactor",
+    )
     weight_decay: float = setting(0.1, "decoupled, times the learning rate")
     weight_decay_all: bool = setting(
         False, "true: norms, biases and embeddings decay too", read_if="optim.weight_decay"
@@ -64,13 +83,16 @@ class OptimConfig:
     def __post_init__(self):
         if self.decay != "constant" and not 0 <= self.min_lr <= self.peak_lr:
             raise BadInput(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
-        for name in ("b1", "b2"):
+        for name in ("b1", "b2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not 0 < self.decay_fraction <= 1:
             raise BadInput(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
         if self.offload_moments and self.name == "sgd" and self.b1 == 0:
             raise BadInput("offload_moments=true: sgd with b1=0 has no moments; leave it out")
+        for name, rules in (("offload_moments", WHOLE_TENSORS), ("offload_params", NEED_PARAMETERS)):
+            if getattr(self, name) and self.name in rules:
+                raise BadInput(f"{name}=true: name={self.name!r} needs whole tensors on the device; leave it out")
         for name in ("weight_decay", "clip_norm", "eps"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must not be negative")

@@ -11,8 +11,13 @@ from typing import Any
 import jax
 import optax
 
+from jaxscale.optim.adafactor import FactoredState, factored_axes, scale_by_factored
 from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.groups import Group, frozen_mask
+from jaxscale.optim.exchange import make_place
+from jaxscale.optim.groups import Group, dotted, frozen_mask
+from jaxscale.optim.lamb import scale_by_trust
+from jaxscale.optim.matrices import is_hidden_matrix, tree_dims
+from jaxscale.optim.muon import orthogonalised
 from jaxscale.optim.schedules import Schedule, make_schedule
 from jaxscale.optim.streamed import is_masked, renewed, streamed
 
@@ -29,19 +34,36 @@ def optim_schedule(cfg: OptimConfig, *, warmup_steps: int, total_steps: int) -> 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where parameters and moments are, for rules that look at whole tensors.
+
+    axes, specs: trees like the parameters, of logical axes and of the moments' PartitionSpecs. slow: mesh axes along
+    which no work is shared out.
+    """
+
+    axes: Any
+    specs: Any
+    mesh: jax.sharding.Mesh
+    slow: tuple[str, ...] = ()
+
+
 def make_optimizer(
-    cfg: OptimConfig, schedule: Schedule, groups: Any, is_stacked: Any = None
+    cfg: OptimConfig, schedule: Schedule, groups: Any, is_stacked: Any = None, layout: Layout | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """update(grads, state, params, step=..., ok=..., lr_factor=1.0) -> (updates, state).
 
-    Args: groups: a tree of Group like the parameters. is_stacked: as streamed() wants it, to offload. ok: read where
-    moments or parameters are offloaded, which stay as they were if it is False. Updates of offloaded parameters are the
-    new parameters, as renewed() says; of frozen ones, zeros.
+    Args: groups: a tree of Group like the parameters. is_stacked: as streamed() wants it, to offload. layout: for
+    rules that look at whole tensors. ok: read where moments or parameters are offloaded, which stay as they were if it
+    is False. Updates of offloaded parameters are the new parameters, as renewed() says; of frozen ones, zeros.
     """
     moments = {
         "adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
         "lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2),
         "sgd": lambda: optax.trace(cfg.b1) if cfg.b1 else optax.identity(),
+        "muon": lambda: muon(cfg, layout),
+        "adafactor": lambda: scale_by_factored(tree_dims(layout.axes), cfg.scale_by_parameter),
+        "lamb": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
     }[cfg.name]()
     if cfg.offload_moments:
         moments = streamed(moments, is_stacked)
@@ -51,12 +73,27 @@ def make_optimizer(
         end = (optax.identity(), renewed(lambda group: optax.chain(*last(group)), groups, is_stacked))
     else:
         end = last(groups)
+    if cfg.name == "lamb":
+        end = (end[0], scale_by_trust(tree_dims(layout.axes)), end[1])
     inner = optax.chain(clip, moments, *end)
     frozen = frozen_mask(groups)
     if not any(jax.tree.leaves(frozen)):
         return inner
     labels = jax.tree.map(lambda stays: "frozen" if stays else "learns", frozen)
     return optax.multi_transform({"learns": inner, "frozen": optax.set_to_zero()}, labels)
+
+
+def muon(cfg: OptimConfig, layout: Layout) -> optax.GradientTransformationExtraArgs:
+    """Orthogonalised momentum for the blocks' matrices, and Adam's updates for all other parameters."""
+    label = lambda path, axes: "muon" if is_hidden_matrix(dotted(path), axes) else "adamw"
+    labels = jax.tree_util.tree_map_with_path(label, layout.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    dims = jax.tree.leaves(tree_dims(layout.axes, each_head=cfg.muon_heads == "each"))
+    place = lambda dims, spec: make_place(dims, spec, layout.mesh, layout.slow)
+    places = [place(*both) for both in zip(dims, jax.tree.leaves(layout.specs), strict=True)]
+    matrices = optax.chain(
+        optax.trace(cfg.muon_momentum, nesterov=True), orthogonalised(places, layout.mesh, cfg.muon_dtype)
+    )
+    return optax.multi_transform({"muon": matrices, "adamw": optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)}, labels)
 
 
 def add_decay(groups: Any) -> optax.GradientTransformation:
@@ -101,7 +138,8 @@ def combine(trained: Any, params: Any) -> Any:
 
 
 def moment_axes(optimizer: optax.GradientTransformation, params: Any, axes_tree: Any) -> Any:
-    """Logical axes for each leaf of the optimizer state: moments inherit their parameter's, counts have ().
+    """Logical axes for each leaf of the optimizer state: moments inherit their parameter's, counts have (), and means
+    over rows or columns lack those.
 
     params: shapes (jax.eval_shape's) of the parameters.
     """
@@ -116,7 +154,17 @@ def moment_axes(optimizer: optax.GradientTransformation, params: Any, axes_tree:
         transform_non_params=lambda _: Axes(()),
         is_leaf=is_masked,
     )
+    mapped = jax.tree.map(without_summed, mapped, is_leaf=lambda part: isinstance(part, FactoredState))
     return jax.tree.map(lambda box: box.axes, mapped)
+
+
+def without_summed(part: Any) -> Any:
+    """A part of a state with Axes for leaves; those of factored moments without the axes that they are summed over."""
+    if not isinstance(part, FactoredState):
+        return part
+    fields = ("rows", "cols", "full")
+    drop = lambda field: jax.tree.map(lambda box: Axes(factored_axes(box.axes, field)), getattr(part, field))
+    return part._replace(**{field: drop(field) for field in fields})
 
 
 @dataclasses.dataclass(frozen=True)

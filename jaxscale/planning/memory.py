@@ -25,6 +25,7 @@ from jaxscale.models.config import (
     ModelConfig,
 )
 from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.optim.config import OptimConfig
 from jaxscale.planning.experts import block_memory, experts_of, resting_parts
 from jaxscale.planning.positions import attention_memory, attention_way
 from jaxscale.planning.residuals import number_bytes, residuals_by_stack, tiled_bytes
@@ -37,8 +38,8 @@ from jaxscale.system.exits import BadInput
 # docs.jax.dev, "GPU memory allocation": the part of a GPU's memory that jax takes at its start, and no program exceeds.
 GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 GPU_FRACTION = 0.75
-NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
-MOMENTS_IN_WORDS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum"}
+NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0, "lamb": 2}  # at least
+MOMENTS_IN_WORDS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum", "lamb": "2 moments"}
 # Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
 # headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planning/test_plan_memory.py compares with.
 BLOCK_SLACK = 1.25
@@ -282,7 +283,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     moments, average = shard_bytes(state.opt_state), shard_bytes(state.ema)
     rows = [
         MemoryRow("parameters", need.params, f"4 B x {count}{share(over[0])}"),
-        MemoryRow("moments", moments, f"{MOMENTS_IN_WORDS[cfg.optim.name]} x 4 B x {learned}{share(over[1])}"),
+        MemoryRow("moments", moments, f"{moments_in_words(cfg.optim, learned)}{share(over[1])}"),
     ]
     if average:
         rows.append(MemoryRow("average of parameters", average, f"4 B x {learned}{share(over[1])}"))
@@ -300,6 +301,15 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     if shared := attention_memory(program):
         what += f"; {units.size(shared)} of others' keys and values among them ({attention_way(program)})"
     return (*rows, MemoryRow("activations", need.activations - kept_inputs(program), what))
+
+
+def moments_in_words(optim: OptimConfig, learned: str) -> str:
+    """What the optimizer keeps of so many parameters."""
+    if optim.name == "adafactor":
+        return f"4 B for each row and column of the matrices of {learned}"
+    if optim.name == "muon":
+        return f"4 B x {learned}, and again outside the blocks' matrices,"
+    return f"{MOMENTS_IN_WORDS[optim.name]} x 4 B x {learned}"
 
 
 def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:

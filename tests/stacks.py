@@ -1,0 +1,78 @@
+"""Parameters of every kind that a stack of layers has, a few steps of an optimizer on them, and short tiny runs."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import tiny
+
+from jaxscale.optim.config import OptimConfig
+from jaxscale.optim.groups import assign_groups
+from jaxscale.optim.optimizers import Layout, make_optimizer
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.sharding.rules import RULES
+from jaxscale.sharding.shardings import is_axes, tree_shardings
+
+AXES = {
+    "blocks": {
+        "wq": ("layers", "embed", "heads", "head_dim"),
+        "wo": ("layers", "heads", "head_dim", "embed"),
+        "gate": ("layers", "embed", "mlp"),
+        "up": ("layers", "embed", "mlp"),
+        "experts": ("layers", "experts", "mlp", "expert_embed"),
+        "router": ("layers", "embed", "router"),
+        "norm": ("layers", "norm"),
+    },
+    "embedding": ("vocab", "embed"),
+}
+SIZES = dict(layers=3, embed=8, heads=4, head_dim=6, mlp=16, experts=2, expert_embed=8, router=2, norm=8, vocab=16)
+RATE = 0.01
+
+
+def draw(seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    make = lambda axes: scale * rng.normal(size=[SIZES[axis] for axis in axes]).astype(np.float32)
+    return jax.tree.map(make, AXES, is_leaf=is_axes)
+
+
+def on_mesh(shape):
+    """The mesh of 8 devices with these axes; of one, without."""
+    return make_mesh(MeshConfig(**({"fsdp": 1} | shape)), jax.devices()[: 8 if shape else 1])
+
+
+def ours(mesh, rules="zero3", **settings):
+    """(the optimizer, shardings of the moments) on a mesh."""
+    cfg = OptimConfig(**{"clip_norm": 0.0, **settings})
+    shardings = tree_shardings(mesh, AXES, RULES[rules].moments)
+    layout = Layout(AXES, jax.tree.map(lambda place: place.spec, shardings), mesh)
+    groups = assign_groups(AXES, (), cfg.weight_decay, cfg.weight_decay_all)
+    return make_optimizer(cfg, lambda step: RATE, groups, layout=layout), shardings
+
+
+def trained(mesh, rules="zero3", steps=3, **settings):
+    """(the parameters after some steps, the compiled update)."""
+    optimizer, shardings = ours(mesh, rules, **settings)
+
+    @functools.partial(jax.jit, out_shardings=(shardings, None))
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params, step=0)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.device_put(draw(0), shardings)
+    state = optimizer.init(params)
+    compiled = step.lower(params, state, params).compile()
+    for number in range(steps):
+        params, state = compiled(params, state, jax.device_put(draw(1 + number, 0.1), shardings))
+    return tiny.host(params), compiled.as_text()
+
+
+def losses(overrides, num_devices, steps=4):
+    """Of the tiny run, on the same batch all the time."""
+    program = tiny.program(overrides, num_devices)
+    state, found, batch = program.init(), [], tiny.on_mesh(program, tiny.packed_batch(0))
+    for _ in range(steps):
+        state, metrics = program.train_step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found
