@@ -281,9 +281,11 @@ def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Sha
     """Shardings of state, gradients and batch by the rule tables; what is offloaded goes to the host's memory."""
     mesh, rules = model.mesh, model.rules
     grads = trainable(tree_shardings(mesh, model.axes, rules.moments), updates.groups)
+    parts = lambda axis: axis_size(axis, rules.moments, mesh.shape)
+    opt_axes = moment_axes(updates.optimizer, model.shapes, model.axes, parts)
     state = tree_shardings(mesh, state_axes((), ()), rules.params)._replace(
         params=model.shardings,
-        opt_state=tree_shardings(mesh, moment_axes(updates.optimizer, model.shapes, model.axes), rules.moments),
+        opt_state=tree_shardings(mesh, opt_axes, rules.moments),
         ema=init_ema(cfg.train.ema, grads),  # nothing but the step reads it
     )
     for setting, field in OFFLOADED.items():

@@ -27,7 +27,7 @@ AXES = {
     },
     "embedding": ("vocab", "embed"),
 }
-SIZES = dict(layers=3, embed=8, heads=4, head_dim=6, mlp=16, experts=2, expert_embed=8, router=2, norm=8, vocab=16)
+SIZES = dict(layers=3, embed=8, heads=4, head_dim=6, mlp=16, experts=2, expert_embed=8, router=2, norm=8, vocab=512)
 RATE = 0.01
 
 

@@ -60,7 +60,7 @@ CHOICES = {
     "lion": {"optim.name": "lion", "optim.decay": "linear"},
     "muon": {"optim.name": "muon"},
     "adafactor": {"optim.name": "adafactor"},
-    "lamb": {"optim.name": "lamb"},
+    "lamb": {"optim.name": "lamb", "optim.moment_dtype": "bfloat16"},
     "constant": {"optim.decay": "constant", "optim.min_lr": 3e-5},
     "wsd": {"optim.decay": "wsd"},
     "no_decay": {"optim.weight_decay": 0.0, "optim.clip_norm": 0.0, "train.guard.spike_ratio": 0.0},

@@ -72,6 +72,11 @@ class OptimConfig:
         False, "true: norms, biases and embeddings decay too", read_if="optim.weight_decay"
     )
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = setting(
+        "float32",
+        "in which moments are kept between steps, rounded up or down at random; int8: in blocks that share a scale",
+        read_if="optim.name!=adafactor",
+    )
     offload_moments: bool = setting(
         False, "true: moments live in the host's memory and visit the device layer by layer", may_change=True
     )
@@ -90,6 +95,12 @@ class OptimConfig:
             raise BadInput(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
         if self.offload_moments and self.name == "sgd" and self.b1 == 0:
             raise BadInput("offload_moments=true: sgd with b1=0 has no moments; leave it out")
+        if self.moment_dtype != "float32" and self.name == "sgd" and self.b1 == 0:
+            raise BadInput(f"moment_dtype={self.moment_dtype!r}: sgd with b1=0 has no moments; leave it out")
+        if self.moment_dtype != "float32" and self.offload_moments:
+            raise BadInput(
+                f"moment_dtype={self.moment_dtype!r} cannot go with offload_moments=true; leave one of them out"
+            )
         for name, rules in (("offload_moments", WHOLE_TENSORS), ("offload_params", NEED_PARAMETERS)):
             if getattr(self, name) and self.name in rules:
                 raise BadInput(f"{name}=true: name={self.name!r} needs whole tensors on the device; leave it out")

@@ -19,7 +19,10 @@ from jaxscale.optim.lamb import scale_by_trust
 from jaxscale.optim.matrices import is_hidden_matrix, tree_dims
 from jaxscale.optim.muon import orthogonalised
 from jaxscale.optim.schedules import Schedule, make_schedule
+from jaxscale.optim.stored import Blocks, is_blocks, scale_axes, stored
 from jaxscale.optim.streamed import is_masked, renewed, streamed
+
+UNCUT = "norm"  # a logical axis that no mesh cuts
 
 
 def optim_schedule(cfg: OptimConfig, *, warmup_steps: int, total_steps: int) -> Schedule:
@@ -57,13 +60,15 @@ def make_optimizer(
     rules that look at whole tensors. ok: read where moments or parameters are offloaded, which stay as they were if it
     is False. Updates of offloaded parameters are the new parameters, as renewed() says; of frozen ones, zeros.
     """
+    rest = lambda tx: tx if cfg.moment_dtype == "float32" else stored(tx, cfg.moment_dtype, layout.axes)
+    adam = lambda: rest(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps))
     moments = {
-        "adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
-        "lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2),
-        "sgd": lambda: optax.trace(cfg.b1) if cfg.b1 else optax.identity(),
-        "muon": lambda: muon(cfg, layout),
+        "adamw": adam,
+        "lion": lambda: rest(optax.scale_by_lion(cfg.b1, cfg.b2)),
+        "sgd": lambda: rest(optax.trace(cfg.b1)) if cfg.b1 else optax.identity(),
+        "muon": lambda: muon(cfg, layout, rest(optax.trace(cfg.muon_momentum, nesterov=True)), adam()),
         "adafactor": lambda: scale_by_factored(tree_dims(layout.axes), cfg.scale_by_parameter),
-        "lamb": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
+        "lamb": adam,
     }[cfg.name]()
     if cfg.offload_moments:
         moments = streamed(moments, is_stacked)
@@ -83,17 +88,17 @@ def make_optimizer(
     return optax.multi_transform({"learns": inner, "frozen": optax.set_to_zero()}, labels)
 
 
-def muon(cfg: OptimConfig, layout: Layout) -> optax.GradientTransformationExtraArgs:
+def muon(
+    cfg: OptimConfig, layout: Layout, momentum: optax.GradientTransformation, adam: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
     """Orthogonalised momentum for the blocks' matrices, and Adam's updates for all other parameters."""
     label = lambda path, axes: "muon" if is_hidden_matrix(dotted(path), axes) else "adamw"
     labels = jax.tree_util.tree_map_with_path(label, layout.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     dims = jax.tree.leaves(tree_dims(layout.axes, each_head=cfg.muon_heads == "each"))
     place = lambda dims, spec: make_place(dims, spec, layout.mesh, layout.slow)
     places = [place(*both) for both in zip(dims, jax.tree.leaves(layout.specs), strict=True)]
-    matrices = optax.chain(
-        optax.trace(cfg.muon_momentum, nesterov=True), orthogonalised(places, layout.mesh, cfg.muon_dtype)
-    )
-    return optax.multi_transform({"muon": matrices, "adamw": optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)}, labels)
+    matrices = optax.chain(momentum, orthogonalised(places, layout.mesh, cfg.muon_dtype))
+    return optax.multi_transform({"muon": matrices, "adamw": adam}, labels)
 
 
 def add_decay(groups: Any) -> optax.GradientTransformation:
@@ -137,22 +142,30 @@ def combine(trained: Any, params: Any) -> Any:
     return jax.tree.map(lambda p, own: p if is_masked(own) else own, params, trained)
 
 
-def moment_axes(optimizer: optax.GradientTransformation, params: Any, axes_tree: Any) -> Any:
+def moment_axes(
+    optimizer: optax.GradientTransformation, params: Any, axes_tree: Any, parts: Callable[[str], int] = lambda axis: 1
+) -> Any:
     """Logical axes for each leaf of the optimizer state: moments inherit their parameter's, counts have (), and means
     over rows or columns lack those.
 
-    params: shapes (jax.eval_shape's) of the parameters.
+    params: shapes (jax.eval_shape's) of the parameters. parts: into how many the mesh cuts an axis.
     """
     state = jax.eval_shape(optimizer.init, params)
     flat_axes, _ = jax.tree.flatten(axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
     boxed = jax.tree.unflatten(jax.tree.structure(params), [Axes(axes) for axes in flat_axes])
+
+    def of_moment(leaf, box):
+        if is_masked(leaf):  # a frozen parameter has no moments, hence no axes
+            return leaf
+        return Blocks(box, Axes(scale_axes(box.axes, *leaf, parts, UNCUT))) if is_blocks(leaf) else box
+
     mapped = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, axes: leaf if is_masked(leaf) else axes,  # a frozen parameter has no moments, hence no axes
+        of_moment,
         state,
         boxed,
         transform_non_params=lambda _: Axes(()),
-        is_leaf=is_masked,
+        is_leaf=lambda leaf: is_masked(leaf) or is_blocks(leaf),
     )
     mapped = jax.tree.map(without_summed, mapped, is_leaf=lambda part: isinstance(part, FactoredState))
     return jax.tree.map(lambda box: box.axes, mapped)

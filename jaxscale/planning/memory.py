@@ -40,6 +40,7 @@ GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRAC
 GPU_FRACTION = 0.75
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0, "lamb": 2}  # at least
 MOMENTS_IN_WORDS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum", "lamb": "2 moments"}
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 # Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
 # headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planning/test_plan_memory.py compares with.
 BLOCK_SLACK = 1.25
@@ -114,8 +115,8 @@ def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
     has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
     if cfg.lora.on:
         return MemoryNeed(params, 0, 0, 0)
-    copies = NUM_MOMENTS[cfg.optim.name] * has_momentum + cfg.train.ema.on
-    return MemoryNeed(params, copies * params, params, 0)
+    moments = NUM_MOMENTS[cfg.optim.name] * has_momentum * params * MOMENT_BYTES[cfg.optim.moment_dtype] // 4
+    return MemoryNeed(params, moments + cfg.train.ema.on * params, params, 0)
 
 
 def shards(abstract: Any, on_host: bool = False) -> list[tuple[tuple[int, ...], int]]:
@@ -307,9 +308,10 @@ def moments_in_words(optim: OptimConfig, learned: str) -> str:
     """What the optimizer keeps of so many parameters."""
     if optim.name == "adafactor":
         return f"4 B for each row and column of the matrices of {learned}"
+    a_moment = f"{MOMENT_BYTES[optim.moment_dtype]} B" + " and scales" * (optim.moment_dtype == "int8")
     if optim.name == "muon":
-        return f"4 B x {learned}, and again outside the blocks' matrices,"
-    return f"{MOMENTS_IN_WORDS[optim.name]} x 4 B x {learned}"
+        return f"{a_moment} x {learned}, and again outside the blocks' matrices,"
+    return f"{MOMENTS_IN_WORDS[optim.name]} x {a_moment} x {learned}"
 
 
 def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:

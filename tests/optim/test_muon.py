@@ -1,6 +1,8 @@
 """Muon against an SVD and its published code, and the same on every mesh."""
 
 import functools
+import os
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -123,3 +125,26 @@ def test_a_run_is_the_same_on_every_mesh(overrides):
 def test_moments_in_the_host_s_memory_are_refused():
     with pytest.raises(ValueError, match="offload_moments=true: name='muon' needs whole tensors"):
         OptimConfig(name="muon", offload_moments=True)
+
+
+THEIRS = """
+import numpy, sys, torch
+torch.Tensor.bfloat16 = torch.Tensor.float  # its iteration, in float32
+start, *grads = numpy.load(sys.argv[1])
+param = torch.nn.Parameter(torch.from_numpy(start))
+muon = torch.optim.Muon([param], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+for grad in grads:
+    param.grad = torch.from_numpy(grad)
+    muon.step()
+numpy.save(sys.argv[1], param.detach().numpy())
+"""
+
+
+@pytest.mark.peer
+def test_updates_are_those_of_torch(tmp_path):
+    if not (python := os.environ.get("JAXSCALE_TORCH_PYTHON", "")):
+        pytest.skip("set JAXSCALE_TORCH_PYTHON to a Python that has torch 2.9 or later")
+    arrays = np.stack([draw(0)["blocks"]["gate"][1], *[draw(1 + n, 0.1)["blocks"]["gate"][1] for n in range(3)]])
+    np.save(tmp_path / "gate.npy", arrays)
+    subprocess.run([python, "-c", THEIRS, str(tmp_path / "gate.npy")], check=True)
+    np.testing.assert_allclose(on_one()["blocks"]["gate"][1], np.load(tmp_path / "gate.npy"), atol=1e-5)
