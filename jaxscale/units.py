@@ -1,7 +1,9 @@
 """Amounts as people write and read them: tokens, or '2000 steps', '1%', '1 epoch', '512 rows'; figures and tables."""
 
+import bisect
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.system.exits import BadInput
@@ -61,6 +63,86 @@ def resolve(
 def steps(tokens: int, batch_tokens: int) -> int:
     """Whole steps that hold at least so many tokens: 0 for 0."""
     return -(-tokens // batch_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """The sizes of batches 0, 1, 2, ... of an endless stream, in rows or in tokens: one, or a few, each from a batch
+    on. Where a batch begins, and which batch has a place of the stream, is arithmetic."""
+
+    stages: tuple[tuple[int, int], ...]  # (first batch, size of each from there on), in order, the first from batch 0
+
+    @classmethod
+    def growing(cls, ends: Sequence[tuple[int, int]], last: int) -> "BatchSizes":
+        """Batches of each size until they hold so much, for (size, until) in `ends`; then of the size `last`.
+
+        Raises BadInput for a size that no batch would have.
+        """
+        stages, batch, reached = [], 0, 0
+        for size, until in ends:
+            if until <= reached:
+                raise BadInput(f"no batch has {size:,}: they end at {until:,}, and those before them at {reached:,}")
+            stages.append((batch, size))
+            number = steps(until - reached, size)
+            batch, reached = batch + number, reached + number * size
+        return cls((*stages, (batch, last)))
+
+    @classmethod
+    def of(cls, sizes: "BatchSizes | int") -> "BatchSizes":
+        """The sizes; of a number, that size for all."""
+        return sizes if isinstance(sizes, BatchSizes) else cls(((0, sizes),))
+
+    @property
+    def largest(self) -> int:
+        """Of all sizes."""
+        return max(size for _, size in self.stages)
+
+    @property
+    def vary(self) -> bool:
+        """Whether there is more than one size."""
+        return len(self.stages) > 1
+
+    def starts(self) -> list[int]:
+        """Where each stage begins in the stream."""
+        found, reached = [0], 0
+        for (first, size), (following, _) in zip(self.stages, self.stages[1:]):
+            found.append(reached := reached + (following - first) * size)
+        return found
+
+    def stage(self, n: int) -> int:
+        """The number of the stage that batch n is in."""
+        return bisect.bisect_right(self.stages, n, key=lambda stage: stage[0]) - 1
+
+    def size(self, n: int) -> int:
+        """Of batch n."""
+        return self.stages[self.stage(n)][1]
+
+    def begin(self, n: int) -> int:
+        """Where batch n begins: what all batches before it hold."""
+        first, size = self.stages[at := self.stage(n)]
+        return self.starts()[at] + (n - first) * size
+
+    def find(self, place: int) -> tuple[int, int]:
+        """(the batch that has this place of the stream, where in that batch): the inverse of begin."""
+        at = bisect.bisect_right(starts := self.starts(), place) - 1
+        first, size = self.stages[at]
+        batches, rest = divmod(place - starts[at], size)
+        return first + batches, rest
+
+    def holding(self, amount: int) -> int:
+        """The fewest batches from the first on that hold at least so much: 0 for 0."""
+        batch, rest = self.find(amount)
+        return batch + (rest > 0)
+
+    def times(self, number: int) -> "BatchSizes":
+        """The same batches where each unit is so many others: rows as tokens."""
+        return BatchSizes(tuple((first, size * number) for first, size in self.stages))
+
+
+def recorded_sizes(budget: Mapping[str, Any], row_tokens: int = 1) -> BatchSizes:
+    """The batches of a run by its record's "budget", in rows of so many tokens."""
+    stages = tuple((int(first), int(tokens) // row_tokens) for first, tokens in budget.get("ramp") or ())
+    return BatchSizes(stages or ((0, int(budget["batch_tokens"]) // row_tokens),))
 
 
 def digits(number: float) -> str:

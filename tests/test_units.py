@@ -1,5 +1,7 @@
 """An amount of training, however it is written, becomes one number of tokens, or one clear line."""
 
+import random
+
 import pytest
 
 from jaxscale import units
@@ -128,3 +130,36 @@ def test_divisors_of_huge_numbers_are_found_at_once():
     assert units.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     assert len(units.divisors(2**40)) == 41 and len(units.divisors(10**12 + 39)) == 2
     assert units.or_list([1, 2, 4]) == "1, 2 or 4" and units.or_list([1]) == "1"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_batches_that_grow_lie_where_a_plain_loop_puts_them(seed):
+    draw = random.Random(seed)
+    sizes, ends, until = sorted(draw.sample(range(1, 40), draw.randint(1, 4))), [], 0
+    for size in sizes[:-1]:
+        until += size + draw.randint(1, 150)  # past the last batch of the size before, which is smaller
+        ends.append((size, until))
+    batches, place = units.BatchSizes.growing(ends, sizes[-1]), 0
+    for n in range(50):
+        size = next((size for size, until in ends if place < until), sizes[-1])
+        assert (batches.size(n), batches.begin(n)) == (size, place)
+        assert [batches.find(place + row) for row in range(size)] == [(n, row) for row in range(size)]
+        assert [batches.holding(place + row) for row in range(size)] == [n] + [n + 1] * (size - 1)
+        assert batches.times(7).begin(n) == 7 * place
+        place += size
+
+
+def test_batches_of_one_size_are_found_by_one_division():
+    for batches in (units.BatchSizes.of(8), units.recorded_sizes({"batch_tokens": 1024}, row_tokens=128)):
+        assert not batches.vary and batches.largest == batches.size(10**12) == 8
+        assert batches.begin(10**12) == 8 * 10**12 and batches.find(8 * 10**12 + 3) == (10**12, 3)
+
+
+def test_a_record_tells_the_sizes_of_a_ramp():
+    recorded = {"batch_tokens": 4096, "ramp": [[0, 1024], [5, 4096]]}  # as config.json has it
+    assert units.recorded_sizes(recorded, row_tokens=128) == units.BatchSizes(((0, 8), (5, 32)))
+
+
+def test_a_size_that_no_batch_would_have_is_refused():
+    with pytest.raises(ValueError, match="no batch has 16: they end at 20, and those before them at 24"):
+        units.BatchSizes.growing([(8, 17), (16, 20)], 32)
