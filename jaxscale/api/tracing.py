@@ -19,6 +19,7 @@ from jaxscale.monitor.records import read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, tell
 from jaxscale.training.decisions import Decisions, decisions_of
+from jaxscale.units import BatchSizes, recorded_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +51,12 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     corpus = open_data(
         cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda _: None
     )
-    total_steps = written["budget"]["total_steps"]
-    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decisions.with_recorded(recorded))
+    total_steps, sizes = written["budget"]["total_steps"], recorded_sizes(written["budget"], cfg.seq_len)
+    decided = decisions.with_recorded(recorded)
+    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decided, sizes)
     hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}
     done = max(step or 0, 1 + max(hashes, default=-1))
-    return Traced(Ledger(corpus, corpus.batches(cfg.rows_per_step, mixture), skipped), total_steps, done, hashes)
+    return Traced(Ledger(corpus, corpus.batches(sizes, mixture), skipped), total_steps, done, hashes)
 
 
 def reckoned(
@@ -64,6 +66,7 @@ def reckoned(
     step: int,
     total_steps: int,
     decisions: Decisions,
+    sizes: BatchSizes,
 ) -> tuple[Ranges, Mixture | None]:
     """(skipped batches, mixture) as run.open_run has them: what the last checkpoint, of `step`, has recorded, and what
     the newest start and the run's rewinds have changed ahead of it.
@@ -79,8 +82,8 @@ def reckoned(
         )
     skipped = merge_skips(before, [*cfg.data.skip_batches, *decisions.skip_batches], step)
     num_batches = batch_index(total_steps - 1, skipped) + 1
-    mixture = corpus.plan_mixture(cfg.rows_per_step, total_steps, num_batches, detours=decisions.detours)
-    rows = (batch_index(step - 1, before) + 1) * cfg.rows_per_step if step else 0
+    mixture = corpus.plan_mixture(sizes, total_steps, num_batches, detours=decisions.detours)
+    rows = sizes.begin(batch_index(step - 1, before) + 1) if step else 0
     if recorded and not same_past(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise Stop(
             Exit.DATA_MISMATCH,
@@ -160,9 +163,6 @@ def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -
 
     Raises BadInput for one behind the end of the run, and for a row that no batch has.
     """
-    rows = run.ledger.batches.rows_per_batch
-    if row >= rows:
-        raise BadInput(f"row={row} is not among the {rows} rows of a batch; give 0 to {rows - 1}")
     name, number = ("batch", batch) if step is None else ("step", step)
     last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)
     if number > last:
@@ -170,7 +170,10 @@ def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -
             f"{name}={number} is after the end of the run, which has {run.total_steps} steps by its config.json; "
             f"give 0 to {last}"
         )
-    return (number, run.ledger.batch_of(number)) if name == "step" else (step_of(number, run.ledger.skipped), number)
+    n = run.ledger.batch_of(number) if name == "step" else number
+    if row >= (rows := run.ledger.batches.sizes.size(n)):
+        raise BadInput(f"row={row} is not among the {rows} rows of batch {n}; give 0 to {rows - 1}")
+    return step_of(n, run.ledger.skipped), n
 
 
 def contents(run: Traced, step: int | None, n: int, row: int | None, characters: int) -> Iterator[Piece]:

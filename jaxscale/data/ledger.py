@@ -67,7 +67,7 @@ class Ledger:
     def batch(self, n: int) -> list[Entry]:
         """The documents of batch n."""
         pieces = self._rows.pieces(self.batches.row_numbers(n))
-        rows = np.repeat(np.arange(self.batches.rows_per_batch), np.diff(pieces.first))
+        rows = np.repeat(np.arange(self.batches.sizes.size(n)), np.diff(pieces.first))
         begins = np.cumsum(pieces.lengths) - pieces.lengths
         begins -= begins[pieces.first[:-1]][rows]
         columns = (rows, begins, pieces.lengths, pieces.skipped, pieces.documents)
@@ -110,7 +110,7 @@ class Ledger:
         document: its id, FILE:OFFSET or SHARD:NUMBER; all that are named so count. Raises BadInput if there is none,
         or none in training.
         """
-        stop_place = batch_index(stop - 1, self.skipped) * self.batches.rows_per_batch + self.batches.rows_per_batch
+        stop_place = self.batches.sizes.begin(batch_index(stop - 1, self.skipped) + 1)
         found = self.find(document)
         numbers = np.unique(np.concatenate([self.in_table(*place) for place in found]))
         if not len(numbers):
@@ -128,7 +128,7 @@ class Ledger:
                 (at,) = np.flatnonzero(pieces.documents == number)
                 piece = [int(column[at]) for column in (ends - pieces.lengths, pieces.lengths, pieces.skipped)]
                 for place in self.batches.order.places_of(row, max(0, stop_place)).tolist():
-                    n, in_batch = divmod(place, self.batches.rows_per_batch)
+                    n, in_batch = self.batches.sizes.find(place)
                     step = step_of(n, self.skipped)
                     if step is not None and step < stop:
                         sights.append((step, self.entry(in_batch, *piece, number)))

@@ -188,7 +188,7 @@ def plan_mixture(
     *,
     sizes: Mapping[str, int],
     seq_len: int,
-    rows_per_batch: int,
+    rows_per_batch: units.BatchSizes | int,
     total_steps: int,
     num_batches: int,
     detours: Sequence[Detour] = (),
@@ -199,15 +199,18 @@ def plan_mixture(
     detours: stages of one source in between.
     Raises: BadInput for a source that is not there, and where all have used up their epochs before the end.
     """
-    batch_tokens = seq_len * rows_per_batch
+    rows = units.BatchSizes.of(rows_per_batch)
+    tokens = rows.times(seq_len)
     for _, weights in stages_of(mixture):
         check_sources("mixture", weights, sizes)
     check_sources("max_epochs", max_epochs, sizes)
     names = tuple(sizes)
     known = dict(
-        batch_tokens=batch_tokens, train_tokens=total_steps * batch_tokens, epoch_tokens=sum(sizes.values()) * seq_len
+        batch_tokens=None if rows.vary else tokens.largest,
+        train_tokens=tokens.begin(total_steps),
+        epoch_tokens=sum(sizes.values()) * seq_len,
     )
-    starts = with_detours(start_batches(mixture, seq_len=seq_len, **known), detours)
+    starts = with_detours(start_batches(mixture, tokens, seq_len=seq_len, **known), detours)
     caps = {names.index(name): int(number * sizes[name]) for name, number in max_epochs.items()}
     ends = [start for start, _ in starts[1:]] + [max(num_batches, starts[-1][0] + 1)]
     stages: list[Stage] = []
@@ -215,7 +218,7 @@ def plan_mixture(
     for (start, weights), end in zip(starts, ends):
         if start and start >= num_batches:
             break
-        row, end_row = start * rows_per_batch, min(end, max(num_batches, 1)) * rows_per_batch
+        row, end_row = rows.begin(start), rows.begin(min(end, max(num_batches, 1)))
         weights_G = np.array([weights.get(name, 0.0) for name in names], np.float64)
         while row < end_row:
             for source in [source for source, cap in caps.items() if weights_G[source] and taken[source] >= cap]:
@@ -227,7 +230,7 @@ def plan_mixture(
             if not weights_G.any():
                 raise BadInput(
                     f"data.max_epochs={dict(max_epochs)} lets every source of data.mixture run out after "
-                    f"{row * seq_len:,} tokens, and the run has {num_batches * batch_tokens:,}; raise a cap, add a "
+                    f"{row * seq_len:,} tokens, and the run has {tokens.begin(num_batches):,}; raise a cap, add a "
                     "source, or lower train_tokens"
                 )
             pattern = pattern_of(whole_counts(weights_G / weights_G.sum()))
@@ -239,13 +242,13 @@ def plan_mixture(
             stages.append(Stage(row, pattern))
             taken = taken + pattern.taken(stop - row)
             row = stop
-    epochs = ", ".join(f"{name} {rows / size:.3g}" for (name, size), rows in zip(sizes.items(), taken) if rows)
+    epochs = ", ".join(f"{name} {had / size:.3g}" for (name, size), had in zip(sizes.items(), taken) if had)
     lines.append(f"epochs of each source in this run: {epochs}")
     return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture))
 
 
-def start_batches(mixture: MixtureSetting, **known: int) -> list[tuple[int, Weights]]:
-    """(first batch, weights) of each stage, in order. known: what units.resolve needs.
+def start_batches(mixture: MixtureSetting, batches: units.BatchSizes, **known: int | None) -> list[tuple[int, Weights]]:
+    """(first batch, weights) of each stage, in order. batches: in tokens. known: what units.resolve needs.
 
     Raises: BadInput unless the first is batch 0, and where two are the same.
     """
@@ -253,7 +256,7 @@ def start_batches(mixture: MixtureSetting, **known: int) -> list[tuple[int, Weig
         (units.resolve("data.mixture's start", start, **known), weights) for start, weights in stages_of(mixture)
     ]
     starts = sorted(
-        ((units.steps(tokens, known["batch_tokens"]), weights) for tokens, weights in resolved),
+        ((batches.holding(tokens), weights) for tokens, weights in resolved),
         key=lambda stage: stage[0],
     )
     if starts[0][0] != 0:

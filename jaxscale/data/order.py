@@ -11,6 +11,7 @@ from jaxscale.data.mixture import Mixture
 from jaxscale.data.permutation import permuted, unpermuted
 from jaxscale.data.row_filter import RowFilter
 from jaxscale.system.exits import BadInput
+from jaxscale.units import BatchSizes
 
 ORDER = 2  # another number where the same settings give other batches; 1 was the order of Grain's shuffle
 Transform = Callable[[Batch, int, Sequence[int]], Batch]  # (rows, n, their numbers) -> the same rows, changed
@@ -86,7 +87,7 @@ class Batches:
     def __init__(
         self,
         order: RowOrder,
-        rows_per_batch: int,
+        rows_per_batch: BatchSizes | int,
         row_filter: RowFilter | None = None,
         transform: Transform | None = None,
     ):
@@ -94,16 +95,17 @@ class Batches:
 
         transform(rows, n, row_indices): what becomes of these rows of batch n.
         """
-        self.order, self.rows_per_batch, self.row_filter, self.transform = order, rows_per_batch, row_filter, transform
-        self._together = max(1, self.LOCATED // rows_per_batch)  # batches
-        self._recent: tuple[int, Any] = (-1, None)  # of any thread, replaced whole
+        self.order, self.sizes, self.row_filter, self.transform = (
+            order, BatchSizes.of(rows_per_batch), row_filter, transform,
+        )  # fmt: skip
+        self._recent: tuple[Any, Any] = (None, None)  # of any thread, replaced whole
 
     def rows(self, n: int, row_indices: Sequence[int] | slice) -> Batch:
         """The given rows, numbered from 0 within batch n, in the order given: fields of [len(row_indices), T]."""
         if isinstance(row_indices, slice):
-            row_indices = range(*row_indices.indices(self.rows_per_batch))
-        if outside := [row for row in row_indices if not 0 <= row < self.rows_per_batch]:
-            raise BadInput(f"rows {outside} are not among the {self.rows_per_batch} rows of a batch")
+            row_indices = range(*row_indices.indices(self.sizes.size(n)))
+        if outside := [row for row in row_indices if not 0 <= row < self.sizes.size(n)]:
+            raise BadInput(f"rows {outside} are not among the {self.sizes.size(n)} rows of batch {n}")
         located, sources, first = self.whereabouts(n)
         chosen = [first + int(row) for row in row_indices]
         text = self.order.rows.read(located, chosen)
@@ -117,34 +119,36 @@ class Batches:
         return made
 
     def batch(self, n: int) -> Batch:
-        """The whole batch n: fields of [rows_per_batch, T]."""
-        return self.rows(n, range(self.rows_per_batch))
+        """The whole batch n: fields of [its rows, T]."""
+        return self.rows(n, range(self.sizes.size(n)))
 
     def text(self, n: int) -> Batch:
-        """The packed rows of batch n as they are before transform and row filter: fields of [rows_per_batch, T]."""
+        """The packed rows of batch n as they are before transform and row filter: fields of [its rows, T]."""
         located, _, first = self.whereabouts(n)
-        return self.order.rows.read(located, range(first, first + self.rows_per_batch))
+        return self.order.rows.read(located, range(first, first + self.sizes.size(n)))
 
     def row_numbers(self, n: int) -> np.ndarray:
-        """int64[rows_per_batch]: which rows of the corpus batch n is made of."""
-        first = int(n) * self.rows_per_batch
-        return self.order.row_numbers(np.arange(first, first + self.rows_per_batch))
+        """int64[rows of batch n]: which rows of the corpus it is made of."""
+        return self.order.row_numbers(np.arange(self.sizes.begin(int(n)), self.sizes.begin(int(n) + 1)))
 
     def whereabouts(self, n: int) -> tuple[Any, np.ndarray | None, int]:
         """(where the rows of the batches around n lie, the source of each in a mixture, where among them n begins)."""
-        part, batch = divmod(int(n), self._together)
+        rows, stage = self.sizes.size(int(n)), self.sizes.stage(int(n))
+        together = max(1, self.LOCATED // rows)  # batches
+        part, batch = divmod(int(n) - self.sizes.stages[stage][0], together)
         known, found = self._recent
-        if known != part:
-            size = self._together * self.rows_per_batch
-            places = np.arange(part * size, (part + 1) * size)
+        if known != (stage, part):
+            size = together * rows
+            begin = self.sizes.starts()[stage] + part * size
+            places = np.arange(begin, begin + size)
             mixture = self.order.mixture
             sources = None if mixture is None else mixture.source_numbers(places).astype(np.int32)
             found = self.order.rows.locate(self.order.row_numbers(places)), sources
-            self._recent = (part, found)
-        return (*found, batch * self.rows_per_batch)
+            self._recent = ((stage, part), found)
+        return (*found, batch * rows)
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_recent": (-1, None)}
+        return self.__dict__ | {"_recent": (None, None)}
 
 
 def batch_index(step: int, skipped: Iterable[Sequence[int]]) -> int:
@@ -165,6 +169,14 @@ def step_of(n: int, skipped: Iterable[Sequence[int]]) -> int | None:
             return None
         before += max(0, min(stop, n) - start)
     return n - before
+
+
+def rows_trained(step: int, sizes: BatchSizes, skipped: Iterable[Sequence[int]]) -> int:
+    """Rows of the batches of the first `step` steps."""
+    n = batch_index(step - 1, skipped) + 1 if step else 0
+    return sizes.begin(n) - sum(
+        sizes.begin(stop) - sizes.begin(start) for start, stop in normalise(skipped) if start < n
+    )
 
 
 def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence[int]], at_step: int) -> Ranges:

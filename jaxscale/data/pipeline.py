@@ -37,6 +37,7 @@ from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.units import BatchSizes
 
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 VALIDATION_ROWS_SYNTHETIC = 4096
@@ -73,20 +74,22 @@ class Corpus:
         """Rows of training that each source of a mixture has."""
         return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))
 
-    def batches(self, rows_per_batch: int, mixture: Mixture | None = None) -> Batches:
+    def batches(self, rows_per_batch: BatchSizes | int, mixture: Mixture | None = None) -> Batches:
         """The endless training batches, each epoch in another order.
 
-        mixture: of plan_mixture; else that of the settings as for a run of one epoch, without caps.
+        rows_per_batch: of all batches, or the sizes of a ramp. mixture: of plan_mixture; else that of the settings as
+        for a run of one epoch, without caps.
         """
         if self.cfg.mixture and mixture is None:
-            mixture = self.plan_mixture(rows_per_batch, max(1, len(self.train_rows) // rows_per_batch), capped=False)
+            one_epoch = BatchSizes.of(rows_per_batch).find(len(self.train_rows))[0]
+            mixture = self.plan_mixture(rows_per_batch, max(1, one_epoch), capped=False)
         row_filter = make_row_filter(self.cfg.gate, self.tokenizer) if self.shards else None
         transform = functools.partial(apply, self.cfg.objective, self.ids, seed=self.seed)
         return Batches(RowOrder(self.train_rows, self.seed, mixture), rows_per_batch, row_filter, transform)
 
     def plan_mixture(
         self,
-        rows_per_batch: int,
+        rows_per_batch: BatchSizes | int,
         total_steps: int,
         num_batches: int | None = None,
         *,
