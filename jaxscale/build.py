@@ -6,7 +6,7 @@ It needs no data and no work folder, so that other tools can compile the very sa
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeli
 from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.schedules import Schedule as StageSchedule
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
+from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.balance import is_balance, rebalanced
 from jaxscale.training.ema import init_ema
@@ -69,6 +70,7 @@ class Program:
     batch_shards: int
     parameter_table: list[tuple[str, str, str, str, str]]
     compiler_options: CompilerOptions  # that train_step is compiled with
+    smaller: Mapping[int, "Program"] = dataclasses.field(default_factory=dict)  # {rows: of these batches} of a ramp
 
     @property
     def mesh(self) -> Mesh:
@@ -99,6 +101,14 @@ class Program:
     def stages(self) -> str:
         """How the stages of a pipeline go through the microbatches of a step, or ''."""
         return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
+
+    def by_size(self, name: str) -> Callable:
+        """The compiled function of this name, (state, batch) -> ...: for each batch the one for its number of rows."""
+        if not self.smaller:
+            return getattr(self, name)
+        functions = {rows: getattr(program, name) for rows, program in self.smaller.items()}
+        functions[self.cfg.rows_per_step] = getattr(self, name)
+        return lambda state, batch: functions[len(batch.tokens)](state, batch)
 
     @property
     def abstract_batch(self) -> Batch:
@@ -169,6 +179,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     compiled = dict(compiler_options=options.values or None)
     return Program(
         cfg=cfg,
+        smaller=make_smaller(cfg, budget, devices),
         model=model,
         unstaged=unstaged,
         init=jax.jit(init, out_shardings=shardings.state),
@@ -185,6 +196,17 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         parameter_table=group_table(model.shapes, model.shardings, updates.groups),
         compiler_options=options,
     )
+
+
+def make_smaller(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None) -> dict[int, Program]:
+    """{rows: what the config compiles to for batches of so many} for the sizes of batch_ramp. Raises BadInput."""
+    found = {}
+    for tokens in cfg.ramp_tokens:
+        try:
+            found[tokens // cfg.seq_len] = make_program(cfg.with_batch(tokens), budget, devices)
+        except BadInput as error:
+            raise BadInput(f"batch_ramp, batches of {tokens // cfg.seq_len} rows: {error}") from None
+    return found
 
 
 def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> CompilerOptions:

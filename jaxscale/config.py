@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxscale import units
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
-from jaxscale.data.config import DataConfig, mixture_names
+from jaxscale.data.config import DataConfig, mixture_names, stages_of
 from jaxscale.data.objective_config import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.config import EvalConfig, Evals, check_names
 from jaxscale.hosts.config import HangConfig
@@ -30,6 +30,11 @@ class RunConfig:
     model: AnyModelConfig = setting(help="the model")
     seq_len: int = setting(1024, "tokens in a row")
     batch_tokens: units.Tokens = setting(help="tokens in a step, over all devices: an integer or '512 rows'")
+    batch_ramp: tuple[tuple[units.Tokens, units.Tokens], ...] = setting(
+        (),
+        "smaller batches to begin with, before those of batch_tokens: [(tokens or '8 rows', until which tokens of the "
+        "run), ...], such as [('8 rows', '10%')]; amounts in tokens, rows or '%', not in steps",
+    )
     train_tokens: units.Tokens = setting(
         help="tokens in the run: an integer, '20000 steps' or '1 epoch'", may_change=True
     )
@@ -75,6 +80,18 @@ class RunConfig:
         return self.tokens_per_step // self.seq_len
 
     @property
+    def ramp_tokens(self) -> tuple[int, ...]:
+        """The sizes of batch_ramp in tokens."""
+        return tuple(units.resolve("batch_ramp", size, seq_len=self.seq_len) for size, _ in self.batch_ramp)
+
+    def with_batch(self, tokens: int) -> "RunConfig":
+        """The same run with all batches of so many tokens, a size of batch_ramp, in microbatches of as many rows as
+        those of batch_tokens have, or in one of fewer."""
+        parts = max(1, self.train.num_microbatches * tokens // self.tokens_per_step)
+        train = dataclasses.replace(self.train, num_microbatches=parts)
+        return dataclasses.replace(self, batch_tokens=tokens, batch_ramp=(), train=train)
+
+    @property
     def row_lengths(self) -> Lengths:
         """Of the rows that the model reads: the objective makes them of rows of seq_len tokens."""
         return row_lengths(self.data.objective, self.seq_len)
@@ -117,10 +134,43 @@ def check_batch(cfg: RunConfig) -> None:
         )
 
 
+def check_ramp(cfg: RunConfig) -> None:
+    """Raises BadInput unless the sizes of batch_ramp grow up to batch_tokens and are whole rows and microbatches."""
+    sizes, rows = cfg.ramp_tokens, cfg.rows_per_step // cfg.train.num_microbatches
+    for before, size in zip((0, *sizes), (*sizes, cfg.tokens_per_step)):
+        if size <= before:
+            raise BadInput(
+                f"batch_ramp has batches of {', '.join(map(str, sizes))} tokens before those of batch_tokens="
+                f"{cfg.tokens_per_step}; each must be larger than the one before it"
+            )
+    for size in sizes:
+        if size % cfg.seq_len:
+            raise BadInput(
+                f"batch_ramp: a batch of {size} tokens is not a whole number of rows of seq_len={cfg.seq_len}; try "
+                f"{-(-size // cfg.seq_len) * cfg.seq_len}"
+            )
+        if size > rows * cfg.seq_len and size % (rows * cfg.seq_len):
+            raise BadInput(
+                f"batch_ramp: a batch of {size // cfg.seq_len} rows is no whole number of microbatches of {rows} rows, "
+                f"which train.num_microbatches={cfg.train.num_microbatches} makes of batch_tokens; use a multiple of "
+                f"{rows} rows, fewer rows than that, or other microbatches"
+            )
+
+
 def check_amounts(cfg: RunConfig) -> None:
-    """Raises BadInput for an amount of training in no known unit. Its size follows from the data: resolve_budget."""
-    for name, amount in (("train_tokens", cfg.train_tokens), ("optim.warmup_tokens", cfg.optim.warmup_tokens)):
-        units.parse(name, amount)
+    """Raises BadInput for an amount of training in no known unit, and in steps where these differ in size.
+
+    How much it is follows from the data: resolve_budget.
+    """
+    amounts = [("train_tokens", cfg.train_tokens), ("optim.warmup_tokens", cfg.optim.warmup_tokens)]
+    amounts += [("batch_ramp", until) for _, until in cfg.batch_ramp]
+    if cfg.batch_ramp and cfg.data.mixture:
+        amounts += [("data.mixture's start", start) for start, _ in stages_of(cfg.data.mixture)]
+    for name, amount in amounts:
+        if units.parse(name, amount)[1] == "steps" and cfg.batch_ramp:
+            raise BadInput(
+                f"{name}={amount!r}: with batch_ramp a step is not always as many tokens; write it in tokens or rows"
+            )
 
 
 def check_objective(cfg: RunConfig) -> None:
@@ -230,7 +280,7 @@ def check_scales(cfg: RunConfig) -> None:
 # data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
-    check_evals, check_batch, check_amounts, check_scales,
+    check_evals, check_batch, check_ramp, check_amounts, check_scales,
 )  # fmt: skip
 
 
@@ -238,17 +288,28 @@ CHECKS = (
 class Budget:
     """The amounts of a run as numbers."""
 
-    batch_tokens: int
-    train_tokens: int  # as wished; the run does whole steps, total_steps * batch_tokens
+    batch_tokens: int  # of the largest batch, the only size without a ramp
+    train_tokens: int  # as wished; the run does whole steps
     total_steps: int
     warmup_steps: int
+    ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens) of each size; () where there is one
 
     def __str__(self) -> str:
-        done = self.total_steps * self.batch_tokens
+        sizes = f"{self.batch_tokens} tokens"
+        if self.ramp:
+            sizes = ", ".join(f"{tokens} tokens from batch {first}" for first, tokens in self.ramp)
         return (
-            f"{self.total_steps} steps of {self.batch_tokens} tokens, {units.count(done)} in all; "
+            f"{self.total_steps} steps of {sizes}, {units.count(self.tokens_of(self.total_steps))} in all; "
             f"warmup {self.warmup_steps} steps"
         )
+
+    def batches(self, row_tokens: int) -> units.BatchSizes:
+        """How many rows of so many tokens each batch has."""
+        return units.recorded_sizes(dataclasses.asdict(self), row_tokens)
+
+    def tokens_of(self, steps: int) -> int:
+        """Tokens of the first steps, where no batch is skipped."""
+        return self.batches(1).begin(steps)
 
 
 def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
@@ -257,9 +318,17 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
     known = dict(seq_len=cfg.seq_len, batch_tokens=batch, epoch_tokens=epoch_tokens)
     train_tokens = units.resolve("train_tokens", cfg.train_tokens, **known)
     warmup = units.resolve("optim.warmup_tokens", cfg.optim.warmup_tokens, train_tokens=train_tokens, **known)
-    total_steps, warmup_steps = units.steps(train_tokens, batch), units.steps(warmup, batch)
+    ends = [
+        (size, units.resolve("batch_ramp", until, train_tokens=train_tokens, **known))
+        for size, (_, until) in zip(cfg.ramp_tokens, cfg.batch_ramp)
+    ]
+    try:
+        sizes = units.BatchSizes.growing(ends, batch)
+    except BadInput as error:
+        raise BadInput(f"batch_ramp, in tokens: {error}; write later ends, or leave that size out") from None
+    total_steps, warmup_steps = sizes.holding(train_tokens), sizes.holding(warmup)
     if total_steps < 1:
         raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
     if warmup_steps > total_steps:
         raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
-    return Budget(batch, train_tokens, total_steps, warmup_steps)
+    return Budget(batch, train_tokens, total_steps, warmup_steps, sizes.stages if sizes.vary else ())

@@ -46,6 +46,7 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False) ->
         model=small_model(model),
         seq_len=seq_len,
         batch_tokens=SMALL_ROWS * parts * seq_len,
+        batch_ramp=(),
         train=dataclasses.replace(cfg.train, num_microbatches=parts),
     )
 

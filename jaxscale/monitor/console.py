@@ -49,6 +49,7 @@ class Console:
         self.stream: TextIO | None = stream or sys.stdout
         self.bar, self.latest, self.drawn_at, self.step = "", {}, float("-inf"), 0
         self.seen: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_WINDOW)
+        self.tokens_after: Callable[[int], int] = lambda step: step  # where all steps are alike, they stand for tokens
 
     def tick(self, step: int) -> None:
         """Moves the bar to `step`, a few times a second at most; plain lines wait for metrics."""
@@ -95,8 +96,8 @@ class Console:
         (first_step, first_time), (last_step, last_time) = self.seen[0], self.seen[-1]
         if last_step <= first_step:
             return "eta ?"
-        seconds_per_step = (last_time - first_time) / (last_step - first_step)
-        return f"eta {units.duration((self.total_steps - step) * seconds_per_step)}"
+        first, last, now, end = map(self.tokens_after, (first_step, last_step, step, self.total_steps))
+        return f"eta {units.duration((end - now) * (last_time - first_time) / (last - first))}"
 
     def progress(self, step: int, left: str, fill: Callable[[float], str] = lambda done: "") -> tuple[float, str]:
         """(the part of the steps that is done, ' 51% 10200/20000  loss 2.314  12.3K tok/s  MFU n/a  LEFT')."""

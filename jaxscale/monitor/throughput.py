@@ -33,13 +33,16 @@ class Throughput:
         self.excluded_seconds = 0.0
         self.step_began, self.excluded_in_step = self.began, 0.0
 
-    def add(self, tokens: int, data_wait_seconds: float = 0.0) -> None:
-        """Counts one finished step of `tokens` tokens (the whole batch, over all hosts)."""
+    def add(self, tokens: int, data_wait_seconds: float = 0.0, *, left_out: bool = False) -> None:
+        """Counts one finished step of `tokens` tokens (the whole batch, over all hosts).
+
+        left_out: it counts for nothing, as one that was compiled does.
+        """
         if not self.compiled:
             self.compiled = True
             self.start()
             return
-        if self.leaves_out():
+        if left_out or self.leaves_out():
             self.excluded_seconds += self.clock() - self.step_began - self.excluded_in_step
             self.step_began, self.excluded_in_step = self.clock(), 0.0
             return

@@ -84,7 +84,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
     record = make_record(folder, start, program)
     services, writer, facts = open_writer(folder, start, record)
     note_start(services, folder, start, record, facts)
-    batches = start.corpus.batches(cfg.rows_per_step, start.mixture)
+    batches = start.corpus.batches(start.sizes, start.mixture)
     chip = find_chip(program.mesh.devices.flat[0].device_kind)
     return OpenedRun(
         folder=folder,
@@ -92,9 +92,9 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         state=state,
         start_step=done,
         total_steps=start.budget.total_steps,
-        tokens_per_step=start.budget.batch_tokens,
-        train_step=flip_bits(program.train_step, done),
-        statistics=program.statistics,
+        tokens_after=start.tokens_after,
+        train_step=flip_bits(program.by_size("train_step"), done),
+        statistics=program.by_size("statistics"),
         statistics_every_steps=cfg.monitor.statistics_every_steps,
         open_feed=functools.partial(open_feed, start, batches, program),
         evaluate=parts.evaluate,
@@ -168,14 +168,16 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
     diagnosis = None
     if primary and cfg.monitor.health.on:
         stages = start.mixture.stages[1:] if start.mixture else []
-        begins = [stage.first_row // cfg.rows_per_step for stage in stages]
-        names = Ledger(corpus, corpus.batches(cfg.rows_per_step, start.mixture)).names if corpus.shards else None
+        begins = [start.sizes.find(stage.first_row)[0] for stage in stages]
+        names = Ledger(corpus, corpus.batches(start.sizes, start.mixture)).names if corpus.shards else None
         known = read_facts(path, record, begins, folder.log)
         diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names, read_events(path))
         services = services._replace(note=diagnosis.hearing(services.note))
     vitals = dict(vitals=services.vitals, diagnosis=diagnosis)
     make = lambda: Writer(path, cfg.monitor, start.budget.total_steps, start.steps_done, primary=primary, **vitals)
-    return services, written(make, path), facts
+    writer = written(make, path)
+    writer.console.tokens_after = start.tokens_after  # what is left to do, where batches grow
+    return services, writer, facts
 
 
 def note_start(
@@ -212,7 +214,7 @@ def open_feed(start: Start, batches: Any, program: Program, first: int, stop: in
         start.batch_of,
         program.batch_sharding,
         range(first, stop),
-        num_rows=cfg.rows_per_step,
+        num_rows=start.sizes.size,
         seq_len=cfg.seq_len,
         transforms=start.transforms,
     )
@@ -230,7 +232,7 @@ def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services
         replayed=folder.replayed,
         start_step=start.steps_done,
         batch_of=start.batch_of,
-        gradient_norms=parts.program.gradient_norms,
+        gradient_norms=parts.program.by_size("gradient_norms"),
         replicas=parts.replicas,
     )
 

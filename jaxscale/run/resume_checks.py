@@ -22,6 +22,7 @@ from jaxscale.system import paths
 from jaxscale.system.bucket_errors import Forbidden
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.training.decisions import Decisions
+from jaxscale.units import BatchSizes, recorded_sizes
 from jaxscale.unread import unread
 
 SHOWN = 8  # differences listed one by one
@@ -179,18 +180,20 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
 
 
 def check_same_past(
-    cfg: RunConfig,
+    sizes: BatchSizes,
     mixture: Mixture | None,
     recorded: dict[str, Any] | None,
     start_step: int,
     log: Callable[[str], None],
 ) -> None:
-    """Raises Stop(DATA_MISMATCH) if the mixture would have given other rows to steps that are done."""
+    """Raises Stop(DATA_MISMATCH) if batches of these sizes, or the mixture, would have given other rows to steps that
+    are done. sizes: in rows."""
     if not start_step:
         return
     old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
     last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
-    if not same_past(old, new, (last + 1) * cfg.rows_per_step):
+    check_same_sizes(sizes, recorded, last)
+    if not same_past(old, new, sizes.begin(last + 1)):
         raise Stop(
             Exit.DATA_MISMATCH,
             f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "
@@ -199,6 +202,19 @@ def check_same_past(
         )
     if old != new:
         log("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
+
+
+def check_same_sizes(sizes: BatchSizes, recorded: Mapping[str, Any], last: int) -> None:
+    """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size."""
+    then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
+    past = lambda of: [stage for stage in of.stages if stage[0] <= last]
+    if past(then) != past(sizes):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"batch_ramp gives other sizes to the batches up to {last}, which are done: (first batch, rows) were "
+            f"{past(then)} and would be {past(sizes)}; ends written in '%' follow train_tokens: set that back, or "
+            "begin another --workdir, with the ends in tokens",
+        )
 
 
 def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from jaxscale.checkpoint.tiers import Tiers
 from jaxscale.config import Budget, RunConfig, resolve_budget
 from jaxscale.data.dataset import Transform
 from jaxscale.data.mixture import Detour, Mixture
-from jaxscale.data.order import Ranges, batch_index
+from jaxscale.data.order import Ranges, batch_index, rows_trained
 from jaxscale.data.pipeline import Corpus
 from jaxscale.run.changes import Change
 from jaxscale.run.options import RunOptions
@@ -24,6 +24,7 @@ from jaxscale.run.resume_checks import (
 )
 from jaxscale.training.decisions import Decisions
 from jaxscale.training.services import Services
+from jaxscale.units import BatchSizes
 
 Log = Callable[[str], None]
 
@@ -63,6 +64,15 @@ class Start:
         """Steps that were trained before this start."""
         return self.step or 0
 
+    @property
+    def sizes(self) -> BatchSizes:
+        """How many rows each batch has."""
+        return self.budget.batches(self.corpus.seq_len)
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens of the batches of the first `step` steps."""
+        return rows_trained(step, self.sizes, self.skipped) * self.corpus.seq_len
+
     def batch_of(self, step: int) -> int:
         """The number of the batch that comes next after `step` steps."""
         return batch_index(step, self.skipped)
@@ -90,9 +100,9 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
         return start
     detours = (folder.replayed or decisions).detours
     num_batches = start.batch_of(budget.total_steps - 1) + 1
-    mixture = corpus.plan_mixture(cfg.rows_per_step, budget.total_steps, num_batches, detours=detours)
-    check_same_past(cfg, mixture, recorded, done, folder.log)
-    transforms = corpus.open_transforms(corpus.batches(cfg.rows_per_step, mixture))
+    mixture = corpus.plan_mixture(start.sizes, budget.total_steps, num_batches, detours=detours)
+    check_same_past(start.sizes, mixture, recorded, done, folder.log)
+    transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture))
     return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
 
 

@@ -1,5 +1,6 @@
 """Rows on the host become global arrays on the devices, by Grain's prefetch thread, two steps ahead of the loop."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -36,16 +37,18 @@ class Feed:
         sharding: jax.sharding.NamedSharding,
         steps: range,
         *,
-        num_rows: int,
+        num_rows: Callable[[int], int],
         seq_len: int,
         transforms: Sequence[Transform] = (),
     ):
-        """read(n, rows) -> those rows of batch n as numpy; batch_index(step) -> n."""
-        rows = local_rows(sharding, (num_rows, seq_len))
+        """read(n, rows) -> those rows of batch n as numpy; batch_index(step) -> n; num_rows(n): of the whole batch."""
+        own_rows = functools.cache(lambda number: local_rows(sharding, (number, seq_len)))
 
         def element(i: int) -> NumberedBatch:
             n = batch_index(steps[i])
-            return NumberedBatch(put_rows(read_batch(read, rows, transforms, n), rows, num_rows, sharding), n)
+            number = num_rows(n)
+            rows = own_rows(number)
+            return NumberedBatch(put_rows(read_batch(read, rows, transforms, n), rows, number, sharding), n)
 
         self.batches = read_ahead(map_dataset(element, len(steps)), self.AHEAD)
 

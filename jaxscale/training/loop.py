@@ -44,7 +44,7 @@ class Run:
     state: TrainState
     start_step: int
     total_steps: int
-    tokens_per_step: int
+    tokens_after: Callable[[int], int]  # step -> tokens of the batches of the steps up to it
     train_step: TrainStep  # compiled
     open_feed: Callable[[int, int], Feed]  # steps [start, stop)
     evaluate: Callable[[Any], dict[str, float]] | None  # params -> metrics
@@ -100,7 +100,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
     """As train(), which then waits for the save that is under way."""
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
     reporter = Reporter(
-        run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter(), HostLoad(), run.experts
+        run.writer, run.throughput, run.tokens_after, run.source_names, Counter(), HostLoad(), run.experts
     )
     if run.start_step == 0:
         if run.evaluate:
@@ -131,12 +131,12 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
     """The state after the steps from run.start_step to last_step, with all that is due between them done."""
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
     statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
-    pilot = Autopilot(run.pilot, checkpoints)
+    pilot, met = Autopilot(run.pilot, checkpoints), set()  # sizes of batches
 
     def read(unread: Unread) -> None:
         """Fetches and reports a step's metrics: where the host waits for the devices."""
-        # the first step also waits for whichever process compiles the longest
-        with phase("compile" if unread.step == run.start_step + 1 else "step", unread.step):
+        # the first step of a size also waits for whichever process compiles the longest
+        with phase("compile" if unread.compiles else "step", unread.step):
             pilot.read(unread.step, reporter.report(unread), unread.batch)
         if run.local is not None:
             run.local.confirm(unread.step, pilot.action is None)
@@ -148,13 +148,15 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         waited = seconds_since(began)
         state = pilot.steer(step, state)
         pending = statistics.begin(now, state, batch)
-        with phase("compile" if step == run.start_step else "step", now):
+        compiles = len(batch.tokens) not in met
+        met.add(len(batch.tokens))
+        with phase("compile" if compiles else "step", now):
             state, metrics = run.train_step(state, batch)
         if step == run.start_step:
             checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
         if unread:
             read(unread)  # of the step before: the device is never idle while the host reads
-        unread = Unread(now, metrics, batch, n, waited, statistics.end(now, pending))
+        unread = Unread(now, metrics, batch, n, waited, compiles, statistics.end(now, pending))
         with phase("step", now):
             if run.services.board:
                 run.services.board.look()  # once for all that is asked of it

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ class Unread(NamedTuple):
     batch: Batch
     batch_index: int
     waited: float  # seconds for its data
+    compiles: bool  # whether it is the first of this start with a batch of its size
     statistics: Mapping[str, float] = {}  # of it, if they were due
 
 
@@ -34,7 +35,7 @@ class Reporter(NamedTuple):
 
     writer: Writer
     throughput: Throughput
-    tokens_per_step: int
+    tokens_after: Callable[[int], int]  # step -> tokens of all batches up to it
     source_names: Sequence[str]  # of the mixture, as the step numbers them
     sums: Counter[str]  # over the steps since this start; those before it are not in them
     load: HostLoad
@@ -53,7 +54,8 @@ class Reporter(NamedTuple):
         scalars = {name: value.item() for name, value in fetched.items()}
         values = dict(scalars)
         self.sums["gated_rows"] += values.get("gated_rows", 0)
-        self.throughput.add(self.tokens_per_step, unread.waited)
+        tokens = self.tokens_after(step)
+        self.throughput.add(tokens - self.tokens_after(step - 1), unread.waited, left_out=unread.compiles)
         self.writer.tick(step)
         if not self.writer.due(step) and not unread.statistics:
             return scalars
@@ -62,7 +64,7 @@ class Reporter(NamedTuple):
             **self.throughput.report(),
             "learning_rate": values.pop("lr"),
             "grad_norm": values.pop("grad_norm"),
-            "tokens_seen": step * self.tokens_per_step,
+            "tokens_seen": tokens,
             "batch_index": unread.batch_index,
             "tokens_hash": seen,  # of the global batch, as the devices had it
             "skipped": int(values.pop("skipped")),
