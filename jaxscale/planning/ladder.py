@@ -137,6 +137,7 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, apart
     Raises BadInput for a run that is a mixture of experts.
     """
     check_dense(target, "the run to be forecast is")
+    check_one_size(budget, "the run to be forecast has")
     wanted, own = comparable(target), schedule_of(target, budget)
     rungs, left_out = [], []
     for folder in folders:
@@ -154,6 +155,7 @@ def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
     history = read_history(folder)
     cfg, budget = settings_of(history)
     check_dense(cfg, "it is")
+    check_one_size(budget, "it has")
     for name, value in comparable(cfg).items():
         if value != wanted[name]:
             raise BadInput(f"{name} is {told(value)}, not {told(wanted[name])} as in the config")
@@ -207,6 +209,15 @@ def check_dense(cfg: RunConfig, what: str) -> None:
             f"{what} a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters in all "
             f"and {units.count(cfg.model.active_params)} for a token: the law has one number of parameters and is of "
             "dense models; forecast a dense one"
+        )
+
+
+def check_one_size(budget: Budget, what: str) -> None:
+    """Raises BadInput for a run whose batches grow."""
+    if budget.ramp:
+        raise BadInput(
+            f"{what} batches that grow (batch_ramp): curves are laid over each other by steps, which are not always as "
+            "many tokens; forecast and compare runs without a ramp"
         )
 
 

@@ -71,7 +71,8 @@ def make_plan(
     program = fitting_program(plain, topology.devices, budget)
     found = speed(program, topology, wishes.mfu, kept.mfu_ceiling if kept else None, measured or [])
     machine, work = plan_machine(topology, program), plan_work(cfg, budget, program)
-    wall = found.step_seconds and found.step_seconds.times(budget.total_steps / cost.GOODPUT)
+    largest = work.tokens / work.batch_tokens  # how many steps of the largest batch
+    wall = found.step_seconds and found.step_seconds.times(largest / cost.GOODPUT)
     id_bytes = cost.bytes_per_token_id(cfg.model.vocab_size)
     plan = RunPlan(
         config=wishes.config_name,
@@ -109,7 +110,7 @@ def plan_machine(topology: Topology, program: Program) -> Machine:
 
 def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
     """Parameters, operations, tokens and batches; the sizes that a published rule prefers, for decoders."""
-    params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
+    params, tokens = cfg.model.num_params, budget.tokens_of(budget.total_steps)
     is_decoder = scaling.laws_hold(cfg.model)
     return Work(
         params=params,
@@ -120,7 +121,9 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
         tokens=tokens,  # of whole steps
         total_steps=budget.total_steps,
         warmup_steps=budget.warmup_steps,
+        warmup_tokens=budget.tokens_of(budget.warmup_steps),
         batch_tokens=budget.batch_tokens,
+        ramp=budget.ramp,
         rows=cfg.rows_per_step,
         seq_len=cfg.seq_len,
         num_microbatches=cfg.train.num_microbatches,
@@ -223,8 +226,7 @@ def training_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
     if plan.data.epochs:
         found.append(cautions.too_many_epochs(plan.data.epochs))
     if cfg.optim.name == "adamw":
-        warmup_tokens = work.warmup_steps * work.batch_tokens
-        found.append(cautions.warmup_too_short(work.params, work.warmup_steps, warmup_tokens, cfg.optim.b2))
+        found.append(cautions.warmup_too_short(work.params, work.warmup_steps, work.warmup_tokens, cfg.optim.b2))
         if is_decoder:
             found.append(cautions.rate_outside(*size, work.batch_tokens, cfg.optim.peak_lr))
     if is_decoder:

@@ -38,7 +38,9 @@ class Work:
     tokens: int  # of whole steps
     total_steps: int
     warmup_steps: int
-    batch_tokens: int
+    warmup_tokens: int  # of whole steps
+    batch_tokens: int  # the largest
+    ramp: tuple[tuple[int, int], ...]  # (first batch, tokens) of each size of a ramp; () where there is one size
     rows: int
     seq_len: int
     num_microbatches: int

@@ -62,11 +62,14 @@ def model_rows(plan: RunPlan) -> Rows:
     whose = "of those that a token goes through, " if sparse else "by the model's own formula, "
     formula = f"{whose}attention included; {number} = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
-    batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_steps * work.batch_tokens)
+    batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_tokens)
+    steps = ", ".join(f"{count(tokens)} from batch {first:,}" for first, tokens in work.ramp) or batch
+    if work.ramp:
+        rows += f"; {plural(len(work.ramp), 'program')}, one a size: memory and speed are of this, the largest"
     return [
         ("parameters", count(work.params), active),
         ("FLOPs per token", scientific(work.flops_per_token), formula),
-        ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {batch} tokens"),
+        ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {steps} tokens"),
         ("tokens per parameter", digits(ratio), word),
         ("FLOPs of training", scientific(work.train_flops), "FLOPs per token x tokens"),
         ("batch", batch, f"{rows}; {plural(work.rows_per_pass, 'row')} a device and pass"),

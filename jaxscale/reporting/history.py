@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxscale.reporting.expert_counts import ExpertCounts, read_expert_counts
-from jaxscale.reporting.json_lines import LARGEST_NUMBER, as_dict, clean_event, read_lines, read_object
+from jaxscale.reporting.json_lines import LARGEST_NUMBER, as_dict, as_list, clean_event, read_lines, read_object
 from jaxscale.reporting.metrics_file import LARGEST, Row, is_number, read_abandoned, read_metrics
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
+from jaxscale.units import BatchSizes, recorded_sizes
 
 MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
 MOST_EVENTS = 20_000  # the newest; about 20 MB
@@ -80,6 +81,15 @@ class History:
         """(steps, values) of a metric of an evaluator; what was measured of a checkpoint later is what counts."""
         found = dict(zip(*self.series(name))) | dict(zip(*series_of(self.evals, name)))
         return sorted(found), [found[step] for step in sorted(found)]
+
+    @property
+    def batches(self) -> BatchSizes | None:
+        """How many tokens each batch has, by config.json; None where it does not tell."""
+        told = self.part("budget")
+        pairs = [part for part in as_list(told.get("ramp")) if isinstance(part, list) and len(part) == 2]
+        numbers = [told.get("batch_tokens"), *(number for _, number in pairs)]
+        is_whole = all(is_number(number) and number >= 1 for number in numbers)
+        return recorded_sizes(told | {"ramp": pairs}) if is_whole and all(is_number(n) for n, _ in pairs) else None
 
     def latest(self, name: str) -> float | None:
         """The last finite value of a metric; None without one."""

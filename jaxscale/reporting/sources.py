@@ -46,11 +46,9 @@ def data_words(history: History) -> str:
     tokens = history.latest("tokens_seen")
     if tokens is not None:
         told.append(f"{units.count(tokens)} tokens seen ({tokens:,.0f})")
-    real, every = history.series("train/real_tokens")[1], history.part("budget").get("batch_tokens")
-    if real and is_number(every) and every:
-        told.append(
-            f"{percent(sum(real) / (len(real) * every))} of them real, the rest padding (of the steps reported)"
-        )
+    (steps, real), batches = history.series("train/real_tokens"), history.batches
+    if real and batches is not None and (all_tokens := sum(batches.size(step - 1) for step in steps)):
+        told.append(f"{percent(sum(real) / all_tokens)} of them real, the rest padding (of the steps reported)")
     if gated := history.latest("gated_rows_total"):
         told.append(f"{gated:,.0f} rows gated since the last start")
     skips = data.get("skip_batches")
@@ -98,16 +96,16 @@ def rows_by_source(history: History) -> dict[str, float]:
     """
     stages = recorded_stages(history)
     newest = history.latest("batch_index")
-    batch_tokens = history.part("budget").get("batch_tokens")
+    batches = history.batches
     seq_len = history.part("config").get("seq_len")
-    if not stages or newest is None or not (is_number(batch_tokens) and is_number(seq_len) and seq_len > 0):
+    if not stages or newest is None or batches is None or not (is_number(seq_len) and seq_len > 0):
         return {}
-    each = batch_tokens / seq_len
+    row = lambda n: batches.begin(int(n)) / seq_len  # where batch n begins
     found: dict[str, float] = {}
     ends = [first for first, _ in stages[1:]] + [float("inf")]
     for begin, end in kept_ranges(newest + 1, skipped_batches(history)):
         for (first, weights), stop in zip(stages, ends):
-            rows = max(0.0, min(end * each, stop) - max(begin * each, first))
+            rows = max(0.0, min(row(end), stop) - max(row(begin), first))
             for name, weight in weights.items():
                 found[name] = found.get(name, 0.0) + rows * weight / sum(weights.values())
     return found

@@ -97,9 +97,9 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
 
 def tokens_of(history: History) -> float | None:
     """Tokens of all steps that are done; None where no report has told how many one takes."""
-    reported, each = history.latest("tokens_seen"), history.part("budget").get("batch_tokens")
-    if reported is not None and is_number(each):
-        reported = max(reported, history.reached_step * each)
+    reported, batches = history.latest("tokens_seen"), history.batches
+    if reported is not None and batches is not None:
+        reported = max(reported, batches.begin(history.reached_step))
     return reported
 
 
@@ -154,7 +154,12 @@ def step_time(rows: Sequence[Row]) -> float | None:
 def left_seconds(history: History, total: int | None) -> float | None:
     """Seconds to the last step, at the pace of the last reports; None where that is not known."""
     pace = wall_pace(history.rows) or step_pace(history)
-    return None if total is None or pace is None else max(total - history.reached_step, 0) * pace
+    if total is None or pace is None:
+        return None
+    done, batches = history.reached_step, history.batches
+    if batches is None or not batches.vary or done >= total:
+        return max(total - done, 0) * pace
+    return (batches.begin(int(total)) - batches.begin(done)) / batches.size(max(done - 1, 0)) * pace  # by tokens
 
 
 def wall_pace(rows: Sequence[Row]) -> float | None:

@@ -65,6 +65,7 @@ class RunFacts:
     vocab_size: int | None = None
     branched: bool = False  # begun with another run's weights
     stage_batches: tuple[int, ...] = ()  # at which stages of the mixture begin, the first left out
+    grows_at: tuple[int, ...] = ()  # batches from which on they are larger
     forecast: tuple[tuple[float, float, float], ...] = ()  # (tokens, low, high), by tokens
     on_cpu: bool = False  # the steps are computed by the processors that other programs use too
     experts: int = 0  # of a layer of a mixture
@@ -98,6 +99,7 @@ def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[
         bias_rate=bias_rate,
         branched=bool(settings.get("init", {}).get("from_path")),
         stage_batches=stage_batches(settings, budget),
+        grows_at=tuple(int(first) for first, _ in budget.get("ramp") or ())[1:],
         forecast=band_of(forecast) if forecast else (),
     )
 
@@ -109,12 +111,14 @@ def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tup
     """
     mixture, batch_tokens = settings.get("data", {}).get("mixture") or {}, budget.get("batch_tokens")
     begins = []
+    if batch_tokens:
+        batches = units.recorded_sizes(budget)
     if batch_tokens and all(isinstance(weights, Mapping) for weights in mixture.values()):
         for start in mixture:
             with contextlib.suppress(BadInput):  # in epochs
                 known = dict(seq_len=settings.get("seq_len", 1), batch_tokens=batch_tokens)
-                whole = budget.get("total_steps", 0) * batch_tokens
-                begins.append(units.steps(units.resolve("start", start, **known, train_tokens=whole), batch_tokens))
+                whole = batches.begin(budget.get("total_steps", 0))
+                begins.append(batches.holding(units.resolve("start", start, **known, train_tokens=whole)))
     return tuple(sorted({batch for batch in begins if batch > 0}))
 
 

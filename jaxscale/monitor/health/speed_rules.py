@@ -32,7 +32,12 @@ class Timed(Rule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step, self.lasted = 0, 0.0
+        self.step, self.lasted, self.size = 0, 0.0, 0
+
+    def grown(self, view: View) -> bool:
+        """Whether batches have become larger since the last record: what was usual is so no more."""
+        before, self.size = self.size, sum(first <= (view.number("batch_index") or 0) for first in view.facts.grows_at)
+        return self.size > before
 
     @abc.abstractmethod
     def wrong(self, view: View, seconds: float) -> Sign | None:
@@ -63,6 +68,8 @@ class BusyMachine(Timed):
         self.usual: collections.deque[float] = collections.deque(maxlen=50)
 
     def wrong(self, view: View, seconds: float) -> Sign | None:
+        if self.grown(view):
+            self.usual.clear()
         usual, others = median(self.usual) if len(self.usual) >= 10 else None, view.number("host_other_share")
         if not view.facts.on_cpu or others is None:
             return None
@@ -114,6 +121,8 @@ class SlowStep(Timed):
         self.usual: collections.deque[float] = collections.deque(maxlen=50)
 
     def wrong(self, view: View, seconds: float) -> Sign | None:
+        if self.grown(view):
+            self.usual.clear()
         if "starvation" in view.active:  # which says why
             return None
         usual = median(self.usual) if len(self.usual) >= 10 else None
