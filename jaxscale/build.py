@@ -111,6 +111,16 @@ class Program:
         return lambda state, batch: functions[len(batch.tokens)](state, batch)
 
     @property
+    def ramp(self) -> str:
+        """The programs of a ramp: '2 programs, ...: 8 rows in 1 microbatch, ...'; '' without one."""
+        if not self.smaller:
+            return ""
+        parts = {rows: program.cfg.train.num_microbatches for rows, program in self.smaller.items()}
+        parts[self.cfg.rows_per_step] = self.cfg.train.num_microbatches
+        told = ", ".join(f"{rows} rows in {units.plural(number, 'microbatch')}" for rows, number in parts.items())
+        return f"{len(parts)} programs, each compiled when the run comes to it: {told}"
+
+    @property
     def abstract_batch(self) -> Batch:
         """The batch that train_step is compiled for."""
         rows, lengths = self.cfg.rows_per_step, self.cfg.row_lengths
@@ -253,7 +263,7 @@ def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, Sha
     shards, parts = unstaged.batch_axes.num_shards, cfg.train.num_microbatches
     fitting = [number for number in units.divisors(parts) if cfg.rows_per_step // number % shards == 0]
     train = dataclasses.replace(cfg.train, num_microbatches=max(fitting, default=1))
-    return dataclasses.replace(cfg, train=train), unstaged
+    return dataclasses.replace(cfg, batch_ramp=(), train=train), unstaged
 
 
 def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:

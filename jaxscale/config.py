@@ -91,6 +91,13 @@ class RunConfig:
         train = dataclasses.replace(self.train, num_microbatches=parts)
         return dataclasses.replace(self, batch_tokens=tokens, batch_ramp=(), train=train)
 
+    def uneven_size(self, parts: int) -> int | None:
+        """The first size of batch_ramp, in rows, that is no whole number of the microbatches that batch_tokens has
+        `parts` of, and not smaller than one; None where all fit."""
+        rows = self.rows_per_step // parts
+        sizes = (size // self.seq_len for size in self.ramp_tokens)
+        return next((size for size in sizes if size > rows and size % rows), None)
+
     @property
     def row_lengths(self) -> Lengths:
         """Of the rows that the model reads: the objective makes them of rows of seq_len tokens."""
@@ -136,7 +143,7 @@ def check_batch(cfg: RunConfig) -> None:
 
 def check_ramp(cfg: RunConfig) -> None:
     """Raises BadInput unless the sizes of batch_ramp grow up to batch_tokens and are whole rows and microbatches."""
-    sizes, rows = cfg.ramp_tokens, cfg.rows_per_step // cfg.train.num_microbatches
+    sizes, parts = cfg.ramp_tokens, cfg.train.num_microbatches
     for before, size in zip((0, *sizes), (*sizes, cfg.tokens_per_step)):
         if size <= before:
             raise BadInput(
@@ -149,12 +156,13 @@ def check_ramp(cfg: RunConfig) -> None:
                 f"batch_ramp: a batch of {size} tokens is not a whole number of rows of seq_len={cfg.seq_len}; try "
                 f"{-(-size // cfg.seq_len) * cfg.seq_len}"
             )
-        if size > rows * cfg.seq_len and size % (rows * cfg.seq_len):
-            raise BadInput(
-                f"batch_ramp: a batch of {size // cfg.seq_len} rows is no whole number of microbatches of {rows} rows, "
-                f"which train.num_microbatches={cfg.train.num_microbatches} makes of batch_tokens; use a multiple of "
-                f"{rows} rows, fewer rows than that, or other microbatches"
-            )
+    if uneven := cfg.uneven_size(parts):
+        rows = cfg.rows_per_step // parts
+        raise BadInput(
+            f"batch_ramp: a batch of {uneven} rows is no whole number of microbatches of {rows} rows, which "
+            f"train.num_microbatches={parts} makes of batch_tokens; use a multiple of {rows} rows, fewer rows than "
+            "that, or other microbatches"
+        )
 
 
 def check_amounts(cfg: RunConfig) -> None:

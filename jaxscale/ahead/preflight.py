@@ -168,18 +168,9 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
     return tuple(rows)
 
 
-def ramp_note(program: Program) -> str:
-    """Which of the programs of a ramp the figures are of."""
-    sizes = ", ".join(map(str, sorted(program.smaller)))
-    return (
-        f"batch_ramp: this is the largest of {len(program.smaller) + 1} programs; those for batches of {sizes} rows "
-        "are compiled when the run comes to them"
-    )
-
-
 def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """What a reader of the figures must know."""
-    plain = [ramp_note(program)] if program.smaller else []
+    plain = [f"batch_ramp: the figures are of the largest batch, of {program.ramp}"] if program.ramp else []
     plain += [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []

@@ -32,10 +32,12 @@ STEP_LINE = re.compile(r"^step (\d+)/\d+  loss", re.MULTILINE)
 
 
 def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
-    """cfg with saves so close that a few steps hold two, none of them put off, and every step logged."""
+    """cfg with saves so close that a few steps hold two, none of them put off, every step logged, and all batches as
+    large as a ramp makes them in the end."""
     cfg = without_extras(cfg)
     return dataclasses.replace(
         cfg,
+        batch_ramp=(),
         checkpoint=dataclasses.replace(
             cfg.checkpoint, save_every_steps=SAVE_EVERY, keep_last=keep_last, keep_every_steps=0, wait_seconds=3600
         ),

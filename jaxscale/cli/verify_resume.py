@@ -38,7 +38,6 @@ def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
         comparable(cfg, keep_last=steps),
         mesh=mesh,
         batch_tokens=cfg.batch_tokens if rows == cfg.rows_per_step else rows * cfg.seq_len,
-        batch_ramp=(),
         train_tokens=f"{steps} steps",
         optim=dataclasses.replace(cfg.optim, warmup_tokens=f"{SAVE_EVERY} steps"),
         eval=dataclasses.replace(cfg.eval, num_rows=0),

@@ -20,6 +20,7 @@ from jaxscale.main import TrainFlags
 from jaxscale.run.opening import open_run
 from jaxscale.run.resume_checks import check_same_past
 from jaxscale.system.exits import Exit, Stop
+from jaxscale.units import BatchSizes
 
 STEPS = 12
 COUNTS = "step {}, counted from 0; the console and metrics.jsonl call it {}, of steps that are done\n"
@@ -145,7 +146,7 @@ def test_a_document_lists_its_steps(run, capsys):
         (["--workdir=nowhere", "--step=1"], "holds no config.json"),
         (["--workdir={run}", "--step=1", "--config.seed=3"], "only settings of data may be given"),
         (["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"], "is read from its work folder"),
-        (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of a batch; give 0 to 15"),
+        (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of batch 1; give 0 to 15"),
         (
             ["--workdir={run}", "--step=12"],
             "step=12 is after the end of the run, which has 12 steps .*give 0 to 11",
@@ -277,13 +278,13 @@ def test_a_change_ahead_is_told_and_let_through(home, run):
     later = dataclasses.replace(cfg.data, mixture=STAGES | {"14 steps": {"web": 1.0}})
     corpus = open_data(later, seq_len=16, vocab_size=272, seed=1, say=lambda line: None)
     said = []
-    check_same_past(cfg, corpus.plan_mixture(16, 20), recorded, STEPS, said.append)
+    check_same_past(BatchSizes.of(16), corpus.plan_mixture(16, 20), recorded, STEPS, said.append)
     assert "the mixture has changed for what lies ahead" in said[0]
     said.clear()
-    check_same_past(cfg, corpus.plan_mixture(16, STEPS, STEPS + 2), recorded, STEPS, said.append)
+    check_same_past(BatchSizes.of(16), corpus.plan_mixture(16, STEPS, STEPS + 2), recorded, STEPS, said.append)
     assert not said  # a stage behind the end of the run is none yet
     with pytest.raises(Stop, match="only stages that start after batch 13"):
-        check_same_past(cfg, None, recorded, STEPS, said.append)
+        check_same_past(BatchSizes.of(16), None, recorded, STEPS, said.append)
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from jaxscale import schema
+from jaxscale.ahead.layouts import layout_parts
 from jaxscale.api.tracing import trace
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig, resolve_budget
@@ -60,6 +61,8 @@ def records(folder):
 
 def test_the_budget_of_a_ramp_is_that_of_its_batches():
     budget = resolve_budget(tiny.config(RAMP), None)
+    program = make_program(tiny.config(RAMP), budget, jax.devices()[:1])
+    assert program.ramp.endswith("it: 8 rows in 1 microbatch, 16 rows in 2 microbatches, 32 rows in 4 microbatches")
     assert budget.ramp == ((0, 8 * ROW), (3, 16 * ROW), (5, 32 * ROW))
     assert (budget.total_steps, budget.warmup_steps) == (len(ROWS), 4)
     assert budget.tokens_of(13) == sum(ROWS) * ROW == 312 * ROW
@@ -118,6 +121,16 @@ def test_microbatches_stay_as_large_and_smaller_batches_have_fewer():
     smaller = [cfg.with_batch(tokens) for tokens in cfg.ramp_tokens]
     assert [(c.rows_per_step, c.train.num_microbatches) for c in smaller] == [(4, 1), (8, 1), (16, 2)]
     assert schema.from_dict(RunConfig, json.loads(json.dumps(schema.to_dict(cfg)))) == cfg
+
+
+def test_microbatches_that_a_size_does_not_fit_are_not_proposed():
+    cfg = tiny.config(
+        RAMP | {"batch_tokens": 48 * ROW, "batch_ramp": (("24 rows", "17%"),), "train.num_microbatches": 2}
+    )
+    assert [parts for parts in (1, 2, 3, 4, 6, 8) if cfg.uneven_size(parts)] == [3]
+    assert 3 not in layout_parts(cfg, dict(pipeline=1, chunks=1, data=1, fsdp=1, expert=1))
+    with pytest.raises(BadInput, match="batch_ramp: a batch of 24 rows is no whole number of microbatches of 16 rows"):
+        dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, num_microbatches=3))
 
 
 def test_a_size_that_the_devices_do_not_divide_is_named():
