@@ -106,19 +106,9 @@ class Program:
         """The compiled function of this name, (state, batch) -> ...: for each batch the one for its number of rows."""
         if not self.smaller:
             return getattr(self, name)
-        functions = {rows: getattr(program, name) for rows, program in self.smaller.items()}
-        functions[self.cfg.rows_per_step] = getattr(self, name)
+        programs = {**self.smaller, self.cfg.rows_per_step: self}
+        functions = {rows: getattr(program, name) for rows, program in programs.items()}
         return lambda state, batch: functions[len(batch.tokens)](state, batch)
-
-    @property
-    def ramp(self) -> str:
-        """The programs of a ramp: '2 programs, ...: 8 rows in 1 microbatch, ...'; '' without one."""
-        if not self.smaller:
-            return ""
-        parts = {rows: program.cfg.train.num_microbatches for rows, program in self.smaller.items()}
-        parts[self.cfg.rows_per_step] = self.cfg.train.num_microbatches
-        told = ", ".join(f"{rows} rows in {units.plural(number, 'microbatch')}" for rows, number in parts.items())
-        return f"{len(parts)} programs, each compiled when the run comes to it: {told}"
 
     @property
     def abstract_batch(self) -> Batch:

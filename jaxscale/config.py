@@ -1,6 +1,7 @@
 """RunConfig: the rooms' own settings side by side, and the checks that span them."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from jaxscale import units
@@ -20,7 +21,7 @@ from jaxscale.schema import setting
 from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.training.config import TrainConfig
-from jaxscale.units import divisors, or_list
+from jaxscale.units import divisors, or_list, plural
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,13 @@ class RunConfig:
         parts = max(1, self.train.num_microbatches * tokens // self.tokens_per_step)
         train = dataclasses.replace(self.train, num_microbatches=parts)
         return dataclasses.replace(self, batch_tokens=tokens, batch_ramp=(), train=train)
+
+    @property
+    def ramp_programs(self) -> str:
+        """'2 programs, ...: 8 rows in 1 microbatch, 16 rows in 2 microbatches' of a ramp; '' without one."""
+        each = [*(self.with_batch(tokens) for tokens in self.ramp_tokens), self]
+        told = [f"{one.rows_per_step} rows in {plural(one.train.num_microbatches, 'microbatch')}" for one in each]
+        return f"{len(each)} programs, each compiled when the run comes to it: {', '.join(told)}" if each[1:] else ""
 
     def uneven_size(self, parts: int) -> int | None:
         """The first size of batch_ramp, in rows, that is no whole number of the microbatches that batch_tokens has
@@ -170,7 +178,8 @@ def check_amounts(cfg: RunConfig) -> None:
 
     How much it is follows from the data: resolve_budget.
     """
-    amounts = [("train_tokens", cfg.train_tokens), ("optim.warmup_tokens", cfg.optim.warmup_tokens)]
+    units.parse("optim.warmup_tokens", cfg.optim.warmup_tokens)
+    amounts = [("train_tokens", cfg.train_tokens)]
     amounts += [("batch_ramp", until) for _, until in cfg.batch_ramp]
     if cfg.batch_ramp and cfg.data.mixture:
         amounts += [("data.mixture's start", start) for start, _ in stages_of(cfg.data.mixture)]
@@ -335,6 +344,9 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
     except BadInput as error:
         raise BadInput(f"batch_ramp, in tokens: {error}; write later ends, or leave that size out") from None
     total_steps, warmup_steps = sizes.holding(train_tokens), sizes.holding(warmup)
+    number, unit = units.parse("optim.warmup_tokens", cfg.optim.warmup_tokens)
+    if unit == "steps":
+        warmup_steps = math.ceil(number)
     if total_steps < 1:
         raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
     if warmup_steps > total_steps:

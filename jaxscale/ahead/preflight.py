@@ -170,7 +170,8 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
 
 def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """What a reader of the figures must know."""
-    plain = [f"batch_ramp: the figures are of the largest batch, of {program.ramp}"] if program.ramp else []
+    ramp = program.cfg.ramp_programs
+    plain = [f"batch_ramp: the figures are of the largest batch, of {ramp}"] if ramp else []
     plain += [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []

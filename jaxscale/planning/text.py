@@ -63,16 +63,19 @@ def model_rows(plan: RunPlan) -> Rows:
     formula = f"{whose}attention included; {number} = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
     batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_tokens)
-    steps = ", ".join(f"{count(tokens)} from batch {first:,}" for first, tokens in work.ramp) or batch
+    ramp = []
     if work.ramp:
-        rows += f"; {plural(len(work.ramp), 'program')}, one a size: memory and speed are of this, the largest"
+        ends = ", ".join(f"{first:,}" for first, _ in work.ramp[1:4]) + ", ..." * (len(work.ramp) > 4)
+        told = f"from {count(work.ramp[0][1])} tokens, larger from batch {ends}; memory and speed are of the largest"
+        ramp = [("batch ramp", plural(len(work.ramp), "program"), told)]
     return [
         ("parameters", count(work.params), active),
         ("FLOPs per token", scientific(work.flops_per_token), formula),
-        ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {steps} tokens"),
+        ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {'up to ' * bool(ramp)}{batch} tokens"),
         ("tokens per parameter", digits(ratio), word),
         ("FLOPs of training", scientific(work.train_flops), "FLOPs per token x tokens"),
         ("batch", batch, f"{rows}; {plural(work.rows_per_pass, 'row')} a device and pass"),
+        *ramp,
         ("warmup", f"{work.warmup_steps:,} steps", f"{warmup_tokens} tokens"),
     ]
 

@@ -51,8 +51,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         log(f"context: {program.sharing}")
     if program.exchange:
         log(f"expert: {program.exchange}")
-    if program.ramp:
-        log(f"batch_ramp: {program.ramp}")
+    if program.cfg.ramp_programs:
+        log(f"batch_ramp: {program.cfg.ramp_programs}")
     if program.stages:
         log(f"pipeline: {program.stages}")
     if cfg.lora.on:

@@ -41,6 +41,16 @@ def test_a_plain_line_says_it_all():
     ]
 
 
+def test_the_time_to_go_is_that_of_the_tokens_where_batches_grow():
+    stream = io.StringIO()
+    console, clock = make_console("lines", stream)
+    console.tokens_after = lambda step: step if step <= 200 else 200 + 4 * (step - 200)
+    console.metrics(100, METRICS)
+    clock.now = 2.0
+    console.metrics(120, METRICS)
+    assert stream.getvalue().splitlines()[1].endswith("eta 5m28s")  # 80 steps of 0.1 s and 800 of 0.4 s
+
+
 def test_validation_has_a_line_of_its_own():
     stream = io.StringIO()
     console, _ = make_console("lines", stream)

@@ -179,6 +179,14 @@ def test_a_slow_step_must_last_and_be_slower_than_the_run_itself():
     assert said(fast)[0] == []
 
 
+def test_a_step_that_is_slower_since_its_batch_is_larger_is_not_called_slow():
+    slower = [timed(n, 9.0 if n >= 20 else 2.0, batch_index=n * 10 - 1) for n in range(1, 60)]
+    assert said(slower)[0] == [("slow_step", 240, False)]
+    facts = facts_of({"budget": {"batch_tokens": 4096, "ramp": [[0, 1024], [190, 4096]]}})
+    assert facts.grows_at == (190,)
+    assert said(slower, dataclasses.replace(FACTS, grows_at=facts.grows_at))[0] == []
+
+
 def test_a_busy_machine_is_told_as_that_and_not_as_a_fault_of_the_run():
     shared = lambda n: dict(host_own_share=0.45, host_other_share=0.5) if 20 <= n < 90 else dict(
         host_own_share=0.9, host_other_share=0.02

@@ -75,3 +75,16 @@ def test_the_first_step_stays_out_of_a_longer_interval_too():
         throughput.add(100, data_wait_seconds=0.25)
     report = throughput.report()
     assert (report["tokens_per_second"], report["data_wait_seconds"]) == (pytest.approx(100), 0.25)
+
+
+def test_a_step_that_is_left_out_counts_for_nothing():
+    clock = Clock()
+    throughput = Throughput(None, None, clock=clock)
+    throughput.add(100)
+    clock.now += 1
+    throughput.add(100)
+    clock.now += 30  # the first of larger batches, which compiles
+    throughput.add(400, left_out=True)
+    clock.now += 4
+    throughput.add(400)
+    assert throughput.report()["tokens_per_second"] == pytest.approx(100)

@@ -1,5 +1,7 @@
 """A ladder takes finished runs that can be compared, and says of every other why not."""
 
+import dataclasses
+
 import made_ladder
 import numpy as np
 import pytest
@@ -205,3 +207,9 @@ def test_no_band_is_made_of_other_schedules_gaps_or_too_few(ladder):
     late = [rung.__class__(**{**vars(rung), "schedule": own._replace(warmup=0.15)}) for rung in ladder.rungs]
     with pytest.raises(ValueError, match="the warmup is 15% of the run"):
         shape_of(late, own._replace(warmup=0.15))
+
+
+def test_runs_whose_batches_grow_are_no_rungs(tmp_path):
+    grown = dataclasses.replace(BUDGET, ramp=((0, 8), (10, BUDGET.batch_tokens)))
+    with pytest.raises(ValueError, match="the run to be forecast has batches that grow .batch_ramp.: curves are laid"):
+        read_ladder([], TARGET, grown)

@@ -52,6 +52,20 @@ def test_time_money_and_tokens_hold_together(plan):
     assert hours.low * plan.time.goodput * plan.time.speed.mfu.high / 0.4 == pytest.approx(8759, rel=1e-3)
 
 
+def test_a_ramp_takes_the_time_of_its_tokens_and_says_its_programs(plan):
+    rows = plan.work.rows
+    grown = seven(overrides=(("batch_ramp", f"[('{rows // 2} rows', '25%')]"),))
+    assert grown.work.tokens == pytest.approx(plan.work.tokens, rel=1e-3)
+    assert grown.work.total_steps == pytest.approx(1.25 * plan.work.total_steps, rel=1e-3)
+    assert grown.time.wall_seconds.low == pytest.approx(plan.time.wall_seconds.low, rel=1e-3)
+    assert grown.device.memory_bytes == plan.device.memory_bytes and grown.work.rows == rows
+    assert max(map(len, plan_lines(grown))) <= WIDTH
+    words = " ".join(" ".join(plan_lines(grown)).split())
+    begin = f"from {units.count(grown.work.batch_tokens / 2)} tokens, larger from batch {grown.work.ramp[1][0]:,}"
+    assert f"batch ramp 2 programs {begin}; memory and speed are of the largest" in words
+    assert f"steps of up to {units.count(grown.work.batch_tokens)} tokens" in words
+
+
 def test_the_lines_are_short_and_say_each_thing_once(plan):
     lines = plan_lines(plan)
     assert max(map(len, lines)) <= WIDTH

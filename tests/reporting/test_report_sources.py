@@ -56,6 +56,12 @@ def test_batches_that_were_left_out_count_for_nobody():
     assert kept_ranges(96, [(12, 20), (10, 13), (90, 99)]) == [(0, 10), (20, 90)]
 
 
+def test_rows_of_batches_that_grow_are_those_of_their_sizes():
+    planned, run = history(50, skips=[[38, 42]])
+    run.config["budget"] = {"batch_tokens": ROWS * SEQ_LEN, "ramp": [[0, 2 * SEQ_LEN], [40, ROWS * SEQ_LEN]]}
+    assert sum(rows_by_source(run).values()) == pytest.approx(38 * 2 + 9 * ROWS)
+
+
 def test_the_table_tells_tokens_shares_and_epochs_and_leaves_out_what_it_knows_of_no_source():
     inside = lambda tag: rf"<{tag}(?: [^>]*)?>(.*?)</{tag}>"
     texts = lambda run, tag: [html.unescape(cell) for cell in re.findall(inside(tag), source_table(run))]

@@ -61,6 +61,15 @@ def test_the_time_to_go_has_the_saves_of_this_start_alone():
     assert status_of(run, BEGAN).left_seconds == pytest.approx(20 * 1.5)
 
 
+def test_tokens_and_the_time_to_go_follow_batches_that_grow():
+    rows = [{"step": n, "loss": 1.0, "step_seconds": 1.0, "tokens_seen": 100.0 * n} for n in (8, 9)]
+    budget = {"total_steps": 20, "batch_tokens": 400, "ramp": [[0, 100], [10, 400]]}
+    saved = {"event": "saved", "step": 11}
+    run = History(workdir="run", rows=tuple(rows), config={"budget": budget})
+    assert status_of(run, BEGAN).left_seconds == pytest.approx(1 + 10 * 4)
+    assert status_of(dataclasses.replace(run, events=(saved,)), BEGAN).tokens == 10 * 100 + 400
+
+
 def test_the_served_page_is_made_anew_while_a_run_says_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     os.utime(tmp_path / "metrics.jsonl", (BEGAN, BEGAN))
