@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxscale.data.config import check_mixture
 from jaxscale.data.mixture import from_record, pattern_of, plan_mixture, same_past, whole_counts, with_detours
+from jaxscale.units import BatchSizes
 
 NAMES = ("web", "code", "math")
 weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)
@@ -151,3 +152,12 @@ def test_a_detour_is_a_stage_of_one_source_after_which_the_plan_goes_on():
         (12, {"a": 3.0, "b": 1.0}), (20, {"b": 1.0}),
     ]  # fmt: skip
     assert with_detours(starts, [(8, 2, "b")])[2:] == [(10, {"a": 3.0, "b": 1.0}), (20, {"b": 1.0})]
+
+
+def test_stages_begin_with_the_first_batch_at_or_after_their_tokens_where_batches_grow():
+    sizes = BatchSizes.growing([(8, 24), (16, 54)], 32)  # which begin at rows 0, 8, 16, 24, 40, 56, 88, ...
+    mixture = {"0": {"web": 1.0}, "50 rows": {"web": 0.5, "code": 0.5}, "50%": {"code": 1.0}}
+    planned = plan(mixture, rows_per_batch=sizes, total_steps=13)
+    assert [stage.first_row for stage in planned.stages] == [0, 56, 184]  # half of 312 rows are 156
+    with pytest.raises(ValueError, match="start='4 steps' needs batch_tokens, which is not known here"):
+        plan({"0": {"web": 1.0}, "4 steps": {"code": 1.0}}, rows_per_batch=sizes)

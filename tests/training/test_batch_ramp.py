@@ -76,12 +76,13 @@ def test_the_budget_of_a_ramp_is_that_of_its_batches():
 def test_the_rows_of_each_batch_follow_those_of_the_one_before_it():
     order = RowOrder(SyntheticRows(seq_len=ROW, vocab_size=64, seed=1), 3)
     grown = Batches(order, BatchSizes.growing([(8, 24), (16, 54)], 32))
-    stream = order.row_numbers(np.arange(sum(ROWS))).tolist()
+    stream = order.row_numbers(np.arange(sum(ROWS)))
+    tokens_NT = order.rows.read(order.rows.locate(stream), range(len(stream))).tokens
     for n in (*range(13), 4, 0):  # also back again: nothing is remembered
         begin = sum(ROWS[:n])
-        assert grown.row_numbers(n).tolist() == stream[begin : begin + ROWS[n]]
+        assert grown.row_numbers(n).tolist() == stream[begin : begin + ROWS[n]].tolist()
         whole = grown.batch(n).tokens
-        assert whole.shape == (ROWS[n], ROW)
+        np.testing.assert_array_equal(whole, tokens_NT[begin : begin + ROWS[n]])
         assert (grown.rows(n, [3]).tokens[0] == whole[3]).all()
     with pytest.raises(BadInput, match="rows .8. are not among the 8 rows of batch 2"):
         grown.rows(2, [8])
