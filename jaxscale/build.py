@@ -271,7 +271,7 @@ def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates
         optim = dataclasses.replace(optim, eps=optim.eps * of_eps)
     rate = functools.partial(rate_multiplier, cfg.model, optim.name)
     groups = assign_groups(model.axes, optim.groups, optim.weight_decay, optim.weight_decay_all, learns, rate)
-    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
+    schedule = optim_schedule(optim, **budget.schedule_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
     specs = jax.tree.map(lambda place: place.spec, tree_shardings(model.mesh, model.axes, model.rules.moments))
     slow = tuple(axis for axis, number in groups_along(model.mesh)[1].items() if number > 1)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from jaxscale import units
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
@@ -178,11 +179,16 @@ def check_amounts(cfg: RunConfig) -> None:
 
     How much it is follows from the data: resolve_budget.
     """
-    units.parse("optim.warmup_tokens", cfg.optim.warmup_tokens)
+    optim = cfg.optim
+    units.parse("optim.warmup_tokens", optim.warmup_tokens)
     amounts = [("train_tokens", cfg.train_tokens)]
     amounts += [("batch_ramp", until) for _, until in cfg.batch_ramp]
     if cfg.batch_ramp and cfg.data.mixture:
         amounts += [("data.mixture's start", start) for start, _ in stages_of(cfg.data.mixture)]
+    if optim.decay_tokens is not None:
+        amounts.append(("optim.decay_tokens", optim.decay_tokens))
+    if optim.decay == "piecewise":
+        amounts += [("optim.factors", when) for when, _ in optim.parse_factors()]
     for name, amount in amounts:
         if units.parse(name, amount)[1] == "steps" and cfg.batch_ramp:
             raise BadInput(
@@ -309,7 +315,14 @@ class Budget:
     train_tokens: int  # as wished; the run does whole steps
     total_steps: int
     warmup_steps: int
+    decay_start: int | None = None  # the step that the decay begins with, where it is not optim.decay_fraction's
+    factors: tuple[tuple[int, float], ...] = ()  # (step, factor) of optim.decay=piecewise
     ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens) of each size; () where there is one
+
+    @property
+    def schedule_steps(self) -> dict[str, Any]:
+        """What optim_schedule wants beside the settings."""
+        return schedule_steps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         sizes = f"{self.batch_tokens} tokens"
@@ -351,4 +364,50 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
         raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
     if warmup_steps > total_steps:
         raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
-    return Budget(batch, train_tokens, total_steps, warmup_steps, sizes.stages if sizes.vary else ())
+    known |= dict(train_tokens=train_tokens)
+    return Budget(
+        batch,
+        train_tokens,
+        total_steps,
+        warmup_steps,
+        resolve_decay_start(cfg.optim, sizes, total_steps, **known),
+        resolve_factors(cfg.optim, sizes, **known),
+        sizes.stages if sizes.vary else (),
+    )
+
+
+def schedule_steps(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """What optim_schedule wants of a budget, be it one that an earlier version recorded."""
+    return {name: budget[name] for name in SCHEDULE_STEPS if name in budget}
+
+
+def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps: int, **known: Any) -> int | None:
+    """The step that a decay of optim.decay_tokens begins with. Raises BadInput where the run is shorter."""
+    if optim.decay != "wsd" or optim.decay_tokens is None:
+        return None
+    tokens = units.resolve("optim.decay_tokens", optim.decay_tokens, **known)
+    before = sizes.begin(total_steps) - tokens
+    start = sizes.find(before)[0] if before >= 0 else -1
+    if not 0 <= start < total_steps:
+        raise BadInput(
+            f"optim.decay_tokens={optim.decay_tokens} must be above 0, and at most the {total_steps} steps of "
+            "train_tokens"
+        )
+    return start
+
+
+def resolve_factors(optim: OptimConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, float], ...]:
+    """optim.factors of a piecewise schedule by the step that each begins with. Raises BadInput unless these rise."""
+    if optim.decay != "piecewise":
+        return ()
+    when = [units.resolve("optim.factors", amount, **known) for amount, _ in optim.parse_factors()]
+    begins = [sizes.holding(tokens) for tokens in when]
+    if begins != sorted(set(begins)):
+        raise BadInput(
+            f"optim.factors={', '.join(optim.factors)} begin after {', '.join(map(str, begins))} steps of this run, "
+            "and each must begin after the one before; put them in order, or leave one out"
+        )
+    return tuple((begin, factor) for begin, (_, factor) in zip(begins, optim.parse_factors()))
+
+
+SCHEDULE_STEPS = ("warmup_steps", "total_steps", "decay_start", "factors")  # fields of Budget

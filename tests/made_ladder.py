@@ -1,5 +1,6 @@
 """Work folders of runs that nobody trained, whose ends follow a known law."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -37,7 +38,7 @@ def write(folder: Any, cfg: RunConfig, *, noise: float = 0.0, seed: int = 0, unt
     """A finished run's config.json and metrics.jsonl. until: the last step that it reached."""
     rng, budget = np.random.default_rng(seed), resolve_budget(cfg, None)
     end = end_of(cfg) * float(np.exp(noise * rng.normal()))
-    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
+    schedule = optim_schedule(cfg.optim, **budget.schedule_steps)
     last = budget.total_steps if until is None else until
     steps = np.arange(2, last + 1, 2)
     rates, parts = np.asarray(schedule(steps - 1)), steps / budget.total_steps
@@ -49,8 +50,9 @@ def write(folder: Any, cfg: RunConfig, *, noise: float = 0.0, seed: int = 0, unt
     if last == budget.total_steps:
         rows.append({"step": last, "validation/loss": end, "validation/bits_per_byte": BITS_PER_NAT * end})
     folder.mkdir(parents=True)
-    amounts = {name: getattr(budget, name) for name in ("batch_tokens", "train_tokens", "total_steps", "warmup_steps")}
-    (folder / "config.json").write_text(json.dumps({"config": schema.to_dict(cfg), "budget": amounts, "ancestry": []}))
+    (folder / "config.json").write_text(
+        json.dumps({"config": schema.to_dict(cfg), "budget": dataclasses.asdict(budget), "ancestry": []})
+    )
     write_rows(folder, rows)
     return folder
 

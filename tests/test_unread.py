@@ -63,6 +63,9 @@ CHOICES = {
     "lamb": {"optim.name": "lamb", "optim.moment_dtype": "bfloat16"},
     "constant": {"optim.decay": "constant", "optim.min_lr": 3e-5},
     "wsd": {"optim.decay": "wsd"},
+    "wsd_tokens": {"optim.decay": "wsd", "optim.decay_tokens": "5 steps", "optim.decay_shape": "one_minus_sqrt"},
+    "inverse_sqrt": {"optim.decay": "inverse_sqrt", "optim.min_lr": 3e-5},
+    "piecewise": {"optim.decay": "piecewise", "optim.min_lr": 3e-5},
     "no_decay": {"optim.weight_decay": 0.0, "optim.clip_norm": 0.0, "train.guard.spike_ratio": 0.0},
     "float16": {"model.compute_dtype": "float16"},
     "static_scale": {"train.loss_scale.mode": "static"},
@@ -84,7 +87,8 @@ ELSEWHERE = {
 }  # fmt: skip
 # Another value of what is handed on, and read by nobody there.
 OTHER = {
-    "decay_fraction": 0.5, "min_lr": 2e-3, "min": 0.5, "start_id": 7, "encoding": "latin-1", "eos_token": "x",
+    "decay_fraction": 0.5, "decay_shape": "one_minus_sqrt", "factors": ("50%=>0.5",), "min_lr": 2e-3,
+    "min": 0.5, "start_id": 7, "encoding": "latin-1", "eos_token": "x",
     "text_field": "t", "id_field": "t", "url_field": "t", "licence_field": "t", "html_text": "trafilatura",
     "record_format": "json", "max_unpacked_bytes": 9, "max_unpacked_ratio": 9.0, "weight_decay_all": True,
     "grad_ratio": 3.0, "row_parts": 2,
@@ -146,8 +150,8 @@ def attributes_of(file):
 
 
 SIMILAR = {  # to others
-    "stdlib", "ul2", "linear_rope", "dynamic_rope", "lion", "lamb", "constant", "wsd", "no_decay", "float16",
-    "prefix",
+    "stdlib", "ul2", "linear_rope", "dynamic_rope", "lion", "lamb", "constant", "wsd", "wsd_tokens", "inverse_sqrt",
+    "piecewise", "no_decay", "float16", "prefix",
 }  # fmt: skip
 
 
@@ -165,7 +169,12 @@ def test_each_setting_of_the_step_and_its_data_is_read_or_refused(folder, choice
     assert not lost, "nothing reads them, and nothing refuses them"
     handed_on = [name for name in ours if places[name] in read and name in idle]
     others = {name.partition("[")[0]: OTHER[last(name)] for name in handed_on if last(name) not in NEVER_ANOTHER}
-    if choice == "synthetic" or not {last(name) for name in others} <= {"decay_fraction", "min"}:
+    if choice == "synthetic" or not {last(name) for name in others} <= {
+        "decay_fraction",
+        "decay_shape",
+        "factors",
+        "min",
+    }:
         after = what_it_is(chosen(folder, choice, others))
         assert after[:2] == before[:2], f"one of {others} is refused and changes the step"
         jax.tree.map(np.testing.assert_array_equal, after[2], before[2])

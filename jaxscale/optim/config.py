@@ -8,7 +8,10 @@ from jaxscale import units
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-Decay = Literal["cosine", "linear", "wsd", "constant"]
+Decay = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt", "piecewise"]
+DecayShape = Literal["linear", "one_minus_sqrt"]
+ARROW = "=>"
+FACTORS = ("80%=>0.316", "90%=>0.1")  # the multi-step schedule of arXiv:2401.02954, section 2.3
 WHOLE_TENSORS = ("muon", "adafactor", "lamb")  # rules by which what a number gets hangs on others of its tensor
 NEED_PARAMETERS = ("adafactor", "lamb")  # and on how large that is
 
@@ -48,7 +51,23 @@ class OptimConfig:
     min_lr: float = setting(3e-5, "learning rate at and after the last step", read_if="optim.decay=cosine|linear|wsd")
     warmup_tokens: units.Tokens = setting("1%", "linear warmup: tokens, '2000 steps' or '1%' of train_tokens")
     decay: Decay = setting("cosine", "shape after the warmup")
-    decay_fraction: float = setting(0.2, "wsd only: part of all steps that decays", read_if="optim.decay=wsd")
+    decay_fraction: float = setting(
+        0.2, "wsd only: part of all steps that decays", read_if="optim.decay=wsd and not optim.decay_tokens"
+    )
+    decay_tokens: units.Tokens | None = setting(
+        None,
+        "wsd only: how long its decay is, in place of decay_fraction: tokens, '2000 steps' or '10%' of train_tokens",
+        read_if="optim.decay=wsd",
+    )
+    decay_shape: DecayShape = setting(
+        "linear", "wsd only: its decay is linear, or 1 - sqrt (arXiv:2405.18392)", read_if="optim.decay=wsd"
+    )
+    factors: tuple[str, ...] = setting(
+        FACTORS,
+        "piecewise only: 'WHEN=>FACTOR' in order: tokens, steps or percents of train_tokens after which the rate is "
+        "peak_lr times the factor; the default is that of arXiv:2401.02954",
+        read_if="optim.decay=piecewise",
+    )
     b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd", read_if="optim.name!=adafactor")
     b2: float = setting(0.95, "decay rate of the second moment", read_if="optim.name=adamw|lion|muon|lamb")
     eps: float = setting(1e-8, "added to the root of the second moment", read_if="optim.name=adamw|muon|lamb")
@@ -86,13 +105,14 @@ class OptimConfig:
     groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
 
     def __post_init__(self):
-        if self.decay != "constant" and not 0 <= self.min_lr <= self.peak_lr:
+        if self.decay in ("cosine", "linear", "wsd") and not 0 <= self.min_lr <= self.peak_lr:
             raise BadInput(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
         for name in ("b1", "b2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not 0 < self.decay_fraction <= 1:
             raise BadInput(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
+        self.parse_factors()
         if self.offload_moments and self.name == "sgd" and self.b1 == 0:
             raise BadInput("offload_moments=true: sgd with b1=0 has no moments; leave it out")
         if self.moment_dtype != "float32" and self.name == "sgd" and self.b1 == 0:
@@ -107,3 +127,19 @@ class OptimConfig:
         for name in ("weight_decay", "clip_norm", "eps"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must not be negative")
+
+    def parse_factors(self) -> list[tuple[str, float]]:
+        """factors as (amount of training, factor). Raises BadInput for one that is not written so."""
+        found = []
+        for rule in self.factors:
+            when, arrow, factor = rule.partition(ARROW)
+            try:
+                found.append((when.strip(), float(factor)))
+            except ValueError:
+                raise BadInput(
+                    f"factors has {rule!r}, which must be 'WHEN{ARROW}FACTOR' such as '80%=>0.316'"
+                ) from None
+            units.parse("factors", when.strip())
+            if not 0 <= found[-1][1] < float("inf"):
+                raise BadInput(f"factors has {rule!r}: a factor must be 0 or more")
+        return found

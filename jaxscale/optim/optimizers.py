@@ -5,7 +5,7 @@ optax's own count stands still on a skipped step.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,15 @@ from jaxscale.optim.streamed import is_masked, renewed, streamed
 UNCUT = "norm"  # a logical axis that no mesh cuts
 
 
-def optim_schedule(cfg: OptimConfig, *, warmup_steps: int, total_steps: int) -> Schedule:
-    """The learning rate at any step of a run with these settings."""
+def optim_schedule(
+    cfg: OptimConfig,
+    *,
+    warmup_steps: int,
+    total_steps: int,
+    decay_start: int | None = None,
+    factors: Sequence[tuple[int, float]] = (),
+) -> Schedule:
+    """The learning rate at any step of a run with these settings. decay_start, factors: as of make_schedule."""
     return make_schedule(
         decay=cfg.decay,
         peak_lr=cfg.peak_lr,
@@ -34,6 +41,9 @@ def optim_schedule(cfg: OptimConfig, *, warmup_steps: int, total_steps: int) -> 
         warmup_steps=warmup_steps,
         total_steps=total_steps,
         decay_fraction=cfg.decay_fraction,
+        decay_shape=cfg.decay_shape,
+        decay_start=decay_start,
+        factors=factors,
     )
 
 

@@ -174,7 +174,7 @@ def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None
 
 def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: str) -> Caution | None:
     """A run that ends before its schedule does. limit: what ends it, such as 'the budget of $1,000'."""
-    if decay == "constant" or tokens >= schedule_tokens:
+    if decay in ("constant", "inverse_sqrt") or tokens >= schedule_tokens:
         return None
     over = schedule_tokens / tokens - 1
     return Caution(

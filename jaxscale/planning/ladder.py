@@ -31,6 +31,7 @@ COMPARED = (
     "data.tokenizer", "data.bos_token", "data.packing", "data.mixture", "data.objective",
 )  # fmt: skip
 LEAST_FREEDOM = 2  # of a noise measured from seeds: one pair alone tells next to nothing
+DECAY_OFF = 0.005  # difference of two parts of a run that decay: whole steps of a short one
 WARMUP_OFF = 0.03  # difference of two warmups, as parts of their runs, that one shape of curve can have
 
 
@@ -41,15 +42,18 @@ class Schedule(NamedTuple):
     decay_fraction: float | None  # wsd only
     final: float  # the last rate as a part of the peak
     warmup: float  # part of the run
+    form: str = ""  # of the fall, where the name does not say it
 
     def __str__(self) -> str:
         part = f" over the last {self.decay_fraction:.0%}" if self.decay_fraction else ""
+        part += f" ({self.form})" if self.form else ""
         end = "" if self.decay == "constant" else f" to {self.final:.3g} of the peak"
         return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
 
     def ends_as(self, other: "Schedule") -> bool:
         """True if ends of both can be compared: all but the warmup is the same, the last rate of a decay to 1%."""
-        if (self.decay, self.decay_fraction) != (other.decay, other.decay_fraction):
+        parts = [part.decay_fraction or 0.0 for part in (self, other)]
+        if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_OFF:
             return False
         return self.decay == "constant" or math.isclose(self.final, other.final, rel_tol=0.01, abs_tol=1e-6)
 
@@ -254,13 +258,17 @@ def told(value: Any) -> str:
 
 def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
     """The course of a run's learning rate."""
-    optim = cfg.optim
-    return Schedule(
-        optim.decay,
-        optim.decay_fraction if optim.decay == "wsd" else None,
-        optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0,
-        budget.warmup_steps / budget.total_steps,
-    )
+    optim, total, fraction, form = cfg.optim, budget.total_steps, None, ""
+    final = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
+    if optim.decay == "wsd":
+        fraction = optim.decay_fraction if budget.decay_start is None else (total - budget.decay_start) / total
+        form = "" if optim.decay_shape == "linear" else "1 - sqrt"
+    elif optim.decay == "piecewise":
+        form = ", ".join(f"{factor:g} from {begin / total:.0%}" for begin, factor in budget.factors)
+        final = budget.factors[-1][1] if budget.factors else 1.0
+    elif optim.decay == "inverse_sqrt":
+        final = math.sqrt(max(1, budget.warmup_steps) / total)
+    return Schedule(optim.decay, fraction, final, budget.warmup_steps / total, form)
 
 
 def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
@@ -270,7 +278,7 @@ def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
     such a run is not that of a run which had its last schedule from the beginning.
     """
     steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
-    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
+    schedule = optim_schedule(cfg.optim, **budget.schedule_steps)
     due = np.asarray(schedule(steps - 1), float)  # a line of step n tells the rate that made step n, counted from 0
     off = np.abs(rates - due) > RATE_OFF * np.maximum(due, 1e-3 * cfg.optim.peak_lr)
     if off.any():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import schema
-from jaxscale.config import Budget, RunConfig
+from jaxscale.config import Budget, RunConfig, schedule_steps
 from jaxscale.optim.config import OptimConfig
 from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.optim.schedules import Schedule
@@ -95,7 +95,7 @@ def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int)
     except BadInput:  # of another version
         return None
     budget = recorded["budget"]
-    old = optim_schedule(cfg, warmup_steps=budget["warmup_steps"], total_steps=budget["total_steps"])
+    old = optim_schedule(cfg, **schedule_steps(budget))
     looked_at = sorted({step * part // 64 for part in range(64)} | {step - 1})
     past_alters = any(float(old(number)) != float(schedule(number)) for number in looked_at)
     return Jump(step, float(old(step - 1)), float(schedule(step)), float(old(step)), past_alters)
@@ -133,7 +133,7 @@ def flags_that_keep(jump: Jump, cfg: RunConfig, budget: Budget) -> str:
             held = schema.from_dict(OptimConfig, schema.to_dict(cfg.optim) | values)
         except BadInput:
             continue
-        schedule = optim_schedule(held, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
+        schedule = optim_schedule(held, **budget.schedule_steps)
         if all(near(float(schedule(step))) for step in (jump.step, budget.total_steps - 1)):
             flags = " ".join(f"--config.optim.{name}={value}" for name, value in values.items())
             return f"{flags} --allow_change={','.join(f'optim.{name}' for name in values)}"

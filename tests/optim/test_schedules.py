@@ -2,18 +2,21 @@
 
 import numpy as np
 import pytest
+import tiny
 
+from jaxscale.config import resolve_budget
 from jaxscale.optim.schedules import make_schedule
+from jaxscale.system.exits import BadInput
 
 PEAK, MIN = 3e-4, 3e-5
-DECAYS = ["cosine", "linear", "wsd", "constant"]
+DECAYS = ["cosine", "linear", "wsd", "constant", "inverse_sqrt", "piecewise"]
 
 
-def rates(decay, warmup_steps=10, total_steps=100, decay_fraction=0.2, beyond=50, min_lr=MIN):
+def rates(decay, warmup_steps=10, total_steps=100, decay_fraction=0.2, beyond=50, min_lr=MIN, **more):
     """Rates of steps 0 to total_steps + beyond - 1."""
     schedule = make_schedule(
         decay=decay, peak_lr=PEAK, min_lr=min_lr, warmup_steps=warmup_steps, total_steps=total_steps,
-        decay_fraction=decay_fraction,
+        decay_fraction=decay_fraction, **more,
     )  # fmt: skip
     return np.asarray([schedule(step) for step in range(total_steps + beyond)])
 
@@ -43,7 +46,8 @@ def test_wsd_reaches_the_smallest_rate_however_short_its_decay_is(decay_fraction
 def test_a_run_that_is_all_warmup_ends_at_the_peak(decay):
     found = rates(decay, warmup_steps=20, total_steps=20, beyond=1)
     assert found[19] == np.float32(PEAK)
-    assert found[20] == np.float32(PEAK if decay == "constant" else MIN)
+    after = {"constant": PEAK, "piecewise": PEAK, "inverse_sqrt": PEAK * np.sqrt(20 / 21)}
+    np.testing.assert_allclose(found[20], after.get(decay, MIN), rtol=1e-6)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -80,3 +84,61 @@ def test_constant_stays_at_the_peak_for_ever():
 def test_a_smallest_rate_of_zero_is_reached_at_the_end_and_not_before():
     found = rates("cosine", min_lr=0.0)
     assert found[98] > 0 and found[99] == 0
+
+
+def test_inverse_sqrt_is_that_of_the_paper_after_the_warmup():
+    steps = np.arange(1, 151)  # arXiv:1706.03762, equation 3, scaled so that its top is the peak
+    due = PEAK * np.sqrt(10) * np.minimum(steps**-0.5, steps * 10**-1.5)
+    np.testing.assert_allclose(rates("inverse_sqrt"), due, rtol=1e-6)
+
+
+def test_piecewise_has_each_factor_from_its_step_on():
+    found = rates("piecewise", factors=[(80, 0.316), (90, 0.1)])
+    np.testing.assert_allclose(found[10:80], PEAK, rtol=1e-6)
+    np.testing.assert_allclose(found[80:90], 0.316 * PEAK, rtol=1e-6)
+    np.testing.assert_allclose(found[90:], 0.1 * PEAK, rtol=1e-6)
+
+
+def test_the_decay_of_wsd_may_be_one_minus_sqrt():
+    found = rates("wsd", decay_shape="one_minus_sqrt")
+    np.testing.assert_array_equal(found[9:81], np.float32(PEAK))
+    due = MIN + (PEAK - MIN) * (1 - np.sqrt(np.arange(20) / 19))
+    np.testing.assert_allclose(found[80:100], due, rtol=1e-5)
+
+
+@pytest.mark.parametrize("decay", ["wsd", "constant"])
+def test_a_decay_may_begin_at_a_step_of_its_own(decay):
+    found = rates(decay, decay_start=60)
+    np.testing.assert_array_equal(found[9:61], np.float32(PEAK))
+    np.testing.assert_allclose(found[60:100], np.linspace(PEAK, MIN, 40), rtol=1e-5)
+    assert found[99] == np.float32(MIN)
+
+
+def budget_of(**optim):
+    """The amounts of a run of 100 steps of 32 tokens."""
+    return resolve_budget(tiny.config({"train_tokens": "100 steps", "optim": optim}), None)
+
+
+def test_the_steps_of_a_schedule_follow_from_tokens_steps_and_percents():
+    assert budget_of(decay="piecewise").factors == ((80, 0.316), (90, 0.1)), "as arXiv:2401.02954"
+    tokens = tiny.config().tokens_per_step
+    rules = (f"{10 * tokens}=>0.5", "20 steps=>0.25", "50%=>0")
+    assert budget_of(decay="piecewise", factors=rules).factors == ((10, 0.5), (20, 0.25), (50, 0.0))
+    assert budget_of(decay="wsd", decay_tokens="30 steps").decay_start == 70
+    assert budget_of(decay="wsd").decay_start is None and budget_of(decay="constant").factors == ()
+
+
+@pytest.mark.parametrize(
+    ("optim", "message"),
+    [
+        (dict(decay="piecewise", factors=("80%",)), r"optim: factors has '80%', which must be 'WHEN=>FACTOR'"),
+        (dict(decay="piecewise", factors=("80%=>-1",)), "a factor must be 0 or more"),
+        (dict(decay="piecewise", factors=("soon=>1",)), "factors='soon' is not an amount of training"),
+        (dict(decay="piecewise", factors=("80%=>0.3", "5 steps=>0.1")), "begin after 80, 5 steps.* put them in order"),
+        (dict(decay="wsd", decay_tokens="101 steps"), "optim.decay_tokens=101 steps must be above 0, and at most"),
+        (dict(decay="wsd", decay_tokens=0), "optim.decay_tokens=0 must be above 0"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_be_is_refused(optim, message):
+    with pytest.raises(BadInput, match=message):
+        budget_of(**optim)

@@ -71,6 +71,10 @@ def test_its_law_forecasts_a_larger_run(ladder):
         ({"optim__decay": "linear"}, "its schedule is linear to 0.1 of the peak, warmup 5.0%, not cosine"),
         ({"optim__min_lr": 0.0}, "its schedule is cosine to 0 of the peak"),
         ({"optim__decay": "wsd"}, "its schedule is wsd over the last 20%"),
+        (
+            {"optim__decay": "piecewise"},
+            "its schedule is piecewise (0.316 from 80%, 0.1 from 90%) to 0.1 of the peak",
+        ),
     ],
     ids=str,
 )
