@@ -16,6 +16,7 @@ from jaxscale.config_file import config_name
 from jaxscale.help_text import command
 from jaxscale.hosts.place import HostFlags
 from jaxscale.run.options import RunOptions
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,18 @@ class TrainFlags(RunOptions, HostFlags):
         name="skip-data",
     )
     init_from: str | None = flag(None, "begins with another run's weights; the same as --config.init.from_path", "RUN")
+    branch_from: str | None = flag(
+        None,
+        "begins as a branch of another run, at its newest step or at WORKDIR/checkpoints/STEP: with all of its state, "
+        "and its data from there on",
+        "RUN",
+    )
+    decay_tokens: str | None = flag(
+        None,
+        "of a branch: its learning rate decays from there over so many tokens, '2000 steps' too, and it ends; settings "
+        "of optim give the shape and the last rate",
+        "TOKENS",
+    )
     workdir: str | None = flag(
         None, "where checkpoints and metrics go, and from where a run goes on; default runs/<config>", "FOLDER"
     )
@@ -46,7 +59,11 @@ def main(arguments: Arguments) -> None:
         train_file,  # imports JAX, which reads its environment then: run_verb sets it first
     )
 
-    train_file(arguments.config, config_file.with_flags(arguments), workdir, arguments.flags, arguments.options)
+    flags = arguments.flags
+    if flags.decay_tokens and not flags.branch_from:
+        raise BadInput(f"--decay_tokens={flags.decay_tokens} is of a branch; give --branch_from=RUN too")
+    branch = (flags.branch_from, flags.decay_tokens) if flags.branch_from else None
+    train_file(arguments.config, config_file.with_flags(arguments), workdir, flags, arguments.options, branch)
 
 
 if __name__ == "__main__":

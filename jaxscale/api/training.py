@@ -14,6 +14,7 @@ from jaxscale.hosts import cluster
 from jaxscale.hosts.programs import keep_programs
 from jaxscale.planning.check import check_machine
 from jaxscale.reporting.history import read_history
+from jaxscale.run.branching import branch_settings
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions, allowed_names
 from jaxscale.run.resume_checks import has_begun, recorded_settings
@@ -56,10 +57,23 @@ def train(
 
 
 def train_file(
-    file: str, overrides: Mapping[str, Any], workdir: str, options: RunOptions, flags: Mapping[str, str]
+    file: str,
+    overrides: Mapping[str, Any],
+    workdir: str,
+    options: RunOptions,
+    flags: Mapping[str, str],
+    branch: tuple[str, str | None] | None = None,
 ) -> None:
-    """Trains what a config file describes in a work folder to completion. flags: as of train_in."""
+    """Trains what a config file describes in a work folder to completion.
+
+    Args: flags: as of train_in. branch: (run that this is a branch of, tokens over which its rate decays or None); a
+    setting of the branch that is in `overrides` stays as it is there.
+    """
     recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
+    if branch is not None:
+        if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
+            raise BadInput(f"--branch_from={branch[0]} and {both[0]} say what the run begins with; give one of them")
+        overrides = branch_settings(*branch, recorded()) | overrides
     train_in(workdir, load_config(file, overrides, recorded), options, flags)
 
 

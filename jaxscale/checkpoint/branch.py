@@ -34,6 +34,7 @@ HUGGING_FACE = (
     "adapter_model.safetensors",
 )  # what tells such a folder from one of ours
 WHAT = {"params": ("params",), "ema": ("ema",), "state": ("params", "opt_state", "ema")}  # groups of leaves in a file
+# of init.what=run none is chosen: it takes all of a state (go_on)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Source:
     step: int
     record: Mapping[str, Any]
     experts: str = "none"  # init.experts of the run that begins with it
+    whole: bool = False  # init.what=run: that run goes on from here
 
     def __str__(self) -> str:
         return str(self.checkpoints.directory / str(self.step))
@@ -57,6 +59,8 @@ class Source:
         own |= {name: converted[name] for name in ("model_type", "kept", "from") if converted.get(name)}
         if self.experts != "none":
             own["upcycled"] = self.experts
+        if self.whole:
+            own["what"] = "run"
         return [own, *run.get("ancestry", ())]
 
     @property
@@ -155,6 +159,20 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
     for line in describe(cfg, source, plan, own):
         log(line)
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+
+
+def go_on(program: Any, source: Source, log: Callable[[str], None]) -> Any:
+    """The whole state of the source, its step, random key and guard too: the run that begins with it is a branch.
+
+    Raises: Stop (CHECKPOINT_CORRUPT) where a bit has changed, and as restore does where the arrays are others.
+    """
+    state = source.checkpoints.restore(source.step, program.abstract_state)
+    if int(state.step) != source.step:
+        raise source.checkpoints.corrupt(source.step, "state", f"it has done {int(state.step)} steps")
+    health = source.record.get("health", "clean")
+    marked = "" if health == "clean" else f", a checkpoint marked {health!r}"
+    log(f"init: a branch of {source}{marked}: goes on from step {source.step}, with its state and its data")
+    return state
 
 
 def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], model: Any) -> Plan:

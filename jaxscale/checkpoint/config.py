@@ -107,8 +107,10 @@ class InitConfig:
     from_path: str | None = setting(
         None, "work folder of another run, or WORKDIR/checkpoints/STEP: begin with its weights; none: with random ones"
     )
-    what: Literal["params", "ema", "state"] = setting(
-        "params", "its weights, their running average, or its weights and the optimizer's state (and average)"
+    what: Literal["params", "ema", "state", "run"] = setting(
+        "params",
+        "its weights, their running average, its weights and the optimizer's state (and average), or the whole run: "
+        "this one goes on from that step, with that run's state and data, as a branch of it",
     )
     rename: tuple[str, ...] = setting(
         (), "'REGEX=>REPLACEMENT', in order, for names of the checkpoint's arrays that are others here"
@@ -137,6 +139,13 @@ class InitConfig:
             raise BadInput(
                 f"what='state' has no moments of the experts that experts={self.experts!r} makes; use 'params' or 'ema'"
             )
+        if self.what == "run" and (lost := self.changes_of_arrays()):
+            raise BadInput(f"what='run' goes on with all arrays as they are, and {lost[0]} changes some; use 'params'")
         changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         if self.from_path is None and changed:
             raise BadInput(f"{changed[0]} is for a run that begins with another's weights; give from_path too")
+
+    def changes_of_arrays(self) -> list[str]:
+        """The settings given that make other arrays of those that are read."""
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in ("rename", "skip", "resize_vocab", "experts") if getattr(self, name) != plain[name]]

@@ -253,7 +253,8 @@ def settings(history: History) -> str:
     for ancestor in as_list(config.get("ancestry")):
         if isinstance(ancestor, dict):
             made = f", made into experts ({ancestor['upcycled']})" if ancestor.get("upcycled") else ""
-            facts.append(("weights from", f"{ancestor.get('path')}, step {ancestor.get('step')}{made}"))
+            what = "branch of" if ancestor.get("what") == "run" else "weights from"
+            facts.append((what, f"{ancestor.get('path')}, step {ancestor.get('step')}{made}"))
     peak = history.part("peak")
     if peak.get("name"):
         facts.append(("MFU against", f"{peak.get('name')}: {peak.get('source')}"))

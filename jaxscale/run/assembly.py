@@ -131,10 +131,11 @@ def make_expert_use(cfg: RunConfig, total_steps: int) -> ExpertUse | None:
 def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, Any]:
     """The record of the run in config.json and in each checkpoint; logs what has changed since the last start."""
     chip, mixture = find_chip(program.mesh.devices.flat[0].device_kind), start.mixture
-    jump = find_jump(start.recorded, program.schedule, start.steps_done)
+    trunk = start.source.record["run"] if start.source and start.source.whole else None
+    jump = find_jump(trunk or start.recorded, program.schedule, start.steps_done)
     past = start.recorded or recorded_run(folder.path)
-    for line in jump_lines(jump, folder.cfg, start.budget, folder.path):
-        folder.log(line)
+    for line in jump_lines(jump, folder.cfg, start.budget, folder.path)[: 1 if trunk else None]:
+        folder.log(line)  # of a branch without the ways to go on in the same folder
     record = {
         "config": schema.to_dict(folder.cfg),
         "budget": dataclasses.asdict(start.budget),
@@ -185,7 +186,7 @@ def note_start(
 ) -> None:
     """Writes the event that a run has started or resumed, with what has changed since the last start."""
     if start.source:
-        services.note("branch", 0, ancestor=redacted(start.source.ancestry[0]))
+        services.note("branch", start.steps_done, ancestor=redacted(start.source.ancestry[0]))
     changed = record["changed"][-len(start.changes) :] if start.changes else []
     details = redacted({"changed": changed, "replay": folder.options.replay} | facts)
     kind = "started" if start.step is None else "resumed"

@@ -8,7 +8,7 @@ import jax
 
 from jaxscale import build
 from jaxscale.build import Program
-from jaxscale.checkpoint.branch import branch_state
+from jaxscale.checkpoint.branch import branch_state, go_on
 from jaxscale.checkpoint.tiers import Tiers
 from jaxscale.config import Budget, RunConfig
 from jaxscale.eval.named import check_files
@@ -123,6 +123,8 @@ def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState
 
     Raises Stop (CHECKPOINT_CORRUPT) for a checkpoint whose state has done another number of steps.
     """
+    if start.source and start.source.whole:
+        return go_on(program, start.source, folder.log)
     if start.step is None:
         return branch_state(program, folder.cfg.init, folder.log, start.source) if start.source else program.init()
     check_position(start.recorded, start.step)

@@ -11,6 +11,7 @@ from jaxscale.data.dataset import Transform
 from jaxscale.data.mixture import Detour, Mixture
 from jaxscale.data.order import Ranges, batch_index, rows_trained
 from jaxscale.data.pipeline import Corpus
+from jaxscale.run.branching import check_branch, check_longer
 from jaxscale.run.changes import Change
 from jaxscale.run.options import RunOptions
 from jaxscale.run.replay import check_same_length, read_decisions
@@ -61,7 +62,9 @@ class Start:
 
     @property
     def steps_done(self) -> int:
-        """Steps that were trained before this start."""
+        """Steps that were trained before this start, be it by the run that this one is a branch of."""
+        if self.step is None and self.source is not None and self.source.whole:
+            return self.source.step
         return self.step or 0
 
     @property
@@ -86,14 +89,19 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     """
     cfg, options, done = folder.cfg, folder.options, step or 0
     recorded = None if step is None else folder.checkpoints.read_run(step)
-    decisions = read_decisions(folder.path).with_recorded(recorded and recorded["data"])
     changes = check_same_run(cfg, folder.path, recorded, options.allow_change)
-    source = open_ancestor(folder, recorded)
-    corpus = corpus or open_corpus(folder, recorded)
+    source, before = open_ancestor(folder, recorded), recorded  # before: whose data this start goes on with
+    if source is not None and source.whole:
+        check_branch(cfg, source)
+        before, done = source.record["run"], source.step
+    decisions = read_decisions(folder.path).with_recorded(before and before["data"])
+    corpus = corpus or open_corpus(folder, before)
     budget = resolve_budget(cfg, corpus.epoch_tokens)
+    if done and recorded is None:
+        check_longer(cfg, source, budget.total_steps)
     if options.replay:
         check_same_length(budget.total_steps, options.replay)
-    skipped = check_same_data(cfg, corpus, recorded, done, decisions)
+    skipped = check_same_data(cfg, corpus, before, done, decisions)
     reason = nothing_to_do(done, budget.total_steps, options.stop_after)
     start = Start(step, recorded, changes, decisions, source, corpus, budget, skipped, reason)
     if reason:
@@ -101,7 +109,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     detours = (folder.replayed or decisions).detours
     num_batches = start.batch_of(budget.total_steps - 1) + 1
     mixture = corpus.plan_mixture(start.sizes, budget.total_steps, num_batches, detours=detours)
-    check_same_past(start.sizes, mixture, recorded, done, folder.log)
+    check_same_past(start.sizes, mixture, before, done, folder.log)
     transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture))
     return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
 
@@ -140,4 +148,5 @@ def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> Source 
     begun = recorded_run(folder.path)
     ancestor = next(iter(begun.get("ancestry", ())), None)
     source = open_source(folder.cfg.init.from_path, ancestor, log=folder.log)
-    return dataclasses.replace(source, experts=folder.cfg.init.experts)
+    init = folder.cfg.init
+    return dataclasses.replace(source, experts=init.experts, whole=init.what == "run")

@@ -81,6 +81,8 @@ def check_settings(verb: str, flags: list[str]) -> None:
     file = next((flag.removeprefix("--config=") for flag in flags if flag.startswith("--config=")), "")
     values = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags if flag.startswith("--config."))
     values |= [("init.from_path", flag.partition("=")[2]) for flag in flags if flag.startswith("--init_from=")]
+    if any(flag.startswith("--decay_tokens=") for flag in flags):  # it is for a decay
+        values["optim.decay"] = "wsd"
     if not file and not values:
         return
     file = "configs/quickstart.py" if file in (*STANDS_FOR_A_CONFIG, "") and verb != "prepare" else file

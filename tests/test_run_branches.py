@@ -1,0 +1,139 @@
+"""A branch goes on where another run stood, with all of its state and its data, bit for bit, and decays its rate."""
+
+import functools
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale import main
+from jaxscale.build import make_program
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.run.branching import branch_settings
+from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.run.options import RunOptions
+from jaxscale.system.exits import BadInput, Exit, Stop
+
+TRUNK = {
+    "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
+    "train_tokens": "10 steps", "checkpoint.save_every_steps": 2, "checkpoint.keep_last": 9, "seed": 2,
+    "optim.decay": "constant", "data.skip_batches": [(1, 2), (5, 6)],
+}  # fmt: skip
+SEED = {"seed": TRUNK["seed"]}
+programs = functools.lru_cache(4)(
+    lambda optim, budget: make_program(tiny.config(SEED | {"optim": dict(optim)}), budget)
+)
+
+
+def program_of(cfg, budget):
+    """The program of the config, compiled once for each schedule."""
+    names = ("peak_lr", "min_lr", "decay", "decay_tokens", "decay_shape")
+    return programs(tuple((name, getattr(cfg.optim, name)) for name in names), budget)
+
+
+def train(folder, overrides, stop_after=None, said=None):
+    """Trains in the folder, and returns its newest state."""
+    cfg = tiny.config(TRUNK | overrides)
+    log = (said if said is not None else []).append
+    options = RunOptions(stop_after=stop_after)
+    train_to_completion(open_run(cfg, str(folder), log, options=options, make_program=program_of))
+    return state_of(folder)
+
+
+def state_of(folder, step=None):
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    return tiny.host(checkpoints.restore(step or checkpoints.latest_step(), tiny.program().abstract_state))
+
+
+def records(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row for row in rows if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "trunk"
+    train(folder, {})
+    return folder
+
+
+def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smallest_rate(trunk, tmp_path):
+    told = branch_settings(f"{trunk}/checkpoints/4", "4 steps", {})
+    longer = told | {"train_tokens": "10 steps"}  # so that the rate is the peak's up to step 7
+    said = []
+    end = train(tmp_path / "branch", longer, said=said)
+    assert f"init: a branch of {trunk}/checkpoints/4: goes on from step 4, with its state and its data" in said
+    tiny.assert_same_bits(state_of(tmp_path / "branch", 6), state_of(trunk, 6))
+    ours, theirs = records(tmp_path / "branch"), records(trunk)
+    assert sorted(ours) == [5, 6, 7, 8, 9, 10]
+    for name in ("batch_index", "tokens_hash", "tokens_seen"):
+        assert [row[name] for row in ours.values()] == [theirs[step][name] for step in ours]
+    assert [ours[step]["loss"] for step in (5, 6, 7)] == [theirs[step]["loss"] for step in (5, 6, 7)]
+    rates = [ours[step]["learning_rate"] for step in (7, 8, 9, 10)]
+    np.testing.assert_allclose(rates, np.linspace(1e-2, 1e-3, 4), rtol=1e-6)
+    assert rates[-1] == np.float32(1e-3) and end.step == 10
+    (ancestor,) = json.loads((tmp_path / "branch" / "config.json").read_text())["ancestry"]
+    assert (ancestor["step"], ancestor["what"], ancestor["path"]) == (4, "run", str(trunk / "checkpoints"))
+
+
+def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with_the_same_command(trunk, tmp_path):
+    shutil.copytree(trunk, tmp_path / "trunk")
+    command = functools.partial(branch_settings, str(tmp_path / "trunk"), "4 steps")
+    told = command({})
+    assert told["init.from_path"] == f"{tmp_path}/trunk/checkpoints/10" and told["optim.warmup_tokens"] == "2 steps"
+    shutil.rmtree(tmp_path / "trunk" / "checkpoints" / "10")
+    told = command({})
+    straight = train(tmp_path / "straight", told)
+    assert straight.step == 12 and sorted(records(tmp_path / "straight")) == [9, 10, 11, 12]
+
+    train(tmp_path / "branch", told, stop_after=11)
+    shutil.copytree(trunk / "checkpoints" / "10", tmp_path / "trunk" / "checkpoints" / "10")  # the trunk has gone on
+    begun = json.loads((tmp_path / "branch" / "config.json").read_text())["config"]
+    assert command(begun) == told
+    shutil.rmtree(tmp_path / "trunk")
+    tiny.assert_same_bits(train(tmp_path / "branch", told), straight)
+    assert records(tmp_path / "branch")[12]["learning_rate"] == np.float32(1e-3)
+    written = json.loads((tmp_path / "branch" / "config.json").read_text())
+    assert [one["step"] for one in written["ancestry"]] == [8], "the descent is told after a restart too"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"seed": 3}, r"whose rows follow from seed, .*: seed: 2 there, 3 here; set these as there"),
+        ({"train_tokens": "4 steps"}, "train_tokens=4 steps is 4 steps, and the branch begins after step 4 of"),
+        ({"init.skip": ("head",)}, "what='run' goes on with all arrays as they are, and skip changes some"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_a_branch_is_refused_and_nothing_is_written(trunk, tmp_path, overrides, message):
+    path = {"init.from_path": f"{trunk}/checkpoints/4", "init.what": "run"}
+    with pytest.raises(BadInput, match=message):
+        train(tmp_path / "branch", path | overrides)
+    assert not (tmp_path / "branch" / "config.json").exists()
+
+
+def test_other_data_are_refused(trunk, tmp_path):
+    path = {"init.from_path": f"{trunk}/checkpoints/4", "init.what": "run"}
+    with pytest.raises(Stop, match="the data have changed") as stop:
+        train(tmp_path / "branch", path | {"data.name": "stdlib", "model.vocab_size": 300})
+    assert stop.value.code is Exit.DATA_MISMATCH
+
+
+def test_a_branch_that_decays_begins_where_the_rate_is_at_its_peak(tmp_path):
+    train(tmp_path / "cosine", {"optim.decay": "cosine"}, stop_after=4)
+    with pytest.raises(BadInput, match="is falling .*decay=cosine.*branch off a run with optim.decay=wsd or constant"):
+        branch_settings(f"{tmp_path}/cosine", "4 steps", {})
+    assert branch_settings(f"{tmp_path}/cosine", None, {}) == {
+        "init.from_path": f"{tmp_path}/cosine/checkpoints/4", "init.what": "run",
+    }  # fmt: skip
+    with pytest.raises(BadInput, match="--branch_from=.*: step 3 is no checkpoint"):
+        branch_settings(f"{tmp_path}/cosine/checkpoints/3", "4 steps", {})
+
+
+def test_a_decay_without_a_branch_is_refused():
+    with pytest.raises(BadInput, match="--decay_tokens=5 is of a branch; give --branch_from=RUN too"):
+        main.main(["--config=configs/quickstart.py", "--decay_tokens=5"])
