@@ -21,7 +21,7 @@ from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting
 from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.system.exits import BadInput
-from jaxscale.training.config import TrainConfig
+from jaxscale.training.config import LimitConfig, TrainConfig
 from jaxscale.units import divisors, or_list, plural
 
 
@@ -66,6 +66,7 @@ class RunConfig:
     init: InitConfig = setting(InitConfig, read_if="init.from_path")
     hang: HangConfig = setting(HangConfig)
     export: ExportConfig = setting(ExportConfig, read_if="export.every_steps")
+    limit: LimitConfig = setting(LimitConfig, may_change=True)
 
     def __post_init__(self):
         for check in CHECKS:
@@ -252,6 +253,20 @@ def check_export(cfg: RunConfig) -> None:
         raise BadInput("export.ema=true exports an average that train.ema.decay=0 does not keep; set the decay")
 
 
+def check_limit(cfg: RunConfig) -> None:
+    """Raises BadInput for a decay that shall begin early in a schedule that has none to begin."""
+    optim, limit = cfg.optim, cfg.limit
+    if not limit.on or limit.on_overrun != "decay":
+        return
+    if optim.decay not in ("wsd", "constant"):
+        raise BadInput(
+            f"limit.on_overrun='decay' begins a decay early, and with optim.decay={optim.decay!r} no rate stays at its "
+            "peak until one; set optim.decay to wsd or constant, or limit.on_overrun to tell"
+        )
+    if not 0 <= optim.min_lr <= optim.peak_lr:
+        raise BadInput(f"optim.min_lr={optim.min_lr:g} must lie between 0 and optim.peak_lr={optim.peak_lr:g}")
+
+
 def check_ema(cfg: RunConfig) -> None:
     """Raises BadInput where something needs the average of the parameters that is not kept, or cannot be."""
     if cfg.train.ema.on and cfg.optim.offload_params:
@@ -303,7 +318,7 @@ def check_scales(cfg: RunConfig) -> None:
 # data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
-    check_evals, check_batch, check_ramp, check_amounts, check_scales,
+    check_evals, check_batch, check_ramp, check_amounts, check_scales, check_limit,
 )  # fmt: skip
 
 
@@ -394,6 +409,13 @@ def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps
             "train_tokens"
         )
     return start
+
+
+def decay_steps(optim: OptimConfig, total_steps: int, **known: Any) -> int:
+    """Steps of the decay of a run of so many steps."""
+    if optim.decay_tokens is None:
+        return round(optim.decay_fraction * total_steps)
+    return units.steps(units.resolve("optim.decay_tokens", optim.decay_tokens, **known), known["batch_tokens"])
 
 
 def resolve_factors(optim: OptimConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, float], ...]:

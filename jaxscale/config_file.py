@@ -23,6 +23,10 @@ from jaxscale.system.redact import is_secret, redacted
 from jaxscale.unread import as_read, refuse_unread
 
 LONGEST_NAME = 128  # characters of a run's name
+SAME = (
+    ("skip-data", "data.skip_batches"), ("init_from", "init.from_path"), ("budget_dollars", "limit.dollars"),
+    ("deadline", "limit.deadline"),
+)  # fmt: skip
 SKIPPED = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}}):([0-9]{{1,{MOST_DIGITS}}})")
 
 
@@ -61,12 +65,12 @@ def check_no_secrets(settings: dict[str, Any]) -> None:
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
-    """The overrides, with --skip-data=A:B,C:D as data.skip_batches and --init_from=PATH as init.from_path.
+    """The overrides, with --skip-data=A:B,C:D as data.skip_batches, and the other flags that are a setting.
 
     Raises BadInput unless the ranges are written so, and where both a flag and its setting are given.
     """
     overrides = dict(arguments.overrides)
-    for flag, name in (("skip-data", "data.skip_batches"), ("init_from", "init.from_path")):
+    for flag, name in SAME:
         if (text := arguments.options.get(flag)) is None:
             continue
         if name in overrides:

@@ -46,6 +46,13 @@ class TrainFlags(RunOptions, HostFlags):
         "of optim give the shape and the last rate",
         "TOKENS",
     )
+    budget_dollars: str | None = flag(None, "", "DOLLARS")
+    deadline: str | None = flag(
+        None,
+        "tells when the run will cost more, or last longer, by its own speed; the same as --config.limit.dollars and "
+        "limit.deadline, and limit.on_overrun=decay ends it in time",
+        "12h",
+    )
     workdir: str | None = flag(
         None, "where checkpoints and metrics go, and from where a run goes on; default runs/<config>", "FOLDER"
     )

@@ -16,6 +16,8 @@ UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
 MOST_TOKENS = 1e18  # of any unit: below the largest int64, and more than there is text
 YEAR = 365.25 * 86_400  # seconds
 INDENT = "  "  # of a table
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+PART = r"(\d+(?:\.\d+)?)([smhdw])"  # of a duration
 ROUNDED = 0.9995  # of a unit: from here on three digits say the whole
 
 
@@ -193,6 +195,13 @@ def duration(seconds: float) -> str:
         return f"{minutes}m{rest:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def seconds_of(text: str) -> float | None:
+    """Seconds of '30d', '12h', '90m', '1h30m'; None for anything else, and for no time at all."""
+    found = re.fullmatch(rf"({PART})+", text.strip().lower())
+    seconds = sum(float(number) * SECONDS[unit] for number, unit in re.findall(PART, text.lower())) if found else 0.0
+    return seconds or None
 
 
 def divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ import math
 import pathlib
 import re
 
-from jaxscale import config_file, schema
+from jaxscale import config_file, schema, units
 from jaxscale.api import planning as api
 from jaxscale.cli import plan_loss, run_verb
 from jaxscale.command_line import Arguments, file_to_write, flag
@@ -26,7 +26,6 @@ from jaxscale.planning.text import plan_lines, proposal_lines
 from jaxscale.system.exits import BadInput, Exit, put, tell
 from jaxscale.system.paths import write_json, write_text_atomic
 
-SECONDS = {"s": 1.0, "m": 60.0, "h": cost.HOUR, "d": cost.DAY, "w": 7 * cost.DAY}
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -57,10 +56,9 @@ def overhead(name: str, text: str) -> float:
 
 def duration_of(name: str, text: str) -> float:
     """Seconds of '30d', '12h', '90m'. Raises BadInput for anything else."""
-    found = re.fullmatch(r"([0-9.]+)([smhdw])", text.strip().lower())
-    if not found or not re.fullmatch(r"\d+(\.\d+)?", found[1]) or float(found[1]) == 0:
+    if (seconds := units.seconds_of(text)) is None:
         raise BadInput(f"--{name}={text} must be a time such as 30d, 12h or 90m")
-    return float(found[1]) * SECONDS[found[2]]
+    return seconds
 
 
 def size_of(name: str, text: str) -> float:

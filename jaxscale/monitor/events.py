@@ -22,7 +22,7 @@ NAME = "events.jsonl"
 SYNC_SECONDS = 120.0  # for a bucket to take a decision that binds
 KINDS = frozenset(
     "started resumed restored saved save_failed fallback set_aside skipped spike alarm lr_cut rewind stopped "
-    "lock_stolen hang replicas_differ branch signal profile alert exported".split()
+    "lock_stolen hang replicas_differ branch signal profile alert exported overrun early_decay".split()
 )
 
 

@@ -11,6 +11,7 @@ from jaxscale.system.exits import BadInput
 Decay = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt", "piecewise"]
 DecayShape = Literal["linear", "one_minus_sqrt"]
 ARROW = "=>"
+EARLY = "limit.on_overrun=decay"  # then a constant rate may end as one of wsd does
 FACTORS = ("80%=>0.316", "90%=>0.1")  # the multi-step schedule of arXiv:2401.02954, section 2.3
 WHOLE_TENSORS = ("muon", "adafactor", "lamb")  # rules by which what a number gets hangs on others of its tensor
 NEED_PARAMETERS = ("adafactor", "lamb")  # and on how large that is
@@ -48,19 +49,23 @@ class OptimConfig:
         "orthogonalised and AdamW for all else; arXiv:1804.04235, without momentum; arXiv:1904.00962",
     )
     peak_lr: float = setting(3e-4, "learning rate at the end of the warmup")
-    min_lr: float = setting(3e-5, "learning rate at and after the last step", read_if="optim.decay=cosine|linear|wsd")
+    min_lr: float = setting(
+        3e-5, "learning rate at and after the last step", read_if=f"optim.decay=cosine|linear|wsd or {EARLY}"
+    )
     warmup_tokens: units.Tokens = setting("1%", "linear warmup: tokens, '2000 steps' or '1%' of train_tokens")
     decay: Decay = setting("cosine", "shape after the warmup")
     decay_fraction: float = setting(
-        0.2, "wsd only: part of all steps that decays", read_if="optim.decay=wsd and not optim.decay_tokens"
+        0.2,
+        "wsd only: part of all steps that decays",
+        read_if=f"optim.decay=wsd and not optim.decay_tokens or {EARLY} and not optim.decay_tokens",
     )
     decay_tokens: units.Tokens | None = setting(
         None,
         "wsd only: how long its decay is, in place of decay_fraction: tokens, '2000 steps' or '10%' of train_tokens",
-        read_if="optim.decay=wsd",
+        read_if=f"optim.decay=wsd or {EARLY}",
     )
     decay_shape: DecayShape = setting(
-        "linear", "wsd only: its decay is linear, or 1 - sqrt (arXiv:2405.18392)", read_if="optim.decay=wsd"
+        "linear", "wsd only: its decay is linear, or 1 - sqrt (arXiv:2405.18392)", read_if=f"optim.decay=wsd or {EARLY}"
     )
     factors: tuple[str, ...] = setting(
         FACTORS,

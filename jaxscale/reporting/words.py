@@ -15,9 +15,10 @@ from jaxscale.reporting.text import clock, plain, seconds
 from jaxscale.system.exits import is_failure, meaning
 
 TROUBLE = frozenset(
-    "save_failed fallback set_aside skipped spike alarm alert lr_cut rewind lock_stolen hang replicas_differ".split()
+    "save_failed fallback set_aside skipped spike alarm alert lr_cut rewind lock_stolen hang replicas_differ "
+    "overrun".split()
 )
-MARKED = ("spike", "alarm", "alert", "lr_cut", "rewind", "hang", "replicas_differ", "fallback")
+MARKED = tuple("spike alarm alert lr_cut rewind hang replicas_differ fallback overrun early_decay".split())
 RESTARTS = ("resumed", "branch")
 MOST_MARKS = 60
 MOST_INCIDENTS = 300
@@ -135,6 +136,12 @@ def in_words(event: Row) -> str:
             return alert_text(event)
         case "lr_cut":
             return f"learning rate times {described(get('factor'))} until step {get('until')}"
+        case "overrun":
+            over = f", {units.duration(get('over_seconds'))} after it" if is_number(get("over_seconds")) else ""
+            ends = "its decay is to begin early" if get("decays") is True else "the run goes on"
+            return f"{get('limit')} {'has passed' if get('passed') is True else 'will not be kept'}{over}: {ends}"
+        case "early_decay":
+            return f"the decay begins early, and the run ends at step {get('until')}: {get('why')}"
         case "rewind":
             return rewind_text(event)
         case "stopped":

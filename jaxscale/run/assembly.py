@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from jaxscale import schema
+from jaxscale import build, schema
 from jaxscale.build import Program
 from jaxscale.checkpoint.storage_errors import written
-from jaxscale.config import RunConfig
+from jaxscale.config import Budget, RunConfig
 from jaxscale.data.config import mixture_names
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.order import ORDER
@@ -26,6 +26,7 @@ from jaxscale.monitor.runinfo import run_info
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.run.changes import find_jump, jump_lines, record_changes
+from jaxscale.run.limiting import hourly_dollars, make_limits
 from jaxscale.run.resume_checks import check_same_evals, recorded_run, version_changes
 from jaxscale.run.start import Log, RunFolder, Start
 from jaxscale.run.startup_log import Sample, finish, sample_of_run
@@ -56,6 +57,8 @@ class Parts:
     evaluators: tuple[NamedEvaluate, ...]
     sample: Sample | None
     replicas: ReplicaWatch | None
+    budget: Budget  # that the program is made for
+    make_program: Callable[[RunConfig, Budget], Program]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,16 @@ class OpenedRun(Run):
     parts: Parts
 
 
-def make_parts(folder: RunFolder, start: Start, program: Program, evaluators: tuple[Evaluator, ...]) -> Parts:
+def make_parts(
+    folder: RunFolder,
+    start: Start,
+    program: Program,
+    evaluators: tuple[Evaluator, ...],
+    make_program: Callable[[RunConfig, Budget], Program] = build.make_program,
+) -> Parts:
     """What is made once, however often the run rewinds. Compiles nothing yet."""
+    if folder.cfg.limit.dollars:
+        hourly_dollars(folder.cfg.limit, program.mesh)  # raises
     return Parts(
         start.corpus,
         program,
@@ -75,6 +86,8 @@ def make_parts(folder: RunFolder, start: Start, program: Program, evaluators: tu
         make_evaluates(program, evaluators),
         sample_of_run(program, start.corpus, folder.log),
         make_watch(program, folder.log),
+        start.budget,
+        make_program,
     )
 
 
@@ -117,6 +130,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         finish=lambda state: finish(cfg.sample, parts.sample, state, folder.path, writer),
         source_names=mixture_names(cfg.data.mixture),
         experts=make_expert_use(cfg, start.budget.total_steps),
+        limits=make_limits(folder, start, program.mesh, services, writer.say),
     )
 
 

@@ -23,15 +23,17 @@ from jaxscale.run.startup_log import log_program, log_resume
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop
 from jaxscale.training import loop
-from jaxscale.training.autopilot import Rewound
+from jaxscale.training.autopilot import Rescheduled, Rewound
 from jaxscale.training.services import Services
 from jaxscale.training.state import TrainState
 
 
 def train_to_completion(run: OpenedRun | None) -> None:
-    """Trains to completion, restarting from an older checkpoint on each rewind. None: it is complete already."""
-    while run is not None and isinstance(loop.train(run), Rewound):
-        run = rewind(run)
+    """Trains to completion, restarting from an older checkpoint on each rewind, and with another schedule where a decay
+    begins early. None: it is complete already."""
+    while run is not None and isinstance(outcome := loop.train(run), Rewound):
+        checkpoints = open_checkpoints(run.folder.cfg, run.folder.path, run.folder.services)
+        run = (reopen if isinstance(outcome, Rescheduled) else rewind)(run, checkpoints)
 
 
 def open_run(
@@ -59,15 +61,22 @@ def open_run(
     log_program(program, start.budget, start.mixture, evaluators, log)
     folder.checkpoints.check_room(program.abstract_state)  # before anything is compiled
     start, state = restore_start(folder, start, program)
-    return assemble(folder, start, make_parts(folder, start, program, evaluators), state)
+    parts = make_parts(folder, start, program, evaluators, make_program)
+    return assemble(folder, start, parts, state)
 
 
-def rewind(run: OpenedRun) -> OpenedRun:
+def rewind(run: OpenedRun, checkpoints: Tiers) -> OpenedRun:
     """The same run at the older checkpoint that it has decided to go back to; compiled programs and data are kept."""
-    checkpoints = open_checkpoints(run.folder.cfg, run.folder.path, run.folder.services)
+    complete_rewind(read_decisions(run.folder.path).pending, run.folder.path, checkpoints)
+    return reopen(run, checkpoints)
+
+
+def reopen(run: OpenedRun, checkpoints: Tiers) -> OpenedRun:
+    """The same run at its newest checkpoint. Its program is made again only where its schedule is another now."""
     folder, parts = dataclasses.replace(run.folder, checkpoints=checkpoints), run.parts
-    complete_rewind(read_decisions(folder.path).pending, folder.path, checkpoints)
     start = resolve_start(folder, checkpoints.newest_readable(folder.log), parts.corpus)
+    if start.budget != parts.budget:
+        parts = dataclasses.replace(parts, budget=start.budget, program=parts.make_program(folder.cfg, start.budget))
     start, state = restore_start(folder, start, parts.program)
     return assemble(folder, start, parts, state)
 

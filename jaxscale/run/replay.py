@@ -66,6 +66,8 @@ def with_replayed(
         + [*cfg.data.skip_batches]
     )
     decisions = decisions.up_to(pending.to) if pending else decisions
+    if decisions.decay and decisions.decay.step > (newest or 0):  # decided, and never saved
+        decisions = decisions._replace(decay=None)
     last = pending.to if pending else max(newest or 0, agreed(lambda: last_measured(old)), *decisions.skipped, 0)
     decisions = decisions.with_recorded(recorded)._replace(last_step=last)
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, skip_batches=ranges)), decisions

@@ -99,6 +99,9 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     budget = resolve_budget(cfg, corpus.epoch_tokens)
     if done and recorded is None:
         check_longer(cfg, source, budget.total_steps)
+    planned = budget
+    if decay := (folder.replayed or decisions.up_to(done)).decay:
+        budget = dataclasses.replace(budget, total_steps=decay.until, decay_start=decay.step)
     if options.replay:
         check_same_length(budget.total_steps, options.replay)
     skipped = check_same_data(cfg, corpus, before, done, decisions)
@@ -107,8 +110,8 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     if reason:
         return start
     detours = (folder.replayed or decisions).detours
-    num_batches = start.batch_of(budget.total_steps - 1) + 1
-    mixture = corpus.plan_mixture(start.sizes, budget.total_steps, num_batches, detours=detours)
+    num_batches = start.batch_of(planned.total_steps - 1) + 1  # a decay that begins early moves no stage of the data
+    mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours)
     check_same_past(start.sizes, mixture, before, done, folder.log)
     transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture))
     return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)

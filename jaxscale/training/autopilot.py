@@ -37,6 +37,10 @@ class Rewound(Exception):
     """The loop's outcome where the run goes on from an older checkpoint: open it again."""
 
 
+class Rescheduled(Rewound):
+    """The loop's outcome where the decay begins early: open the run again at the step that was just saved."""
+
+
 class Pilot(NamedTuple):
     """What an Autopilot is made of, by run/assembly.py."""
 
@@ -178,6 +182,9 @@ class Autopilot:
                 self.of.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
                 state = with_cut(state, cut)
                 self.trouble = self.trouble._replace(answered=cut.step - 1)
+        decay = self.of.replayed.decay if self.of.replayed else None
+        if decay and decay.step == now:  # the schedule has it from the beginning
+            self.of.note("early_decay", now, until=decay.until, why="as in the run that is replayed")
         return state
 
     def health(self, now: int) -> str:

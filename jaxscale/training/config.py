@@ -1,11 +1,13 @@
 """Microbatches, loss scaling, the guard, spike recovery, the average of the parameters, and comparisons of replicas."""
 
 import dataclasses
+import datetime
 from typing import Literal
 
 from jaxscale.models.config import AUX_LOSSES
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
+from jaxscale.units import seconds_of
 
 ENOUGH = 10  # steps in the window before its median is believed
 
@@ -220,6 +222,53 @@ class ReplicaConfig:
         for name in ("every_steps", "max_passing"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitConfig:
+    """What bounds the run in time and money. It tells when it will overrun, and can decay early and end in time."""
+
+    deadline: str | None = setting(
+        None,
+        "when the run shall have ended: 2026-12-24T18:00 (UTC unless it has a zone), or 12h, 2d, 1h30m after its first "
+        "start; none: no deadline",
+        may_change=True,
+    )
+    dollars: float = setting(0.0, "what all starts of the run may cost together; 0: no budget", may_change=True)
+    chip_hour_dollars: float = setting(
+        0.0, "what an hour of one chip costs; 0: its list price in hardware.py", may_change=True, read_if=".dollars"
+    )
+    on_overrun: Literal["tell", "decay"] = setting(
+        "tell",
+        "a run that will overrun tells so and goes on, or begins its decay early (optim.decay=wsd or constant) so that "
+        "it ends in time at optim.min_lr",
+        may_change=True,
+        read_if=".deadline or .dollars",
+    )
+
+    def __post_init__(self):
+        for name in ("dollars", "chip_hour_dollars"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: none)")
+        if self.deadline is not None:
+            self.ends_at(0.0)
+
+    @property
+    def on(self) -> bool:
+        """Whether there is any limit."""
+        return self.deadline is not None or self.dollars > 0
+
+    def ends_at(self, first_start: float) -> float:
+        """The deadline in seconds since 1970; first_start: when the run first began. Raises BadInput for no time."""
+        if (seconds := seconds_of(self.deadline)) is not None:
+            return first_start + seconds
+        try:
+            when = datetime.datetime.fromisoformat(self.deadline)
+            return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
+        except (ValueError, OverflowError):
+            raise BadInput(
+                f"deadline={self.deadline!r} must be a time such as 2026-12-24T18:00, or a duration such as 12h"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

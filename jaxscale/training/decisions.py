@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxscale.data.mixture import Detour
 from jaxscale.training.recovery import Trouble
 
-KINDS = ("resumed", "started", "skipped", "lr_cut", "rewind")  # that decisions are read from
+KINDS = ("resumed", "started", "skipped", "lr_cut", "rewind", "early_decay")  # that decisions are read from
 
 
 class LrCut(NamedTuple):
@@ -14,6 +14,13 @@ class LrCut(NamedTuple):
 
     step: int
     factor: float
+    until: int
+
+
+class EarlyDecay(NamedTuple):
+    """The decay begins after `step` steps, and the run ends after `until`: a limit would have cut it short."""
+
+    step: int
     until: int
 
 
@@ -36,6 +43,7 @@ class Decisions(NamedTuple):
     rewinds: tuple[GoneBack, ...] = ()  # all of them: they bind
     pending: GoneBack | None = None  # decided, and not carried out before the process died
     recorded: tuple[Detour, ...] = ()  # in the checkpoint, which may have been copied without the events
+    decay: EarlyDecay | None = None
     last_step: int = 0  # of a run that is replayed: decided up to here
 
     @property
@@ -60,7 +68,8 @@ class Decisions(NamedTuple):
         """What is left of them where a run goes on from `step`. Rewinds bind all the same."""
         skipped = tuple(number for number in self.skipped if number <= step)
         cuts = tuple(cut for cut in self.cuts if cut.step <= step + 1)  # decided before the checkpoint was saved
-        return self._replace(skipped=skipped, cuts=cuts, pending=None)
+        decay = self.decay if self.decay and self.decay.step <= step else None  # behind it, it is decided anew
+        return self._replace(skipped=skipped, cuts=cuts, decay=decay, pending=None)
 
     def with_recorded(self, recorded: Mapping[str, Any] | None) -> "Decisions":
         """The same with the detours that a checkpoint tells of; recorded: its position in the data, if there is one."""
@@ -85,6 +94,8 @@ def decisions_of(events: Iterable[dict[str, Any]]) -> Decisions:
             so_far = so_far._replace(skipped=(*so_far.skipped, step))
         elif kind == "lr_cut":
             so_far = so_far._replace(cuts=(*so_far.cuts, LrCut(step, event["factor"], event["until"])))
+        elif kind == "early_decay":
+            so_far = so_far._replace(decay=EarlyDecay(step, event["until"]))
         elif kind == "rewind":
             parts = tuple((int(start), int(stop)) for start, stop in event["skip_batches"])
             clean = tuple(event["clean"]) if event["clean"] else None

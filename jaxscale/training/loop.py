@@ -16,10 +16,11 @@ from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
-from jaxscale.training.autopilot import Autopilot, Pilot, Rewound
+from jaxscale.training.autopilot import Autopilot, Pilot, Rescheduled, Rewound
 from jaxscale.training.ema import evaluated
 from jaxscale.training.expert_use import ExpertUse
 from jaxscale.training.feed import Feed
+from jaxscale.training.limits import Limiter, Limits
 from jaxscale.training.report import Reporter, Unread, seconds_since
 from jaxscale.training.services import UNATTENDED, Services
 from jaxscale.training.state import TrainState
@@ -67,6 +68,7 @@ class Run:
     evaluators: Sequence[NamedEvaluate] = ()
     local: LocalSaver | None = None  # copies on the hosts themselves
     experts: ExpertUse | None = None  # of a mixture, since this start
+    limits: Limits | None = None  # of time and money
 
 
 @contextlib.contextmanager
@@ -88,7 +90,7 @@ def saves_finished(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
 
 
 def train(run: Run) -> TrainState | Rewound:
-    """The state after the last step; or Rewound, if the run goes on from an older checkpoint.
+    """The state after the last step; or Rewound, if the run goes on from a checkpoint, with another schedule or not.
 
     Raises Stop: PREEMPTED after a signal, NON_FINITE after too many bad steps, and what saving and data raise.
     """
@@ -119,7 +121,8 @@ def run_steps(run: Run) -> TrainState | Rewound:
             run.finish(state)
     except Rewound as outcome:
         if leaving := asked_anywhere(stop.requested):  # it would be forgotten with the signal's handler
-            raise Stop(Exit.PREEMPTED, f"{leaving}: going back to an older step; the same command does that") from None
+            what = "its decay begins" if isinstance(outcome, Rescheduled) else "going back to an older step"
+            raise Stop(Exit.PREEMPTED, f"{leaving}: {what}; the same command does that") from None
         return outcome
     finally:
         feed.close()
@@ -131,7 +134,8 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
     """The state after the steps from run.start_step to last_step, with all that is due between them done."""
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
     statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
-    pilot, met = Autopilot(run.pilot, checkpoints), set()  # sizes of batches
+    pilot, limiter = Autopilot(run.pilot, checkpoints), Limiter(run.limits)
+    met = set()  # sizes of batches
 
     def read(unread: Unread) -> None:
         """Fetches and reports a step's metrics: where the host waits for the devices."""
@@ -163,7 +167,10 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
             checkpoints.poll(now)
             run.services.poll()
             leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
+            decay = limiter.after(now)
         due = due_after(run, now, last_step, leaving)
+        decay = None if due.last else decay  # who leaves decides again
+        due = due._replace(save=due.save or decay is not None)
         if due.anything or pilot.action:
             unread = read(unread)
         with phase("eval", now):
@@ -175,13 +182,18 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         found |= measure(run, reporter, now, state, due.evaluators)
         if due.sample:
             write_sample(run, now, state)
+        if decay:
+            run.services.note("early_decay", now, until=decay.until, why=run.limits.name)
         if due.save:
-            save(run, now, state, pilot.health(now), found, due.last)
+            save(run, now, state, pilot.health(now), found, due.last or decay is not None)
         elif run.local is not None and pilot.action is None:
             run.local.offer(now, state, run.position, pilot.health(now))
         crash_point("step")
         if leaving and now < last_step:
             raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
+        if decay:
+            run.writer.say(f"limit: the decay begins after step {now}, and the run ends at step {decay.until}")
+            raise Rescheduled
     return state
 
 

@@ -1,5 +1,6 @@
 """The services that the loop uses: events, watchdog, lock, goodput. By default they do nothing."""
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ class Services(NamedTuple):
     board: Board | None = None  # of several processes, looked at after every step
     ledger: TimeLedger | None = None  # of where the time goes
     vitals: Callable[[], dict[str, Any]] = dict  # for each record: goodput, and what the devices say
+    clock: Callable[[], float] = time.time  # seconds since 1970, for limits
     profiling: Callable[[], bool] = lambda: False  # whether the step that has just finished was slowed by a capture
 
 

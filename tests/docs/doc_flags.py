@@ -80,7 +80,8 @@ def check_settings(verb: str, flags: list[str]) -> None:
     """Builds the config that the command names with the settings that it gives."""
     file = next((flag.removeprefix("--config=") for flag in flags if flag.startswith("--config=")), "")
     values = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags if flag.startswith("--config."))
-    values |= [("init.from_path", flag.partition("=")[2]) for flag in flags if flag.startswith("--init_from=")]
+    same = [(name, f"--{short}=") for short, name in config_file.SAME if verb == "train" and short != "skip-data"]
+    values |= [(name, flag.removeprefix(start)) for name, start in same for flag in flags if flag.startswith(start)]
     if any(flag.startswith("--decay_tokens=") for flag in flags):  # it is for a decay
         values["optim.decay"] = "wsd"
     if not file and not values:

@@ -60,7 +60,11 @@ KINDS = (
         r"-hf\b|runs/(llama|qwen|base|dense|tuned|merged|longer)\b",
         "another's model; tests/interop, tests/test_finetuning.py and tests/test_long_context.py make small ones",
     ),
-    Kind(PARSED, r"--branch_from=|--workdir=runs/trunk", "long runs; tests/test_run_branches.py makes short ones"),
+    Kind(
+        PARSED,
+        r"--branch_from=|--workdir=runs/(trunk|bounded)",
+        "long runs; tests/test_run_branches.py makes short ones",
+    ),
     Kind(
         PARSED,
         r"^jaxscale evaluate .*(--lm_eval|held/|lambada)",

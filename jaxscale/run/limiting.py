@@ -1,0 +1,105 @@
+"""The limits of a run, its deadline and its budget, as a point in time for this start."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxscale.config import Budget, RunConfig, decay_steps
+from jaxscale.hardware import find_chip
+from jaxscale.monitor.events import read_events
+from jaxscale.monitor.goodput import goodput_of, unix_time
+from jaxscale.run.start import RunFolder, Start
+from jaxscale.system.exits import BadInput
+from jaxscale.training.config import LimitConfig
+from jaxscale.training.limits import Limits
+from jaxscale.training.services import Services
+from jaxscale.units import or_list
+
+STABLE = ("wsd", "constant")  # schedules whose decay may begin early
+
+
+def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
+    """What an hour of all chips costs. Raises BadInput where no price is known."""
+    kind, price = mesh.devices.flat[0].device_kind, limit.chip_hour_dollars
+    chip = find_chip(kind)
+    if not price and (chip is None or chip.price is None):
+        raise BadInput(
+            f"limit.dollars={limit.dollars:g}: no price of {kind!r} is known; give what an hour of one "
+            "chip costs, --config.limit.chip_hour_dollars=DOLLARS"
+        )
+    chips = mesh.size / (chip.devices_per_chip if chip else 1)
+    return chips * (price or chip.price.dollars_per_hour)
+
+
+def make_limits(
+    folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Callable[[str], None]
+) -> Limits | None:
+    """The limits of this opening of the run; None where it has none. To be called when its start has been noted."""
+    cfg, budget = folder.cfg, start.budget
+    if not cfg.limit.on:
+        return None
+    primary = jax.process_index() == 0
+    ends_at, name = first_limit(folder.path, cfg.limit, mesh, services.clock()) if primary else (0.0, "")
+    known = dict(seq_len=cfg.seq_len, batch_tokens=budget.batch_tokens, train_tokens=budget.train_tokens)
+    known |= dict(epoch_tokens=start.corpus.epoch_tokens)
+    decays = cfg.limit.on_overrun == "decay" and folder.replayed is None  # a replay takes no decisions of its own
+    return Limits(
+        ends_at=ends_at,
+        name=name,
+        total_steps=budget.total_steps,
+        start_step=start.steps_done,
+        warmup_steps=budget.warmup_steps,
+        decay_steps=functools.partial(decay_steps, cfg.optim, **known) if decays else None,
+        decay_start=planned_decay(cfg, budget),
+        way_out=way_out(cfg),
+        note=services.note,
+        say=say,
+        board=services.board,
+        primary=primary,
+        clock=services.clock,
+    )
+
+
+def planned_decay(cfg: RunConfig, budget: Budget) -> int | None:
+    """The step that the decay of the schedule begins with; None for one without."""
+    if budget.decay_start is not None or cfg.optim.decay != "wsd":
+        return budget.decay_start
+    return budget.total_steps - round(cfg.optim.decay_fraction * budget.total_steps)
+
+
+def way_out(cfg: RunConfig) -> str:
+    """What would end the run in time."""
+    if cfg.optim.decay not in STABLE:
+        return f"give fewer train_tokens; a run with optim.decay={or_list(STABLE)} could decay early"
+    return "stop it, and start it with --config.limit.on_overrun=decay, or give fewer train_tokens"
+
+
+def first_limit(path: Any, limit: LimitConfig, mesh: Mesh, now: float) -> tuple[float, str]:
+    """(when the limit that comes first is reached, in seconds since 1970; what it is called)."""
+    events, found = read_events(path), []
+    began = next((began_at(event) for event in events if event["event"] == "started"), None)
+    if limit.deadline is not None:
+        found.append((limit.ends_at(now if began is None else began), f"limit.deadline={limit.deadline}"))
+    if limit.dollars:
+        seconds = limit.dollars / hourly_dollars(limit, mesh) * 3600
+        found.append((now + seconds - paid_seconds(events, now), f"limit.dollars={limit.dollars:g}"))
+    return min(found)
+
+
+def paid_seconds(events: Sequence[dict[str, Any]], now: float) -> float:
+    """How long the run has held its chips: all starts, and this one up to now; not what lies between them."""
+    starts = [number for number, event in enumerate(events) if event["event"] in ("started", "resumed")]
+    if not starts:
+        return 0.0
+    own = began_at(events[starts[-1]])
+    first = next(number for number in starts if began_at(events[number]) == own)  # it may have been opened since
+    before = goodput_of((), events[: first + 1])  # whose last event tells how long a start before it lasted
+    return before.wall_seconds - before.seconds["idle"] + now - own
+
+
+def began_at(event: dict[str, Any]) -> float:
+    """When the process of a start began, seconds since 1970."""
+    return unix_time(event.get("process_began")) or unix_time(event.get("time")) or 0.0
