@@ -16,7 +16,7 @@ from jaxscale.models import AnyModelConfig, names_of
 from jaxscale.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
 from jaxscale.models.mup_config import check_mup
 from jaxscale.monitor.config import MonitorConfig
-from jaxscale.optim.config import OptimConfig
+from jaxscale.optim.config import STABLE, OptimConfig
 from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting
 from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
@@ -258,7 +258,7 @@ def check_limit(cfg: RunConfig) -> None:
     optim, limit = cfg.optim, cfg.limit
     if not limit.on or limit.on_overrun != "decay":
         return
-    if optim.decay not in ("wsd", "constant"):
+    if optim.decay not in STABLE:
         raise BadInput(
             f"limit.on_overrun='decay' begins a decay early, and with optim.decay={optim.decay!r} no rate stays at its "
             "peak until one; set optim.decay to wsd or constant, or limit.on_overrun to tell"
@@ -416,6 +416,13 @@ def decay_steps(optim: OptimConfig, total_steps: int, **known: Any) -> int:
     if optim.decay_tokens is None:
         return round(optim.decay_fraction * total_steps)
     return units.steps(units.resolve("optim.decay_tokens", optim.decay_tokens, **known), known["batch_tokens"])
+
+
+def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -> int | None:
+    """The step that the decay of a stable rate begins with; None for one that has none. decay_start: of the budget."""
+    if decay_start is not None or optim.decay != "wsd":
+        return decay_start
+    return total_steps - round(optim.decay_fraction * total_steps)
 
 
 def resolve_factors(optim: OptimConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, float], ...]:

@@ -12,7 +12,7 @@ from jaxscale import main
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.run.branching import branch_settings
+from jaxscale.run.branching import branch_settings, check_stable
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -125,13 +125,30 @@ def test_other_data_are_refused(trunk, tmp_path):
 
 def test_a_branch_that_decays_begins_where_the_rate_is_at_its_peak(tmp_path):
     train(tmp_path / "cosine", {"optim.decay": "cosine"}, stop_after=4)
-    with pytest.raises(BadInput, match="is falling .*decay=cosine.*branch off a run with optim.decay=wsd or constant"):
+    with pytest.raises(
+        BadInput, match="follows decay=cosine, and .* branch off a run with optim.decay=wsd or constant"
+    ):
         branch_settings(f"{tmp_path}/cosine", "4 steps", {})
     assert branch_settings(f"{tmp_path}/cosine", None, {}) == {
         "init.from_path": f"{tmp_path}/cosine/checkpoints/4", "init.what": "run",
     }  # fmt: skip
     with pytest.raises(BadInput, match="--branch_from=.*: step 3 is no checkpoint"):
         branch_settings(f"{tmp_path}/cosine/checkpoints/3", "4 steps", {})
+
+
+def test_a_decay_begins_neither_in_the_warmup_nor_in_another_decay():
+    optim = dict(decay="wsd", decay_fraction=0.2)
+    run = {"config": {"optim": optim}, "budget": dict(total_steps=100, warmup_steps=10)}
+    assert [check_stable("run", step, run) for step in (10, 50, 80)] == [None] * 3
+    for step, message in (
+        (9, "is in its warmup of 10 steps.* a later step"),
+        (81, "decays from step 80 on.*step 80 or"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            check_stable("run", step, run)
+    early = {**run, "budget": run["budget"] | dict(decay_start=40)}
+    with pytest.raises(BadInput, match="decays from step 40 on"):
+        check_stable("run", 50, early)
 
 
 def test_a_decay_without_a_branch_is_refused():

@@ -96,11 +96,8 @@ def open_source(
     that cannot be believed and are passed over, and about files that are not as they were.
     Raises BadInput where no checkpoint is there, and Stop (CHECKPOINT_CORRUPT) for one that cannot be read.
     """
-    folder = paths.as_path(path)
-    if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a run may be called 2026
-        folder, step = folder.parent, int(folder.name)
-    else:
-        folder, step = folder if folder.name == "checkpoints" else folder / "checkpoints", wanted
+    folder, step = named_step(path)
+    step = wanted if step is None else step
     checkpoints = Checkpoints(folder, CheckpointConfig())
     steps = agreed(checkpoints.all_steps)
     if not steps:
@@ -122,6 +119,14 @@ def open_source(
         )
     checkpoints.log_changed_files(step, log, small=True)
     return source
+
+
+def named_step(path: str) -> tuple[Any, int | None]:
+    """(the folder of checkpoints that `path` leads to; the step that it names, or None). Touches no device."""
+    folder = paths.as_path(path)
+    if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a run may be called 2026
+        return folder.parent, int(folder.name)
+    return folder if folder.name == "checkpoints" else folder / "checkpoints", None
 
 
 def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], source: Source | None = None) -> Any:

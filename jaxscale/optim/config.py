@@ -10,6 +10,7 @@ from jaxscale.system.exits import BadInput
 
 Decay = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt", "piecewise"]
 DecayShape = Literal["linear", "one_minus_sqrt"]
+STABLE = ("wsd", "constant")  # of these the rate stays at the peak until a decay begins
 ARROW = "=>"
 EARLY = "limit.on_overrun=decay"  # then a constant rate may end as one of wsd does
 FACTORS = ("80%=>0.316", "90%=>0.1")  # the multi-step schedule of arXiv:2401.02954, section 2.3

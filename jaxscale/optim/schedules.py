@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxscale.optim.config import Decay, DecayShape
+from jaxscale.optim.config import STABLE, Decay, DecayShape
 
 Schedule = Callable[[jax.Array | int], jax.Array]  # int32 step -> float32 learning rate
-STABLE = ("wsd", "constant")  # of these the rate stays at the peak until a decay begins
 
 
 def make_schedule(

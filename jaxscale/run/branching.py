@@ -4,41 +4,56 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import schema, units
-from jaxscale.checkpoint.branch import Source, open_source
-from jaxscale.config import RunConfig, schedule_steps
+from jaxscale.checkpoint.branch import Source, named_step
+from jaxscale.checkpoint.folders import all_steps
+from jaxscale.checkpoint.record import require_record
+from jaxscale.config import RunConfig, decay_begin
 from jaxscale.data.order import batch_index
-from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.optimizers import optim_schedule
+from jaxscale.optim.config import STABLE, OptimConfig
 from jaxscale.run.options import NEVER
 from jaxscale.system.exits import BadInput
 
-STABLE_AT = 1e-6  # relative: a rate this near the peak has not begun to fall
+SHOWN = 3  # steps that there are, in an error
 
 
 def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that make a run a branch of the one at `path`; with decay_tokens one whose rate decays at once.
 
+    Touches no device: they are settings, which processes compare before they connect.
     path: a work folder, of which the newest step is taken, or WORKDIR/checkpoints/STEP. recorded: the settings of the
     branch where it has begun already: then it keeps its step, whatever the trunk has saved since.
     Raises BadInput where there is no such step, and where its rate does not stand at the peak.
     """
-    source = open_source(begun_from(path, recorded) or path, named="--branch_from")
-    settings = {"init.from_path": str(source), "init.what": "run"}
+    folder, step = find_step(begun_from(path, recorded) or path)
+    settings = {"init.from_path": str(folder / str(step)), "init.what": "run"}
     if decay_tokens is None:
         return settings
-    run = source.record["run"]
-    check_stable(source, run)
+    run = require_record(folder / str(step))["run"]
+    check_stable(folder / str(step), step, run)
     budget = run["budget"]
     known = dict(seq_len=run["config"]["seq_len"], batch_tokens=budget["batch_tokens"])
     steps = units.steps(units.resolve("--decay_tokens", decay_tokens, **known), known["batch_tokens"])
     if steps < 1:
         raise BadInput(f"--decay_tokens={decay_tokens} must be at least one step")
     return settings | {
-        "train_tokens": (source.step + steps) * known["batch_tokens"],
+        "train_tokens": (step + steps) * known["batch_tokens"],
         "optim.decay": "wsd",
         "optim.decay_tokens": steps * known["batch_tokens"],
         "optim.warmup_tokens": f"{budget['warmup_steps']} steps",
     }
+
+
+def find_step(path: str) -> tuple[Any, int]:
+    """(folder of checkpoints, step) of a path. Raises BadInput where there is none."""
+    folder, step = named_step(path)
+    steps = all_steps(folder)
+    if not steps:
+        raise BadInput(f"--branch_from={path} holds no checkpoint: {folder} has none that was completed")
+    if step is not None and step not in steps:
+        raise BadInput(
+            f"--branch_from={path}: step {step} is no checkpoint; {folder} has {units.or_list(steps[-SHOWN:])}"
+        )
+    return folder, steps[-1] if step is None else step
 
 
 def begun_from(path: str, recorded: Mapping[str, Any]) -> str | None:
@@ -47,21 +62,19 @@ def begun_from(path: str, recorded: Mapping[str, Any]) -> str | None:
     return known if known and str(known).startswith(f"{path.rstrip('/')}/checkpoints/") else None
 
 
-def check_stable(source: Source, run: Mapping[str, Any]) -> None:
+def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:
     """Raises BadInput unless the rate of the run stood at its peak before and after the step."""
-    optim = schema.from_dict(OptimConfig, run["config"]["optim"], f"{source}: optim")
-    schedule = optim_schedule(optim, **schedule_steps(run["budget"]))
-    rates = [float(schedule(step)) for step in (max(0, source.step - 1), source.step)]
-    if optim.decay in ("wsd", "constant") and all(abs(rate / optim.peak_lr - 1) < STABLE_AT for rate in rates):
+    optim, budget = schema.from_dict(OptimConfig, run["config"]["optim"], f"{folder}: optim"), run["budget"]
+    begin = decay_begin(optim, budget["total_steps"], budget.get("decay_start"))
+    if optim.decay not in STABLE:
+        why, way = f"follows decay={optim.decay}", f"a run with optim.decay={units.or_list(STABLE)}"
+    elif step < budget["warmup_steps"]:
+        why, way = f"is in its warmup of {budget['warmup_steps']} steps", "a later step"
+    elif begin is not None and step > begin:
+        why, way = f"decays from step {begin} on", f"step {begin} or one before it"
+    else:
         return
-    stage = "in its warmup" if source.step < run["budget"]["warmup_steps"] else "falling"
-    way = "an earlier step" if optim.decay == "wsd" and stage == "falling" else "a later step"
-    if optim.decay not in ("wsd", "constant"):
-        way = "a run with optim.decay=wsd or constant"
-    raise BadInput(
-        f"--decay_tokens: the rate of {source} is {stage} ({rates[1]:.3g}, peak {optim.peak_lr:.3g}, "
-        f"decay={optim.decay}), and a decay begins at the peak; branch off {way}"
-    )
+    raise BadInput(f"--decay_tokens: the rate of {folder} {why}, and a decay begins at the peak; branch off {way}")
 
 
 def check_branch(cfg: RunConfig, source: Source) -> None:

@@ -7,18 +7,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxscale.config import Budget, RunConfig, decay_steps
+from jaxscale.config import RunConfig, decay_begin, decay_steps
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.goodput import goodput_of, unix_time
+from jaxscale.optim.config import STABLE
 from jaxscale.run.start import RunFolder, Start
 from jaxscale.system.exits import BadInput
 from jaxscale.training.config import LimitConfig
 from jaxscale.training.limits import Limits
 from jaxscale.training.services import Services
 from jaxscale.units import or_list
-
-STABLE = ("wsd", "constant")  # schedules whose decay may begin early
 
 
 def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
@@ -53,7 +52,7 @@ def make_limits(
         start_step=start.steps_done,
         warmup_steps=budget.warmup_steps,
         decay_steps=functools.partial(decay_steps, cfg.optim, **known) if decays else None,
-        decay_start=planned_decay(cfg, budget),
+        decay_start=decay_begin(cfg.optim, budget.total_steps, budget.decay_start),
         way_out=way_out(cfg),
         note=services.note,
         say=say,
@@ -61,13 +60,6 @@ def make_limits(
         primary=primary,
         clock=services.clock,
     )
-
-
-def planned_decay(cfg: RunConfig, budget: Budget) -> int | None:
-    """The step that the decay of the schedule begins with; None for one without."""
-    if budget.decay_start is not None or cfg.optim.decay != "wsd":
-        return budget.decay_start
-    return budget.total_steps - round(cfg.optim.decay_fraction * budget.total_steps)
 
 
 def way_out(cfg: RunConfig) -> str:

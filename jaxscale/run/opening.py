@@ -32,8 +32,7 @@ def train_to_completion(run: OpenedRun | None) -> None:
     """Trains to completion, restarting from an older checkpoint on each rewind, and with another schedule where a decay
     begins early. None: it is complete already."""
     while run is not None and isinstance(outcome := loop.train(run), Rewound):
-        checkpoints = open_checkpoints(run.folder.cfg, run.folder.path, run.folder.services)
-        run = (reopen if isinstance(outcome, Rescheduled) else rewind)(run, checkpoints)
+        run = reopen(run) if isinstance(outcome, Rescheduled) else rewind(run)
 
 
 def open_run(
@@ -65,15 +64,19 @@ def open_run(
     return assemble(folder, start, parts, state)
 
 
-def rewind(run: OpenedRun, checkpoints: Tiers) -> OpenedRun:
+def rewind(run: OpenedRun) -> OpenedRun:
     """The same run at the older checkpoint that it has decided to go back to; compiled programs and data are kept."""
-    complete_rewind(read_decisions(run.folder.path).pending, run.folder.path, checkpoints)
+    folder = run.folder
+    checkpoints = open_checkpoints(folder.cfg, folder.path, folder.services)
+    complete_rewind(read_decisions(folder.path).pending, folder.path, checkpoints)
     return reopen(run, checkpoints)
 
 
-def reopen(run: OpenedRun, checkpoints: Tiers) -> OpenedRun:
+def reopen(run: OpenedRun, checkpoints: Tiers | None = None) -> OpenedRun:
     """The same run at its newest checkpoint. Its program is made again only where its schedule is another now."""
-    folder, parts = dataclasses.replace(run.folder, checkpoints=checkpoints), run.parts
+    folder, parts = run.folder, run.parts
+    checkpoints = checkpoints or open_checkpoints(folder.cfg, folder.path, folder.services)
+    folder = dataclasses.replace(folder, checkpoints=checkpoints)
     start = resolve_start(folder, checkpoints.newest_readable(folder.log), parts.corpus)
     if start.budget != parts.budget:
         parts = dataclasses.replace(parts, budget=start.budget, program=parts.make_program(folder.cfg, start.budget))

@@ -8,6 +8,7 @@ import tiny
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.monitor.events import read_events
 from jaxscale.system.exits import Exit
 
 VALUES = tiny.VALUES | dict(
@@ -19,6 +20,7 @@ VALUES = tiny.VALUES | dict(
     checkpoint=dict(save_every_steps=4, keep_last=9),
     monitor=dict(log_every_steps=1, tensorboard=False, progress="lines"),
 )
+KEPT = CheckpointConfig(keep_last=9)
 OTHER = 1 << 11  # the first device of process 1: jax numbers those of simulated hosts like this
 
 
@@ -60,3 +62,19 @@ def test_both_begin_with_the_same_weights_of_another_run(tmp_path):
     assert {n: p for n, p in new.items() if "params" in n} == {n: p for n, p in old.items() if "params" in n}
     written = json.loads((tmp_path / "branch" / "run" / "config.json").read_text())
     assert written["ancestry"][0]["step"] == 8
+
+
+@pytest.mark.soak
+def test_both_begin_their_decay_early_after_the_same_step_and_go_on_as_a_branch(tmp_path):
+    flags = ["--deadline=45s", "--config.limit.on_overrun=decay", "--config.optim.decay=constant"]
+    flags += ["--config.optim.decay_tokens=20 steps", "--config.train_tokens=1000000 steps"]
+    flags += ["--config.checkpoint.save_every_steps=0"]
+    with start(tmp_path, "trunk", *flags) as run:
+        assert run.codes() == [0, 0], run.log(0) + run.log(1)
+    ((begin, until),) = [(e["step"], e["until"]) for e in read_events(tmp_path / "trunk" / "run") if "until" in e]
+    assert until - begin == 20 and Checkpoints(tmp_path / "trunk" / "run" / "checkpoints", KEPT).latest_step() == until
+    branch = [f"--branch_from={tmp_path}/trunk/run/checkpoints/{begin}", "--decay_tokens=20 steps"]
+    with start(tmp_path, "branch", *branch) as run:
+        assert run.codes() == [0, 0], run.log(0) + run.log(1)
+    trunk, other = (fingerprints(tmp_path / name / "run", until) for name in ("trunk", "branch"))
+    assert trunk == other, "the same decay, decided before"
