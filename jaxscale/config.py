@@ -343,9 +343,11 @@ class Budget:
         sizes = f"{self.batch_tokens} tokens"
         if self.ramp:
             sizes = ", ".join(f"{tokens} tokens from batch {first}" for first, tokens in self.ramp)
+        rates = f", decay from step {self.decay_start} on" if self.decay_start is not None else ""
+        rates += "".join(f", rate x{factor:g} from step {step} on" for step, factor in self.factors)
         return (
             f"{self.total_steps} steps of {sizes}, {units.count(self.tokens_of(self.total_steps))} in all; "
-            f"warmup {self.warmup_steps} steps"
+            f"warmup {self.warmup_steps} steps{rates}"
         )
 
     def batches(self, row_tokens: int) -> units.BatchSizes:

@@ -260,7 +260,8 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
     """The course of a run's learning rate."""
     optim, total, fraction, form = cfg.optim, budget.total_steps, None, ""
     final = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
-    if optim.decay == "wsd":
+    decay = "wsd" if budget.decay_start is not None else optim.decay  # a constant rate that has decayed early
+    if decay == "wsd":
         fraction = optim.decay_fraction if budget.decay_start is None else (total - budget.decay_start) / total
         form = "" if optim.decay_shape == "linear" else "1 - sqrt"
     elif optim.decay == "piecewise":
@@ -268,7 +269,7 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
         final = budget.factors[-1][1] if budget.factors else 1.0
     elif optim.decay == "inverse_sqrt":
         final = math.sqrt(max(1, budget.warmup_steps) / total)
-    return Schedule(optim.decay, fraction, final, budget.warmup_steps / total, form)
+    return Schedule(decay, fraction, final, budget.warmup_steps / total, form)
 
 
 def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:

@@ -217,3 +217,11 @@ def test_runs_whose_batches_grow_are_no_rungs(tmp_path):
     grown = dataclasses.replace(BUDGET, ramp=((0, 8), (10, BUDGET.batch_tokens)))
     with pytest.raises(ValueError, match="the run to be forecast has batches that grow .batch_ramp.: curves are laid"):
         read_ladder([], TARGET, grown)
+
+
+def test_a_constant_rate_that_decayed_early_is_one_of_wsd():
+    cfg = made_ladder.config(optim__decay="constant")
+    budget = dataclasses.replace(resolve_budget(cfg, None), total_steps=100, decay_start=80)
+    other = made_ladder.config(optim__decay="wsd", optim__decay_fraction=0.2)
+    assert schedule_of(cfg, budget).ends_as(schedule_of(other, dataclasses.replace(budget, decay_start=None)))
+    assert not schedule_of(cfg, budget).ends_as(schedule_of(cfg, dataclasses.replace(budget, decay_start=None)))
