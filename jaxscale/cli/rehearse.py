@@ -65,6 +65,8 @@ class RehearseFlags(cluster.HostFlags):
     )
     skip_data: str | None = flag(None, "as in training", "A:B,C:D", name="skip-data")
     init_from: str | None = flag(None, "as in training", "RUN")
+    budget_dollars: str | None = flag(None, "as in training", "DOLLARS")
+    deadline: str | None = flag(None, "as in training", "12h")
     allow_change: tuple[str, ...] = flag(
         (), "as in training", "NAMES", read=lambda _, text: allowed_names("--allow_change", text)
     )
@@ -108,6 +110,11 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
     recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
     cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments), recorded)
+    if cfg.init.what == "run":
+        raise BadInput(
+            f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, and a branch has none; "
+            "rehearse with --config.init.what=state, which begins at step 0 with the same arrays"
+        )
     place = cluster.find_own_place(options)
     is_first = place is None or place.is_first
     folder = paths.as_path(workdir) / "rehearsal"

@@ -218,6 +218,8 @@ def test_what_was_made_is_taken_away_and_nothing_else(tmp_path, there):
     ("overrides", "options", "told"),
     [
         ({}, {"steps": "7"}, "--steps=7 must be a whole number, 8 or more"),
+        ({"init.from_path": "runs/a", "init.what": "run"}, {}, "rehearse with --config.init.what=state, which begins"),
+        ({"limit.dollars": "3"}, {"budget_dollars": "3"}, "--budget_dollars=3 and --config.limit.dollars say the same"),
         ({"model.vocab_sise": "3"}, {}, "did you mean 'vocab_size'?"),
     ],
 )
