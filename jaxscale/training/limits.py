@@ -22,6 +22,7 @@ ENOUGH = 10  # steps of this start before its speed is believed
 # What an early decay keeps back: twice what opening and compiling took, since the run is opened once more and its end
 # validates and saves; and a part of the decay, for a speed that is not quite what it was. Both are our own choice.
 OPENINGS, SPARE = 2.0, 0.05
+LEAST = 2  # steps of a decay: one at the peak, one at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,13 @@ class Limits:
     board: Board | None = None
     primary: bool = True
     clock: Callable[[], float] = time.time  # seconds since 1970
+
+    def line(self, decay: EarlyDecay) -> str:
+        """What is said as the decay begins, and whether there is time for all of it."""
+        steps, whole = decay.until - decay.step, self.decay_steps(decay.until)
+        short = "" if steps >= whole else f"; there is no time for the {whole} of a whole decay"
+        kept = f"; step {decay.step}, at the peak, is saved"
+        return f"limit: the decay begins after step {decay.step}, over {steps} steps to step {decay.until}{short}{kept}"
 
 
 class Forecast(NamedTuple):
@@ -140,4 +148,4 @@ class Limiter:
         reach = min(of.total_steps, step + int(left / (pace * (1 + SPARE))) if left > 0 else 0)
         if begin < reach - of.decay_steps(reach) or reach >= of.total_steps:
             return None
-        return EarlyDecay(begin, max(begin + 1, reach))
+        return EarlyDecay(begin, min(of.total_steps, max(begin + LEAST, reach)))

@@ -192,7 +192,7 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         if leaving and now < last_step:
             raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
         if decay:
-            run.writer.say(f"limit: the decay begins after step {now}, and the run ends at step {decay.until}")
+            run.writer.say(run.limits.line(decay))
             raise Rescheduled
     return state
 

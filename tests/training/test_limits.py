@@ -98,6 +98,18 @@ def test_no_decay_begins_where_one_has_begun_or_the_warmup_has_not_ended():
         assert not steps_of(limiter, clock, range(31, 300)) and said
 
 
+def test_where_there_is_no_time_for_a_whole_decay_it_is_shorter_and_says_so():
+    clock, said = Clock(), []
+    limiter = clock.limiter(decay_steps=lambda total: 20, say=said.append)
+    pace = lambda step: 80.0 if step == 30 else 1.0  # a long pause, that nothing announced
+    assert steps_of(limiter, clock, range(1, 100), pace) == {30: EarlyDecay(30, 32)}
+    line = limiter.of.line(EarlyDecay(30, 32))
+    assert (
+        "over 2 steps to step 32; there is no time for the 20 of a whole decay; step 30, at the peak, is saved" in line
+    )
+    assert "no time" not in limiter.of.line(EarlyDecay(30, 50))
+
+
 class Board:
     """What processes share, as each sees it at its last look."""
 
