@@ -66,6 +66,8 @@ def way_out(cfg: RunConfig) -> str:
     """What would end the run in time."""
     if cfg.optim.decay not in STABLE:
         return f"give fewer train_tokens; a run with optim.decay={or_list(STABLE)} could decay early"
+    if cfg.limit.on_overrun == "decay":
+        return "its decay has begun, and is not made shorter"
     return "stop it, and start it with --config.limit.on_overrun=decay, or give fewer train_tokens"
 
 

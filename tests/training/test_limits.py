@@ -15,7 +15,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.goodput import iso_time
 from jaxscale.reporting.words import in_words
-from jaxscale.run.limiting import first_limit, hourly_dollars
+from jaxscale.run.limiting import first_limit, hourly_dollars, way_out
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -233,6 +233,21 @@ def test_a_decay_that_was_decided_and_not_saved_is_forgotten():
 def test_limits_that_cannot_be_are_refused(overrides, message):
     with pytest.raises(BadInput, match=message):
         tiny.config(LONG | overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({}, "stop it, and start it with --config.limit.on_overrun=decay, or give fewer train_tokens"),
+        ({"limit.on_overrun": "decay"}, "its decay has begun, and is not made shorter"),
+        (
+            {"optim.decay": "cosine"},
+            "give fewer train_tokens; a run with optim.decay=wsd or constant could decay early",
+        ),
+    ],
+)
+def test_the_way_out_is_what_this_run_could_do(overrides, told):
+    assert way_out(tiny.config(LONG | {"limit.deadline": "40s"} | overrides)) == told
 
 
 def test_a_budget_needs_a_price():
