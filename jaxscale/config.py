@@ -263,6 +263,10 @@ def check_limit(cfg: RunConfig) -> None:
             f"limit.on_overrun='decay' begins a decay early, and with optim.decay={optim.decay!r} no rate stays at its "
             "peak until one; set optim.decay to wsd or constant, or limit.on_overrun to tell"
         )
+    if cfg.batch_ramp:
+        raise BadInput(
+            "limit.on_overrun='decay' counts steps of one size, batch_ramp has several; set limit.on_overrun to tell"
+        )
     if not 0 <= optim.min_lr <= optim.peak_lr:
         raise BadInput(f"optim.min_lr={optim.min_lr:g} must lie between 0 and optim.peak_lr={optim.peak_lr:g}")
 

@@ -31,6 +31,8 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
     run = require_record(folder / str(step))["run"]
     check_stable(folder / str(step), step, run)
     budget = run["budget"]
+    if budget.get("ramp"):
+        raise BadInput(f"--branch_from={path}: its batches grew (batch_ramp), and a branch with a decay has one size")
     known = dict(seq_len=run["config"]["seq_len"], batch_tokens=budget["batch_tokens"])
     steps = units.steps(units.resolve("--decay_tokens", decay_tokens, **known), known["batch_tokens"])
     if steps < 1:
