@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import units
-from jaxscale.config import Budget, RunConfig
+from jaxscale.budget import Budget
+from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
 from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.budget import Budget
 from jaxscale.build import Program, make_program
-from jaxscale.config import Budget, RunConfig
+from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import unembed

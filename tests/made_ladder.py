@@ -8,7 +8,8 @@ import numpy as np
 import tiny
 
 from jaxscale import schema
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.budget import resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.planning.loss_law import Terms
 

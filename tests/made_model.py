@@ -6,10 +6,10 @@ import jax
 import tiny
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import resolve_budget
 from jaxscale.optim.streamed import is_masked
 from jaxscale.system import paths
 from jaxscale.text.tokenizer.load import load_tokenizer

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
 
 NOISE, KEYS, VALUES = 16, 8, 8  # kinds of tokens

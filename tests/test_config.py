@@ -7,8 +7,9 @@ import pytest
 import tiny
 
 from jaxscale import config, schema
+from jaxscale.budget import resolve_budget
 from jaxscale.command_line import NoFlags, flag, parse
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name, config_values, load_config
 from jaxscale.help_text import describe_settings
 from jaxscale.system.exits import BadInput

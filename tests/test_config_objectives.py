@@ -3,8 +3,8 @@
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig
 from jaxscale.planning.memory import memory_need
 

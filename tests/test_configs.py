@@ -9,9 +9,9 @@ import re
 import pytest
 
 from jaxscale import config, schema, units
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
-from jaxscale.config import resolve_budget
 from jaxscale.config_file import load_config
 from jaxscale.models.config import DENSE
 from jaxscale.planning.memory import least_memory

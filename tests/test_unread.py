@@ -15,9 +15,10 @@ import reads
 import tiny
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.conditions import parse
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.config_file import load_config
 from jaxscale.data.pipeline import open_data
 from jaxscale.main import main

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
 
 ROWS, SEQ_LEN, VOCAB = 16, 16, 64

@@ -9,8 +9,9 @@ from jaxscale.ahead.compiled import Compiled, compile_ahead, lower, read_result
 from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.report import Report, sum_traffic
 from jaxscale.ahead.roofline import Roofline, roofline
+from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.planning.experts import routing_text
 from jaxscale.planning.fitting import UNCOUNTED, fitting_program
 from jaxscale.planning.measured import Kept

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.cli.attempt import simulated
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.models.config import BLOCKS
 from jaxscale.qualify.step import place, random_batches
 from jaxscale.sharding.config import MeshConfig, PipelineConfig

@@ -13,8 +13,9 @@ import math
 from typing import Any, NamedTuple
 
 from jaxscale import config_file, schema, units
+from jaxscale.budget import Budget
 from jaxscale.command_line import Arguments, file_to_write, flag
-from jaxscale.config import Budget, RunConfig
+from jaxscale.config import RunConfig
 from jaxscale.help_text import command
 from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
 from jaxscale.planning.loss_curve import SMOOTHED, Band, coverage, inside, make_band, shape_of

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.cli.attempt import simulated
 from jaxscale.cli.parity_layouts import (
@@ -27,7 +28,7 @@ from jaxscale.cli.parity_layouts import (
     all_layouts,
     tensor_layout,
 )
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
 from jaxscale.qualify.compilations import CompileLog

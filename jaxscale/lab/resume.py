@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxscale.config import resolve_budget
+from jaxscale.budget import resolve_budget
 from jaxscale.lab.experiment import Conclusion, Run, Wishes, curve_line, drawing
 from jaxscale.lab.trial import Base, Result, Trial
 from jaxscale.reporting.plots import Mark

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxscale import units
+from jaxscale.budget import Budget, resolve_budget
 from jaxscale.build import Program, make_program, shard_run_model
-from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.mesh import make_mesh

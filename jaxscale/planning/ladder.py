@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale import schema, units
-from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.budget import Budget, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.planning.loss_law import Noise, Point
 from jaxscale.planning.scaling import is_mixture

@@ -7,9 +7,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxscale.budget import Budget, resolve_budget
 from jaxscale.build import Program
 from jaxscale.checkpoint.write import state_bytes
-from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.data.cache import raw_dtype
 from jaxscale.data.checks import corpus_files
 from jaxscale.data.config import DataConfig

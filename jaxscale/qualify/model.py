@@ -12,8 +12,9 @@ from jaxscale import schema, units
 from jaxscale.ahead.compiled import Compiled, installed_versions, read_executable
 from jaxscale.ahead.preflight import make_report
 from jaxscale.ahead.report import Report
+from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.hosts.agree import agreed
 from jaxscale.monitor.machine import memory_metrics
 from jaxscale.monitor.runinfo import run_info

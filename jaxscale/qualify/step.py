@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from jaxscale import config_file, schema, units
+from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.command_line import Arguments
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.rows import SyntheticRows

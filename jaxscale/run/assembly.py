@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from jaxscale import build, schema
+from jaxscale.budget import Budget
 from jaxscale.build import Program
 from jaxscale.checkpoint.storage_errors import written
-from jaxscale.config import Budget, RunConfig
+from jaxscale.config import RunConfig
 from jaxscale.data.config import mixture_names
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.order import ORDER

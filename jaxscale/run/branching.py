@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import schema, units
+from jaxscale.budget import decay_begin
 from jaxscale.checkpoint.branch import Source, named_step
 from jaxscale.checkpoint.folders import all_steps
 from jaxscale.checkpoint.record import require_record
-from jaxscale.config import RunConfig, decay_begin
+from jaxscale.config import RunConfig
 from jaxscale.data.order import batch_index
 from jaxscale.optim.config import STABLE, OptimConfig
 from jaxscale.run.options import NEVER

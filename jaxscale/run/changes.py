@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import schema
-from jaxscale.config import Budget, RunConfig, schedule_steps
+from jaxscale.budget import Budget, schedule_steps
+from jaxscale.config import RunConfig
 from jaxscale.optim.config import OptimConfig
 from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.optim.schedules import Schedule

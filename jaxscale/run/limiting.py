@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxscale.config import RunConfig, decay_begin, decay_steps
+from jaxscale.budget import decay_begin, decay_steps
+from jaxscale.config import RunConfig
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.goodput import goodput_of, unix_time

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 
 from jaxscale import build
+from jaxscale.budget import Budget
 from jaxscale.build import Program
 from jaxscale.checkpoint.branch import branch_state, go_on
 from jaxscale.checkpoint.tiers import Tiers
-from jaxscale.config import Budget, RunConfig
+from jaxscale.config import RunConfig
 from jaxscale.eval.named import check_files
 from jaxscale.hosts.agree import check_shared
 from jaxscale.monitor.events import Events

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxscale.budget import Budget, resolve_budget
 from jaxscale.checkpoint.branch import Source, open_source
 from jaxscale.checkpoint.tiers import Tiers
-from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.data.dataset import Transform
 from jaxscale.data.mixture import Detour, Mixture
 from jaxscale.data.order import Ranges, batch_index, rows_trained

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jaxscale import units
+from jaxscale.budget import Budget
 from jaxscale.build import Program
-from jaxscale.config import Budget
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.pipeline import Corpus
 from jaxscale.eval.named import Evaluator

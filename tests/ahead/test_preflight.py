@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxscale.ahead import compiled as ahead
 from jaxscale.ahead.preflight import ahead_program, make_report, preflight, usable_memory
 from jaxscale.ahead.report import report_lines
-from jaxscale.config import resolve_budget
+from jaxscale.budget import resolve_budget
 from jaxscale.planning.memory import memory_need
 from jaxscale.run.startup_log import log_model
 from jaxscale.system.exits import BadInput

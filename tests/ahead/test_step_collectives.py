@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 from jaxscale.ahead.hlo import KINDS, read_hlo
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.planning.topology import link_domains, open_topology
 
 pytestmark = [

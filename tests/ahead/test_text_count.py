@@ -9,8 +9,8 @@ from test_step_collectives import MODEL
 from text_count import count_bytes
 
 from jaxscale.ahead.hlo import read_hlo
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.planning.links import make_torus
 from jaxscale.planning.topology import link_domains, open_topology
 

@@ -11,6 +11,7 @@ from hf_folders import FLOAT32, make_folder, read_folder
 from hf_folders import LLAMA as HF_LLAMA
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.checkpoint.branch import branch_state, open_source
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig
@@ -18,7 +19,6 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
 from jaxscale.checkpoint.upcycle import plan_upcycling
 from jaxscale.cli import convert
-from jaxscale.config import resolve_budget
 from jaxscale.interop import families
 from jaxscale.system.exits import BadInput
 

@@ -16,7 +16,7 @@ from jaxscale import config_file
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import resolve_budget
+from jaxscale.budget import resolve_budget
 from jaxscale.hosts.agree import all_here
 from jaxscale.system import paths
 

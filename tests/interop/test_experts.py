@@ -15,13 +15,13 @@ from test_family_settings import MIXTRAL, QWEN3_MOE
 from test_peft import make_adapter
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.checkpoint.branch import branch_state
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
 from jaxscale.cli import convert
-from jaxscale.config import resolve_budget
 from jaxscale.interop import families
 from jaxscale.interop.adapters import of_run
 from jaxscale.interop.pieces import PIECE_BYTES, array_shapes, chunk_shapes, plan_units

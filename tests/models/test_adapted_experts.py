@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.checkpoint.merge import with_adapter
-from jaxscale.config import resolve_budget
 from jaxscale.models.config import lora_flops, lora_params
 from jaxscale.models.lora import A, Adapted, B, adapting_groups, is_adapter
 from jaxscale.ops.slots import in_slots, project_rows

@@ -12,8 +12,8 @@ import pytest
 import tiny
 from flax import nnx
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.models.experts import SparseMlp
 from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERTS_DROPPED, ExpertsConfig
 from jaxscale.models.llama_config import LlamaConfig

@@ -12,8 +12,8 @@ import pytest
 import tiny
 from flax import nnx
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.models.latent import EPS, LatentAttention
 from jaxscale.models.layers import split_model
 from jaxscale.models.model import make_model

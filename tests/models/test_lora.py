@@ -8,8 +8,9 @@ import tiny
 from flax import nnx
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.models.config import LoraConfig, lora_flops, lora_params
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import Adapted, adapting, add_adapters, attach, is_adapter, side_specs

@@ -10,8 +10,8 @@ import pytest
 import tiny
 from flax import nnx
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.models.experts import SparseMlp
 from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERT_ROUNDS, ROUTER_ENTROPY, ROUTER_SCORES
 from jaxscale.models.llama_config import LlamaConfig

@@ -7,8 +7,8 @@ import pytest
 import tiny
 
 from jaxscale.ahead.hlo import read_hlo
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.planning.links import make_torus
 from jaxscale.planning.topology import link_domains, open_topology
 

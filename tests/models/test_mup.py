@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program, make_updates
-from jaxscale.config import resolve_budget
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.models.mup_config import folding_factor, without_mup

@@ -17,8 +17,8 @@ from jaxscale.ahead.hlo import read_hlo
 from jaxscale.ahead.hlo_text import parse_module, parse_shapes
 from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.roofline import roofline
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
 from jaxscale.ops.attention.sharing import Sharing
 from jaxscale.ops.config import AttentionNeeds

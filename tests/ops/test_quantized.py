@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.ops import quantized
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.project import einsum_project

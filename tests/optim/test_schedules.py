@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.config import resolve_budget
+from jaxscale.budget import resolve_budget
 from jaxscale.optim.schedules import make_schedule
 from jaxscale.system.exits import BadInput
 

@@ -9,8 +9,8 @@ import pytest
 import tiny
 import tokenizers
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.data.cache import raw_dtype
 from jaxscale.data.config import DataConfig
 from jaxscale.hardware import CHIPS

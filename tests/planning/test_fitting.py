@@ -6,8 +6,8 @@ import jax
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.planning.fitting import UNCOUNTED, fitting_program
 from jaxscale.system.exits import BadInput
 

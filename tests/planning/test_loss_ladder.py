@@ -6,7 +6,7 @@ import made_ladder
 import numpy as np
 import pytest
 
-from jaxscale.config import resolve_budget
+from jaxscale.budget import resolve_budget
 from jaxscale.planning.ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
 from jaxscale.planning.loss_curve import PARTS, coverage, inside, make_band, shape_of
 from jaxscale.planning.loss_law import Prediction, fit

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxscale.ahead.preflight import ahead_program
-from jaxscale.config import resolve_budget
+from jaxscale.budget import resolve_budget
 from jaxscale.config_file import load_config
 from jaxscale.optim.groups import dotted
 from jaxscale.planning.machine import open_machine

@@ -12,8 +12,8 @@ import re
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.config_file import load_config
 from jaxscale.planning.experts import exchange_of, round_rows
 from jaxscale.planning.ladder import read_ladder

@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.config_file import load_config
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.sending import plan_sending

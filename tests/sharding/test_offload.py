@@ -9,10 +9,10 @@ import optax
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import resolve_budget
 from jaxscale.optim.streamed import DEVICE, HOST, streamed
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator

@@ -6,8 +6,8 @@ import pytest
 import tiny
 
 from jaxscale.ahead.compiled import read_memory
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.planning.memory import memory_need
 from jaxscale.planning.topology import open_topology
 

@@ -9,8 +9,8 @@ import tiny
 from jaxscale.ahead.hlo import read_hlo
 from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.roofline import roofline
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.planning.links import make_torus
 from jaxscale.planning.topology import link_domains, open_topology
 from jaxscale.sharding.compiler_options import TABLE

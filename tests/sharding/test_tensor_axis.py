@@ -14,8 +14,9 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.sharding.config import MeshConfig

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.planning.topology import open_topology
 
 pytestmark = [

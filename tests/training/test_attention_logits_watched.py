@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import make_model, summed_loss
 from jaxscale.ops.attention import xla

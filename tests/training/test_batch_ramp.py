@@ -12,8 +12,9 @@ import tiny
 from jaxscale import schema
 from jaxscale.ahead.layouts import layout_parts
 from jaxscale.api.tracing import trace
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.order import Batches, RowOrder, batch_index, rows_trained
 from jaxscale.data.pipeline import open_data

@@ -8,8 +8,8 @@ import pytest
 import tiny
 from test_health_live import EXPERTS
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.monitor.events import read_events
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERT_ROUNDS
 from jaxscale.planning.stages import Stages, idle_share, stages_of
 from jaxscale.sharding.schedules import IDLE, split_layers

@@ -8,8 +8,8 @@ import pytest
 import tiny
 
 from jaxscale import main
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.training.replicas import make_replica_check
 from jaxscale.training.statistics import named
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import resolve_budget
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.pipeline import open_data
 from jaxscale.sharding.shardings import put_rows

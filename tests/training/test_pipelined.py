@@ -8,8 +8,9 @@ import pytest
 import tiny
 
 from jaxscale import main, schema
+from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.system.exits import BadInput
