@@ -69,7 +69,7 @@ class LabFlags:
     workdir: str | None = flag(None, "where runs and pages go; default runs/lab-<config>", "FOLDER")
     seeds: int = flag(0, "runs of each setting that differ in seed alone; 0: as many as the experiment has", least=0)
     rates: tuple[float, ...] = flag(
-        (), "rate, batch, optimizers, clipping: learning rates", "1e-3,2e-3", read=numbers(float)
+        (), "rate, batch, optimizers, clipping, width: learning rates", "1e-3,2e-3", read=numbers(float)
     )
     batches: tuple[int, ...] = flag((), "rate, batch: tokens of a step", "1024,4096", read=numbers(int))
     names: tuple[str, ...] = flag(
@@ -119,7 +119,7 @@ def main(arguments: Arguments) -> int:
 def check_flags(flags: LabFlags, name: str) -> None:
     """Raises BadInput for a flag that the experiment does not read."""
     read_by = {
-        "rates": ("rate", "batch", "optimizers", "clipping"), "batches": ("rate", "batch"),
+        "rates": ("rate", "batch", "optimizers", "clipping", "width"), "batches": ("rate", "batch"),
         "names": ("rate", "optimizers", "precision"), "vary": ("vary",),
     }  # fmt: skip
     for flag_name, experiments in read_by.items():

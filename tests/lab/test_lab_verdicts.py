@@ -7,7 +7,7 @@ import pytest
 from headless import BROWSER, Browser
 from made_results import BASE, made, noisy
 
-from jaxscale.lab import batch, clipping, isoflop, optimizers, precision, rate, resume, vary
+from jaxscale.lab import batch, clipping, isoflop, optimizers, precision, rate, resume, vary, width
 from jaxscale.lab.experiment import Wishes
 from jaxscale.lab.experiments import EXPERIMENTS
 from jaxscale.lab.page import lab_page
@@ -124,6 +124,18 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
     _, parabolas, of_loss = found.verdict
     assert 0.4 < float(parabolas.split("C ** ")[1].split()[0]) < 0.6, found.verdict
     assert "so the best size grows as C ** 0.5" in of_loss and "10 times the largest tried" in parabolas
+
+
+def test_a_rate_that_moves_with_the_width_without_mup_is_told():
+    results = []
+    for trial in width.width_trials(BASE, Wishes()):
+        power = -1.0 if trial.at["parametrisation"] == "standard" else 0.0
+        best = USUAL * 1.3 * (trial.at["width"] / 64) ** power
+        loss = 2.0 + 0.05 * math.log(trial.at["optim.peak_lr"] / best) ** 2 + noisy(trial, 0.0005)
+        results.append(made(trial, loss))
+    standard, mup = width.conclude(results).verdict
+    assert "standard: the best rate goes with the width to the power -1" in standard and "does not hold" in standard
+    assert "which holds no change" in mup
 
 
 def test_one_value_that_differs_after_a_kill_is_found():

@@ -1,0 +1,81 @@
+"""The best rate over widths, under muP and without: whether what is tuned small holds when large."""
+
+from collections.abc import Sequence
+
+from jaxscale.lab.estimate import optimum, power
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line, over_seeds
+from jaxscale.lab.isoflop import wider
+from jaxscale.lab.rate import RATE
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.reporting.tables import n
+from jaxscale.reporting.text import plain
+
+FORM, WIDTH = "parametrisation", "width"
+STANDARD, MUP = "standard", "muP"
+TIMES = (1, 2, 4)  # the config's width
+FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # of the config's rate
+PREDICTED = (
+    (
+        "arXiv:2203.03466",
+        "under muP the best rate is the same at every width; without it falls, for Adam, about as 1 / width",
+    ),
+    ("arXiv:2407.05872", "without muP too, a rate for each kind of matrix can hold over widths, if it is scaled right"),
+)
+
+
+def width_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """Parametrisations x widths x rates x seeds. Raises BadInput for a model that has no muP."""
+    own, found = base.cfg.optim, []
+    for form in (STANDARD, MUP):
+        for times in TIMES:
+            sizes = {name: value for name, value in wider(base.cfg, times).items() if name.startswith("model.")}
+            if form == MUP:
+                sizes["model.mup.base_dim"] = base.cfg.model.embed_dim
+            for rate in wishes.rates or [own.peak_lr * factor for factor in FACTORS]:
+                floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+                at = {FORM: form, WIDTH: sizes["model.embed_dim"], RATE: rate}
+                found += [base.with_settings({RATE: rate}, seed, sizes | floor, at=at) for seed in wishes.seeds_of(2)]
+    return found
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """How the best rate moves with the width, with muP and without."""
+    return conclude(run(width_trials(base, wishes)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results."""
+    verdict, drawings, rows, bests = [], [], [], []
+    for place, (form, runs) in enumerate(groups_of(results, lambda r: r.at(FORM)).items()):
+        best, lines = {}, []
+        for number, (width, of_width) in enumerate(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())):
+            lines += mean_line(f"width {width}", of_width, RATE, number)
+            lost = sorted({float(r.at(RATE)) for r in of_width if r.diverged})
+            if curves := list(over_seeds(of_width, RATE).values()):
+                best[width] = optimum(curves)
+            found = best.get(width)
+            texts = (
+                str(width),
+                str(found or "none"),
+                str(found.y) if found else "n/a",
+                ", ".join(map(plain, lost)) or "none",
+            )
+            rows.append([form, *map(n, texts)])
+        drawings.append(
+            drawing(f"{form}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
+        )
+        bests.append(line(form, {width: found.x.value for width, found in best.items()}, place))
+        inside = {width: found.x.value for width, found in best.items() if not found.edge}
+        if len(inside) < 3:
+            verdict.append(
+                f"{form}: {len(inside)} of {len(best)} widths have their best rate inside those tried; give --rates."
+            )
+            continue
+        law = power(list(inside), list(inside.values()))
+        holds = "which holds no change" if law.exponent.has(0.0) else "so a rate tuned small does not hold"
+        verdict.append(f"{form}: the best rate goes with the width to the power {law.exponent}, {holds}.")
+    drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
+    limits = (*SMALL, "Three widths, at most 4 times the first; docs/explanation/mup.md has activations over 16 times.")
+    return Conclusion(
+        verdict, limits, PREDICTED, drawings, ("", "width", "best rate", "loss there", "diverged at"), rows
+    )
