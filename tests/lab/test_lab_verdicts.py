@@ -15,6 +15,11 @@ from jaxscale.lab.page import lab_page
 USUAL = BASE.cfg.optim.peak_lr
 
 
+def power_in(sentence):
+    """The exponent that a sentence tells."""
+    return float(sentence.partition("to the power ")[2].split()[0])
+
+
 def rate_results(exponent, seeds=2):
     found = []
     for trial in rate.rate_trials(BASE, Wishes(names=("adamw",), seeds=seeds)):
@@ -27,7 +32,7 @@ def rate_results(exponent, seeds=2):
 @pytest.mark.parametrize("exponent, fits, misses", [(0.5, "square root", "linear"), (0.8, "", "")])
 def test_the_rule_of_the_rate_is_told(exponent, fits, misses):
     first = rate.conclude(rate_results(exponent)).verdict[0]
-    assert f"to the power {exponent:.3g}" in first
+    assert power_in(first) == pytest.approx(exponent, abs=0.05)
     assert (f"{fits} fits within the interval, {misses} does not" if fits else "neither rule") in first
 
 
@@ -134,8 +139,8 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
         loss = 2.0 + 0.05 * math.log(trial.at["optim.peak_lr"] / best) ** 2 + noisy(trial, 0.0005)
         results.append(made(trial, loss))
     standard, mup = width.conclude(results).verdict
-    assert "standard: the best rate goes with the width to the power -1" in standard and "does not hold" in standard
-    assert "which holds no change" in mup
+    assert power_in(standard) == pytest.approx(-1, abs=0.05) and "does not hold" in standard
+    assert power_in(mup) == pytest.approx(0, abs=0.05) and "which holds no change" in mup
 
 
 def test_one_value_that_differs_after_a_kill_is_found():
