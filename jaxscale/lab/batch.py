@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxscale import units
 from jaxscale.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line
-from jaxscale.lab.rate import BATCH, FACTORS, RATE
+from jaxscale.lab.rate import BATCH, FACTORS, RATE, floor_of
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.planning.scaling import critical_batch as published_batch
 from jaxscale.reporting.plots import Line
@@ -33,19 +33,16 @@ def batch_trials(base: Base, wishes: Wishes) -> list[Trial]:
     for batch in wishes.batches or tuple(usual * times for times in TIMES):
         root = (batch / usual) ** 0.5
         for rate in wishes.rates or [own.peak_lr * root * factor for factor in FACTORS[1:4]]:
-            floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+            floor = floor_of(own, rate)
             found += [base.with_settings({BATCH: batch, RATE: rate}, seed, floor) for seed in wishes.seeds_of(2)]
     return found
 
 
 def noise_trials(base: Base, best: Result) -> list[Trial]:
     """Short runs that learn nothing, from the weights of a finished one: their gradients' norms are what is wanted."""
-    still = {
-        "optim.min_lr": 0.0,
-        "optim.warmup_tokens": 0,
-        "init.from_path": best.folder,
-        "checkpoint.save_every_steps": 0,
-    }
+    still = floor_of(base.cfg.optim, 0.0) | {
+        "optim.warmup_tokens": 0, "init.from_path": best.folder, "checkpoint.save_every_steps": 0,
+    }  # fmt: skip
     return [
         base.with_settings({BATCH: batch, RATE: 0.0}, 0, still | {"train_tokens": f"{NOISE_STEPS} steps"})
         for batch in (base.cfg.tokens_per_step * times for times in NOISE_TIMES)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxscale.lab.estimate import mean
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line
-from jaxscale.lab.rate import RATE
+from jaxscale.lab.rate import RATE, floor_of
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
 
@@ -22,7 +22,7 @@ def clipping_trials(base: Base, wishes: Wishes) -> list[Trial]:
     own, found = base.cfg.optim, []
     for clip in (own.clip_norm or USUAL, 0.0):
         for rate in wishes.rates or [own.peak_lr * factor for factor in FACTORS]:
-            floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+            floor = floor_of(own, rate)
             found += [base.with_settings({CLIP: clip, RATE: rate}, seed, floor) for seed in wishes.seeds_of(2)]
     return found
 

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import optimize, stats
 
 CONFIDENCE = 0.9
-FLAT = 100.0  # times the largest batch: a critical batch beyond that cannot be told from none
+FLAT = 100.0  # times the largest batch, or less than the smallest: a critical batch beyond cannot be told
 
 
 class NotTold(Exception):
@@ -137,19 +137,23 @@ class Critical(NamedTuple):
 def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
     """The law through (batch, tokens to a loss) pairs, by least squares of logarithms; batches and tokens in tokens.
 
-    Raises NotTold with fewer than three pairs, or where larger batches cost no more: all are below the critical one.
+    Raises NotTold with fewer than three pairs, and where all batches lie far from the critical one.
     """
     if len(batches) < 3:
         raise NotTold("a critical batch needs three batches that reached the loss")
     x, y = np.asarray(batches, float), np.log(tokens)
     law = lambda x, least, batch: least + np.logaddexp(0.0, np.log(x) - batch)
-    start, most = [y.min(), math.log(np.median(x))], math.log(FLAT * x.max())
-    fit, covariance = optimize.curve_fit(law, x, y, start, bounds=([-np.inf, 0.0], [np.inf, most]))
+    least, most = math.log(x.min() / FLAT), math.log(FLAT * x.max())
+    start = [y.min(), math.log(np.median(x))]
+    fit, covariance = optimize.curve_fit(law, x, y, start, bounds=([-np.inf, least], [np.inf, most]))
+    if fit[1] < least + 0.1:
+        raise NotTold("tokens grow as fast as the batch: all of them lie far above the critical batch")
     if fit[1] > most - 0.1:
         raise NotTold("larger batches cost hardly any more tokens: all of them lie below the critical batch")
     freedom = len(x) - 2
-    spread = math.sqrt(covariance[1][1]) if freedom > 0 and np.isfinite(covariance[1][1]) else None
-    ends = (None, None) if spread is None else tuple(math.exp(fit[1] + s * t_of(freedom) * spread) for s in (-1, 1))
+    half = t_of(freedom) * math.sqrt(covariance[1][1]) if freedom > 0 else math.inf
+    known = half < math.log(FLAT)  # a wider interval says nothing
+    ends = tuple(math.exp(fit[1] + sign * half) for sign in (-1, 1)) if known else (None, None)
     return Critical(Estimate(math.exp(fit[1]), *ends), math.exp(fit[0]))
 
 

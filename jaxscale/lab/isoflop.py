@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxscale.config import RunConfig
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line
+from jaxscale.lab.rate import RATE, floor_of
 from jaxscale.lab.trial import Base, Result, Trial
 from jaxscale.planning import isoflop, loss_law
 from jaxscale.planning.loss_law import Point
@@ -40,9 +41,8 @@ def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
         "model.num_kv_heads": groups,
         "model.embed_dim": round(model.embed_dim * factor),
         "model.mlp_dim": round(model.mlp_dim * factor),
-        "optim.peak_lr": cfg.optim.peak_lr / factor,
-        "optim.min_lr": cfg.optim.min_lr / factor,
-    }
+        RATE: cfg.optim.peak_lr / factor,
+    } | floor_of(cfg.optim, cfg.optim.peak_lr / factor)
 
 
 def isoflop_trials(base: Base, wishes: Wishes) -> list[Trial]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxscale.lab.estimate import Optimum, Power, optimum, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line, mean_line, over_seeds
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.optim.config import OptimConfig
 from jaxscale.reporting.plots import Line
 from jaxscale.reporting.tables import Cell, n
 from jaxscale.reporting.text import count, plain
@@ -15,6 +16,7 @@ FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate that the square root rule gives fo
 # SGD's rate beside Adam's, whose updates have the size of the rate itself: gradients of small models have entries of
 # about 1e-3 to 1e-2, and the sums over an Adam step's 1 to an SGD step's gradient differ by that.
 SGD_TIMES = 100.0
+FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
 RULES = {"linear": 1.0, "square root": 0.5}
 PREDICTED = (
     ("arXiv:1706.02677 (SGD)", "the rate goes with the batch: an exponent of 1, until batches are large"),
@@ -35,10 +37,17 @@ def rate_trials(base: Base, wishes: Wishes) -> list[Trial]:
         for batch in batches:
             root = (batch / base.cfg.tokens_per_step) ** 0.5
             for rate in wishes.rates or [middle * root * factor for factor in FACTORS]:
-                floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+                floor = floor_of(own, rate)
                 at = {OPTIMIZER: name, BATCH: batch, RATE: rate}
                 found += [base.with_settings(at, seed, floor) for seed in wishes.seeds_of(2)]
     return found
+
+
+def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
+    """The last rate of a schedule that has one, the same part of its peak as in the config."""
+    if optim.decay not in FALLING:
+        return {}
+    return {"optim.min_lr": rate * optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0}
 
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxscale.lab.estimate import optimum, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line, over_seeds
 from jaxscale.lab.isoflop import wider
-from jaxscale.lab.rate import RATE
+from jaxscale.lab.rate import RATE, floor_of
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import plain
@@ -32,7 +32,7 @@ def width_trials(base: Base, wishes: Wishes) -> list[Trial]:
             if form == MUP:
                 sizes["model.mup.base_dim"] = base.cfg.model.embed_dim
             for rate in wishes.rates or [own.peak_lr * factor for factor in FACTORS]:
-                floor = {"optim.min_lr": rate * own.min_lr / own.peak_lr if own.peak_lr else 0.0}
+                floor = floor_of(own, rate)
                 at = {FORM: form, WIDTH: sizes["model.embed_dim"], RATE: rate}
                 found += [base.with_settings({RATE: rate}, seed, sizes | floor, at=at) for seed in wishes.seeds_of(2)]
     return found

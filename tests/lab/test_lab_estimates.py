@@ -46,6 +46,10 @@ def test_a_critical_batch_is_found_from_tokens_to_a_loss():
     batches = [1e3, 2e3, 4e3, 8e3, 16e3]
     found = estimate.critical_batch(batches, [1e6 * (1 + b / 5e3) for b in batches])
     assert found.batch.value == pytest.approx(5e3, rel=1e-3) and found.least == pytest.approx(1e6, rel=1e-3)
+    noisy = estimate.critical_batch(batches[:3], [1.2e6, 1.9e6, 1.6e6])  # three points tell no interval
+    assert noisy.batch.low is None and noisy.batch.value > 0
+    with pytest.raises(estimate.NotTold, match="far above the critical batch"):
+        estimate.critical_batch(batches, [1e3 * b for b in batches])
     with pytest.raises(estimate.NotTold, match="hardly any more tokens"):
         estimate.critical_batch(batches, [1e6] * 5)
 
