@@ -71,6 +71,7 @@ class Programs:
     def __init__(self, near: pathlib.Path, far: Any, *, is_first: bool):
         """far: None if there is none; local or remote. is_first: whether this process writes into it."""
         self.near, self.far, self.is_first = near, far, is_first
+        self._path = near  # which jax names when it resets its cache
 
     def get(self, key: str) -> bytes | None:
         """The compiled program, or None."""

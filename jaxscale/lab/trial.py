@@ -138,9 +138,10 @@ def folder_of(trial: Trial, work: Any) -> Any:
 def outcome_of(folder: Any) -> int | None:
     """The exit code with which the trial ended, of ENDS; None where it has to run, or to go on."""
     try:
-        code = json.loads((folder / OUTCOME).read_text("utf-8"))["exit"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = paths.read_json(folder / OUTCOME)
+    except (FileNotFoundError, BadInput):
         return None
+    code = found.get("exit") if isinstance(found, dict) else None
     return code if code in ENDS else None
 
 

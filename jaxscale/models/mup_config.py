@@ -119,6 +119,8 @@ def check_mup(model: ModelConfig, optimizer: str, adapters: bool) -> None:
 def folded(model: ModelConfig) -> dict[str, float]:
     """{name of a parameter, within its layer where it is in one: what its weights are multiplied with} to have the same
     model without muP. Only what is not 1."""
+    if getattr(model, "mup", None) is None:
+        return {}
     scales = scales_of(model)
     own = {"final_norm": scales.output}
     of_queries = ("q_norm",) if model.qk_norm else ("wq", "bias_q")

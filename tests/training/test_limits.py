@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -117,15 +118,18 @@ class Board:
         self.lines = {}
 
     def post(self, name, line):
-        self.lines.setdefault(name, line)
+        self.lines.setdefault(self.told(name), line)
 
     def read(self, name):
-        return self.lines.get(name)
+        return self.lines.get(self.told(name))
+
+    def told(self, name):
+        """The name without the number that each opening in this one process counts up."""
+        return re.sub(r"\d+", "", name)
 
 
-def test_all_processes_decay_after_the_same_step_which_the_first_one_tells(monkeypatch):
+def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     board, clock = Board(), Clock()
-    monkeypatch.setattr("jaxscale.training.limits.next_key", lambda name: name)
     first = clock.limiter(decay_steps=lambda total: 20, board=board, say=str)
     other = Clock(now=5.0).limiter(decay_steps=lambda total: 20, board=board, primary=False)
     found, posted_at = {}, []
@@ -140,7 +144,7 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells(monke
     ((step, (a, b)),) = found.items()
     assert a == b == EarlyDecay(step, a.until) and step < a.until <= 100
     assert posted_at == [step - 2, step - 1, step], "as far ahead as it takes until all have looked"
-    board.lines["decay"] = f"{step - 1} 99"
+    board.lines[board.told("jaxscale/decay/1")] = f"{step - 1} 99"
     with pytest.raises(Stop, match="all were to decay after step") as stop:
         other.after(step)
     assert stop.value.code is Exit.PEER_LOST
