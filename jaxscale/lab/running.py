@@ -1,6 +1,5 @@
 """Trials as processes side by side: each once, those that were done before not again, and what is left is told."""
 
-import json
 import os
 import shlex
 import signal
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.lab.trial import ENDS, OUTCOME, Result, Trial, folder_of, outcome_of, read_result
+from jaxscale.lab.trial import ENDS, Result, Trial, folder_of, outcome_of, read_result
 from jaxscale.reporting.json_lines import read_lines
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, meaning
@@ -55,6 +54,11 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
     what is done. Raises Stop with the exit code of a trial that failed for another reason than its loss.
     """
     waiting = [trial for trial in trials if outcome_of(folder_of(trial, work)) is None]
+    if waiting and paths.is_remote(str(work)):
+        raise BadInput(
+            f"--workdir={work}: {len(waiting)} runs are not done, and are started here in a local folder alone; "
+            "--dry_run prints their commands, to be started elsewhere"
+        )
     if done := len(trials) - len(waiting):
         say(f"{done} of {len(trials)} runs are done already, in {paths.as_path(work) / 'runs'}")
     free, going, took, total = shares(jobs), [], [], len(waiting)
@@ -117,15 +121,13 @@ def kill(one: Going) -> None:
 
 
 def ended(one: Going) -> int:
-    """Its exit code, recorded. Raises Stop for one that is no result."""
+    """Its exit code. Raises Stop for one that is no result."""
     code = one.process.returncode
     if code not in ENDS:
         lines = (one.folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
         raise Stop(known, f"{one.trial.label} ended with exit code {code} ({meaning(code)}), in {one.folder}:{shown}")
-    record = {"exit": code, "seconds": round(time.monotonic() - one.began, 2), "command": train_command(*one[:2])[1:]}
-    paths.write_text_atomic(one.folder / OUTCOME, json.dumps(record, indent=1) + "\n")
     return code
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from jaxscale import config_file, schema
 from jaxscale.config import RunConfig
 from jaxscale.reporting.history import History, read_history
+from jaxscale.reporting.status import BEGINS
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
 
 LOSS = "validation/loss"
-OUTCOME = "lab.json"  # in a trial's folder: how its process ended
 DIGEST = 10  # hex digits of a trial's name: 40 bits, for a folder of a few thousand runs
 LABEL = 60  # characters of a name before them
 CHANCE = 0.99  # of the loss of a guess without a model, log(vocabulary)
@@ -136,13 +136,16 @@ def folder_of(trial: Trial, work: Any) -> Any:
 
 
 def outcome_of(folder: Any) -> int | None:
-    """The exit code with which the trial ended, of ENDS; None where it has to run, or to go on."""
+    """The exit code, of ENDS, with which the run ended wherever it was started; None where it has to run, or go on."""
     try:
-        found = paths.read_json(folder / OUTCOME)
-    except (FileNotFoundError, BadInput):
+        history = read_history(str(folder))
+    except BadInput:  # nothing of a run is there
         return None
-    code = found.get("exit") if isinstance(found, dict) else None
-    return code if code in ENDS else None
+    last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), {})
+    code, total = last.get("code"), history.part("budget").get("total_steps")
+    if last.get("event") != "stopped" or code not in ENDS:
+        return None
+    return code if code == Exit.NON_FINITE or (is_number(total) and history.reached_step >= total) else None
 
 
 def read_result(trial: Trial, work: Any) -> Result:

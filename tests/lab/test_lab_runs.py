@@ -7,7 +7,7 @@ from made_results import BASE
 
 from jaxscale.cli.lab import main
 from jaxscale.lab import running
-from jaxscale.lab.trial import OUTCOME, folder_of, outcome_of, read_result
+from jaxscale.lab.trial import folder_of, outcome_of, read_result
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 SMALL = ["--config=configs/lab.py", "--config.train_tokens=20 steps", "--config.eval.num_rows=8"]
@@ -22,8 +22,18 @@ def test_a_dry_run_prints_a_command_for_each_run_that_is_not_done(tmp_path, caps
     )
     folder = tmp_path / "runs" / lines[0].rpartition("/")[2].strip("'")
     folder.mkdir(parents=True)
-    (folder / OUTCOME).write_text(json.dumps({"exit": 0}))
-    assert main(words) == 0 and len(capsys.readouterr().out.splitlines()) == 3
+    left = lambda: main(words) == 0 and len(capsys.readouterr().out.splitlines())
+    (folder / "config.json").write_text(json.dumps({"budget": {"total_steps": 20}}))
+    events = [{"event": "started", "step": 0}, {"event": "saved", "step": 12}, {"event": "stopped", "code": 0}]
+    write = lambda: (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write()
+    assert left() == 4, "left before its last step"
+    events[1]["step"] = 20
+    write()
+    assert left() == 3
+    events[1:] = [{"event": "stopped", "code": 17}]
+    write()
+    assert left() == 3, "it diverged, which is a result"
 
 
 def test_a_trial_is_known_by_all_its_settings_and_by_nothing_else():
