@@ -1,4 +1,4 @@
-"""A run of seconds for `jaxscale lab`: 1.5e5 parameters on the source of Python's standard library, byte by byte.
+"""A run of seconds for `jaxscale lab`: 1.4e5 parameters on the source of Python's standard library, byte by byte.
 
     python -m jaxscale.main --config=configs/lab.py     # one run; `jaxscale lab rate` makes eighty of them
 

@@ -29,7 +29,7 @@ DEFAULT = "configs/lab.py"
 
 
 class Planned(Exception):
-    """--dry_run: the commands are printed, nothing is run."""
+    """--dry_run: commands were printed, and the runs that they make are what comes next."""
 
 
 def numbers(kind: type):
@@ -96,9 +96,8 @@ def main(arguments: Arguments) -> int:
 
     def run(trials: Sequence[Trial]) -> list[Result]:
         once = distinct(trials)
-        if flags.dry_run:
-            for line in running.command_lines(once, work):
-                put(line)
+        if flags.dry_run and (lines := running.command_lines(once, work)):
+            put(*lines)
             raise Planned
         results = {r.trial.name: r for r in running.run_all(once, work, jobs=jobs, say=put)}
         seen.update(results)

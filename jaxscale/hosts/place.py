@@ -12,6 +12,7 @@ from jaxscale.system.exits import BadInput
 
 TPU_PORT = 8482  # what jax uses on TPU slices; firewalls made for it let it through
 METADATA_SECONDS = 5
+TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there where a TPU is
 WAY_OUT = "or give all of --coordinator=HOST:PORT --num_processes=N --process_id=I"
 
 
@@ -246,7 +247,7 @@ def tpu_metadata(env: Mapping[str, str] = os.environ) -> Callable[[str], str | N
 def is_tpu_machine(env: Mapping[str, str]) -> bool:
     """True where this looks like a Cloud TPU VM whose TPUs are to be used."""
     on_cpu = env.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu"
-    chips = any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0"))
+    chips = any(map(os.path.exists, TPU_FILES))
     return chips and not (on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxscale import units
 from jaxscale.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line
-from jaxscale.lab.rate import BATCH, FACTORS, RATE, floor_of
+from jaxscale.lab.rate import BATCH, FACTORS, RATE, floor_of, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.planning.scaling import critical_batch as published_batch
 from jaxscale.reporting.plots import Line
@@ -32,9 +32,8 @@ def batch_trials(base: Base, wishes: Wishes) -> list[Trial]:
     found = []
     for batch in wishes.batches or tuple(usual * times for times in TIMES):
         root = (batch / usual) ** 0.5
-        for rate in wishes.rates or [own.peak_lr * root * factor for factor in FACTORS[1:4]]:
-            floor = floor_of(own, rate)
-            found += [base.with_settings({BATCH: batch, RATE: rate}, seed, floor) for seed in wishes.seeds_of(2)]
+        rates = wishes.rates or [own.peak_lr * root * factor for factor in FACTORS[1:4]]
+        found += over_rates(base, {BATCH: batch}, rates, wishes.seeds_of(2))
     return found
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxscale.lab.estimate import mean
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line
-from jaxscale.lab.rate import RATE, floor_of
+from jaxscale.lab.rate import RATE, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
 
@@ -13,7 +13,7 @@ FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # of the config's rate
 USUAL = 1.0  # of configs that clip not at all
 PREDICTED = (
     ("arXiv:1905.11881", "clipping allows rates that would diverge without, where curvature grows with the norm"),
-    ("arXiv:2309.14322", "Adam-like updates do not grow with the norm, so clipping moves their limit little"),
+    ("arXiv:1412.6980", "Adam's updates have the same size however large the gradient: clipping can move little"),
 )
 
 
@@ -21,9 +21,8 @@ def clipping_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """With and without x rates x seeds."""
     own, found = base.cfg.optim, []
     for clip in (own.clip_norm or USUAL, 0.0):
-        for rate in wishes.rates or [own.peak_lr * factor for factor in FACTORS]:
-            floor = floor_of(own, rate)
-            found += [base.with_settings({CLIP: clip, RATE: rate}, seed, floor) for seed in wishes.seeds_of(2)]
+        rates = wishes.rates or [own.peak_lr * factor for factor in FACTORS]
+        found += over_rates(base, {CLIP: clip}, rates, wishes.seeds_of(2))
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxscale.lab.batch import ending, to_loss
 from jaxscale.lab.estimate import Estimate, mean, optimum
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line, over_seeds
-from jaxscale.lab.rate import OPTIMIZER, RATE, SGD_TIMES, floor_of
+from jaxscale.lab.rate import OPTIMIZER, RATE, SGD_TIMES, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.optim.config import OptimConfig
 from jaxscale.reporting.tables import n
@@ -38,9 +38,8 @@ def optimizer_trials(base: Base, wishes: Wishes) -> list[Trial]:
     own, found = base.cfg.optim, []
     for name in names_of(wishes):
         middle = own.peak_lr * TIMES.get(name, 1.0)
-        for rate in wishes.rates or [middle * factor for factor in FACTORS]:
-            floor = floor_of(own, rate)
-            found += [base.with_settings({OPTIMIZER: name, RATE: rate}, s, floor) for s in wishes.seeds_of(2)]
+        rates = wishes.rates or [middle * factor for factor in FACTORS]
+        found += over_rates(base, {OPTIMIZER: name}, rates, wishes.seeds_of(2))
     return found
 
 

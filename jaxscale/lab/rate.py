@@ -1,6 +1,7 @@
 """The best learning rate of each batch, for an Adam-like optimizer and for SGD: linear, a square root, or neither."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxscale.lab.estimate import Optimum, Power, optimum, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line, mean_line, over_seeds
@@ -13,8 +14,8 @@ from jaxscale.reporting.text import count, plain
 RATE, BATCH, OPTIMIZER = "optim.peak_lr", "batch_tokens", "optim.name"
 TIMES = (1, 2, 4, 8)  # the config's batch
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate that the square root rule gives for a batch
-# SGD's rate beside Adam's, whose updates have the size of the rate itself: gradients of small models have entries of
-# about 1e-3 to 1e-2, and the sums over an Adam step's 1 to an SGD step's gradient differ by that.
+# SGD's rates beside Adam's, whose updates have the size of the rate itself and not of the gradient: a guess, which says
+# where the search begins. A best rate at its end is called a bound.
 SGD_TIMES = 100.0
 FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
 RULES = {"linear": 1.0, "square root": 0.5}
@@ -30,17 +31,40 @@ PREDICTED = (
 
 def rate_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """Optimizers x batches x rates x seeds, each for the same tokens."""
-    own, batches = base.cfg.optim, wishes.batches or tuple(base.cfg.tokens_per_step * times for times in TIMES)
+    own, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
-    for name in wishes.names or (own.name, "sgd") if own.name != "sgd" else ("sgd",):
+    for name in wishes.names or dict.fromkeys((own.name, "sgd")):
         middle = own.peak_lr * (SGD_TIMES if name == "sgd" and own.name != "sgd" else 1)
-        for batch in batches:
-            root = (batch / base.cfg.tokens_per_step) ** 0.5
-            for rate in wishes.rates or [middle * root * factor for factor in FACTORS]:
-                floor = floor_of(own, rate)
-                at = {OPTIMIZER: name, BATCH: batch, RATE: rate}
-                found += [base.with_settings(at, seed, floor) for seed in wishes.seeds_of(2)]
+        for batch in wishes.batches or [usual * times for times in TIMES]:
+            rates = wishes.rates or [middle * (batch / usual) ** 0.5 * factor for factor in FACTORS]
+            found += over_rates(base, {OPTIMIZER: name, BATCH: batch}, rates, wishes.seeds_of(2))
     return found
+
+
+def over_rates(
+    base: Base,
+    settings: Mapping[str, Any],
+    rates: Iterable[float],
+    seeds: Iterable[int],
+    also: Mapping[str, Any] | None = None,
+) -> list[Trial]:
+    """A trial of each rate and seed. also: what else is set, where `settings` is what the label says of it."""
+    own = base.cfg.optim
+    trials = []
+    for rate in rates:
+        told = {**settings, RATE: rate}
+        made = {**(told if also is None else also), RATE: rate} | floor_of(own, rate)
+        trials += [base.with_settings(made, seed, at=told) for seed in seeds]
+    return trials
+
+
+def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
+    """(the best rate of runs that differ in rate and seed, cells: it, its loss, the rates at which some diverged)."""
+    lost = sorted({float(r.at(RATE)) for r in runs if r.diverged})
+    curves = list(over_seeds(runs, RATE).values())
+    best = optimum(curves) if curves else None
+    texts = (str(best), str(best.y)) if best else ("none", "n/a")
+    return best, [n(text) for text in (*texts, ", ".join(map(plain, lost)) or "none")]
 
 
 def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
@@ -66,14 +90,10 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         lines: list[Line] = []
         for number, (batch, of_batch) in enumerate(sorted(groups_of(of_name, lambda r: int(r.at(BATCH))).items())):
             lines += mean_line(f"{count(batch)} tokens a step", of_batch, RATE, number)
-            lost = sorted({float(r.at(RATE)) for r in of_batch if r.diverged})
-            if curves := list(over_seeds(of_batch, RATE).values()):
-                best[batch] = optimum(curves)
-            row = best.get(batch)
-            rows.append([
-                name, n(count(batch)), n(str(row) if row else "none"), n(str(row.y) if row else "n/a"),
-                n(", ".join(map(plain, lost)) or "none"),
-            ])  # fmt: skip
+            found, cells = best_rate(of_batch)
+            if found:
+                best[batch] = found
+            rows.append([name, n(count(batch)), *cells])
         drawings.append(
             drawing(f"{name}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
         )

@@ -6,6 +6,7 @@ from jaxscale.budget import resolve_budget
 from jaxscale.lab.experiment import Conclusion, Run, Wishes, curve_line, drawing
 from jaxscale.lab.trial import Base, Result, Trial
 from jaxscale.reporting.plots import Mark
+from jaxscale.reporting.status import BEGINS
 from jaxscale.reporting.tables import n
 
 CASE = "run"
@@ -49,7 +50,9 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         name, apart, compared = result.at(CASE), different(whole, result), len(values_of(whole))
         again = again_from(result)
         from_text = "from the beginning" if again is None else f"from its checkpoint of step {again}"
-        if apart:
+        if starts_of(result) < 2:
+            verdict.append(f"{name}: it ended before it could be killed; give it more steps, by train_tokens.")
+        elif apart:
             step, _ = apart[0]
             verdict.append(
                 f"{name}, it went on {from_text}: {len(apart)} of {compared} values differ, the first at step {step}."
@@ -77,6 +80,11 @@ def different(one: Result, other: Result) -> list[tuple[int, str]]:
     """Where the runs differ, in order; also where one has a value that the other has not."""
     left, right = values_of(one), values_of(other)
     return sorted(at for at in {*left, *right} if left.get(at) != right.get(at))
+
+
+def starts_of(result: Result) -> int:
+    """How often its process began."""
+    return sum(event.get("event") in BEGINS for event in result.history.events)
 
 
 def again_from(result: Result) -> int | None:

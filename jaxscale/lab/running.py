@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
+from jaxscale.hosts.place import TPU_FILES
 from jaxscale.lab.trial import ENDS, Result, Trial, folder_of, outcome_of, read_result
 from jaxscale.reporting.json_lines import read_lines
 from jaxscale.system import paths
@@ -74,10 +75,10 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
                     kill(one)
                     waiting.insert(0, one.trial)
                     continue
-                code = ended(one)
+                check_ended(one)
                 took.append(time.monotonic() - one.began)
                 left = statistics.mean(took) * (total - len(took)) / jobs
-                say(progress_line(one.trial, work, code, len(took), total, took[-1], left))
+                say(progress_line(one.trial, work, len(took), total, took[-1], left))
     finally:
         for one in going:
             one.process.send_signal(signal.SIGTERM)  # on which it saves
@@ -93,13 +94,15 @@ def shares(jobs: int) -> list[tuple[int, ...]]:
 
 
 def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
-    """The trial's process, its output in its folder."""
+    """The trial's process, its output in its folder. Ctrl-C does not reach it: it is told to end, once, by run_all."""
     folder = folder_of(trial, work)
     folder.mkdir(parents=True, exist_ok=True)
     pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
     with (folder / OUTPUT).open("ab") as output:
         command = train_command(trial, folder)
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=pin)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=pin, start_new_session=True
+        )
     return Going(trial, folder, process, time.monotonic(), cores)
 
 
@@ -120,18 +123,17 @@ def kill(one: Going) -> None:
     one.process.wait()
 
 
-def ended(one: Going) -> int:
-    """Its exit code. Raises Stop for one that is no result."""
+def check_ended(one: Going) -> None:
+    """Raises Stop for a process whose end is no result."""
     code = one.process.returncode
     if code not in ENDS:
         lines = (one.folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
         raise Stop(known, f"{one.trial.label} ended with exit code {code} ({meaning(code)}), in {one.folder}:{shown}")
-    return code
 
 
-def progress_line(trial: Trial, work: Any, code: int, done: int, total: int, took: float, left: float) -> str:
+def progress_line(trial: Trial, work: Any, done: int, total: int, took: float, left: float) -> str:
     """'[3/27] peak_lr=0.002 seed=1: 2.337 nats (12s); 4m to go'."""
     result = read_result(trial, work)
     end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
@@ -140,14 +142,11 @@ def progress_line(trial: Trial, work: Any, code: int, done: int, total: int, too
 
 
 def default_jobs(platform: str | None) -> int:
-    """Runs at a time: one for each core on CPUs; one on an accelerator, which a process takes whole."""
-    if platform not in (None, "", "cpu"):
+    """Runs at a time: one for each core on CPUs; one on an accelerator, which a process takes whole.
+
+    platform: of JAX_PLATFORMS; where nothing says, the machine's devices do.
+    """
+    there = any(os.path.exists(file) for file in (*TPU_FILES, "/dev/nvidia0"))
+    if there if not platform else platform.split(",")[0] != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def check_jobs(jobs: int) -> int:
-    """jobs. Raises BadInput for less than one."""
-    if jobs < 1:
-        raise BadInput(f"--jobs={jobs} must be at least 1")
-    return jobs

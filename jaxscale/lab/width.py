@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from jaxscale.lab.estimate import optimum, power
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line, over_seeds
+from jaxscale.lab.estimate import power
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line
 from jaxscale.lab.isoflop import wider
-from jaxscale.lab.rate import RATE, floor_of
+from jaxscale.lab.rate import RATE, best_rate, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
-from jaxscale.reporting.text import plain
 
 FORM, WIDTH = "parametrisation", "width"
 STANDARD, MUP = "standard", "muP"
@@ -31,10 +30,9 @@ def width_trials(base: Base, wishes: Wishes) -> list[Trial]:
             sizes = {name: value for name, value in wider(base.cfg, times).items() if name.startswith("model.")}
             if form == MUP:
                 sizes["model.mup.base_dim"] = base.cfg.model.embed_dim
-            for rate in wishes.rates or [own.peak_lr * factor for factor in FACTORS]:
-                floor = floor_of(own, rate)
-                at = {FORM: form, WIDTH: sizes["model.embed_dim"], RATE: rate}
-                found += [base.with_settings({RATE: rate}, seed, sizes | floor, at=at) for seed in wishes.seeds_of(2)]
+            rates = wishes.rates or [own.peak_lr * factor for factor in FACTORS]
+            told = {FORM: form, WIDTH: sizes["model.embed_dim"]}
+            found += over_rates(base, told, rates, wishes.seeds_of(2), also=sizes)
     return found
 
 
@@ -50,17 +48,10 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         best, lines = {}, []
         for number, (width, of_width) in enumerate(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())):
             lines += mean_line(f"width {width}", of_width, RATE, number)
-            lost = sorted({float(r.at(RATE)) for r in of_width if r.diverged})
-            if curves := list(over_seeds(of_width, RATE).values()):
-                best[width] = optimum(curves)
-            found = best.get(width)
-            texts = (
-                str(width),
-                str(found or "none"),
-                str(found.y) if found else "n/a",
-                ", ".join(map(plain, lost)) or "none",
-            )
-            rows.append([form, *map(n, texts)])
+            found, cells = best_rate(of_width)
+            if found:
+                best[width] = found
+            rows.append([form, n(str(width)), *cells])
         drawings.append(
             drawing(f"{form}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
         )

@@ -1,6 +1,7 @@
 """Trials as real processes, and the command line."""
 
 import json
+import os
 
 import pytest
 from made_results import BASE
@@ -34,6 +35,11 @@ def test_a_dry_run_prints_a_command_for_each_run_that_is_not_done(tmp_path, caps
     events[1:] = [{"event": "stopped", "code": 17}]
     write()
     assert left() == 3, "it diverged, which is a result"
+
+
+def test_an_accelerator_takes_one_run_at_a_time():
+    assert running.default_jobs("tpu") == running.default_jobs("cuda,cpu") == 1
+    assert running.default_jobs("cpu") == len(os.sched_getaffinity(0))
 
 
 def test_a_trial_is_known_by_all_its_settings_and_by_nothing_else():

@@ -146,12 +146,14 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
 def test_one_value_that_differs_after_a_kill_is_found():
     whole, *killed = resume.resume_trials(BASE, Wishes())
     curve = np.linspace(5, 2, 40)
-    resumed = [{"event": "resumed", "step": 28}]
+    resumed = [{"event": "started"}, {"event": "resumed", "step": 28}]
     same = [made(whole, 2.0, curve=curve), *(made(t, 2.0, curve=curve, events=resumed) for t in killed)]
     assert all("are the same bits" in line and "step 28" in line for line in resume.conclude(same).verdict)
     curve[30] = np.nextafter(curve[30], 9)
     other = [same[0], made(killed[0], 2.0, curve=curve, events=resumed), same[2]]
     assert "1 of 41 values differ, the first at step 31" in resume.conclude(other).verdict[0]
+    unhurt = [same[0], made(killed[0], 2.0, curve=curve, events=resumed[:1]), same[2]]
+    assert "ended before it could be killed" in resume.conclude(unhurt).verdict[0]
 
 
 def test_a_sweep_names_the_lowest_and_what_seeds_do_not_tell_from_it():
