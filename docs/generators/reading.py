@@ -5,7 +5,7 @@ import re
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 CITED = re.compile(r"arXiv:(\d{4}\.\d{4,5})((?:, (?:arXiv:)?\d{4}\.\d{4,5})*)")
-ENTRY = re.compile(r"^- \*\*.+\*\* \(.+, arXiv:(\d{4}\.\d{5})\)\. .+$", re.M)
+ENTRY = re.compile(r"^- \*\*.+\*\* \(.+, arXiv:(\d{4}\.\d{4,5})\)\. .+$", re.M)
 OTHER = re.compile(r"^- \*\*.+\*\* \([^()]+, (?:\d{4}|<https://[^>]+>)\)\. .+$", re.M)  # not on arXiv
 
 
