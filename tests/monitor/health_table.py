@@ -120,9 +120,9 @@ silent during starvation, memory_creep got a long window, and plateau_records we
 {REPORTED[0]} to {REPORTED[-1]}, by which nothing was chosen.
 """)
 RECORDED = f"""
-Recorded: ten clean runs of the quick start (`configs/quickstart.py` as it is, seeds 0 to 9, 489 steps, about six
-minutes each on two cores), and ten of a small one (200 steps of 1,024 tokens with 2 layers of width 128, less than a
-minute), each of these read as if written every {", ".join(map(str, CADENCES))} steps;
+Recorded: ten clean runs of the quick start (`configs/quickstart.py` as it was until 2026-11-25, with AdamW; seeds 0
+to 9, 489 steps, about six minutes each on two cores), and ten of a small one (200 steps of 1,024 tokens with 2 layers
+of width 128, less than a minute), each of these read as if written every {", ".join(map(str, CADENCES))} steps;
 `tests/monitor/recorded_runs.py` has the commands. They were recorded with the thresholds as they are; `speed_seconds`
 was chosen with the step times of earlier recordings in view. Judged: records that had what the rule reads, and
 enough of it before them. No clean run has a forecast, no recorded one a mixture.

@@ -1,15 +1,22 @@
 """Ten clean runs of the quick start, ten of a small one, and four that were spoilt: their metrics, as recorded.
 
-Made on 2026-11-22 on two cores of an x86_64 machine (jax 0.10.2). Those of the quick start, by
+Made on 2026-11-22 on two cores of an x86_64 machine (jax 0.10.2), when the quick start was this (THEN):
 
-    python -m jaxscale.main --config=configs/quickstart.py --workdir=RUNS/quickstart0 --config.seed=0
+    --config.batch_tokens=2048 --config.train_tokens=1_000_000 --config.train.num_microbatches=2
+    --config.model.compute_dtype=float32 --config.optim.name=adamw --config.optim.peak_lr=2e-3
+    --config.eval.every_steps=100
+
+Those of the quick start, by
+
+    python -m jaxscale.main --config=configs/quickstart.py --workdir=RUNS/quickstart0 --config.seed=0 THEN
 
 with seeds 0 to 9: 0 and 3 on a quiet machine, 1 last in line on a busy one (1 and 3 hours before, by other code), the
 others first in line; and "busy" with seed 1, no further in line than up to twelve other programs. The small ones on a
 busy machine, which explains the times of their steps, by
 
-    python -m jaxscale.main --config=configs/quickstart.py --workdir=RUNS/seed0 --config.seed=0 --config.seq_len=128
-        --config.batch_tokens=1024 --config.train_tokens="200 steps" --config.train.num_microbatches=1
+    python -m jaxscale.main --config=configs/quickstart.py --workdir=RUNS/seed0 --config.seed=0 THEN
+        --config.seq_len=128 --config.batch_tokens=1024 --config.train_tokens="200 steps"
+        --config.train.num_microbatches=1
         --config.model.num_layers=2 --config.model.embed_dim=128 --config.model.num_heads=2
         --config.model.num_kv_heads=2 --config.model.mlp_dim=384 --config.monitor.log_every_steps=1
         --config.monitor.statistics_every_steps=5 --config.eval.every_steps=50 --config.eval.num_rows=32
