@@ -7,6 +7,8 @@
   jaxscale bench statistics           what looking at each layer costs (monitor.statistics_every_steps), beside the step
   jaxscale bench sample               tokens/s that are written with a cache of keys and values, beside full passes
   jaxscale bench stages               a pipeline's schedules on simulated devices, beside the simulator of their tables
+  jaxscale bench time_to_loss         a whole run (--config=FILE) beside other programs that train on the same rows
+                                      (--against): tokens and seconds to a loss
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
   jaxscale bench hosts                the control plane of many hosts, simulated: seconds, requests, how they grow
   jaxscale bench data                 preparing and reading data, on one core: each stage, a recipe, shards, batches
@@ -24,7 +26,7 @@ from typing import Any
 
 import jax
 
-from jaxscale import schema
+from jaxscale import schema, units
 from jaxscale.cli import (
     bench_against,
     bench_data,
@@ -35,6 +37,7 @@ from jaxscale.cli import (
     bench_stages,
     bench_statistics,
     bench_survive,
+    bench_time,
     run_verb,
 )
 from jaxscale.command_line import Arguments, flag, whole_number
@@ -86,7 +89,9 @@ class BenchFlags(cluster.HostFlags):
         (),
         "step: runs our step and the command in turn, as processes, and prints the ratio. The command prints a line of "
         'JSON with "tok_s" and, if it likes, sys, spec, dtype, loss0, lossN, rss_mb, first_step_s, gflops, params. '
-        "NAME=VALUE may stand in front. For several commands give the flag again, or put ';;' between them",
+        "NAME=VALUE may stand in front. For several commands give the flag again, or put ';;' between them. "
+        "time_to_loss: it gets a folder with rows.npz and model.json as its last argument, trains on them, and prints "
+        'one with "tokens" and "loss"; docs/torch_adamw.py is such a program',
         "'COMMAND'",
     )
     rounds: int | None = flag(
@@ -98,6 +103,7 @@ class BenchFlags(cluster.HostFlags):
     hosts: list[int] | None = flag(
         None, "hosts: how many are simulated, one number after the other", "16,256,1536", read=bench_hosts.read_hosts
     )
+    loss: float | None = flag(None, "time_to_loss: nats a token of held-out rows; what our run ends at", "1.6")
     workers: int = flag(4, "hosts: processes that share all hosts but the first", least=1)
     processes: int | None = flag(
         None, "survive: kills one of so many processes, and times the restart of all (--config=FILE)", "4", least=2
@@ -122,6 +128,7 @@ SUBVERBS = {
     "survive": (*SHARED, "rounds", "processes", "kill_after"),
     "statistics": (*SHARED, "rounds"),
     "stages": SHARED,
+    "time_to_loss": (*ALL, "loss", "rounds"),
     "sample": (*ALL, "spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
     "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds"),
     "hosts": ("json", "save", "against", "hosts", "workers"),
@@ -133,9 +140,15 @@ SUBVERBS = {
 def main(arguments: Arguments) -> None:
     """Measures what is named, the step if nothing is."""
     flags, what = arguments.flags, arguments.subverb
-    for name, does in (("save", "keeps what `jaxscale bench step` measured"), ("against", "compares steps")):
-        if what != "step" and getattr(flags, name):
-            raise BadInput(f"--{name} {does}: it is for jaxscale bench step")
+    for name, verbs, does in (
+        ("save", ("step",), "keeps what `jaxscale bench step` measured"),
+        ("against", ("step", "time_to_loss"), "compares steps, or whole runs"),
+    ):
+        if what not in verbs and getattr(flags, name):
+            raise BadInput(f"--{name} {does}: it is for jaxscale bench {units.or_list(list(verbs))}")
+    if what == "time_to_loss":
+        time_to_loss(arguments)
+        return
     if flags.against:
         against(arguments)
         return
@@ -248,6 +261,20 @@ def against(arguments: Arguments) -> None:
     compared = bench_against.compare(own_flags(arguments.words), commands, rounds=flags.rounds or 3, say=say)
     found = compared | {"ratios": bench_against.ratios(compared)} if flags.json else compared
     show(flags, found, [] if flags.json else bench_against.compare_lines(compared))
+
+
+def time_to_loss(arguments: Arguments) -> None:
+    """`jaxscale bench time_to_loss --config=FILE`."""
+    flags = arguments.flags
+    if not arguments.config:
+        raise BadInput("time_to_loss trains a run to its end: give its --config=FILE, such as configs/quickstart.py")
+    cfg = read_config(arguments)[1]
+    own = [f"--config={arguments.config}", *(f"--config.{name}={text}" for name, text in arguments.overrides.items())]
+    commands = [command.strip() for given in flags.against for command in given.split(";;")]
+    say = (lambda text: None) if flags.json else put
+    how = dict(loss=flags.loss, rounds=flags.rounds or 3, say=say)
+    record = bench_time.measure_time_to_loss(cfg, own, commands, **how)
+    show(flags, record, bench_time.time_lines(record))
 
 
 def own_flags(argv: Sequence[str]) -> list[str]:

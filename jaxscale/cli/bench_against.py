@@ -69,8 +69,10 @@ def our_environment() -> dict[str, str]:
     return {"JAX_ENABLE_COMPILATION_CACHE": "false"} | shell_environment()
 
 
-def run_one(words: Sequence[str], environment: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The record that the command prints."""
+def run_one(
+    words: Sequence[str], environment: Mapping[str, str], name: str, keys: Sequence[str] = ("tok_s",)
+) -> dict[str, Any]:
+    """The record that the command prints, with positive numbers under these keys."""
     assigned, command = take_assignments(words)
     try:
         done = subprocess.run(
@@ -81,21 +83,22 @@ def run_one(words: Sequence[str], environment: Mapping[str, str], name: str) -> 
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
         raise BadInput(f"exit {done.returncode} from: {name}: {said[-SHOWN_STDERR:]}")
-    record = last_record(done.stdout)
+    record = last_record(done.stdout, keys)
     if record is None:
-        raise BadInput(f'no line of JSON with a number "tok_s" was printed by: {name}')
+        wanted = " and ".join(f'"{key}"' for key in keys)
+        raise BadInput(f"no line of JSON with a number {wanted} was printed by: {name}")
     return record
 
 
-def last_record(text: str) -> dict[str, Any] | None:
-    """The last line that is a JSON object with a positive number tok_s."""
+def last_record(text: str, keys: Sequence[str]) -> dict[str, Any] | None:
+    """The last line that is a JSON object with a positive number under each key."""
     for line in reversed(text.splitlines()):
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        rate = record.get("tok_s") if isinstance(record, dict) else None
-        if isinstance(rate, (int, float)) and math.isfinite(rate) and rate > 0:
+        found = [record.get(key) for key in keys] if isinstance(record, dict) else [None]
+        if all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in found):
             return record
     return None
 

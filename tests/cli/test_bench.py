@@ -212,8 +212,8 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
     [
         (
             ["speed"],
-            "bench has no verb 'speed'; it has step, loop, survive, statistics, stages, sample, data, hosts, "
-            "collectives",
+            "bench has no verb 'speed'; it has step, loop, survive, statistics, stages, time_to_loss, sample, data, "
+            "hosts, collectives",
         ),
         (["step", "--spec=U"], "--spec=U is not known; there is S, T or M, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),

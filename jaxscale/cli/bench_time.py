@@ -1,0 +1,121 @@
+"""Seconds and tokens to a loss: a whole run of ours and other programs on the same rows, in turn, each as a process of
+its own. What `jaxscale bench time_to_loss` does."""
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.budget import resolve_budget
+from jaxscale.cli.bench_against import OURS, our_environment, run_one, shell_environment, split_command
+from jaxscale.config import RunConfig
+from jaxscale.data.pipeline import open_data
+from jaxscale.interop import families
+from jaxscale.reporting.history import read_history
+from jaxscale.system.exits import BadInput
+from jaxscale.units import table
+
+HORIZON = 4  # times the tokens of our run: so many are written for the others, if there is as much text
+ROWS, MODEL = "rows.npz", "model.json"
+KEYS = ("tokens", "loss")  # of the line that another program prints
+SHOWN = 300  # characters of what a run that failed said
+
+
+def measure_time_to_loss(
+    cfg: RunConfig, own: Sequence[str], commands: Sequence[str], *, loss: float | None, rounds: int, say: Callable
+) -> dict[str, Any]:
+    """What --json prints: {"loss": the one to be reached, "systems": [{name, tokens, loss, seconds of each round}]}.
+
+    Each command gets the folder of write_rows as its last argument, trains as it likes, and prints a line of JSON with
+    "tokens" trained on and "loss" of the held-out rows, in nats a token. Seconds are those of the whole process: start,
+    compilation and validation are inside. own: flags of `jaxscale.main` that name the config. loss: None: ours.
+    Raises BadInput for a command that cannot be run or read, and for a config without held-out rows.
+    """
+    systems = [dict(name=name, tokens=0, loss=[], seconds=[]) for name in (OURS, *commands)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_rows(cfg, folder)
+        for number in range(1, rounds + 1):
+            for system in systems:
+                began = time.perf_counter()
+                if system["name"] == OURS:
+                    record = run_own(own, f"{folder}/run{number}")
+                else:
+                    words = [*split_command(system["name"]), folder]
+                    record = run_one(words, shell_environment(), system["name"], KEYS)
+                system["seconds"].append(round(time.perf_counter() - began, 2))
+                system["tokens"] = round(record["tokens"])
+                system["loss"].append(record["loss"])
+                told = f"{system['seconds'][-1]:>7,.1f} s  {record['loss']:.4f}  {system['name']}"
+                say(f"round {number} of {rounds}: {told}")
+    reached = statistics.median(systems[0]["loss"]) if loss is None else loss
+    return {"loss": reached, "rounds": rounds, "config": cfg.model.name, "systems": systems}
+
+
+def write_rows(cfg: RunConfig, folder: str) -> None:
+    """Writes rows.npz and, where the model has a Hugging Face family, model.json, its config.json.
+
+    rows.npz: tokens, targets, weights [rows, T] in the order of our run, HORIZON times as many as it takes if there are
+    so many (weight 0: nothing is learned from that target); held_tokens, held_targets, held_weights of our validation.
+    """
+    how = dict(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda text: None)
+    corpus = open_data(cfg.data, **how)
+    if corpus.valid_rows is None or not cfg.eval.num_rows:
+        raise BadInput("time_to_loss compares losses of held-out rows, and this config has none: set eval.num_rows")
+    steps = resolve_budget(cfg, corpus.epoch_tokens).total_steps
+    batches = corpus.batches(cfg.rows_per_step)
+    whole = max(steps, min(HORIZON * steps, len(corpus.train_rows) // cfg.rows_per_step))
+    train = [batches.batch(n) for n in range(whole)]
+    held = [batch for batch, _, _ in corpus.valid_batches(cfg.eval.num_rows, cfg.eval.num_rows)]
+    arrays = {
+        prefix + name: np.concatenate([getattr(batch, name) for batch in some])
+        for prefix, some in (("", train), ("held_", held))
+        for name in ("tokens", "targets", "weights")
+    }
+    np.savez(pathlib.Path(folder, ROWS), **arrays)
+    try:
+        family = families.family_for(cfg.model)
+    except BadInput:
+        return  # the other program has to know the model
+    pathlib.Path(folder, MODEL).write_text(json.dumps(families.write(family, cfg.model)))
+
+
+def run_own(own: Sequence[str], workdir: str) -> dict[str, float]:
+    """{"tokens": of our run, "loss": of its last validation}."""
+    command = [sys.executable, "-m", "jaxscale.main", *own, f"--workdir={workdir}"]
+    done = subprocess.run(command, env=our_environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise BadInput(f"our run ended with exit {done.returncode}: {(done.stderr or done.stdout).strip()[-SHOWN:]}")
+    rows = read_history(workdir).rows
+    last = lambda name: [row[name] for row in rows if name in row][-1]
+    return {"tokens": last("tokens_seen"), "loss": last("validation/loss")}
+
+
+def time_lines(record: Mapping[str, Any]) -> list[str]:
+    """The comparison for people: a table, and what ours needs of the tokens and seconds of each other."""
+    middle = statistics.median
+    rows = [["", "tokens", "seconds", "loss", ""]]
+    for number, system in enumerate(record["systems"]):
+        reached = middle(system["loss"]) <= record["loss"]
+        name = system["name"] if not number else f"[{number}]"
+        seconds, loss = f"{middle(system['seconds']):,.1f}", f"{middle(system['loss']):.4f}"
+        rows.append([name, f"{system['tokens']:,}", seconds, loss, "" if reached else "not there"])
+    ours, *others = record["systems"]
+    ratio = lambda one, other, name: middle(one[name]) / middle(other[name])
+    return [
+        f"to {record['loss']:.4f} nats a token on held-out rows; medians of {record['rounds']} round(s) in turn, each "
+        "a whole process, compilation included",
+        *table(rows, right=range(1, 4), indent=""),
+        *(f"  [{number}]: {other['name']}" for number, other in enumerate(others, 1)),
+        *(
+            f"{OURS} / [{number}]: {ours['tokens'] / other['tokens']:.2f} of the tokens, "
+            f"{ratio(ours, other, 'seconds'):.2f} of the seconds, to {ratio(ours, other, 'loss'):.3f} times the loss"
+            for number, other in enumerate(others, 1)
+        ),
+    ]
