@@ -131,3 +131,15 @@ def test_plan_a_pod(run):
     assert "6.74B" in printed(one) and "deadline" in printed(one)
     assert all(f"{name}: " in printed(others) for name in names)
     assert printed(others).count("dollars") == len(names) and "get_config" in printed(budget)
+
+
+@pytest.mark.soak
+def test_lab(run):
+    flags = ["--vary=optim.peak_lr=1e-3,8e-3", "--seeds=1"]
+    small = {"train_tokens": 60_000}
+    values = dict(CONFIG="configs/lab.py", EXPERIMENT="vary", FLAGS=flags, OVERRIDES=small)
+    found, folder = run("lab", **values)
+    install, plan, runs, page, report = found
+    assert printed(plan).count("jaxscale.main") == 2 and "[2/2]" in printed(runs)
+    assert "<iframe" in shown(page)[0] and "peak_lr=8e-3" in shown(page)[0] and (folder / "vary.html").exists()
+    assert shown(report)[0].startswith("<iframe srcdoc=")
