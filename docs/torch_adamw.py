@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import transformers
 
+HEAD_STD = 0.02
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains, and prints a line of JSON: tokens trained on and the loss of the held-out rows."""
@@ -24,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="of a step")
     parser.add_argument("--peak_lr", type=float, default=2e-3)
     parser.add_argument("--min_lr", type=float, default=1e-4)
+    parser.add_argument("--init", default="jaxscale", choices=("jaxscale", "transformers"), help="initial weights")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     flags = parser.parse_args(arguments)
     torch.manual_seed(0)
@@ -32,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = min(flags.tokens // rows["tokens"].shape[1], len(rows["tokens"])) // flags.rows
     config = transformers.LlamaConfig(**json.loads((folder / "model.json").read_text()))
     model = transformers.LlamaForCausalLM(config).float()
+    if flags.init == "jaxscale":
+        initialise(model, config.num_hidden_layers)
     narrow = torch.autocast("cpu", dtype=torch.bfloat16, enabled=flags.dtype == "bfloat16")
 
     def losses(tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,6 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         held = [rows[f"held_{name}"].split(flags.rows) for name in ("tokens", "targets", "weights")]
         total, count = (sum(parts) for parts in zip(*(losses(*part) for part in zip(*held))))
     print(json.dumps({"tokens": steps * flags.rows * rows["tokens"].shape[1], "loss": float(total / count)}))
+
+
+def initialise(model: torch.nn.Module, layers: int) -> None:
+    """Draws the weights as jaxscale's Llama does; those of transformers all have a deviation of 0.02."""
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            std = weight.shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * layers)
+            if "embed_tokens" in name or "lm_head" in name:
+                std = 1.0 if "embed_tokens" in name else HEAD_STD
+            torch.nn.init.normal_(weight, std=std)
 
 
 def train(model: torch.nn.Module, losses: Callable, rows: dict[str, torch.Tensor], steps: int, flags) -> None:

@@ -21,6 +21,7 @@ def flat(table, step, but=()):
     assert max(abs(slope) for kind, slope in found.items() if kind not in but) < 0.25, found
 
 
+@pytest.mark.soak
 def test_under_mup_changes_are_as_large_at_every_width_and_without_they_grow():
     """The narrowest is the base, where both are the same model."""
     table = coordinate_check(config(mup=dict(base_dim=64)), (64, 1024), steps=2)

@@ -212,6 +212,7 @@ def test_stages_get_as_many_microbatches_as_they_need():
     assert layout_parts(cfg, layout | {"pipeline": 1}) == [1, 2, 4, 8]
 
 
+@pytest.mark.soak
 def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(topology):
     said = []
     cfg = tiny.config({"model.num_layers": 4, "seq_len": 2048, "batch_tokens": "4 rows", "model.remat": "dots"})

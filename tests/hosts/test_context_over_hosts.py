@@ -105,6 +105,7 @@ def assert_same_rows(workdir, alone, steps=STEPS):
         assert sum(parts) == pytest.approx(2 * line["goodput/wall_seconds"], abs=0.02)  # it is the sum of the others
 
 
+@pytest.mark.soak
 def test_two_that_share_rows_count_and_learn_from_each_once(home, alone, tmp_path):
     workdir = finished(2, home, tmp_path / "run", "--stop_after=4")
     assert_same_rows(workdir, alone, steps=4)

@@ -71,6 +71,7 @@ def limited():
     return SparseMlp(cfg, rngs=nnx.Rngs(params=0), kernels=kernels, tensor=ONE, shared=None)
 
 
+@pytest.mark.soak
 def test_values_and_gradients_are_those_of_the_experts_that_had_room(limited):
     x_BTD, dy_BTD = jax.random.normal(jax.random.key(1), (2, 2, 16, 16))
     ids_BT = jnp.ones((2, 16), jnp.int32)

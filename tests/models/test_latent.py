@@ -100,7 +100,10 @@ def head_by_head(module, cfg, x_BTD, positions_BT, ids_BT):
     return added
 
 
-@pytest.mark.parametrize("model", [LATENT, LITE], ids=["queries compressed", "queries not"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(LATENT, id="queries compressed"), pytest.param(LITE, id="queries not", marks=pytest.mark.soak)],
+)
 def test_values_and_gradients_are_those_of_heads_written_out_one_by_one(model):
     cfg, batch = config(model), tiny.packed_batch(0, rows=3)
     module = LatentAttention(cfg, rngs=nnx.Rngs(params=0), kernels=PLAIN, tensor=ONE)

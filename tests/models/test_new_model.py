@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from xla_flags import xla_flags
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -112,6 +113,7 @@ def package_with_the_model(folder: pathlib.Path) -> None:
     (folder / "config.py").write_text(CONFIG)
 
 
+@pytest.mark.soak
 def test_a_new_model_is_one_file_and_one_line(tmp_path):
     package_with_the_model(tmp_path)
     env = os.environ | {"PYTHONPATH": str(tmp_path), "XLA_FLAGS": xla_flags(2)}

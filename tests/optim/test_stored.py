@@ -77,7 +77,7 @@ SOAK = pytest.mark.soak
     ("name", "dtype"),
     [
         ("adamw", "int8"),
-        ("lion", "bfloat16"),
+        pytest.param("lion", "bfloat16", marks=SOAK),
         pytest.param("adamw", "bfloat16", marks=SOAK),
         pytest.param("lion", "int8", marks=SOAK),
         pytest.param("muon", "bfloat16", marks=SOAK),
@@ -106,8 +106,9 @@ def test_a_mesh_rounds_as_one_device_does(name, shape, rules):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, one)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=SOAK), "int8"])
-@pytest.mark.parametrize("name", ["adamw", pytest.param("lion", marks=SOAK)])
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_a_run_loses_little_by_it(name, dtype):
     kept = {"optim.name": name, "mesh.fsdp": 1}
     plain = losses(kept, 1, steps=20)
@@ -128,6 +129,7 @@ def test_plan_counts_them_as_they_are_kept():
     assert sizes["bfloat16"] == count // 2 + 4 and count // 4 < sizes["int8"] - 4 < 0.36 * count
 
 
+@pytest.mark.soak
 def test_moments_in_8_bits_are_saved_and_a_run_goes_on_from_them(tmp_path):
     program = tiny.program({"optim.moment_dtype": "int8"}, 8)
     batch = tiny.on_mesh(program, tiny.packed_batch(0))

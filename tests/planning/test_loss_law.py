@@ -209,6 +209,7 @@ def share_of_made_laws(places, ladders, noise=None, draws=60):
     return held / ladders
 
 
+@pytest.mark.soak
 def test_intervals_of_few_runs_hold_the_truth_of_most_made_laws():
     # of 4 at 90%: 2 or fewer are 1 in 20
     assert share_of_made_laws(FIVE, 4, Noise(0.005, math.inf), draws=20) >= 0.7

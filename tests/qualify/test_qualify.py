@@ -87,6 +87,7 @@ def test_the_page_opens_and_asks_for_nothing(qualified, tmp_path):
         browser.close()
 
 
+@pytest.mark.soak
 def test_below_a_floor_it_is_not_qualified_and_says_by_how_much(tmp_path):
     found = run.qualify(machine(tmp_path, chip=H100), only=["products"], say=lambda line: None)
     assert {probe.state for probe in found.probes} == {"below", "left out"}, found.failures
@@ -109,6 +110,7 @@ def test_a_probe_that_fails_is_told_ends_no_other_and_gives_exit_3(tmp_path, cap
     assert "Traceback" in found["storage"]["traceback"] and "Traceback" not in printed
 
 
+@pytest.mark.soak
 def test_a_slow_device_is_named(tmp_path):
     slow = jax.devices()[3]  # beside two others
     work = lambda device: sum(product_seconds(device, 1) for _ in range(20 if device == slow else 1))

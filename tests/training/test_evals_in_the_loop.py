@@ -36,6 +36,7 @@ def open_tiny(folder, files, evals, overrides=None, make=make_program):
     return open_run(cfg, str(folder), log=lambda text: None, make_program=make)
 
 
+@pytest.mark.soak
 def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(tmp_path, files):
     plain = open_tiny(tmp_path / "plain", files, {}, {"train.ema.decay": 0.5})
     wanted = tiny.host(loop.train(plain))

@@ -45,6 +45,7 @@ def plain():
     return two_steps({"mesh.data": 2}, 2)
 
 
+@pytest.mark.soak
 def test_with_a_whole_head_losses_have_the_bits_of_no_stages(plain):
     metrics, after = two_steps({"mesh.data": 2, "mesh.pipeline": 2, "pipeline.head": "whole"}, 4)
     for name in (EXPERT_COUNTS, "loss", "real_tokens"):

@@ -208,6 +208,7 @@ def test_killed_in_its_early_decay_it_goes_on_bit_for_bit_and_decides_no_more(en
     assert decays(tmp_path / "run") == [(begin, until)] and rates(tmp_path / "run") == rates(folder)
 
 
+@pytest.mark.soak
 def test_replayed_it_decays_at_the_same_step_whatever_the_clock_says(ended, tmp_path):
     folder, last = ended
     replayed = train(tmp_path / "new", replay=str(folder), clock=lambda: 1.7e9)

@@ -55,7 +55,7 @@ RUNS = {  # (model, settings of the run, how it is cut, devices)
     ),
     "zero1": (tiny.LLAMA, {"rules": "zero1", "model.num_layers": 3}, {"mesh.pipeline": 2, "mesh.fsdp": 2}, 4),
 }  # fmt: skip
-QUICK = ("chunks", "dropout")
+QUICK = ("chunks",)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def programs():
     return make({"mesh.fsdp": 1}, 1), make({"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)
 
 
+@pytest.mark.soak
 def test_evaluation_sampling_and_statistics_need_no_stages(programs):
     found = []
     for program in programs:
@@ -148,6 +149,7 @@ def test_evaluation_sampling_and_statistics_need_no_stages(programs):
         np.testing.assert_allclose(value, one_numbers[name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.soak
 def test_statistics_where_moments_are_cut_and_parameters_are_not(programs):
     cut = make({"mesh.pipeline": 2, "mesh.fsdp": 2, "rules": "zero2"}, 4)
     wanted, found = (

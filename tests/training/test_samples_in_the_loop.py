@@ -80,6 +80,7 @@ def test_one_program_writes_all_samples_and_its_time_is_neither_a_steps_nor_the_
     assert max(steps) < took[0][0]  # the compilation is in none of them
 
 
+@pytest.mark.soak
 def test_samples_of_steps_that_are_run_again_go_with_them(tmp_path, files):
     folder = tmp_path / "run"
     settings = {"sample.every_steps": 2, "checkpoint.save_every_steps": 3}

@@ -250,6 +250,7 @@ def test_stacks_follow_each_other_as_a_batch_goes_through_them():
 # Training has no trace of it.
 
 
+@pytest.mark.soak
 def test_a_step_is_the_same_program_whether_it_is_watched_or_not():
     text = {}
     for every in (0, 1):

@@ -91,6 +91,7 @@ def test_their_time_is_no_training_time(tmp_path):
     assert len(seconds) == 6 and np.median(seconds) < slow
 
 
+@pytest.mark.soak
 def test_the_program_is_compiled_once_in_a_run(tmp_path):
     run = open_tiny(tmp_path / "run", 2)
     phases = []
