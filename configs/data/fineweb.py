@@ -18,6 +18,8 @@ def get_config():
         "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "near_dedup", "pii",
     )  # fmt: skip
     c.language = dict(keep=("en",), min_probability=0.65)
+    c.gopher_repetition = dict(words="spacy")  # the paper ran datatrove's rules, where each mark counts as a word
+    c.gopher_quality = dict(words="spacy")
     # However a line ends: that rule removed too much (the paper, section 3.5). The numbers are datatrove's, as it ran.
     c.c4 = dict(terminal_punctuation=False, min_line_words=3, min_sentences=5)
     c.near_dedup = dict(threshold=0.75, ngram_words=5, permutations=112, bands=14, rows=8)

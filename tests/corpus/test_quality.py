@@ -23,8 +23,9 @@ PROSE = "the cat sat with care on a mat near the old door and then slept"
 
 
 def all_off(config):
-    """The config with every rule off."""
-    values = {f.name: None for f in dataclasses.fields(config) if "None" in str(f.type)}
+    """The config with every rule off; words as spaCy cuts them, where a mark can be one."""
+    values = {"words": "spacy"} if hasattr(config, "words") else {}
+    values |= {f.name: None for f in dataclasses.fields(config) if "None" in str(f.type)}
     return config(**values, **{f.name: False for f in dataclasses.fields(config) if f.type is bool})
 
 
@@ -69,6 +70,15 @@ def test_each_rule_of_gopher_drops_just_beyond_its_threshold(rule, kept, dropped
     assert reason(make_gopher(all_off(GopherConfig)), dropped) == ""
 
 
+def test_marks_are_words_only_where_spacy_cuts_them():
+    dialogue = '"Oh!" said he. "Why, so, and to what end?" "No; none, but that; be still!" ' * 5
+    assert reason(make_gopher(GopherConfig(words="spacy")), dialogue) == "gopher: too few words with a letter"
+    assert reason(make_gopher(GopherConfig()), dialogue) == ""
+    joined = ", and ".join(f"w{place:08}" for place in range(40))
+    assert reason(make_repetition(RepetitionConfig(words="spacy")), joined).endswith("top 2-gram")
+    assert reason(make_repetition(RepetitionConfig()), joined) == ""
+
+
 @pytest.mark.parametrize(
     ("rule", "kept", "dropped", "says"),
     [
@@ -103,9 +113,9 @@ def test_each_rule_of_fineweb_drops_just_beyond_its_threshold(rule, kept, droppe
 
 def test_the_published_thresholds_are_the_defaults():
     gopher = to_dict(GopherConfig())
-    assert [gopher[name] for name in list(gopher)[:9]] == [50, 100_000, 3.0, 10.0, 0.1, 0.9, 0.3, 0.8, 2]
+    assert [gopher[name] for name in list(gopher)[:10]] == ["whitespace", 50, 100_000, 3.0, 10.0, 0.1, 0.9, 0.3, 0.8, 2]
     assert list(to_dict(FineWebConfig()).values()) == [0.12, 0.67, 30, 0.01, 0.3]
-    repetition = [0.3, 0.3, 0.2, 0.2, 0.2, 0.18, 0.16, 0.15, 0.14, 0.13, 0.12, 0.11, 0.1]
+    repetition = ["whitespace", 0.3, 0.3, 0.2, 0.2, 0.2, 0.18, 0.16, 0.15, 0.14, 0.13, 0.12, 0.11, 0.1]
     assert list(to_dict(RepetitionConfig()).values()) == repetition
     assert list(to_dict(C4Config()).values()) == [
         True, [".", "?", "!", '"'], 5, 1000, True, True, True, True, True, 3, None,

@@ -20,8 +20,8 @@ from jaxscale.text.document import Document
 pytestmark = pytest.mark.peer
 DATATROVE = dict(min_line_words=3, min_sentences=5)  # its defaults are not those of C4's published code
 STAGES = {
-    "gopher": make_gopher(GopherConfig()),
-    "repetition": make_repetition(RepetitionConfig()),
+    "gopher": make_gopher(GopherConfig(words="spacy")),
+    "repetition": make_repetition(RepetitionConfig(words="spacy")),
     "fineweb": make_fineweb(FineWebConfig()),
     "c4": make_c4(C4Config(**DATATROVE, end_marks=(".", "?", "!", '"', "'"))),
     "c4_keeping_lines": make_c4(C4Config(**DATATROVE, terminal_punctuation=False)),

@@ -52,6 +52,16 @@ def test_no_character_of_a_text_is_lost_or_moved(text):
     assert "".join(words_of(text)) == "".join(text.split())
 
 
+@given(st.lists(TEXTS, max_size=3))
+def test_words_between_whitespace_are_those_of_split(texts):
+    for text, stats in zip(texts, block_stats(texts, "whitespace"), strict=True):
+        expected = text.split()
+        assert stats.hashes.tolist() == [hash_of(word) for word in expected]
+        assert stats.lengths.tolist() == [len(word) for word in expected]
+        assert (stats.plain, stats.plain_chars) == (len(expected), sum(map(len, expected)))
+        assert stats.alphabetic == sum(any(map(str.isalpha, word)) for word in expected)
+
+
 @given(TEXTS)
 def test_the_arrays_say_what_the_words_say(text):
     stats, expected = block_stats([text])[0], words_of(text)

@@ -7,6 +7,12 @@ from typing import Any, Literal
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
+WordKind = Literal["whitespace", "spacy"]
+WORDS_HELP = (
+    "what a word is. whitespace: what stands between whitespace, as in the paper; spacy: as spaCy's English cuts them "
+    "and datatrove counts them, where each mark is a word too"
+)
+
 
 def check_fractions(cfg: Any, *names: str) -> None:
     """Raises BadInput unless these thresholds are from 0 to 1, or None."""
@@ -82,6 +88,7 @@ class LanguageConfig:
 class RepetitionConfig:
     """The thresholds of arXiv:2112.11446, table A1; None switches a rule off. Characters are of the whole text."""
 
+    words: WordKind = setting("whitespace", WORDS_HELP)
     max_duplicate_lines: float | None = setting(0.30, "drop if a larger part of the lines occurred before")
     max_duplicate_paragraphs: float | None = setting(0.30, "drop if a larger part of the paragraphs occurred before")
     max_duplicate_line_chars: float | None = setting(0.20, "drop if repeated lines hold more of the characters")
@@ -99,7 +106,7 @@ class RepetitionConfig:
     max_duplicate_10gram: float | None = setting(0.10, "the same for 10 words")
 
     def __post_init__(self):
-        check_fractions(self, *(field.name for field in dataclasses.fields(self)))
+        check_fractions(self, *(field.name for field in dataclasses.fields(self) if field.name != "words"))
 
     @property
     def top(self) -> list[tuple[int, float]]:
@@ -116,12 +123,16 @@ class RepetitionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GopherConfig:
-    """The thresholds of arXiv:2112.11446; None switches a rule off. A mark by itself is a word, but not a plain one."""
+    """The thresholds of arXiv:2112.11446; None switches a rule off.
 
-    min_words: int | None = setting(50, "drop a document of fewer plain words")
-    max_words: int | None = setting(100_000, "drop a document of more plain words")
-    min_word_length: float | None = setting(3.0, "drop if plain words have fewer characters on average")
-    max_word_length: float | None = setting(10.0, "drop if plain words have more characters on average")
+    With words="spacy" a mark by itself is a word for the ratios, though not one for counts and lengths.
+    """
+
+    words: WordKind = setting("whitespace", WORDS_HELP)
+    min_words: int | None = setting(50, "drop a document of fewer words")
+    max_words: int | None = setting(100_000, "drop a document of more words")
+    min_word_length: float | None = setting(3.0, "drop if words have fewer characters on average")
+    max_word_length: float | None = setting(10.0, "drop if words have more characters on average")
     max_symbol_ratio: float | None = setting(0.1, "drop if there are more hash signs, or ellipses, for each word")
     max_bullet_lines: float | None = setting(0.9, "drop if a larger part of the lines begins with a bullet")
     max_ellipsis_lines: float | None = setting(0.3, "drop if a larger part of the lines ends in an ellipsis")

@@ -38,7 +38,7 @@ def make_gopher(cfg: GopherConfig) -> Stage:
     stop_hashes = [np.uint64(hash_of(word)) for word in cfg.stop_words]
 
     def gopher(documents: Sequence[Document]) -> list[Outcome]:
-        judged = zip(documents, stats_of(documents))
+        judged = zip(documents, stats_of(documents, cfg.words))
         return [
             outcome_of(document, gopher_fault(document.text, stats, cfg, stop_hashes)) for document, stats in judged
         ]

@@ -24,7 +24,7 @@ def make_repetition(cfg: RepetitionConfig) -> Stage:
     def repetition(documents: Sequence[Document]) -> list[Outcome]:
         return [
             outcome_of(document, repetition_fault(document.text, stats, cfg))
-            for document, stats in zip(documents, stats_of(documents))
+            for document, stats in zip(documents, stats_of(documents, cfg.words))
         ]
 
     return repetition
