@@ -13,8 +13,9 @@ import ml_collections
 def get_config():
     c = ml_collections.ConfigDict()
     c.sources = dict(c4=dict(files="crawl/*.warc.gz", licence="Common Crawl terms of use"))
-    c.stages = ("repair", "c4", "language", "line_dedup")
+    c.stages = ("repair", "c4", "language", "line_dedup", "decontaminate")
     c.language = dict(keep=("en",), min_probability=0.99)
     c.line_dedup = dict(min_line_characters=60)
+    c.decontaminate = dict(files=("none",))  # as the paper; name the evaluation sets that you will report on
     c.tokenizer = dict(name="train", train=dict(kind="unigram", vocab_size=32_000))
     return c

@@ -15,7 +15,8 @@ def get_config():
     c.sources = dict(fineweb=dict(files="crawl/*.warc.gz", licence="Common Crawl terms of use"))
     c.read = dict(html_text="trafilatura")
     c.stages = (
-        "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "near_dedup", "pii",
+        "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "near_dedup",
+        "decontaminate", "pii",
     )  # fmt: skip
     c.language = dict(keep=("en",), min_probability=0.65)
     c.gopher_repetition = dict(words="spacy")  # the paper ran datatrove's rules, where each mark counts as a word
@@ -23,6 +24,7 @@ def get_config():
     # However a line ends: that rule removed too much (the paper, section 3.5). The numbers are datatrove's, as it ran.
     c.c4 = dict(terminal_punctuation=False, min_line_words=3, min_sentences=5)
     c.near_dedup = dict(threshold=0.75, ngram_words=5, permutations=112, bands=14, rows=8)
+    c.decontaminate = dict(files=("none",))  # as the paper; name the evaluation sets that you will report on
     c.pii = dict(phone="off", card="off", iban="off", national_id="off")  # the paper redacts e-mail and IP addresses
     c.tokenizer = dict(name="train", train=dict(vocab_size=50_257))
     return c

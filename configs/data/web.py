@@ -11,8 +11,10 @@ import ml_collections
 def get_config():
     c = ml_collections.ConfigDict()
     c.stages = (
-        "repair", "language", "gopher_repetition", "gopher_quality", "exact_dedup", "near_dedup", "pii",
+        "repair", "language", "gopher_repetition", "gopher_quality", "exact_dedup", "near_dedup",
+        "decontaminate", "pii",
     )  # fmt: skip
     c.language = dict(keep=("en",))
+    c.decontaminate = dict(files=("none",))  # name the evaluation sets that you will report on: ("evaluation/*.jsonl",)
     c.tokenizer = dict(name="train", train=dict(vocab_size=32_768))
     return c

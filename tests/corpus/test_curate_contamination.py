@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from jaxscale.corpus.curate import hashes
 from jaxscale.corpus.curate.config import ContaminationConfig
-from jaxscale.corpus.curate.contamination import load_evaluation, make_contamination, make_index, may_hold
+from jaxscale.corpus.curate.contamination import (
+    MOST_ITEMS,
+    count_items,
+    load_evaluation,
+    make_contamination,
+    make_index,
+    may_hold,
+)
 from jaxscale.corpus.curate.hashes import mix
+from jaxscale.corpus.prepare.report import evaluation_lines
 from jaxscale.text.document import Document
 
 RNG = random.Random(0)
@@ -115,14 +123,29 @@ def test_a_share_of_the_item_can_be_asked_for(items):
     assert [bool(o.document) for o in check([half, all_but_one], [file], min_item_share=1)] == [True, True]
 
 
-def test_a_short_item_is_found_whole_or_never(tmp_path):
-    short = words(10)
-    file = write_lines(tmp_path / "exam.jsonl", [{"q": " ".join(short), "a": "yes"}, {"q": " ".join(words(5))}])
-    texts = [inside(short), inside(short[:9]), " ".join(short), " ".join(short[:8]), ""]
-    assert [bool(outcome.document) for outcome in check(texts, [file])] == [False, True, False, True, True]
-    assert check(texts, [file])[0].detail == "exam.jsonl:1"
+def test_each_short_text_of_an_item_is_found_whole_or_never(tmp_path):
+    short, question, choice, phrase = words(10), words(5), words(7), words(6)
+    records = [{"q": " ".join(short), "a": "yes"}, {"q": " ".join(question), "support": " ".join(words(40))}]
+    records += [{"q": " ".join(words(4)), "choices": [" ".join(choice)]}]
+    records += [{"task": " ".join(phrase), "q": " ".join(words(20))}] * (MOST_ITEMS + 1)
+    file = write_lines(tmp_path / "exam.jsonl", records)
+    texts = [inside(short), inside(short[:9]), inside(question), inside(question[:4]), inside(choice), inside(phrase)]
+    names = ["exam.jsonl:1", "", "exam.jsonl:2", "", "", ""]
+    assert [outcome.detail for outcome in check(texts, [file])] == names
     assert all(outcome.document for outcome in check(texts, [file], short_words=None))
-    assert all(outcome.document for outcome in check(texts, [file], short_words=11))
+    assert [outcome.detail for outcome in check(texts, [file], short_words=6)] == ["exam.jsonl:1", *[""] * 5]
+    settings = ContaminationConfig(files=(file,))
+    assert count_items(settings) == {"items": 3 + MOST_ITEMS + 1, "too_short": 1}
+    assert evaluation_lines(settings, count_items(settings)) == [
+        f"1 of {4 + MOST_ITEMS} evaluation items are too short to be looked for: no text of theirs has 5 words"
+    ]
+
+
+def test_no_item_is_named_and_nothing_is_looked_for_but_that_is_said():
+    settings = ContaminationConfig(files=("none",))
+    assert make_contamination(settings)([Document("a")])[0].document.text == "a"
+    (told,) = evaluation_lines(settings, count_items(settings))
+    assert "none were looked for" in told
 
 
 def test_a_sequence_that_two_items_have_names_both_and_many_names_are_cut_short(tmp_path):

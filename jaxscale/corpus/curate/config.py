@@ -314,7 +314,11 @@ class SubstringConfig:
 class ContaminationConfig:
     """What is done about evaluation items that are in the training text."""
 
-    files: tuple[str, ...] = setting((), "evaluation files: .jsonl, .txt (also .gz), .parquet, .arrow; globs allowed")
+    files: tuple[str, ...] = setting(
+        (),
+        "evaluation files: .jsonl, .txt (also .gz), .parquet, .arrow; globs allowed; ('none',): nothing is looked for, "
+        "which is said",
+    )
     fields: tuple[str, ...] = setting(
         (), "fields of an item to look for, such as question; none given: all that are text"
     )
@@ -323,7 +327,7 @@ class ContaminationConfig:
     )
     ngram_words: int = setting(13, "words in a row that make a match")
     short_words: int | None = setting(
-        8, "an item too short for a match is looked for whole if it has so many words; none: never"
+        5, "a text of an item that is too short for a match is looked for whole if it has so many words; none: never"
     )
     min_item_share: float = setting(0.0, "an item counts only if this share of its word sequences is in the document")
     cut_characters: int = setting(200, "cut so many characters before and after a match too")
@@ -339,3 +343,8 @@ class ContaminationConfig:
             raise BadInput(f"min_item_share={self.min_item_share} must be from 0 to 1")
         if min(self.cut_characters, self.min_piece_characters, self.max_cuts) < 0:
             raise BadInput("cut_characters, min_piece_characters and max_cuts must be 0 or more")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any evaluation file is named."""
+        return self.files != ("none",)

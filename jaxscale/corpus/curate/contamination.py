@@ -2,7 +2,8 @@
 
 The rule is that of GPT-3 (arXiv:2005.14165, appendix C): a match is a sequence of 13 lower-cased words without
 punctuation; a cut takes 200 characters on either side with it, keeps pieces of 200 characters or more, and drops a
-document that is cut more than ten times. Unlike there, a sequence that many training documents have is not excused.
+document that is cut more than ten times. Unlike there, a sequence that many training documents have is not excused,
+and each text of an item that is shorter than 13 words is looked for too, as a whole, down to 5 words.
 
 Evaluation items are named FILE:LINE or FILE:ROW, from 1; an index holds their word sequences.
 """
@@ -17,12 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.corpus.curate.config import ContaminationConfig
-from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, word_hashes, word_spans
+from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, powers, word_hashes, word_spans
+from jaxscale.data.permutation import mix
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Outcome, Stage, each
 from jaxscale.text.sources.records import ENDINGS, UNREADABLE, kind_of, read_records, text_lines
 
 MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
+CHOICE_WORDS = 8  # of a text in a list: a choice is often a phrase ("the temperature of the water")
+MOST_ITEMS = 10  # with the same short text; GPT-3 forgave sequences that more than ten training documents had
 SPARE_BITS = 5  # the filter has at least 2^5 bits for each sequence: it lets about 0.3% of other sequences through
 THREE, SEVEN, ONE_BIT = np.int64(3), np.int64(7), np.uint8(1) << np.arange(8, dtype=np.uint8)
 
@@ -46,6 +50,7 @@ class Item(NamedTuple):
 
     names: list[str]  # of each text; of a record all the same
     texts: list[str]
+    choices: list[bool]  # of each text: does it stand in a list?
     runs_on: bool  # may a sequence begin in one text and end in the next?
 
 
@@ -59,8 +64,9 @@ class Hits(NamedTuple):
 
 def make_contamination(cfg: ContaminationConfig) -> Stage:
     """A stage that drops or cuts documents which hold evaluation items, and names the items in `detail`."""
-    limits = dict(fields=cfg.fields, ngram_words=cfg.ngram_words, short_words=cfg.short_words)
-    evaluation = load_evaluation(cfg.files, **limits)
+    if not cfg.is_named:
+        return each(Outcome)
+    evaluation = evaluation_of(cfg)
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
         hits = find_hits(hash_words(documents), evaluation)
@@ -74,6 +80,17 @@ def make_contamination(cfg: ContaminationConfig) -> Stage:
         return outcomes
 
     return stage
+
+
+def evaluation_of(cfg: ContaminationConfig) -> Evaluation:
+    """The index of the items that the settings name. Raises BadInput as load_evaluation does."""
+    return load_evaluation(cfg.files, fields=cfg.fields, ngram_words=cfg.ngram_words, short_words=cfg.short_words)
+
+
+def count_items(cfg: ContaminationConfig) -> dict[str, int]:
+    """How many items the files hold, and how many of them are too short to be looked for; 0 where none is named."""
+    counts = evaluation_of(cfg).counts if cfg.is_named else np.zeros(0, np.int64)
+    return {"items": len(counts), "too_short": int((counts == 0).sum())}
 
 
 def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> Hits:
@@ -97,14 +114,14 @@ def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> Hits:
 
 def compare(hits: Hits, words: Sequence[np.ndarray], evaluation: Evaluation) -> np.ndarray:
     """bool[k]: whether not only the first words of the sequence are there but all."""
-    equal = evaluation.sizes[hits.entries] == evaluation.search_words
-    for document in np.unique(hits.documents[~equal]).tolist():
-        own = np.flatnonzero((hits.documents == document) & ~equal)
-        sizes, places = evaluation.sizes[hits.entries[own]], hits.places[own]
-        for size in np.unique(sizes).tolist():
-            hashes = ngram_hashes(words[document], size)
-            there = (sizes == size) & (places < len(hashes))
-            equal[own[there]] = hashes[places[there]] == evaluation.wholes[hits.entries[own[there]]]
+    sizes = evaluation.sizes[hits.entries]
+    equal = sizes == evaluation.search_words
+    flat, lengths = np.concatenate([*words, np.zeros(0, np.uint64)]), np.array([len(row) for row in words], np.int64)
+    begins = (lengths.cumsum() - lengths)[hits.documents] + hits.places
+    for size in np.unique(sizes[~equal]).tolist():
+        own = np.flatnonzero((sizes == size) & (hits.places + size <= lengths[hits.documents]))
+        grams = flat[begins[own, None] + np.arange(size)]
+        equal[own] = mix((grams * powers(size)[0][:size]).sum(axis=1)) == evaluation.wholes[hits.entries[own]]
     return equal
 
 
@@ -146,14 +163,14 @@ def treat(
 
 
 def load_evaluation(
-    files: Sequence[str], *, fields: Sequence[str] = (), ngram_words: int = 13, short_words: int | None = 8
+    files: Sequence[str], *, fields: Sequence[str] = (), ngram_words: int = 13, short_words: int | None = 5
 ) -> Evaluation:
     """The index of the items in these files.
 
     fields: of a record, look at these alone; without, at all its text, also inside lists and records within it.
-    A sequence does not run from one text of a record into another. A record none of whose texts has ngram_words words
-    counts by its longest text as a whole, if that has short_words or more. In a text file each line is an item, and
-    sequences run on until an empty line.
+    A sequence does not run from one text of a record into another. A text without ngram_words words counts as a whole,
+    if it has short_words or more, CHOICE_WORDS in a list, and unless more than MOST_ITEMS items have it. In a text
+    file each line is an item, and sequences run on until an empty line.
     Raises BadInput for a file that is missing, damaged, of another kind, or holds no text.
     """
     names: list[str] = []
@@ -171,13 +188,10 @@ def load_evaluation(
             whose = [np.full(len(row), numbers[name]) for row, name in zip(words, item.names)]
             if item.runs_on:
                 words, whose = [np.concatenate(words)], [np.concatenate(whose)]
-            longest = max(range(len(words)), key=lambda i: len(words[i]))
-            size = min(len(words[longest]), ngram_words)
-            if size < search_words:
-                continue  # too few words
-            if size < ngram_words:
-                words, whose = words[longest : longest + 1], whose[longest : longest + 1]
-            for row, owner in zip(words, whose):
+            for row, owner, choice in zip(words, whose, item.choices):
+                size = min(len(row), ngram_words)
+                if size < (max(search_words, min(CHOICE_WORDS, ngram_words)) if choice else search_words):
+                    continue  # too few words
                 grams = ngram_hashes(row, size)
                 wholes.append(grams)
                 heads.append(ngram_hashes(row, search_words)[: len(grams)])
@@ -187,8 +201,19 @@ def load_evaluation(
             names[before:] = [str(path.parent / name) for name in names[before:]]
         if len(names) == before:
             raise BadInput(f"{path} holds no text{f' in the fields {sorted(fields)}' if fields else ''}")
-    columns = (np.concatenate(column) for column in (heads, wholes, sizes, owners))
-    return make_index(search_words, *columns, names)
+    columns = [np.concatenate(column) for column in (heads, wholes, sizes, owners)]
+    own = ~is_phrase(*columns[1:], ngram_words)
+    return make_index(search_words, *(column[own] for column in columns), names)
+
+
+def is_phrase(wholes: np.ndarray, sizes: np.ndarray, owners: np.ndarray, ngram_words: int) -> np.ndarray:
+    """bool[k]: the short texts that more than MOST_ITEMS items have, such as an instruction: they tell of no item."""
+    short = np.flatnonzero(sizes < ngram_words)
+    pairs = np.unique(np.stack([wholes[short], owners[short].astype(np.uint64)]), axis=1)
+    found, counts = np.unique(pairs[0], return_counts=True)
+    phrases = np.zeros(len(wholes), bool)
+    phrases[short] = np.isin(wholes[short], found[counts > MOST_ITEMS])
+    return phrases
 
 
 def make_index(
@@ -263,26 +288,26 @@ def read_paragraphs(path: Path) -> Iterator[Item]:
             names.append(name)
             texts.append(line)
         elif names:
-            yield Item(names, texts, True)
+            yield Item(names, texts, [False], True)
             names, texts = [], []
-    yield Item(names, texts, True)
+    yield Item(names, texts, [False], True)
 
 
 def record(name: str, value: Any, fields: frozenset[str]) -> Item:
     """The item of a record: its texts, or those in the named fields."""
     if fields:
         value = {key: part for key, part in value.items() if key in fields} if isinstance(value, dict) else {}
-    found = [text for text in texts_in(value) if text.strip()]
-    return Item([name] * len(found), found, False)
+    found = [(text, choice) for text, choice in texts_in(value) if text.strip()]
+    return Item([name] * len(found), [text for text, _ in found], [choice for _, choice in found], False)
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Yields all strings in nested plain data, in order; of keys none."""
+def texts_in(value: Any, in_list: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yields (string, whether it stands in a list) for all in nested plain data, in order; of keys none."""
     if isinstance(value, str):
-        yield value
+        yield value, in_list
     elif isinstance(value, dict):
         for part in value.values():
-            yield from texts_in(part)
+            yield from texts_in(part, in_list)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from texts_in(part)
+            yield from texts_in(part, True)

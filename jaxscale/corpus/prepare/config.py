@@ -146,8 +146,8 @@ class PrepareConfig:
             raise BadInput(f"stages has {twice[0]!r} twice; each stage runs once")
         if "decontaminate" in self.stages and not self.decontaminate.files:
             raise BadInput(
-                "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, or leave the "
-                "stage out"
+                "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, write "
+                "('none',), or leave the stage out"
             )
 
     @property

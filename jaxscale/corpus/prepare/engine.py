@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from jaxscale import __version__, schema
-from jaxscale.corpus.curate.contamination import matching
+from jaxscale.corpus.curate.contamination import count_items, matching
 from jaxscale.corpus.curate.quality import bad_words_of
 from jaxscale.corpus.curate.toxicity import listed_words_of
 from jaxscale.corpus.prepare import fertility
@@ -24,7 +24,7 @@ from jaxscale.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
 from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
 from jaxscale.corpus.prepare.join import MOST_BLOCKS, WAY_OUT
 from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.report import FACTS, rewrite_report
+from jaxscale.corpus.prepare.report import FACTS, evaluation_lines, rewrite_report
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import ShardCall, move_out, tokenizer_of, write_shard
 from jaxscale.corpus.prepare.work import (
@@ -96,7 +96,7 @@ def read_beside(cfg: PrepareConfig) -> list[tuple[str, str]]:
     tokenizer, words = cfg.tokenizer, []
     own = [] if tokenizer.is_trained or tokenizer.name == "bytes" else [pathlib.Path(tokenizer.path(""))]
     own += [beside for path in own for beside in naming_files(path)]
-    own += matching(cfg.decontaminate.files) if "decontaminate" in cfg.stages else []
+    own += matching(cfg.decontaminate.files) if "decontaminate" in cfg.stages and cfg.decontaminate.is_named else []
     if "c4" in cfg.stages and cfg.c4.bad_words is not None:
         words.append((cfg.c4.bad_words, hash_of(bad_words_of(cfg.c4))))
     if "toxicity" in cfg.stages and cfg.toxicity.word_list:
@@ -141,6 +141,9 @@ def prepare(
 def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: Executor, progress: Progress) -> None:
     """Runs every pass and join, and writes the manifest last."""
     tally, clusters, blocks = Tally(), [], []
+    looked_for = count_items(plan.cfg.decontaminate) if "decontaminate" in plan.cfg.stages else None
+    for line in evaluation_lines(plan.cfg.decontaminate, looked_for):
+        progress.say(line)
     for number, step in enumerate(plan.passes):
         blocks = run_pass(plan, folder, number, blocks, executor, progress, tally)
         paths = [block.path for block in blocks]
@@ -160,6 +163,7 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
     measured = (row for block in blocks for row in block.fertility)
     rows = fertility.rows(measured, tokenizer_of(tokenizer, plan.cfg.tokenizer))
     facts = {"tally": tally.to_json(), "clusters": clusters, "fertility": [row._asdict() for row in rows]}
+    facts |= {"evaluation": looked_for} if looked_for else {}
     write_outcome(plan.cfg, output, names, tokenizer, facts)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale import schema, units
-from jaxscale.corpus.curate.config import NearConfig
+from jaxscale.corpus.curate.config import ContaminationConfig, NearConfig
 from jaxscale.corpus.curate.duplicates import detection_table
 from jaxscale.corpus.prepare.fertility import Row
 from jaxscale.corpus.prepare.tally import Sample, Tally
@@ -228,10 +228,26 @@ def error_curve(recipe: Mapping[str, Any]) -> str:
     """How surely near duplicates of each similarity were found, by the settings of the recipe."""
     if "near_dedup" not in recipe["stages"]:
         return ""
-    rows = detection_table(schema.from_dict(NearConfig, recipe["near_dedup"]))
+    cfg = schema.from_dict(NearConfig, recipe["near_dedup"])
+    rows = detection_table(cfg)
     shown = [(f"{jaccard:.2f}", f"{found:.3f}", f"{found * passed:.3f}") for jaccard, found, passed in rows]
     head = ("Jaccard similarity", "becomes a candidate", "is dropped")
-    return f"<h2>How surely near duplicates are found</h2>{table(head, shown)}"
+    return f"<h2>How surely near duplicates are found</h2><p>{in_words(cfg)}</p>{table(head, shown)}"
+
+
+def in_words(cfg: NearConfig) -> str:
+    """What the threshold of near duplicates means for two texts of one length.
+
+    A sequence of n words stays with probability (1 - p)^n if a share p of the words is changed, each by itself; of 2k
+    sequences then (1 - p)^n k are in both texts. A passage that one text has alone, a share q of it, leaves 1 - q.
+    """
+    kept = 2 * cfg.threshold / (1 + cfg.threshold)
+    changed = 1 - kept ** (1 / cfg.ngram_words)
+    return (
+        f"threshold={cfg.threshold:g} of sequences of {cfg.ngram_words} words: a document is a near duplicate of "
+        f"another if no more than about {changed:.1%} of its words were changed here and there, or if it lacks one "
+        f"passage of no more than about {1 - cfg.threshold:.0%} of the other."
+    )
 
 
 def contamination(tally: Tally) -> str:
@@ -259,7 +275,24 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
     """One line for each thing."""
     stages = manifest["recipe"]["stages"]
     lines = [text for names, text in MISSING if not set(names) & set(stages)]
+    decontaminate = schema.from_dict(ContaminationConfig, manifest["recipe"].get("decontaminate", {}))
+    lines += evaluation_lines(decontaminate, facts.get("evaluation"))
     return [*lines, *kept_lines(tally, manifest), *source_lines(manifest), *tokenizer_lines(facts)]
+
+
+def evaluation_lines(cfg: ContaminationConfig, looked_for: Mapping[str, int] | None) -> list[str]:
+    """What is to be said of the evaluation items. looked_for: count_items; None: there is no such stage."""
+    if looked_for is None:
+        return []
+    if not cfg.is_named:
+        return ["decontaminate.files names no evaluation items, and none were looked for"]
+    if not looked_for["too_short"]:
+        return []
+    least = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
+    return [
+        f"{looked_for['too_short']:,} of {looked_for['items']:,} evaluation items are too short to be looked for: no "
+        f"text of theirs has {least} words"
+    ]
 
 
 def kept_lines(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
+from jaxscale.corpus.curate.config import NearConfig
 from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.report import CONTENT_POLICY, report_page
+from jaxscale.corpus.prepare.report import CONTENT_POLICY, in_words, report_page
 from jaxscale.corpus.prepare.tally import SAMPLES, Tally
 from jaxscale.corpus.prepare.tokens import shuffle_keys
 from jaxscale.corpus.prepare.work import Pass, plan_passes
@@ -144,6 +145,11 @@ def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
     assert not page.seen & {"script", "img", "b ", "link", "iframe"}
     for told in ("<script>alert(1)</script>", "<not> wanted", "a.jsonl:2", "no licence is recorded for web", "we<b>b"):
         assert told in page.text
+
+
+def test_a_threshold_of_near_duplicates_is_said_in_words():
+    told = in_words(NearConfig(threshold=0.75))
+    assert "about 3.0% of its words" in told and "no more than about 25% of the other" in told
 
 
 class Clock:
