@@ -91,6 +91,7 @@ OTHER = {
     "decay_fraction": 0.5, "decay_shape": "one_minus_sqrt", "factors": ("50%=>0.5",), "min_lr": 2e-3,
     "min": 0.5, "start_id": 7, "encoding": "latin-1", "eos_token": "x",
     "text_field": "t", "id_field": "t", "url_field": "t", "licence_field": "t", "html_text": "trafilatura",
+    "html_mode": "fast",
     "record_format": "json", "max_unpacked_bytes": 9, "max_unpacked_ratio": 9.0, "weight_decay_all": True,
     "grad_ratio": 3.0, "row_parts": 2,
     **dict.fromkeys(("lr_multiplier", "weight_decay"), [FROZEN | {"lr_multiplier": 2.0, "weight_decay": 0.5}, REST]),

@@ -13,7 +13,7 @@ import ml_collections
 def get_config():
     c = ml_collections.ConfigDict()
     c.sources = dict(fineweb=dict(files="crawl/*.warc.gz", licence="Common Crawl terms of use"))
-    c.read = dict(html_text="trafilatura")
+    c.read = dict(html_text="trafilatura", html_mode="precision")
     c.stages = (
         "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "near_dedup",
         "decontaminate", "pii",

@@ -10,6 +10,7 @@ import ml_collections
 
 def get_config():
     c = ml_collections.ConfigDict()
+    c.read = dict(html_text="trafilatura")  # of pages in WARC or HTML files: slower than resiliparse, and more exact
     c.stages = (
         "repair", "language", "gopher_repetition", "gopher_quality", "exact_dedup", "near_dedup",
         "decontaminate", "pii",

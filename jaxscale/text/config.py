@@ -75,6 +75,12 @@ class ReadConfig:
     html_text: Literal["resiliparse", "trafilatura"] = setting(
         "resiliparse", "what finds the text of a web page. resiliparse: fast; trafilatura: slower and more exact"
     )
+    html_mode: Literal["default", "fast", "precision", "recall"] = setting(
+        "default",
+        "trafilatura: as it comes; fast: without its fallback extractors; or in doubt for less (precision) or more "
+        "(recall) of a page, as its favor_precision and favor_recall",
+        read_if=".html_text=trafilatura",
+    )
     record_format: Literal["text", "json", "example"] = setting(
         "text", "what the records of an ArrayRecord file are: text, JSON objects, or tf.train.Example"
     )
@@ -111,4 +117,7 @@ class ReadConfig:
 
 def read_settings(cfg: ReadConfig) -> dict[str, object]:
     """What of the settings decides what is read, and so belongs into a fingerprint."""
-    return {field.name: getattr(cfg, field.name) for field in dataclasses.fields(ReadConfig)}
+    found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(ReadConfig)}
+    if cfg.html_text != "trafilatura":
+        found.pop("html_mode")  # not read, so that what was tokenised before there was this setting is found again
+    return found

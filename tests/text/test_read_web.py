@@ -155,22 +155,30 @@ def test_the_sample_of_a_crawl_gives_its_pages():
 
 
 @pytest.mark.parametrize(
-    ("extractor", "precision", "recall"), [("resiliparse", 0.75, 0.90), ("trafilatura", 0.90, 0.90)]
+    ("how", "precision", "recall"),
+    [
+        ({"html_text": "resiliparse"}, 0.75, 0.90),
+        ({"html_text": "trafilatura"}, 0.90, 0.93),
+        ({"html_text": "trafilatura", "html_mode": "fast"}, 0.90, 0.90),
+        ({"html_text": "trafilatura", "html_mode": "precision"}, 0.94, 0.90),
+        ({"html_text": "trafilatura", "html_mode": "recall"}, 0.90, 0.93),
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
 )
-def test_the_text_of_pages_holds_what_people_say_it_should(extractor, precision, recall):
+def test_the_text_of_pages_holds_what_people_say_it_should(how, precision, recall):
     if not (CORPORA / "web_html" / "gold.json").exists():
         pytest.skip(f"{CORPORA}/web_html/gold.json is not there")
-    if extractor == "trafilatura":
+    if how["html_text"] == "trafilatura":
         pytest.importorskip("trafilatura", reason="trafilatura is not installed", exc_type=ImportError)
     gold = json.loads((CORPORA / "web_html" / "gold.json").read_text())
     wanted, kept, unwanted, pages = 0, 0, 0, 0
     for name, told in gold.items():
         if (path := CORPORA / "web_html" / f"{name}.gz").exists():
-            documents, _ = read(path, html_text=extractor)
+            documents, _ = read(path, **how)
             text = documents[0].text if documents else ""
             pages, wanted = pages + 1, wanted + len(told["with"])
             kept += sum(words in text for words in told["with"])
             unwanted += sum(words in text for words in told["without"])
     found = kept / (kept + unwanted), kept / wanted
-    print(f"{extractor}: {pages} pages, precision {found[0]:.3f}, recall {found[1]:.3f}")
+    print(f"{how}: {pages} pages, precision {found[0]:.3f}, recall {found[1]:.3f}")
     assert pages >= 30 and found[0] >= precision and found[1] >= recall

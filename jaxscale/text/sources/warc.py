@@ -26,6 +26,7 @@ NEVER_NESTED = set(  # elements without an end, or whose end may be left out
     "area base br col embed hr img input link meta param source track wbr p li dt dd option optgroup tr td th thead "
     "tbody tfoot colgroup html body rp rt".split()
 )
+MODES = {"fast": "fast", "precision": "favor_precision", "recall": "favor_recall"}  # arguments of trafilatura
 MAX_DEPTH = 1000  # browsers go to about 512
 DECLARED_WITHIN = 4096  # bytes; the standard of HTML says 1024, and many pages are late
 MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
@@ -258,7 +259,8 @@ def extract(html: str, cfg: ReadConfig) -> str:
     if cfg.html_text == "trafilatura":
         with needs(f"{cfg.where}html_text='trafilatura'", "trafilatura with lxml_html_clean"):
             import trafilatura
-        return trafilatura.extract(html, include_comments=False, favor_precision=True) or ""
+        mode = {} if cfg.html_mode == "default" else {MODES[cfg.html_mode]: True}
+        return trafilatura.extract(html, include_comments=False, **mode) or ""
     with needs("reading web pages", "resiliparse"):
         from resiliparse.extract.html2text import extract_plain_text
     return extract_plain_text(
