@@ -32,7 +32,8 @@ BESIDE_MACHINERY = {"jaxscale/corpus/curate/pii.py"}
 MOST_LOADED = {"jaxscale.config": 42, "jaxscale.build": 111}  # of our files, with those that they import in turn
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
-    "apache_beam", "array_record", "datasets", "etils", "fsspec", "ftfy", "gcsfs", "gigatoken", "google", "grain",
+    "apache_beam", "array_record", "datasets", "etils", "fasttext", "fsspec", "ftfy", "gcsfs", "gigatoken", "google",
+    "grain",
     "huggingface_hub", "jinja2", "libtpu", "lm_eval", "matplotlib", "orbax", "orjson", "profanity_check", "py3langid",
     "pyarrow", "pydivsufsort", "qwix", "rensa", "resiliparse", "rustbpe", "sentencepiece", "seqio", "tensorboardX",
     "tensorflow", "tensorstore", "tiktoken", "tokenizers", "torch", "trackio", "trafilatura", "transformers", "wandb",

@@ -20,6 +20,7 @@ from jaxscale.corpus.curate.config import (
     SubstringConfig,
     ToxicityConfig,
 )
+from jaxscale.corpus.curate.filter_config import ClassifierConfig
 from jaxscale.corpus.curate.pii import PIIConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -27,8 +28,8 @@ from jaxscale.text.config import Globs, ReadConfig
 from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 
 STAGES = (
-    "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence", "toxicity", "substring",
-    "decontaminate", "pii",
+    "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence", "toxicity", "classifier",
+    "substring", "decontaminate", "pii",
 )  # fmt: skip
 
 
@@ -121,6 +122,7 @@ class PrepareConfig:
     fineweb: FineWebConfig = setting(FineWebConfig)
     licence: LicenceConfig = setting(LicenceConfig)
     toxicity: ToxicityConfig = setting(ToxicityConfig)
+    classifier: ClassifierConfig = setting(ClassifierConfig)
     exact_dedup: ExactConfig = setting(ExactConfig)
     line_dedup: LineConfig = setting(LineConfig)
     near_dedup: NearConfig = setting(NearConfig)
@@ -148,6 +150,12 @@ class PrepareConfig:
             raise BadInput(
                 "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, write "
                 "('none',), or leave the stage out"
+            )
+        learned = self.classifier
+        if "classifier" in self.stages and not (learned.weights or learned.good and learned.bad):
+            raise BadInput(
+                "stages has 'classifier', and no model: name files in classifier.good and classifier.bad to train one, "
+                "or classifier.weights"
             )
 
     @property

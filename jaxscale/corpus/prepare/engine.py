@@ -22,6 +22,7 @@ from jaxscale.corpus.prepare import fertility
 from jaxscale.corpus.prepare.blocks import mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
 from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
+from jaxscale.corpus.prepare.examples import WEIGHTS, example_files, trained_filter, with_weights
 from jaxscale.corpus.prepare.join import MOST_BLOCKS, WAY_OUT
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import FACTS, evaluation_lines, rewrite_report
@@ -96,6 +97,7 @@ def read_beside(cfg: PrepareConfig) -> list[tuple[str, str]]:
     tokenizer, words = cfg.tokenizer, []
     own = [] if tokenizer.is_trained or tokenizer.name == "bytes" else [pathlib.Path(tokenizer.path(""))]
     own += [beside for path in own for beside in naming_files(path)]
+    own += [pathlib.Path(path) for path in example_files(cfg)]
     own += matching(cfg.decontaminate.files) if "decontaminate" in cfg.stages and cfg.decontaminate.is_named else []
     if "c4" in cfg.stages and cfg.c4.bad_words is not None:
         words.append((cfg.c4.bad_words, hash_of(bad_words_of(cfg.c4))))
@@ -144,6 +146,7 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
     looked_for = count_items(plan.cfg.decontaminate) if "decontaminate" in plan.cfg.stages else None
     for line in evaluation_lines(plan.cfg.decontaminate, looked_for):
         progress.say(line)
+    learned = trained_filter(plan.cfg, folder, progress)
     for number, step in enumerate(plan.passes):
         blocks = run_pass(plan, folder, number, blocks, executor, progress, tally)
         paths = [block.path for block in blocks]
@@ -160,10 +163,13 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
     progress.end()
     write_text_atomic(output / MADE_FROM, plan.key + "\n")  # first: shards of two recipes have the same names
     move_out(folder, names, output)
+    if learned:
+        shutil.copyfile(folder / WEIGHTS, output / WEIGHTS)
     measured = (row for block in blocks for row in block.fertility)
     rows = fertility.rows(measured, tokenizer_of(tokenizer, plan.cfg.tokenizer))
     facts = {"tally": tally.to_json(), "clusters": clusters, "fertility": [row._asdict() for row in rows]}
     facts |= {"evaluation": looked_for} if looked_for else {}
+    facts |= {"classifier": learned} if learned else {}
     write_outcome(plan.cfg, output, names, tokenizer, facts)
 
 
@@ -277,7 +283,7 @@ def in_use(folder: pathlib.Path) -> NoReturn:
 
 def make_calls(plan: Plan, folder: pathlib.Path, number: int, blocks: Sequence[Block]) -> list[Call]:
     """The pieces of work of a pass: parts of the input, or the blocks of the pass before."""
-    recipe = json.dumps(schema.to_dict(plan.cfg), sort_keys=True)
+    recipe = json.dumps(schema.to_dict(with_weights(plan.cfg, folder)), sort_keys=True)
     base = Call(recipe, str(folder), number, plan.passes[number], 0)
     if number == 0:
         return [base._replace(piece=i, file=file, part=part) for i, (file, part) in enumerate(plan.pieces)]

@@ -9,7 +9,7 @@ from jaxscale import schema, units
 from jaxscale.corpus.curate.config import ContaminationConfig, NearConfig
 from jaxscale.corpus.curate.duplicates import detection_table
 from jaxscale.corpus.prepare.fertility import Row
-from jaxscale.corpus.prepare.tally import Sample, Tally
+from jaxscale.corpus.prepare.tally import SCORE_BINS, Sample, Tally
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import read_json, write_text_atomic
@@ -35,7 +35,7 @@ FEW_KEPT, NEARLY_ALL_KEPT = 0.05, 0.98
 MANY_DUPLICATES = 0.3
 LARGE_SYNTHETIC = 0.5
 FEW_BYTES_PER_TOKEN = 2.0  # English text has about 4.4 with 32K ids
-QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
+QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "classifier")
 MISSING = (  # stages of which one should be there, and what goes unchecked without
     (("language",), "languages are not identified: text in any language is kept"),
     (QUALITY, "no quality rules: boilerplate, spam and lists are kept"),
@@ -70,6 +70,7 @@ def report_page(facts: Mapping[str, Any]) -> str:
         histogram_section(tally),
         clusters(facts.get("clusters", ())),
         error_curve(manifest["recipe"]),
+        classifier(tally, facts.get("classifier")),
         contamination(tally),
         fertility(facts.get("fertility", ())),
     ]
@@ -248,6 +249,30 @@ def in_words(cfg: NearConfig) -> str:
         f"another if no more than about {changed:.1%} of its words were changed here and there, or if it lacks one "
         f"passage of no more than about {1 - cfg.threshold:.0%} of the other."
     )
+
+
+def classifier(tally: Tally, learned: Mapping[str, Any] | None) -> str:
+    """What thresholds of the learned filter would keep: of these documents, and of held-out examples."""
+    bins: collections.Counter = collections.Counter()
+    for key, n in tally.counts.items():
+        if key[:2] == ("score", "classifier"):
+            bins[int(key[3])] += n
+    if not bins:
+        return ""
+    held = {round(SCORE_BINS * least): (good, bad) for least, good, bad in (learned["kept"] if learned else ())}
+    total, rows = sum(bins.values()), []
+    for least in range(1, SCORE_BINS):
+        kept = sum(n for place, n in bins.items() if place >= least)
+        shares = [f"{value:.1%}" for value in held.get(least, ())]
+        rows.append((f"{least / SCORE_BINS:.2f}", f"{kept:,} ({share(kept, total)})", *shares))
+    head = ("score at least", "documents", *(("good examples", "bad examples") if learned else ()))
+    told = "" if not learned else (
+        f"<p>Trained on {learned['good']:,} good and {learned['bad']:,} bad examples, of which "
+        f"{learned['held_out'][0]:,} and {learned['held_out'][1]:,} were held out: {learned['accuracy']:.1%} of these "
+        f"are told right at 0.5, each kind counting the same, ROC AUC {learned['auc']:.3f}.</p>"
+    )  # fmt: skip
+    ordered = [(f"{place / SCORE_BINS:.2f} to {(place + 1) / SCORE_BINS:.2f}", n) for place, n in sorted(bins.items())]
+    return f"<h2>Learned filter: what thresholds keep</h2>{told}{table(head, rows)}<h3>Scores</h3>{bars(ordered)}"
 
 
 def contamination(tally: Tally) -> str:

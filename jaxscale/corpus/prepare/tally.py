@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from jaxscale.text.document import Document, Outcome
 
 LISTED = ("decontaminate",)  # stages whose details are counted one by one: there are as many as evaluation items
+SCORED = {"classifier": "quality"}  # stages whose scores are counted, of what they drop (its detail) too; the column
+SCORE_BINS = 20
 SAMPLES = 5  # kept of each reason
 SAMPLE_CHARACTERS = 1500
 
@@ -31,6 +33,7 @@ class Tally:
     ("dropped", stage, source, reason, "documents"|"bytes")
     ("edited", stage, source, reason, "documents"|"times")
     ("detail", stage, reason, detail)         documents
+    ("score", stage, source, bin)             documents that the stage saw, by score; SCORE_BINS from 0 to 1
     ("length", source, power of two)          documents read, by size in bytes
     ("language", source, language)            documents that are kept
     ("written", source, "documents"|"bytes")  what goes into the shards
@@ -50,6 +53,8 @@ class Tally:
                 kept.append(outcome.document)
             if outcome.document is not document or outcome.edits:
                 self.note(stage, document, outcome)
+        if stage in SCORED:
+            self.add_scores(stage, documents, outcomes)
         self.add_documents(("out", stage), kept)
         return kept
 
@@ -70,6 +75,12 @@ class Tally:
             for detail in filter(None, outcome.detail.split(", ") if stage in LISTED else ()):
                 self.counts["detail", stage, reason, detail] += 1
             self.sample(stage, reason, document, after)
+
+    def add_scores(self, stage: str, documents: Sequence[Document], outcomes: Sequence[Outcome]) -> None:
+        """Counts documents by their scores."""
+        for document, (after, _, _, detail) in zip(documents, outcomes):
+            score = float(detail) if after is None else dict(after.scores)[SCORED[stage]]
+            self.counts["score", stage, document.source, str(min(int(score * SCORE_BINS), SCORE_BINS - 1))] += 1
 
     def sample(self, stage: str, reason: str, before: Document, after: Document | None) -> None:
         """Keeps the document as a sample if its turn comes."""

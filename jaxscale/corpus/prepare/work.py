@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxscale import schema
+from jaxscale.corpus.curate.classifier import make_classifier
 from jaxscale.corpus.curate.contamination import make_contamination
 from jaxscale.corpus.curate.langid import make_language
 from jaxscale.corpus.curate.licence import make_licence
@@ -46,6 +47,7 @@ MAKERS: dict[str, Callable[[Any], Stage]] = {
     "fineweb": make_fineweb,
     "licence": make_licence,
     "toxicity": make_toxicity,
+    "classifier": make_classifier,
     "substring": make_substring,
     "decontaminate": make_contamination,
     "pii": make_pii,

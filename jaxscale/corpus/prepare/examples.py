@@ -1,0 +1,74 @@
+"""Trains the learned filter on its examples before the first pass, and keeps it in the work folder."""
+
+import dataclasses
+import pathlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxscale.corpus.curate.classifier import train_classifier
+from jaxscale.corpus.prepare.blocks import mark_done, read_done
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import write_bytes_atomic
+from jaxscale.text.sources.files import SourceFile, list_files
+from jaxscale.text.sources.read import read_file
+
+WEIGHTS = "classifier.weights"
+
+
+def example_files(cfg: PrepareConfig) -> list[str]:
+    """The files that the learned filter is made of: its examples, or its weights. Raises BadInput for missing ones."""
+    learned = cfg.classifier
+    if "classifier" not in cfg.stages:
+        return []
+    if learned.weights:
+        if not (path := pathlib.Path(learned.weights).expanduser()).is_file():
+            raise BadInput(
+                f"classifier.weights={learned.weights} does not exist; name another, or examples to train on"
+            )
+        return [str(path)]
+    return [file.path for kind in ("good", "bad") for file in files_of(cfg, kind)]
+
+
+def files_of(cfg: PrepareConfig, kind: str) -> list[SourceFile]:
+    """The files of the good or of the bad examples."""
+    files, problems = list_files(getattr(cfg.classifier, kind), f"classifier.{kind}", kind)
+    if problems:
+        raise BadInput(problems[0])
+    return files
+
+
+def trained_filter(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress) -> dict[str, Any] | None:
+    """What train_classifier says of the model that it has left in the work folder; None where none is to be trained."""
+    if "classifier" not in cfg.stages or cfg.classifier.weights:
+        return None
+    path, done = folder / WEIGHTS, folder / f"{WEIGHTS}.done.json"
+    if (facts := read_done(done)) is None:
+        progress.begin("training the classifier", 1)
+        content, facts = train_classifier(
+            *(texts(cfg, files_of(cfg, kind)) for kind in ("good", "bad")), cfg.classifier
+        )
+        write_bytes_atomic(path, content)
+        mark_done(done, facts, [path])
+        progress.end()
+    progress.say(
+        f"classifier: of held-out examples {facts['accuracy']:.1%} are told right at 0.5 (each kind counts the same), "
+        f"ROC AUC {facts['auc']:.3f}"
+    )
+    return facts
+
+
+def texts(cfg: PrepareConfig, files: Sequence[SourceFile]) -> Iterator[str]:
+    """The texts of the files, read by the settings of the recipe."""
+    for file in files:
+        yield from (document.text for document in read_file(file, cfg.read, Counter()))
+
+
+def with_weights(cfg: PrepareConfig, folder: pathlib.Path) -> PrepareConfig:
+    """The recipe as the passes run it: with the weights in the work folder, where they were trained on examples."""
+    if "classifier" not in cfg.stages or cfg.classifier.weights:
+        return cfg
+    learned = dataclasses.replace(cfg.classifier, weights=str(folder / WEIGHTS), good=(), bad=())
+    return dataclasses.replace(cfg, classifier=learned)
