@@ -2,9 +2,10 @@
 
     jaxscale prepare --config=configs/data/fineweb.py --input='crawl/*.warc.gz' --output=shards/fineweb
 
-Other than there: py3langid instead of fastText, at another scale of probability; no list of blocked addresses; run it
-once for each snapshot of the crawl, as the paper deduplicates each by itself. The published corpus (15e12 tokens) is
-under ODC-BY 1.0; what is in it stays under Common Crawl's terms of use.
+Other than there: py3langid instead of fastText, at another scale of probability; no list of blocked addresses (name
+yours in url_blocklist.lists, and the stage first). Run it once for each snapshot of the crawl, as the paper
+deduplicates each by itself. The published corpus (15e12 tokens) is under ODC-BY 1.0; what is in it stays under Common
+Crawl's terms of use.
 """
 
 import ml_collections

@@ -1,6 +1,7 @@
 """Settings of filters by what a user brings: examples or weights of a classifier, lists of addresses."""
 
 import dataclasses
+from typing import Literal
 
 from jaxscale.corpus.curate.config import check_fractions
 from jaxscale.schema import setting
@@ -43,3 +44,16 @@ class ClassifierConfig:
                 f"ngram_words={self.ngram_words}, epochs={self.epochs} and max_examples={self.max_examples} must be 1 "
                 f"or more, max_words={self.max_words} 0 or more"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UrlConfig:
+    """Lists of addresses whose documents are dropped; none is shipped."""
+
+    lists: tuple[str, ...] = setting(
+        (),
+        "files of addresses, one a line, also .gz: a domain stands for all below it, a domain with a path for what "
+        "begins so; lines of hosts files, ||domain^ and # remarks are understood; globs allowed",
+    )
+    words: str = setting("", "file of words, one a line: no address may hold one of them as a whole word")
+    unknown: Literal["keep", "drop"] = setting("keep", "a document without an address")

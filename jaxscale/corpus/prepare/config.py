@@ -20,7 +20,7 @@ from jaxscale.corpus.curate.config import (
     SubstringConfig,
     ToxicityConfig,
 )
-from jaxscale.corpus.curate.filter_config import ClassifierConfig
+from jaxscale.corpus.curate.filter_config import ClassifierConfig, UrlConfig
 from jaxscale.corpus.curate.pii import PIIConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -28,8 +28,8 @@ from jaxscale.text.config import Globs, ReadConfig
 from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 
 STAGES = (
-    "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence", "toxicity", "classifier",
-    "substring", "decontaminate", "pii",
+    "url_blocklist", "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence",
+    "toxicity", "classifier", "substring", "decontaminate", "pii",
 )  # fmt: skip
 
 
@@ -114,6 +114,7 @@ class PrepareConfig:
         ("repair", "language", "exact_dedup", "near_dedup"), f"in this order, of {', '.join((*STAGES, *JOINS))}"
     )
     read: RecipeReadConfig = setting(RecipeReadConfig)
+    url_blocklist: UrlConfig = setting(UrlConfig)
     repair: RepairConfig = setting(RepairConfig)
     language: LanguageConfig = setting(LanguageConfig)
     gopher_repetition: RepetitionConfig = setting(RepetitionConfig)
@@ -150,6 +151,11 @@ class PrepareConfig:
             raise BadInput(
                 "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, write "
                 "('none',), or leave the stage out"
+            )
+        if "url_blocklist" in self.stages and not (self.url_blocklist.lists or self.url_blocklist.words):
+            raise BadInput(
+                "stages has 'url_blocklist', and no list: name files in url_blocklist.lists or url_blocklist.words, or "
+                "leave the stage out"
             )
         learned = self.classifier
         if "classifier" in self.stages and not (learned.weights or learned.good and learned.bad):

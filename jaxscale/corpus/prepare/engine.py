@@ -18,6 +18,7 @@ from jaxscale import __version__, schema
 from jaxscale.corpus.curate.contamination import count_items, matching
 from jaxscale.corpus.curate.quality import bad_words_of
 from jaxscale.corpus.curate.toxicity import listed_words_of
+from jaxscale.corpus.curate.urls import list_paths, words_of
 from jaxscale.corpus.prepare import fertility
 from jaxscale.corpus.prepare.blocks import mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
@@ -99,6 +100,9 @@ def read_beside(cfg: PrepareConfig) -> list[tuple[str, str]]:
     own += [beside for path in own for beside in naming_files(path)]
     own += [pathlib.Path(path) for path in example_files(cfg)]
     own += matching(cfg.decontaminate.files) if "decontaminate" in cfg.stages and cfg.decontaminate.is_named else []
+    if "url_blocklist" in cfg.stages:
+        own += map(pathlib.Path, list_paths(cfg.url_blocklist))
+        words.append((cfg.url_blocklist.words, hash_of(words_of(cfg.url_blocklist))))
     if "c4" in cfg.stages and cfg.c4.bad_words is not None:
         words.append((cfg.c4.bad_words, hash_of(bad_words_of(cfg.c4))))
     if "toxicity" in cfg.stages and cfg.toxicity.word_list:

@@ -26,6 +26,7 @@ from jaxscale.corpus.curate.repair import make_repair
 from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.corpus.curate.substring import make_substring
 from jaxscale.corpus.curate.toxicity import make_toxicity
+from jaxscale.corpus.curate.urls import make_urls
 from jaxscale.corpus.prepare.blocks import cut, from_table, mark_done, read_done, read_table, to_table, write_table
 from jaxscale.corpus.prepare.config import JOINS, STAGES, PrepareConfig
 from jaxscale.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
@@ -39,6 +40,7 @@ from jaxscale.text.sources.part import Part
 from jaxscale.text.sources.read import read_file
 
 MAKERS: dict[str, Callable[[Any], Stage]] = {
+    "url_blocklist": make_urls,
     "repair": make_repair,
     "language": make_language,
     "gopher_repetition": make_repetition,

@@ -152,11 +152,12 @@ def test_word_lists_and_items_of_a_stage_are_told_by_their_setting_and_those_of_
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
     values = {"c4": {"bad_words": "~/bad"}, "toxicity": {"word_list": "~/listed", "score": False}}
-    values["decontaminate"] = {"files": ("~/items.txt",)}
+    values |= {"decontaminate": {"files": ("~/items.txt",)}, "url_blocklist": {"words": "~/names"}}
     make_plan(recipe(corpus, **values))
     for stage, name, told in (
         ("c4", "bad", "c4.bad_words='~/bad' cannot be read"),
         ("toxicity", "listed", "toxicity.word_list='~/listed' cannot be read"),
+        ("url_blocklist", "names", "url_blocklist.words='~/names' cannot be read"),
         ("decontaminate", "items.txt", "evaluation file ~/items.txt does not exist"),
     ):
         with pytest.raises(ValueError, match=told):

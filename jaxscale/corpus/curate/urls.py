@@ -1,0 +1,146 @@
+"""Drops documents by their address: by lists of domains and addresses, and by words in it. No list is shipped.
+
+So RefinedWeb and FineWeb began (arXiv:2306.01116, appendix G.1), with the lists of the University of Toulouse, which
+can be had at https://dsi.ut-capitole.fr/blacklists/ in files that are read here as they are.
+"""
+
+import gzip
+import hashlib
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxscale.corpus.curate.filter_config import UrlConfig
+from jaxscale.corpus.curate.quality import read_words
+from jaxscale.system.exits import BadInput
+from jaxscale.text.document import Document, Outcome, Stage, outcome_of
+from jaxscale.text.sources.files import list_files
+
+LISTED = "url: on a blocklist"
+WORD = "url: a word of the list"
+UNKNOWN = "url: unknown"
+LONGEST_LINE = 1 << 14  # characters; what is longer is no address
+MOST_PARTS = 8  # of a path that are compared; lists name folders near the top
+SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.I)
+ADDRESS = re.compile(r"^(?:0\.0\.0\.0|127\.\d+\.\d+\.\d+|::1?)\s+(\S+)$")  # a line of a hosts file
+PARTS = re.compile(r"[^\W_]+")
+
+
+def make_urls(cfg: UrlConfig) -> Stage:
+    """A stage that drops documents whose address, or a part of it in front, is on a list, or holds a listed word."""
+    listed = Blocklist(list_paths(cfg)) if cfg.lists else None
+    words = frozenset(words_of(cfg))
+
+    def judge(document: Document, hit: str) -> Outcome:
+        if not document.url:
+            return outcome_of(document, UNKNOWN if cfg.unknown == "drop" else "")
+        if hit:
+            return Outcome(None, LISTED, detail=hit)
+        found = words.intersection(PARTS.findall(document.url.lower())) if words else ()
+        return outcome_of(document, WORD if found else "", min(found, default=""))
+
+    def stage(documents: Sequence[Document]) -> list[Outcome]:
+        hits = listed.hits([document.url for document in documents]) if listed else [""] * len(documents)
+        return [judge(document, hit) for document, hit in zip(documents, hits)]
+
+    return stage
+
+
+def list_paths(cfg: UrlConfig) -> list[str]:
+    """The files of the lists. Raises BadInput for a name that stands for none."""
+    if not cfg.lists:
+        return []
+    files, problems = list_files(cfg.lists, "url_blocklist.lists", "lists")
+    if problems:
+        raise BadInput(problems[0])
+    return [file.path for file in files]
+
+
+def words_of(cfg: UrlConfig) -> list[str]:
+    """The listed words. Raises BadInput as read_words does."""
+    return read_words(cfg.words, "url_blocklist.words", "#") if cfg.words else []
+
+
+class Blocklist:
+    """Entries of lists by their hashes, 8 bytes each."""
+
+    def __init__(self, paths: Sequence[str]):
+        hashes, self.has_paths = [], False
+        for path in paths:
+            before = len(hashes)
+            for entry in entries(path):
+                hashes.append(key_hash(entry))
+                self.has_paths |= "/" in entry
+            if len(hashes) == before:
+                raise BadInput(f"{path} holds no address; put a domain on each line, or take the file out of the lists")
+        self.hashes = np.unique(np.frombuffer(b"".join(hashes), "<u8"))
+
+    def hits(self, urls: Sequence[str]) -> list[str]:
+        """The first entry that each address falls under, the shortest domain first; '' for none."""
+        keys = [keys_of(url, self.has_paths) for url in urls]
+        flat = [key for own in keys for key in own]
+        hashes = np.frombuffer(b"".join(map(key_hash, flat)), "<u8")
+        there = self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes
+        found, begin = [], 0
+        for own in keys:
+            hit = np.flatnonzero(there[begin : begin + len(own)])
+            found.append(own[hit[0]] if len(hit) else "")
+            begin += len(own)
+        return found
+
+
+def key_hash(key: str) -> bytes:
+    """8 bytes that stand for an entry."""
+    return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def entries(path: str) -> Iterator[str]:
+    """Yields the entries of a list as `spelt` has them: plain lines, those of hosts files, and ||domain^.
+
+    Raises BadInput for a file that cannot be read, and for a line that is no address.
+    """
+    opened = lambda: gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8")
+    try:
+        with opened() as file:
+            number = 0
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                line = line.partition("#")[0].strip()
+                if not line or line.startswith("!"):
+                    continue
+                if hosts := ADDRESS.match(line):
+                    line = hosts[1]
+                line = line.removeprefix("||").removesuffix("^")
+                if len(line) > LONGEST_LINE or any(map(str.isspace, line)) or not (found := spelt(line))[0]:
+                    raise BadInput(f"{path}: line {number} is no address: {line!r:.80}; mend it, or put # before it")
+                yield "/".join([found[0], *found[1]])
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise BadInput(f"{path} cannot be read: {error}; name a UTF-8 file, a domain or an address a line") from None
+
+
+def spelt(url: str) -> tuple[str, list[str]]:
+    """(host, parts of the path) as they are compared: host in lower case and ASCII, without www., port and user."""
+    rest = SCHEME.sub("", url.strip(), count=1).lstrip("/")
+    host, _, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    host = host.rpartition("@")[2].lower()
+    host = re.sub(r":\d*$", "", host).strip(".").removeprefix("www.")
+    if not host.isascii():
+        try:
+            host = host.encode("idna").decode("ascii")
+        except UnicodeError:
+            pass  # no name that a server can have; compared as it is
+    return host, [part for part in path.split("/") if part]
+
+
+def keys_of(url: str, with_paths: bool) -> list[str]:
+    """Every entry under which an address falls: its domain and those above, the shortest first, with each beginning
+    of its path."""
+    host, path = spelt(url)
+    if not host:
+        return []
+    labels = host.split(".")
+    domains = [".".join(labels[i:]) for i in range(len(labels) - 1, -1, -1)]
+    ends = [""] + ["/" + "/".join(path[: n + 1]) for n in range(min(len(path), MOST_PARTS))] if with_paths else [""]
+    return [domain + end for domain in domains for end in ends]
