@@ -2,7 +2,7 @@
 
 from jaxscale.text.tokenizer.bpe import train_bpe
 from jaxscale.text.tokenizer.config import TrainTokenizerConfig
-from jaxscale.text.tokenizer.sentencepiece import train_unigram
+from jaxscale.text.tokenizer.sentencepiece import train_sentencepiece
 from jaxscale.text.tokenizer.wordpiece import train_wordpiece
 
 SENTENCES = [
@@ -19,7 +19,7 @@ def make_tokenizers(folder):
     end = ["<|endoftext|>"]
     train_bpe(TEXT, 400, end, "gpt2", "tokenizers").save(str(folder / "bpe.json"))
     train_bpe(TEXT, 400, end, "cl100k", "tokenizers").save(str(folder / "newer.json"))
-    content, _ = train_unigram(TEXT, TrainTokenizerConfig(kind="unigram", vocab_size=330, eos_token="</s>"))
+    content, _ = train_sentencepiece(TEXT, TrainTokenizerConfig(kind="unigram", vocab_size=330, eos_token="</s>"))
     (folder / "unigram.model").write_bytes(content)
     pieces = train_wordpiece(TEXT, TrainTokenizerConfig(kind="wordpiece", vocab_size=300))
     ids = pieces.get_vocab(with_added_tokens=True)

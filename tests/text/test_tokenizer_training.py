@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
 
 from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
 from jaxscale.text.tokenizer.load import load_tokenizer
@@ -20,6 +22,7 @@ KINDS = {
     "bpe": dict(kind="bpe", vocab_size=600),
     "bpe by tokenizers": dict(kind="bpe", vocab_size=600, trainer="tokenizers", split="cl100k"),
     "bpe o200k": dict(kind="bpe", vocab_size=600, split="o200k"),
+    "sentencepiece_bpe": dict(kind="sentencepiece_bpe", vocab_size=600),
     "unigram": dict(kind="unigram", vocab_size=500),
     "wordpiece": dict(kind="wordpiece", vocab_size=300),
 }
@@ -42,7 +45,7 @@ def config(name, **more):
 
 
 def file_for(folder, name):
-    return folder / ("it.model" if name == "unigram" else "tokenizer.json")
+    return folder / f"tokenizer{config(name).ending}"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -88,7 +91,8 @@ def test_training_makes_longer_pieces_and_says_what_it_used(trained):
     text = made_up_texts()[0]
     assert len(tokenizer.encode(text)) < 0.6 * len(text)
     assert made.documents == len(made_up_texts()) and made.text_bytes == sum(len(t.encode()) for t in made_up_texts())
-    package = {"bpe": "rustbpe", "bpe o200k": "rustbpe", "unigram": "sentencepiece"}.get(name, "tokenizers")
+    package = "sentencepiece" if config(name).is_sentencepiece else "tokenizers"
+    package = {"bpe": "rustbpe", "bpe o200k": "rustbpe"}.get(name, package)
     assert made.trainer.split()[0] == package
 
 
@@ -102,7 +106,7 @@ def test_every_text_comes_back_through_bytes(trained, texts):
     for text, ids in zip(texts, block.split(), strict=True):
         np.testing.assert_array_equal(ids, tokenizer.encode(text))
         # SentencePiece writes a space as U+2581, and so cannot tell the two apart
-        assert tokenizer.decode(ids) == (text.replace("\u2581", " ") if name == "unigram" else text)
+        assert tokenizer.decode(ids) == (text.replace("\u2581", " ") if config(name).is_sentencepiece else text)
 
 
 def test_wordpiece_gives_words_in_lower_case_and_one_id_for_a_word_it_cannot_spell(trained):
@@ -110,6 +114,17 @@ def test_wordpiece_gives_words_in_lower_case_and_one_id_for_a_word_it_cannot_spe
     if name == "wordpiece":
         assert tokenizer.decode(tokenizer.encode("Kato.  MIrélun")) == "kato. mirelun"
         assert tokenizer.fallback[tokenizer.encode("\u4e01")].all()
+
+
+def test_the_bpe_of_sentencepiece_has_a_piece_for_each_digit_and_none_of_two(trained):
+    name, made, tokenizer = trained
+    if name == "sentencepiece_bpe":
+        processor = sentencepiece.SentencePieceProcessor(model_file=made.path)
+        pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+        assert not [piece for piece in pieces if sum(map(str.isdigit, piece)) > 1 and not piece.startswith("<")]
+        assert len(tokenizer.encode("12345")) == 5
+        model = sentencepiece_model_pb2.ModelProto.FromString(Path(made.path).read_bytes())
+        assert model.trainer_spec.model_type == model.trainer_spec.BPE
 
 
 def test_bytes_stand_in_for_characters_that_a_unigram_never_saw(tmp_path):

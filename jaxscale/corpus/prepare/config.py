@@ -89,8 +89,7 @@ class TokenizerConfig:
 
     def path(self, folder: str) -> str:
         """What load_tokenizer is given. folder: of the work, where a trained one is kept."""
-        ending = "model" if self.train.kind == "unigram" else "json"
-        return f"{folder}/tokenizer.{ending}" if self.is_trained else os.path.expanduser(self.name)
+        return f"{folder}/tokenizer{self.train.ending}" if self.is_trained else os.path.expanduser(self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

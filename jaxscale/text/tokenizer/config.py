@@ -33,10 +33,10 @@ class EncodeConfig:
 class TrainTokenizerConfig:
     """What kind of tokenizer is trained, and on how much text."""
 
-    kind: Literal["bpe", "unigram", "wordpiece"] = setting(
+    kind: Literal["bpe", "sentencepiece_bpe", "unigram", "wordpiece"] = setting(
         "bpe",
-        "bpe: byte-level, as GPT-2 and Llama 3 (tokenizer.json); unigram: SentencePiece, as T5 (.model); wordpiece: "
-        "as BERT, for masked language models (tokenizer.json)",
+        "bpe: byte-level, as GPT-2 and Llama 3 (tokenizer.json); sentencepiece_bpe: as Llama 2 and Gemma (.model); "
+        "unigram: SentencePiece too, as T5 (.model); wordpiece: as BERT, for masked language models (tokenizer.json)",
     )
     vocab_size: int = setting(32_768, "ids in all, special tokens among them; 32K to 100K is usual. At most 65,536 "
                               "keeps shards at two bytes an id")  # fmt: skip
@@ -47,13 +47,14 @@ class TrainTokenizerConfig:
         "gpt2", "bpe: the pattern that cuts words: that of GPT-2, or tiktoken's cl100k (also Llama 3) or o200k"
     )
     byte_fallback: bool = setting(
-        True, "unigram: characters without a piece become bytes, so that every text comes back; bpe always does so"
+        True,
+        "SentencePiece: characters without a piece become bytes, so that every text comes back, as bpe always does",
     )
-    character_coverage: float = setting(0.9995, "unigram: share of all characters that get a piece")
+    character_coverage: float = setting(0.9995, "SentencePiece: share of all characters that get a piece")
     lowercase: bool = setting(True, "wordpiece: lower case, as the uncased BERT")
     strip_accents: bool = setting(True, "wordpiece: accents taken off, as the uncased BERT")
     max_alphabet: int = setting(1000, "wordpiece: characters with a piece of their own; words with others are [UNK]")
-    eos_token: str = setting("<|endoftext|>", "bpe, unigram: the token that ends a document; wordpiece uses [SEP]")
+    eos_token: str = setting("<|endoftext|>", "the token that ends a document; wordpiece uses [SEP]")
     special_tokens: tuple[str, ...] = setting((), "more special tokens, after the end token; none comes out of a text")
     reserved: int = setting(0, "sentinels <extra_id_0>, <extra_id_1>, ... for span corruption, or for use later")
     sample_bytes: int = setting(1 << 30, "of text to train on; chosen by a hash of each document, and held in memory")
@@ -61,7 +62,7 @@ class TrainTokenizerConfig:
 
     def __post_init__(self):
         names = special_names(self)
-        has_bytes = self.kind == "bpe" or self.kind == "unigram" and self.byte_fallback
+        has_bytes = self.kind == "bpe" or self.is_sentencepiece and self.byte_fallback
         smallest = len(names) + (256 if has_bytes else 1)
         if self.vocab_size <= smallest:
             pieces = "the bytes" if has_bytes else "a piece"
@@ -79,6 +80,16 @@ class TrainTokenizerConfig:
             )
         if not 0 < self.character_coverage <= 1:
             raise BadInput(f"character_coverage={self.character_coverage} must be above 0 and at most 1")
+
+    @property
+    def is_sentencepiece(self) -> bool:
+        """Whether the tokenizer is a SentencePiece .model."""
+        return self.kind in ("sentencepiece_bpe", "unigram")
+
+    @property
+    def ending(self) -> str:
+        """Of the name of its file."""
+        return ".model" if self.is_sentencepiece else ".json"
 
 
 def special_names(cfg: TrainTokenizerConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loads SentencePiece models (arXiv:1808.06226) and trains Unigram ones (arXiv:1804.10959)."""
+"""Loads and trains SentencePiece models (arXiv:1808.06226): BPE (arXiv:1508.07909) and Unigram (arXiv:1804.10959)."""
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,24 +74,28 @@ class SentencePieceTokenizer(Tokenizer):
         return len(piece.replace("▁", " ").encode())
 
 
-def train_unigram(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
-    """(a Unigram .model, its number of ids: at most cfg.vocab_size). It changes nothing in a text, not even spaces.
+def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
+    """(a .model of cfg.kind, its number of ids: at most cfg.vocab_size). It changes nothing in a text, not even spaces.
 
-    Line ends are bytes, as in Llama's. Raises: BadInput if
-    the texts hold too little for the vocabulary.
+    Line ends are bytes, as in Llama's, and so is each digit a piece of its own in BPE, as in Llama 2's. Raises BadInput
+    if the texts hold too little for the vocabulary.
     """
     file, special = io.BytesIO(), special_names(cfg)
+    kind = "bpe" if cfg.kind == "sentencepiece_bpe" else "unigram"
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(texts), model_writer=file, model_type="unigram", vocab_size=cfg.vocab_size,
+            sentence_iterator=sentences(texts), model_writer=file, model_type=kind, vocab_size=cfg.vocab_size,
             hard_vocab_limit=False, byte_fallback=cfg.byte_fallback, character_coverage=cfg.character_coverage,
             unk_id=0, bos_id=-1, pad_id=-1, eos_id=1, eos_piece=special[0], control_symbols=list(special[1:]),
             normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
             allow_whitespace_only_pieces=True, max_sentence_length=SENTENCE_BYTES, num_threads=THREADS, minloglevel=2,
+            split_digits=kind == "bpe",
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise BadInput(f"a Unigram tokenizer with vocab_size={cfg.vocab_size} cannot be trained: {reason}") from None
+        raise BadInput(
+            f"a tokenizer of kind={cfg.kind} with vocab_size={cfg.vocab_size} cannot be trained: {reason}"
+        ) from None
     content = file.getvalue()
     return content, sentencepiece.SentencePieceProcessor(model_proto=content).get_piece_size()
 

@@ -29,13 +29,13 @@ class Trained(NamedTuple):
 def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str | Path) -> Trained:
     """Trains on a sample of `texts` and writes `path`; equal texts in any order give equal bytes.
 
-    path: ends in .json, for unigram in .model. Raises: BadInput if it does not, if a package is missing, or if the
+    path: ends in cfg.ending. Raises: BadInput if it does not, if a package is missing, or if the
     texts hold too little for the vocabulary.
     """
-    path, ending = Path(path), ".model" if cfg.kind == "unigram" else ".json"
-    if path.suffix != ending:
-        raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {ending}; rename it")
-    package = cfg.trainer if cfg.kind == "bpe" else "sentencepiece" if cfg.kind == "unigram" else "tokenizers"
+    path = Path(path)
+    if path.suffix != cfg.ending:
+        raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {cfg.ending}; rename it")
+    package = cfg.trainer if cfg.kind == "bpe" else "sentencepiece" if cfg.is_sentencepiece else "tokenizers"
     if not importlib.util.find_spec(package):
         raise BadInput(f"trainer={package} is not installed: pip install 'jaxscale[prepare]'")
     chosen = sample(texts, cfg.sample_bytes, cfg.seed)
@@ -58,8 +58,8 @@ def trained(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
     """(a tokenizer.json or a SentencePiece .model, its number of ids)."""
     from jaxscale.text.tokenizer import bpe, sentencepiece, wordpiece  # around heavy packages
 
-    if cfg.kind == "unigram":
-        return sentencepiece.train_unigram(texts, cfg)
+    if cfg.is_sentencepiece:
+        return sentencepiece.train_sentencepiece(texts, cfg)
     if cfg.kind == "wordpiece":
         tokenizer = wordpiece.train_wordpiece(texts, cfg)
     else:
