@@ -5,152 +5,91 @@ documents in a shuffled order are packed one after the other (best fit decreasin
 memory for it is bounded whatever the corpus.
 """
 
-import functools
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.data.array_folder import Arrays, ArrayWriter, Buckets
 from jaxscale.data.bins import pack_bins
-from jaxscale.data.packing import DocumentRows, DocumentTable, group_members, ranges
-from jaxscale.data.permutation import permuted
+from jaxscale.data.documents import Documents, bisect
+from jaxscale.data.packing import DocumentRows, ranges
+from jaxscale.data.permutation import permuted, unpermuted
 from jaxscale.data.rows import Pieces
-from jaxscale.data.shards import write_synced
-from jaxscale.data.verified import Expected, Say, Unchanged, damaged, expected, of_size
-from jaxscale.system.digest import file_sha256, json_sha256
-from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import Unreadable, is_of_storage, parse_json
-from jaxscale.system.paths import read_bytes
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan: another number where the same documents would get other rows
-FILES = ("first", "documents", "parts")
-ORDERED_AT_ONCE = 64 * WINDOW  # positions of the shuffled order computed in one go
+SAMPLED = 16  # documents of a window between two of which it is kept how many whole rows come before
 
 
 class Window(NamedTuple):
-    """The rows of one window: p pieces, row after row."""
+    """The rows of one window: first those that one piece fills, then the others."""
 
-    documents: np.ndarray  # int64[p]
-    parts: np.ndarray  # int64[p]: the piece is its document's tokens from parts * T on
-    counts: np.ndarray  # int64[rows]: pieces of each
-
-
-def windows(members: np.ndarray | None, lengths: np.ndarray, T: int, key: str) -> Iterator[Window]:
-    """The plan of one group of documents. lengths: of every document of the table. members: those meant; None: all."""
-    size = len(lengths if members is None else members)
-    for start in range(0, size, ORDERED_AT_ONCE):
-        chosen = permuted(np.arange(start, min(start + ORDERED_AT_ONCE, size)), size, key)
-        chosen = chosen if members is None else members[chosen]
-        for begin in range(0, len(chosen), WINDOW):
-            documents = chosen[begin : begin + WINDOW]
-            yield pack_window(documents, lengths[documents], T)
+    whole: np.ndarray  # int64[n]: how many rows each of its documents fills alone
+    pieces: np.ndarray  # int64[p]: the documents, by their places in the window, whose rest fills the other rows
+    counts: np.ndarray  # int64[rows]: how many of the pieces each of these has
 
 
-def pack_window(documents: np.ndarray, lengths: np.ndarray, T: int) -> Window:
-    """Rows for these documents: first those that a piece fills alone, then the others."""
+def pack_window(lengths: np.ndarray, T: int) -> Window:
+    """Rows for documents of these lengths."""
     whole, rest = np.divmod(lengths, T)
-    _, parts = ranges(np.zeros_like(whole), whole)
     left = np.flatnonzero(rest)
     bins = pack_bins(rest[left], T)
-    by_bin = np.argsort(bins, kind="stable")
-    return Window(
-        np.concatenate([np.repeat(documents, whole), documents[left][by_bin]]),
-        np.concatenate([parts, whole[left][by_bin]]),
-        np.concatenate([np.ones(len(parts), np.int64), np.bincount(bins)]),
-    )
+    return Window(whole, left[np.argsort(bins, kind="stable")], np.bincount(bins))
 
 
-class Plan(NamedTuple):
-    """A plan on disk, memory-mapped: 8 bytes a piece (12 beyond 2**32 documents) and 8 a row."""
-
-    first: np.ndarray  # int64[rows + 1]: the first piece of each row, and the end
-    documents: np.ndarray  # uint32 or int64[pieces]
-    parts: np.ndarray  # uint32[pieces]
-    group_rows: np.ndarray  # int64[groups + 1]
-
-
-def write_plan(folder: Path, table: DocumentTable, *, seq_len: int, seed: int, num_groups: int) -> None:
-    """Plans the rows of a table into `folder`, window by window."""
-    documents_type = np.dtype("<u4") if len(table) <= 1 << 32 else np.dtype("<i8")
-    group_rows, pieces = [0], 0
-    with (
-        open(folder / "first", "wb") as first,
-        open(folder / "documents", "wb") as documents,
-        open(folder / "parts", "wb") as parts,
-    ):
-        first.write(np.zeros(1, "<i8").tobytes())
-        for group, members in enumerate([None] if num_groups == 1 else group_members(table, num_groups)):
-            rows = group_rows[-1]
-            for window in windows(members, table.lengths, seq_len, f"best fit {seed} {group}"):
-                documents.write(window.documents.astype(documents_type).tobytes())
-                parts.write(window.parts.astype("<u4").tobytes())
-                first.write((pieces + np.cumsum(window.counts)).astype("<i8").tobytes())
-                pieces, rows = pieces + len(window.documents), rows + len(window.counts)
-            group_rows.append(rows)
-        for file in (first, documents, parts):
-            file.flush()
-            os.fsync(file.fileno())
-    header: dict[str, Any] = {"group_rows": group_rows, "pieces": pieces, "documents": documents_type.str}
-    header |= {"sha256": {name: file_sha256(str(folder / name)) for name in FILES}}
-    write_synced(folder / "plan.json", json.dumps({**header, "own": json_sha256(header)}).encode())
+def shuffled_lengths(folder: Path, documents: Documents, part: str, group: int, key: str) -> Iterator[np.ndarray]:
+    """Yields the lengths of a group's documents in the shuffled order, many windows at a time."""
+    size, turn = documents.size(part, group), 0
+    buckets = Buckets.of(folder, [("place", "<i8"), ("length", "<i8")], size)
+    per_bucket = -(-size // buckets.number)
+    width = -(-per_bucket // WINDOW) * WINDOW
+    for numbers, lengths in documents.members(part, group):
+        if len(numbers):
+            places = unpermuted(np.arange(turn, turn + len(numbers)), size, key)
+            buckets.add(places // width, place=places % width, length=lengths)
+            turn += len(numbers)
+    for records in buckets:
+        found = np.empty(len(records), np.int64)
+        found[records["place"]] = records["length"]
+        yield found
 
 
-def read_plan(folder: Path) -> dict[str, Any]:
-    """What plan.json says. Raises BadInput that names the folder unless it is as it was written."""
-    try:
-        header = parse_json(read_bytes(folder / "plan.json"))
-    except (OSError, BadInput) as error:
-        raise damaged_plan(folder, error) from None
-    if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
-        raise damaged_plan(folder, "plan.json was changed after it was written")
-    return header
+def order_key(seed: int, group: int) -> str:
+    """What the shuffled order of a group's documents hangs on."""
+    return f"best fit {seed} {group}"
 
 
-def damaged_plan(folder: Path, why: str | Exception) -> BadInput:
-    """The error for a plan that is not whole, or that the storage does not give."""
-    kind = Unreadable if isinstance(why, Exception) and is_of_storage(why) else BadInput
-    return kind(f"the row plan {folder} cannot be read: {why}; delete the folder to have it made again")
+def write_best_fit(out: ArrayWriter, documents: Documents, part: str, *, seq_len: int, seed: int) -> dict[str, Any]:
+    """Plans the rows of a part window by window, and returns what BestFitRows needs to know of it.
 
-
-def verify_plan(folder: Path, cache: Path, verify: str, say: Say | None) -> dict[str, Expected]:
-    """What the plan's files must stay while they are read. Raises BadInput if one is not as it was written.
-
-    Args: cache: where it is remembered what was found good, as `damaged` has it. verify: data.verify.
+    A window's documents are those at its places of the shuffled order, which is arithmetic: so a piece is 2 bytes, its
+    place in the window, and so is a row, its first piece in the window. How many whole rows a document fills is in its
+    length; their sum up to each SAMPLED-th is 4 bytes. For a window there are 24 bytes.
     """
-    header = read_plan(folder)
-    sums = {str(folder / name): sha256 for name, sha256 in header["sha256"].items()}
-    try:
-        known = expected(sums)
-    except OSError as error:
-        raise damaged_plan(folder, error) from None
-    sizes = {
-        "first": 8 * (header["group_rows"][-1] + 1),
-        "documents": np.dtype(header["documents"]).itemsize * header["pieces"],
-        "parts": 4 * header["pieces"],
-    }
-    for name, size in sizes.items():
-        if known[path := str(folder / name)].stamp[0] != size:
-            raise damaged_plan(folder, f"{path} was changed after it was written: it has not {size:,} bytes")
-    if verify == "size":
-        return of_size(known)
-    for path, problem in damaged(sums, cache, str(folder), say, remember=verify == "hash").items():
-        raise damaged_plan(folder, problem or f"{path} was changed after it was written")
-    return known
-
-
-def open_plan(folder: Path) -> Plan:
-    """The plan in a folder, which verify_plan found whole. Raises BadInput that names it if a file cannot be mapped."""
-    header = read_plan(folder)
-    types = {"first": "<i8", "documents": header["documents"], "parts": "<u4"}
-    try:
-        arrays = {name: np.asarray(np.memmap(folder / name, dtype=dtype, mode="r")) for name, dtype in types.items()}
-    except OSError as error:
-        raise damaged_plan(folder, error) from None
-    return Plan(**arrays, group_rows=np.array(header["group_rows"], np.int64))
+    names = [f"{part}.{name}" for name in ("pieces", "firsts", "whole", "window_rows", "window_rest", "window_pieces")]
+    rows = rest = pieces = 0
+    group_rows, group_windows, windows = [0], [0], 0
+    for name, dtype in zip(names, ("<u2", "<u2", "<u4", "<i8", "<i8", "<i8")):
+        out.append(name, np.zeros(int(dtype == "<i8"), dtype))
+    for group in range(len(documents.about["members"][part])):
+        for lengths in shuffled_lengths(out.folder, documents, part, group, order_key(seed, group)):
+            for begin in range(0, len(lengths), WINDOW):
+                window = pack_window(lengths[begin : begin + WINDOW], seq_len)
+                firsts = np.cumsum(window.counts) - window.counts
+                before = np.cumsum(window.whole) - window.whole
+                sampled = np.full(-(-WINDOW // SAMPLED), window.whole.sum())
+                sampled[: -(-len(before) // SAMPLED)] = before[::SAMPLED]
+                rows += int(window.whole.sum()) + len(firsts)
+                rest, pieces, windows = rest + len(firsts), pieces + len(window.pieces), windows + 1
+                found = (window.pieces, firsts, sampled, *(np.array([end]) for end in (rows, rest, pieces)))
+                for name, array in zip(names, found):
+                    out.append(name, array)
+        group_rows.append(rows)
+        group_windows.append(windows)
+    about = {"packing": "best_fit", "seq_len": seq_len, "seed": seed, "window": WINDOW}
+    return about | {"group_rows": group_rows, "group_windows": group_windows}
 
 
 class BestFitRows(DocumentRows):
@@ -160,41 +99,41 @@ class BestFitRows(DocumentRows):
     shuffled here.
     """
 
-    def __init__(
-        self,
-        table: DocumentTable,
-        folder: Path,
-        *,
-        seq_len: int,
-        cache: Path,
-        verify: str = "hash",
-        say: Say | None = None,
-    ):
-        """folder: holds the plan of this very table, and is named by what that was made from. The rest: verify_plan's.
+    def __init__(self, documents: Documents, arrays: Arrays, part: str):
+        super().__init__(documents, arrays, part)
+        plan = arrays.header["parts"][part]
+        self._window, self._windows = plan["window"], np.array(plan["group_windows"], np.int64)
+        self._sampled = -(-self._window // SAMPLED)
 
-        Raises: BadInput if the plan is not as it was written.
-        """
-        self._plan_files = verify_plan(folder, cache, verify, say)
-        self.table, self.seq_len, self.folder = table, seq_len, folder
-        self.group_rows = self._plan.group_rows
-
-    @functools.cached_property
-    def _unchanged(self) -> Unchanged:
-        return Unchanged({**self.table.expected, **self._plan_files})
-
-    @functools.cached_property
-    def _plan(self) -> Plan:
-        self._unchanged.check_unopened(self._plan_files)
-        return open_plan(self.folder)
+    def _array(self, name: str) -> np.ndarray:
+        return self.arrays[f"{self.part}.{name}"]
 
     def pieces(self, rows: np.ndarray) -> Pieces:
         """What the rows int64[m] are made of."""
-        T, plan = self.seq_len, self._plan
-        self._unchanged.check(self._plan_files)
-        bounds, places = ranges(plan.first[rows], plan.first[rows + 1])
-        documents = plan.documents[places].astype(np.int64)
-        skipped = plan.parts[places].astype(np.int64) * T
-        remaining = self.table.lengths[documents] - skipped
+        self.arrays.check()
+        T, windows = self.seq_len, self._array("window_rows").searchsorted(rows, side="right") - 1
+        rest_before, pieces_before = self._array("window_rest"), self._array("window_pieces")
+        num_rest = rest_before[windows + 1] - rest_before[windows]
+        whole_end = self._array("window_rows")[windows + 1] - num_rest
+        behind = rows - whole_end  # which of the window's rows of several pieces; below 0: a whole one
+        is_whole = behind < 0
+        at = rest_before[windows] + np.maximum(behind, 0)
+        begin, end = (self._first_piece(at + more, windows, pieces_before) for more in (0, 1))
+        begin[is_whole], end[is_whole] = 0, 1
+        bounds, places = ranges(begin, end)
+        row = np.repeat(np.arange(len(rows)), np.diff(bounds))
+        local = np.zeros(len(places), np.int64)
+        part = np.zeros(len(places), np.int64)
+        single = is_whole[row]
+        local[~single] = self._array("pieces")[places[~single]]
+        local[single], part[single] = self._whole(
+            windows[is_whole], (rows - self._array("window_rows")[windows])[is_whole]
+        )
+        documents = self._documents(windows[row], local)
+        lengths = self.documents.lengths(documents, self.part)
+        part[~single] = lengths[~single] // T
+        skipped = part * T
+        remaining = lengths - skipped
         last = bounds[1:] - 1
         goes_on = remaining[last] > T
         return Pieces(
@@ -207,10 +146,74 @@ class BestFitRows(DocumentRows):
             after_skipped=skipped[last] + T,
         )
 
+    def _first_piece(self, at: np.ndarray, windows: np.ndarray, pieces_before: np.ndarray) -> np.ndarray:
+        """The first piece of rows of several pieces, of which those of a window may be one too many: its end."""
+        firsts = self._array("firsts")
+        if not len(firsts):
+            return np.zeros(len(at), np.int64)
+        found = firsts[np.minimum(at, len(firsts) - 1)].astype(np.int64)
+        is_end = at >= self._array("window_rest")[windows + 1]
+        return np.where(is_end, pieces_before[windows + 1], pieces_before[windows] + found)
+
+    def _whole(self, windows: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(place of its document in the window, which of that document's) of each whole row of a window."""
+        sampled, first = self._array("whole"), windows * self._sampled
+        at = bisect(sampled, first, first + self._sampled, numbers) - 1
+        begin = (at - first) * SAMPLED
+        groups = self._windows.searchsorted(windows, side="right") - 1
+        sizes = np.array([self.documents.size(self.part, group) for group in range(self._groups)], np.int64)[groups]
+        stop = np.minimum(
+            np.minimum(begin + SAMPLED, self._window), sizes - (windows - self._windows[groups]) * self._window
+        )
+        bounds, local = ranges(begin, stop)
+        row = np.repeat(np.arange(len(windows)), np.diff(bounds))
+        whole = self.documents.lengths(self._documents(windows[row], local), self.part) // self.seq_len
+        until = np.cumsum(whole)
+        until = until - (until - whole)[bounds[:-1]][row] + sampled[at][row]
+        is_before = until <= numbers[row]
+        chosen = bounds[:-1] + np.bincount(row, is_before, len(windows)).astype(np.int64)
+        return local[chosen], numbers - (until - whole)[chosen]
+
+    def _documents(self, windows: np.ndarray, local: np.ndarray) -> np.ndarray:
+        """The documents at places of windows."""
+        groups = self._windows.searchsorted(windows, side="right") - 1
+        found = np.empty(len(windows), np.int64)
+        for group in np.unique(groups):
+            here = groups == group
+            places = (windows[here] - self._windows[group]) * self._window + local[here]
+            turns = permuted(places, self.documents.size(self.part, group), order_key(self.seed, group))
+            found[here] = self.documents.select(self.part, group, turns)
+        return found
+
     def rows_of(self, document: int) -> np.ndarray:
-        """int64: the rows that hold a piece of the table's document, in order. Looks through all documents."""
-        pieces = np.flatnonzero(self._plan.documents == document)
-        return self._plan.first.searchsorted(pieces, side="right") - 1
+        """int64: the rows that hold a piece of the document, in order; none where the part does not have it."""
+        self.arrays.check()
+        for group in range(self._groups):
+            turn = self.documents.rank(self.part, group, document)
+            if turn is not None:
+                place = int(
+                    unpermuted(np.array([turn]), self.documents.size(self.part, group), order_key(self.seed, group))[0]
+                )
+                window, local = divmod(place, self._window)
+                return self._rows_in(int(self._windows[group]) + window, local, document)
+        return np.zeros(0, np.int64)
+
+    def _rows_in(self, window: int, local: int, document: int) -> np.ndarray:
+        """The rows of the document at a place of a window."""
+        first_row, end_row = self._array("window_rows")[window : window + 2].tolist()
+        first_rest, end_rest = self._array("window_rest")[window : window + 2].tolist()
+        begin, end = self._array("window_pieces")[window : window + 2].tolist()
+        earlier = np.arange(local - local % SAMPLED, local)
+        whole = self.documents.lengths(self._documents(np.full(len(earlier), window), earlier), self.part)
+        before = int(self._array("whole")[window * self._sampled + local // SAMPLED]) + int(
+            (whole // self.seq_len).sum()
+        )
+        length = int(self.documents.lengths(np.array([document]), self.part)[0])
+        found = first_row + before + np.arange(length // self.seq_len)
+        mine = np.flatnonzero(self._array("pieces")[begin:end] == local)
+        firsts = self._array("firsts")[first_rest:end_rest]
+        others = end_row - (end_rest - first_rest) + firsts.searchsorted(mine, side="right") - 1
+        return np.concatenate([found, others])
 
 
 def plan_settings(**settings: Any) -> dict[str, Any]:

@@ -257,17 +257,21 @@ def open_cached(
         return open_whole(made_folder(root, kind, made_from, make))
 
 
+def folder_name(kind: str, made_from: dict[str, Any]) -> str:
+    """What the folder of something is called that is made from this."""
+    return f"{kind}-{hashlib.sha256(json.dumps([VERSION, made_from], sort_keys=True).encode()).hexdigest()[:32]}"
+
+
 def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None]) -> Path:
     """The folder KIND-(sha256 of `made_from`), made beside it and renamed if it is not there.
 
     So a folder under its final name was whole: a process that is killed leaves only a folder that is never read, and of
     two that make the same one, the second to finish throws its own away.
     """
-    key = hashlib.sha256(json.dumps([VERSION, made_from], sort_keys=True).encode()).hexdigest()[:32]
-    folder = root / f"{kind}-{key}"
+    folder = root / folder_name(kind, made_from)
     if not folder.is_dir():
         remove_leftovers(root)
-        making = root / f"making-{key}-{socket.gethostname()}-{os.getpid()}"
+        making = root / f"making-{folder.name.rpartition('-')[2]}-{socket.gethostname()}-{os.getpid()}"
         try:
             shutil.rmtree(making, ignore_errors=True)  # of an earlier process with our number
             make_private(root)

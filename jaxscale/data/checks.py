@@ -1,7 +1,8 @@
 """Everything that can be wrong with the data, found before anything is read, tokenised or compiled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import SHOWN, is_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.objectives import find_ids
-from jaxscale.data.packing import DocumentTable
 from jaxscale.data.token_files import bin_of, prepared_problems
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs
@@ -51,22 +51,26 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
     return problems
 
 
-def check_lengths(cfg: DataConfig, train: DocumentTable, valid: DocumentTable | None, seq_len: int) -> None:
-    """Raises BadInput for a corpus that fills no row and for a validation set that holds no target."""
-    if cfg.name == "chat" and not len(train):
+def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> None:
+    """Raises BadInput for a corpus that fills no row and for a validation set that holds no target.
+
+    facts: of its documents, as write_documents gives them.
+    """
+    tokens = {part: sum(of_sources) for part, of_sources in facts["tokens"].items()}
+    if cfg.name == "chat" and not sum(facts["members"]["train"]):
         more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""
         raise BadInput(
             f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; lengthen seq_len"
             + more
         )
-    if train.num_tokens < seq_len and cfg.name != "chat":
+    if tokens["train"] < seq_len and cfg.name != "chat":
         raise BadInput(
-            f"data.files has {train.num_tokens:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
+            f"data.files has {tokens['train']:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
             "add text or shorten seq_len"
         )
-    if valid is not None and not (valid.lengths > 1).any():
+    if "valid" in tokens and not facts["targets"]["valid"]:
         way_out = "name other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
-        raise BadInput(f"the validation set is empty ({valid.num_tokens} tokens of {train.num_tokens:,}); {way_out}")
+        raise BadInput(f"the validation set is empty ({tokens['valid']} tokens of {tokens['train']:,}); {way_out}")
 
 
 def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:

@@ -87,18 +87,20 @@ class Ledger:
 
     def name(self, number: int) -> str:
         """One line that names a document of the table, whatever characters its file's name has."""
-        at, place, _ = self.place(number)
-        shard, source = self.corpus.shards[at], self.corpus.source_names[self._rows.table.source_ids[number]]
+        at, place = self.place(number)
+        shard, source = self.corpus.shards[at], self.source(number)
         file, first = file_of(shard, place)
         return on_one_line(f"{source} {file}, document {place - first}" if file else f"{source} {shard.place}:{place}")
 
-    def place(self, number: int) -> tuple[int, int, int]:
-        """(which of the corpus's shards, number in it, first token there) of a document of the table, part of which
-        may be held out."""
-        at, start = int(self._rows.table.file_ids[number]), int(self._rows.table.starts[number])
-        offsets = self.corpus.shards[at].offsets
-        place = int(offsets.searchsorted(start, side="right")) - 1
-        return at, place, start - int(offsets[place])
+    def place(self, number: int) -> tuple[int, int]:
+        """(which of the corpus's shards, number in it) of a document of the corpus."""
+        firsts = self._rows.documents.files.first_documents
+        at = int(firsts.searchsorted(number, side="right")) - 1
+        return at, number - int(firsts[at])
+
+    def source(self, number: int) -> str:
+        """The source of a document of the corpus."""
+        return self.corpus.source_names[int(self._rows.documents.sources(np.array([number]))[0])]
 
     def tokens(self, n: int) -> np.ndarray:
         """int32[rows, T]: the text of batch n in which entries have their places, before the objective changes it."""
@@ -112,8 +114,9 @@ class Ledger:
         """
         stop_place = self.batches.sizes.begin(batch_index(stop - 1, self.skipped) + 1)
         found = self.find(document)
-        numbers = np.unique(np.concatenate([self.in_table(*place) for place in found]))
-        if not len(numbers):
+        firsts = self._rows.documents.files.first_documents
+        rows = {number: self._rows.rows_of(number) for number in sorted({int(firsts[at]) + n for at, n in found})}
+        if not any(map(len, rows.values())):
             at, number = found[0]
             each = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
             raise BadInput(
@@ -121,8 +124,8 @@ class Ledger:
                 "validation: no step trains on it; name one that --step lists"
             )
         sights = []
-        for number in numbers.tolist():
-            for row in self._rows.rows_of(number).tolist():
+        for number, own in rows.items():
+            for row in own.tolist():
                 pieces = self._rows.pieces(np.array([row]))
                 ends = np.cumsum(pieces.lengths)
                 (at,) = np.flatnonzero(pieces.documents == number)
@@ -136,10 +139,9 @@ class Ledger:
 
     def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> Entry:
         """What is known of a piece. skipped: tokens before it. number: of the document in the table."""
-        at, place, before = self.place(number)
-        source = self.corpus.source_names[self._rows.table.source_ids[number]]
-        shard = self.corpus.shards[at].place
-        return Entry(row, begin, tokens, before + skipped, source, shard, place, *self.origin(at, place))
+        at, place = self.place(number)
+        source, shard = self.source(number), self.corpus.shards[at].place
+        return Entry(row, begin, tokens, skipped, source, shard, place, *self.origin(at, place))
 
     def origin(self, at: int, number: int) -> tuple[str, int, str]:
         """(file, offset, id) of a shard's document, as far as the shard tells."""
@@ -167,7 +169,7 @@ class Ledger:
         found = []
         for at, shard in enumerate(self.corpus.shards):
             is_shard = file in (in_utf8(shard.place), on_one_line(shard.place))
-            if is_shard and offset is not None and offset < len(shard.source_ids):
+            if is_shard and offset is not None and offset < shard.header["num_documents"]:
                 found.append((at, offset))
             lineage = self.lineage(at)
             if lineage is None:
@@ -188,13 +190,6 @@ class Ledger:
                 "SHARD.bin:NUMBER as --step lists them"
             )
         return found
-
-    def in_table(self, at: int, number: int) -> np.ndarray:
-        """The rows of the training table that hold parts of a shard's document: none if it is empty or held out."""
-        table, offsets = self._rows.table, self.corpus.shards[at].offsets
-        begin, end = offsets[number], offsets[number + 1]
-        inside = (table.file_ids == at) & (table.starts >= begin) & (table.starts < end)
-        return np.flatnonzero(inside)
 
     def text(self, entry: Entry, tokens_BT: np.ndarray, characters: int) -> str | None:
         """The beginning of what the piece says, or None where no tokenizer is known."""

@@ -305,7 +305,8 @@ def open_set(manifest: Manifest, place: Callable[[str], str] | None = None) -> l
     for entry in manifest.shards:
         name, files = entry["name"], entry["files"]
         header_path = place(f"{name}.json")
-        parts: dict[str, Any] = {part: place(f"{name}{ENDINGS[part]}") for part in ("bin", "idx", "src")}
+        parts: dict[str, Any] = {"bin": place(f"{name}{ENDINGS['bin']}")}
+        parts |= {part: functools.partial(place, f"{name}{ENDINGS[part]}") for part in ("idx", "src")}
         if (docs := f"{name}{ENDINGS['docs']}") in files:
             parts["docs"] = functools.partial(place, docs)
         shard = open_shard(Path(header_path), with_token_bytes=False, parts=parts)

@@ -15,8 +15,8 @@ import grain
 import numpy as np
 
 from jaxscale.data.batch import Batch, padding_row, stack_rows
-from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
-from jaxscale.data.cache import cache_folder, count, describe_skipped, open_cached, tokenised
+from jaxscale.data.best_fit import plan_settings
+from jaxscale.data.cache import cache_folder, count, describe_skipped, tokenised
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.data.config import DataConfig, stages_of
 from jaxscale.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
@@ -24,12 +24,13 @@ from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture
 from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_text_in_order
 from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
-from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows
+from jaxscale.data.remote import shard_cache
 from jaxscale.data.row_filter import make_row_filter
+from jaxscale.data.row_plan import VALIDATION_SEED, Facts, OpenPlan, PlanSettings, open_plan
 from jaxscale.data.rows import SyntheticRows
 from jaxscale.data.shards import Shard
 from jaxscale.data.split import Division, divide
-from jaxscale.data.token_files import common_token_bytes, open_tokens
+from jaxscale.data.token_files import common_token_bytes, open_tokens, set_of
 from jaxscale.data.verified import of_size
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.template import load_template
@@ -39,7 +40,6 @@ from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.units import BatchSizes
 
-VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 VALIDATION_ROWS_SYNTHETIC = 4096
 DIGITS = 16  # of a hash: enough to tell two versions of one file apart
 MOST_PARTS = 2000  # files and shards that are named one by one in each checkpoint; of more, their sources are
@@ -201,7 +201,8 @@ def open_data(
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
             raise BadInput(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
-    return assemble(cfg, shards, val_shards, tokenizer, say, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+    make = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+    return assemble(cfg, shards, val_shards, tokenizer, say, published=set_of(cfg, files), **make)
 
 
 def unpinned(files: Sequence[SourceFile], shard: Shard) -> list[str]:
@@ -225,30 +226,31 @@ def assemble(
     seq_len: int,
     vocab_size: int,
     seed: int,
+    published: str = "",
 ) -> Corpus:
-    """The corpus over the shards for training and those for validation; without the latter, a part of the former."""
+    """The corpus over the shards for training and those for validation; without the latter, a part of the former.
+
+    published: where a prepared set lies that may have a row plan beside it.
+    """
     shards = [*trained, *held]
-    names = tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
+    names = source_names(shards)
     parts = divide(cfg, trained, held, names, seq_len)
-    check_lengths(cfg, parts.train, parts.valid, seq_len)
-    if cfg.mixture:
-        tokens = np.bincount(parts.train.source_ids, weights=parts.train.lengths, minlength=len(names))
-        for _, weights in stages_of(cfg.mixture):
-            check_sources("mixture", weights, dict(zip(names, tokens)))
-    rules = [json.dumps(plan_settings(), sort_keys=True)] if cfg.packing == "best_fit" else []
-    content = [*parts.content, f"order {ORDER}", cfg.packing, *rules]
-    fingerprint = hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest()
-    groups = len(names) if cfg.mixture else 1
-    train_rows = make_rows(cfg, parts.train, fingerprint, say, seq_len=seq_len, seed=seed, num_groups=groups)
-    valid_rows = None
-    if parts.valid is not None and cfg.name == "chat":
-        make = dict(seq_len=seq_len, seed=VALIDATION_SEED, num_groups=1)
-        valid_rows = make_rows(cfg, parts.valid, f"{fingerprint} validation", say, **make)
-    elif parts.valid is not None:
-        valid_rows = PackedRows(parts.valid, seq_len=seq_len, seed=VALIDATION_SEED)
+    wanted = plan_of(cfg, parts, seq_len=seq_len, seed=seed)
+    cache = cache_folder(cfg)
+    plan = open_plan(
+        parts,
+        wanted,
+        functools.partial(check_facts, cfg, names, seq_len),
+        cache,
+        verify=cfg.verify,
+        say=say,
+        published=published,
+        shard_cache=shard_cache(str(cache / "bucket"), cfg.cache_bytes) if "://" in published else None,
+    )
+    check_facts(cfg, names, seq_len, plan.facts)
     settings = {
         "data.packing": cfg.packing,
-        "the rules of packing": digest(content[-1:]),
+        "the rules of packing": digest(rules_of(cfg)),
         "the order of rows": str(ORDER),
         "data.val_fraction": "val_files" if held else str(cfg.val_fraction),
     }
@@ -256,20 +258,52 @@ def assemble(
     known = tokenizer or StandIn("unknown", cfg.eos_id)
     made_with = tokenizer.fingerprint if tokenizer else trained[0].header["tokenizer"]["fingerprint"]
     return Corpus(
-        train_rows=train_rows,
-        valid_rows=valid_rows,
+        train_rows=plan.train,
+        valid_rows=plan.valid,
         cfg=cfg,
         seq_len=seq_len,
         seed=seed,
         source_names=names,
         tokenizer=tokenizer,
         token_bytes=token_bytes,
-        fingerprint=fingerprint,
-        summary=f"data.{cfg.name}: " + "; ".join(facts_of(cfg, parts, shards, tokenizer, len(train_rows), seq_len)),
+        fingerprint=wanted.fingerprint,
+        summary=f"data.{cfg.name}: " + "; ".join(facts_of(cfg, parts, plan, shards, tokenizer)),
         shards=tuple(trained),
         ids=find_ids(cfg.objective, known, token_bytes, vocab_size, seq_len),
         parts=data_parts(trained, held, made_with, settings),
         chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" else None,
+    )
+
+
+def source_names(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """The sources of the shards, in the order of the first mention."""
+    return tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
+
+
+def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Facts) -> None:
+    """Raises BadInput for documents that no run can train on."""
+    check_lengths(cfg, facts, seq_len)
+    if cfg.mixture:
+        for _, weights in stages_of(cfg.mixture):
+            check_sources("mixture", weights, dict(zip(names, facts["tokens"]["train"])))
+
+
+def rules_of(cfg: DataConfig) -> list[str]:
+    """What the rules of packing are known by: the last word of a corpus's fingerprint."""
+    return [json.dumps(plan_settings(), sort_keys=True) if cfg.packing == "best_fit" else cfg.packing]
+
+
+def plan_of(cfg: DataConfig, parts: Division, *, seq_len: int, seed: int) -> PlanSettings:
+    """How the rows of a corpus are planned. Validation rows are `concat` unless they are conversations: of a small set
+    it wastes nothing, and they stay comparable between runs."""
+    content = [*parts.content, f"order {ORDER}", cfg.packing, *(rules_of(cfg) if cfg.packing == "best_fit" else [])]
+    return PlanSettings(
+        fingerprint=hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest(),
+        packing=cfg.packing,
+        validation="best_fit" if cfg.name == "chat" else "concat",
+        seq_len=seq_len,
+        seed=seed,
+        num_groups=len(parts.names) if cfg.mixture else 1,
     )
 
 
@@ -308,17 +342,17 @@ def digest(marks: Sequence[str]) -> str:
 
 
 def facts_of(
-    cfg: DataConfig, parts: Division, shards: Sequence[Shard], tokenizer: Tokenizer | None, num_rows: int, seq_len: int
+    cfg: DataConfig, parts: Division, plan: OpenPlan, shards: Sequence[Shard], tokenizer: Tokenizer | None
 ) -> list[str]:
     """What the summary of a corpus says, a phrase each."""
-    train, valid = parts.train, parts.valid
+    train, valid, num_rows, seq_len = plan.train, plan.valid, len(plan.train), plan.train.seq_len
     facts = [
-        f"{count(len(train), 'document')}, {train.num_tokens:,} tokens, {count(num_rows, 'row')} of {seq_len}",
+        f"{count(train.num_documents, 'document')}, {train.num_tokens:,} tokens, {count(num_rows, 'row')} of {seq_len}",
         f"packing {cfg.packing}, {train.num_tokens / (num_rows * seq_len):.2%} of positions real",
         "no validation"
         if valid is None
-        else f"validation {count(len(valid), 'document')}, {valid.num_tokens:,} tokens ({parts.rule})",
-        *parts.fitted,
+        else f"validation {count(valid.num_documents, 'document')}, {valid.num_tokens:,} tokens ({plan.words})",
+        *(parts.conversations.fitted if parts.conversations is not None else ()),
     ]
     text_bytes = sum(shard.header["text_bytes"] for shard in shards)
     facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
@@ -328,30 +362,6 @@ def facts_of(
     facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])
-
-
-def make_rows(
-    cfg: DataConfig,
-    table: DocumentTable,
-    fingerprint: str,
-    say: Callable[[str], None],
-    *,
-    seq_len: int,
-    seed: int,
-    num_groups: int,
-) -> DocumentRows:
-    """The training rows. A plan of best_fit is made once and found again by all that it depends on.
-
-    Validation rows are `concat` unless they are conversations: of a small set it wastes nothing, and they stay
-    comparable between runs.
-    """
-    make = dict(seq_len=seq_len, seed=seed, num_groups=num_groups)
-    if cfg.packing == "concat":
-        return PackedRows(table, **make)
-    made_from = plan_settings(fingerprint=fingerprint, **make)
-    cache = cache_folder(cfg)
-    open_rows = lambda folder: BestFitRows(table, folder, seq_len=seq_len, cache=cache, verify=cfg.verify, say=say)
-    return open_cached(cache, "rows", made_from, lambda folder: write_plan(folder, table, **make), open_rows, say)
 
 
 def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:

@@ -55,23 +55,25 @@ class TokenFiles(dict):
         return self[number]
 
 
-def locate(pieces: Pieces, starts: np.ndarray, file_ids: np.ndarray) -> Located:
-    """The pieces in their files. starts, file_ids: of every document."""
+def locate(pieces: Pieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Located:
+    """The pieces in their files. where(documents): (file, place of the first token in it) of each."""
     first, documents = pieces.first, pieces.documents
     ends = np.cumsum(pieces.lengths)
     rows_begin = np.concatenate([[0], ends])[first[:-1]]
     begins = ends - pieces.lengths - np.repeat(rows_begin, np.diff(first))
     behind = pieces.after_documents
     nothing = behind < 0
+    files, starts = where(documents)
+    after_files, after_starts = where(np.maximum(behind, 0))
     return Located(
         first.tolist(),
-        file_ids[documents].tolist(),
-        (starts[documents] + pieces.skipped).tolist(),
+        files.tolist(),
+        (starts + pieces.skipped).tolist(),
         begins.tolist(),
         pieces.lengths.tolist(),
         pieces.ended.tolist(),
-        np.where(nothing, -1, file_ids[behind].astype(np.int64)).tolist(),
-        np.where(nothing, 0, starts[behind] + pieces.after_skipped).tolist(),
+        np.where(nothing, -1, after_files).tolist(),
+        np.where(nothing, 0, after_starts + pieces.after_skipped).tolist(),
         pieces.skipped[first[:-1]],
     )
 

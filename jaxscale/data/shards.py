@@ -11,10 +11,12 @@ NAME.json             the header, written last, see header.py; its "bin" says wh
 """
 
 import array
+import functools
 import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +27,6 @@ from numpy.typing import ArrayLike
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import ENDINGS, FORMAT, VERSION, WAY_OUT, read_header, sealed
 from jaxscale.data.lineage import lineage_bytes, parse_lineage
-from jaxscale.data.packing import DocumentTable
 from jaxscale.data.verified import HASHED, Expected, damaged, expected, remembered
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import cannot_read, check_regular, open_regular
@@ -34,13 +35,47 @@ if TYPE_CHECKING:
     import pyarrow
 
 
+FETCHED_AT_ONCE = 8  # indexes in a bucket: each is one round trip
+
+
+class ShardIndex:
+    """Where the documents of a shard begin and their sources, read when they are asked for."""
+
+    def __init__(self, header: Mapping[str, Any], header_path: str, places: Mapping[str, str | Callable[[], str]]):
+        """places: of "idx" and "src", or what fetches them."""
+        self._header, self._header_path, self._places = header, header_path, places
+
+    def fetch(self) -> tuple[str, str]:
+        """The paths of both files, brought from their bucket first if they lie there."""
+        idx, src = (place() if callable(place) else place for place in (self._places["idx"], self._places["src"]))
+        return idx, src
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int64[documents + 1], uint16[documents] into header["sources"]), not kept.
+
+        Raises: BadInput naming the file that does not fit the header.
+        """
+        header, (idx, src) = self._header, self.fetch()
+        documents = header["num_documents"]
+        offsets, source_ids = read_array(idx, "<i8", documents + 1), read_array(src, "<u2", documents)
+        if offsets[0] != 0 or offsets[-1] != header["num_tokens"] or (np.diff(offsets) < 0).any():
+            raise BadInput(f"{idx} does not fit {self._header_path}; {WAY_OUT}")
+        if documents and source_ids.max() >= len(header["sources"]):
+            raise BadInput(f"{src} does not fit {self._header_path}; {WAY_OUT}")
+        return offsets, source_ids
+
+    @functools.cached_property
+    def kept(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same, kept in memory."""
+        return self.read()
+
+
 class Shard(NamedTuple):
-    """An open shard. Nothing of the .bin is in memory."""
+    """An open shard. Neither its .bin nor its index is in memory."""
 
     header: dict[str, Any]
     bin_path: str
-    offsets: np.ndarray  # int64[documents + 1]
-    source_ids: np.ndarray  # uint16[documents], into header["sources"]
+    index: ShardIndex
     token_bytes: np.ndarray | None
     docs_path: str | Callable[[], str] = ""  # of the lineage, or what fetches it
     trained_path: str = ""  # of the marks of tokens that are learned; empty: all are
@@ -63,19 +98,21 @@ class Shard(NamedTuple):
         """Where its ids are, for messages."""
         return self.bin_path.partition("#")[0] if "://" in self.bin_path else self.bin_path
 
-    def table(self, source_names: Sequence[str]) -> DocumentTable:
-        """Its documents, with sources numbered by their place in `source_names`."""
-        renumber = np.array([source_names.index(name) for name in self.header["sources"]], np.uint16)
-        return DocumentTable(
-            paths=(self.bin_path,),
-            dtypes=(np.dtype(self.header["dtype"]).newbyteorder("<").str,),
-            starts=self.offsets[:-1],
-            lengths=np.diff(self.offsets),
-            file_ids=np.zeros(len(self.source_ids), np.uint32),
-            source_ids=renumber[self.source_ids],
-            trained=(self.trained_path,),
-            expected=self.expected,
-        )
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64[documents + 1]: where each document begins, and the end; from here on in memory."""
+        return self.index.kept[0]
+
+    @property
+    def source_ids(self) -> np.ndarray:
+        """uint16[documents], into header["sources"]; from here on in memory."""
+        return self.index.kept[1]
+
+
+def fetch_indexes(shards: Sequence[Shard]) -> None:
+    """Brings the indexes of shards in a bucket, several at a time."""
+    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
+        list(pool.map(lambda shard: shard.index.fetch(), shards))
 
 
 def dtype_for(largest_id: int) -> np.dtype:
@@ -232,8 +269,9 @@ def open_shard(
 ) -> Shard:
     """The shard of which `path` is the .bin or the .json. Raises BadInput naming the file if sizes do not fit.
 
-    Args: parts: where "bin", "idx", "src", "token_bytes" and "docs" are, if not beside the header. A .bin in a bucket
-    is not looked at. outside: its .bin may lie anywhere, as it does where our cache holds the index of a raw one.
+    Args: parts: where "bin", "idx", "src", "token_bytes" and "docs" are, if not beside the header; all but the first
+    and "token_bytes" may be what fetches them. A .bin in a bucket is not looked at. outside: its .bin may lie anywhere,
+    as it does where our cache holds the index of a raw one.
     """
     header, base = read_header(path), path.with_suffix("")
     if header is None:
@@ -247,19 +285,17 @@ def open_shard(
     documents, itemsize = header["num_documents"], np.dtype(header["dtype"]).itemsize
     if "://" not in place["bin"]:
         expect_size(place["bin"], header["num_tokens"] * itemsize)
-    offsets = read_array(place["idx"], "<i8", documents + 1)
-    source_ids = read_array(place["src"], "<u2", documents)
-    if offsets[0] != 0 or offsets[-1] != header["num_tokens"] or (np.diff(offsets) < 0).any():
-        raise BadInput(f"{place['idx']} does not fit {base}.json; {WAY_OUT}")
-    if documents and source_ids.max() >= len(header["sources"]):
-        raise BadInput(f"{place['src']} does not fit {base}.json; {WAY_OUT}")
+    for name, size in (("idx", 8 * (documents + 1)), ("src", 2 * documents)):
+        if not callable(place[name]):
+            expect_size(place[name], size)
     token_bytes = read_token_bytes(place["token_bytes"]) if with_token_bytes else None
     trained = place["trained"] if "trained" in header["sha256"] else ""
     if trained:
         expect_size(trained, header["num_tokens"])
     mapped = {place[name]: header["sha256"][name] for name in ("bin", *(["trained"] if trained else []))}
     watched = expected({path: sha256 for path, sha256 in mapped.items() if "://" not in path})
-    return Shard(header, place["bin"], offsets, source_ids, token_bytes, place["docs"], trained, watched)
+    index = ShardIndex(header, f"{base}.json", place)
+    return Shard(header, place["bin"], index, token_bytes, place["docs"], trained, watched)
 
 
 def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:

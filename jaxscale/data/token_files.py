@@ -38,7 +38,7 @@ from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.load import NO_BOS, as_setting, load_tokenizer, tokenizer_problem
 
 PARTS = (".json", *ENDINGS.values())  # of a shard; the .bin and the .idx are Megatron's too
-SMALL_AT_ONCE = 8  # headers and indices in a bucket: each is one round trip
+SMALL_AT_ONCE = 8  # headers in a bucket: each is one round trip
 LOOKED_AT = 16  # documents of each file, of which most tell; a first or last one may be cut
 
 
@@ -143,6 +143,14 @@ def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
     return shards
 
 
+def set_of(cfg: DataConfig, files: Sequence[SourceFile]) -> str:
+    """The folder or gs:// address of the one prepared set that is trained on; '' for anything else."""
+    if cfg.name != "tokens" or len(files) != 1 or not is_manifest(files[0].path):
+        return ""
+    path = files[0].path
+    return path.rpartition("/")[0] if is_remote(path) else str(Path(path).absolute().parent)
+
+
 def prepared_problems(path: str, cfg: DataConfig) -> tuple[Manifest | None, list[str]]:
     """(the manifest if it can be read, one line for each thing that names and sizes tell to be wrong)."""
     try:
@@ -172,7 +180,7 @@ def read_remote_manifest(url: str, bucket: Bucket) -> Manifest:
 
 
 def open_remote_set(url: str, cache: ShardCache) -> list[Shard]:
-    """The shards of the set whose manifest is at this gs:// address. Headers and indices are fetched now, ids later.
+    """The shards of the set whose manifest is at this gs:// address. Headers are fetched now, indexes and ids later.
 
     Raises: BadInput naming what is missing, may not be read, or is not what the manifest lists.
     """
@@ -187,7 +195,7 @@ def open_remote_set(url: str, cache: ShardCache) -> list[Shard]:
             return locator(f"{base}/{name}", size, sha256, cache)
         return str(cache.local(f"{base}/{name}", size, sha256))
 
-    needed = [name for name in manifest.files if name.endswith((".json", ".idx", ".src"))]
+    needed = [name for name in manifest.files if name.endswith(".json")]
     with ThreadPoolExecutor(SMALL_AT_ONCE) as pool:
         list(pool.map(place, needed))
     return open_set(manifest, place)

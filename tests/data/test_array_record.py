@@ -79,7 +79,8 @@ def test_a_run_reads_a_file_of_ids_by_its_documents(tmp_path):
     opened = lambda **more: open_data(
         schema.from_dict(DataConfig, values | {"val_fraction": 0.0} | more), seq_len=4, vocab_size=300, seed=0
     )
-    assert sorted(opened(eos_id=0).train_rows.table.lengths.tolist()) == [3, 4]
+    (_, lengths), *_ = opened(eos_id=0).train_rows.documents.members("train", 0)
+    assert sorted(lengths.tolist()) == [3, 4]
     with pytest.raises(ValueError, match="does not tell where documents end; set data.eos_id"):
         opened()
 

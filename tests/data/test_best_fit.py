@@ -11,32 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_rows import make_rows, whole
 
-from jaxscale.data import best_fit
-from jaxscale.data.best_fit import BestFitRows, write_plan
+from jaxscale.data import array_folder, best_fit
 from jaxscale.data.bins import best_fit_decreasing, close_by_pairs, pack_bins
-from jaxscale.data.packing import DocumentTable, PackedRows
+from jaxscale.data.row_plan import open_arrays, rows_of
 
 
-def make_table(folder, lengths, sources=None):
-    """Documents whose tokens are all different, numbered from 1."""
-    lengths = np.array(lengths, np.int64)
-    path = str(folder / "ids.bin")
-    (np.arange(lengths.sum()) + 1).astype("<u4").tofile(path)
-    files = np.zeros(len(lengths), np.uint32)
-    sources = np.array(sources if sources is not None else files, np.uint16)
-    return DocumentTable((path,), ("<u4",), np.cumsum(lengths) - lengths, lengths, files, sources)
-
-
-def make_rows(folder, table, T, seed=0, num_groups=1):
-    plan = pathlib.Path(folder) / f"plan{T}-{seed}-{num_groups}"
-    plan.mkdir()
-    write_plan(plan, table, seq_len=T, seed=seed, num_groups=num_groups)
-    return BestFitRows(table, plan, seq_len=T, cache=pathlib.Path(folder))
-
-
-def whole(rows):
-    return rows.read(rows.locate(np.arange(len(rows))), range(len(rows)))
+def first_tokens(lengths):
+    """The first token of each document that is not empty."""
+    return {int(end - length) + 1 for end, length in zip(np.cumsum(lengths), lengths) if length}
 
 
 lengths_of_documents = st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any)
@@ -46,11 +30,10 @@ lengths_of_documents = st.lists(st.integers(0, 50), min_size=1, max_size=40).fil
 @settings(max_examples=120, deadline=None)
 def test_every_row_is_what_the_text_of_the_module_says(tmp_path_factory, lengths, T, seed, groups, window):
     folder = tmp_path_factory.mktemp("rows")
-    table = make_table(folder, lengths, np.arange(len(lengths)) % groups)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best_fit, "WINDOW", window)
-        patch.setattr(best_fit, "ORDERED_AT_ONCE", 2 * window)
-        rows = make_rows(folder, table, T, seed, groups)
+        patch.setattr(array_folder, "BUCKET", 2 * window)
+        rows = make_rows(folder, lengths, T, seed=seed, sources=np.arange(len(lengths)) % groups, groups=groups)
     document_of = np.repeat(np.arange(len(lengths)), lengths)  # of token t + 1
     place_of = np.concatenate([np.arange(n) for n in lengths])
     batch, seen, predicted, in_rows = whole(rows), [], [], {}
@@ -79,7 +62,7 @@ def test_every_row_is_what_the_text_of_the_module_says(tmp_path_factory, lengths
             group = int(np.searchsorted(rows.group_rows, r, side="right")) - 1
             assert set(documents % groups) == {group}
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(sum(lengths)) + 1)
-    firsts = set((table.starts[table.lengths > 0] + 1).tolist())
+    firsts = first_tokens(lengths)
     assert sorted(np.concatenate(predicted)) == [t for t in range(1, sum(lengths) + 1) if t not in firsts]
     for document, length in enumerate(lengths):
         where = in_rows.get(document, [])
@@ -89,20 +72,25 @@ def test_every_row_is_what_the_text_of_the_module_says(tmp_path_factory, lengths
 @given(lengths_of_documents, st.integers(2, 20), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_concat_in_groups_loses_nothing_and_never_mixes_sources(tmp_path_factory, lengths, T, groups):
-    table = make_table(tmp_path_factory.mktemp("rows"), lengths, np.arange(len(lengths)) % groups)
-    rows = PackedRows(table, seq_len=T, seed=1, num_groups=groups)
+    sources = np.arange(len(lengths)) % groups
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(array_folder, "BUCKET", 8)
+        make = dict(packing="concat", seed=1, sources=sources, groups=groups)
+        rows = make_rows(tmp_path_factory.mktemp("rows"), lengths, T, **make)
     batch = whole(rows)
     assert np.array_equal(np.sort(batch.tokens[batch.segment_ids > 0]), np.arange(sum(lengths)) + 1)
-    firsts = set((table.starts[table.lengths > 0] + 1).tolist())
+    firsts = first_tokens(lengths)
     predicted = batch.targets[batch.weights == 1]
     assert sorted(predicted) == [t for t in range(1, sum(lengths) + 1) if t not in firsts]
-    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    document_of, in_rows = np.repeat(np.arange(len(lengths)), lengths), {}
     for r in range(len(rows)):
         documents = document_of[batch.tokens[r][batch.segment_ids[r] > 0] - 1]
         group = int(np.searchsorted(rows.group_rows, r, side="right")) - 1
         assert groups == 1 or set(documents % groups) == {group}
         for document in set(documents.tolist()):
-            assert r in rows.rows_of(document)
+            in_rows.setdefault(document, []).append(r)
+    for document in range(len(lengths)):
+        assert rows.rows_of(document).tolist() == in_rows.get(document, [])
 
 
 @given(st.lists(st.integers(1, 30), max_size=60), st.integers(30, 64))
@@ -139,32 +127,41 @@ def test_documents_all_alike_fill_their_rows_too():
 
 
 def test_a_plan_is_the_same_for_a_seed_and_another_for_another(tmp_path):
-    table = make_table(tmp_path, [3, 8, 5, 4, 2, 9, 21, 7, 6] * 20)
-    folders = [tmp_path / name for name in ("one", "same", "other")]
-    for folder, seed in zip(folders, (1, 1, 2)):
-        folder.mkdir()
-        write_plan(folder, table, seq_len=16, seed=seed, num_groups=1)
-    content = lambda folder: [(folder / name).read_bytes() for name in ("first", "documents", "parts")]
-    assert content(folders[0]) == content(folders[1]) != content(folders[2])
+    plans = [make_rows(tmp_path, [3, 8, 5, 4, 2, 9, 21, 7, 6] * 20, 16, seed=seed).arrays for seed in (1, 1, 2)]
+    content = [{name: plan[name].tobytes() for name in plan} for plan in plans]
+    assert content[0] == content[1] != content[2]
+
+
+def test_a_plan_takes_at_most_12_bytes_a_document_whatever_their_lengths(tmp_path):
+    rng, number = np.random.default_rng(0), 2 * best_fit.WINDOW
+    for mean in (2, 700, 9000):  # of rows of 1,024: many in one, one in one, one in many
+        lengths = rng.poisson(mean, number) + 1
+        for packing, groups in (("best_fit", 3), ("concat", 1)):
+            make = dict(packing=packing, sources=np.arange(number) % 3, groups=groups)
+            rows = make_rows(tmp_path, lengths, 1024, files=(), **make)
+            size = sum(array.nbytes for array in rows.arrays.values())
+            assert size <= 12 * number + 1000, (mean, packing, groups, size / number)
 
 
 def test_a_plan_that_was_cut_short_is_refused_and_named(tmp_path):
-    rows = make_rows(tmp_path, make_table(tmp_path, [5, 6, 7]), 8)
-    (rows.folder / "documents").write_bytes(b"\0\0\0\0")
-    with pytest.raises(ValueError, match="row plan .* cannot be read: .*documents was changed after"):
-        BestFitRows(rows.table, rows.folder, seq_len=8, cache=tmp_path)
-    (rows.folder / "first").unlink()
+    rows = make_rows(tmp_path, [5, 6, 7], 8)
+    folder = rows.arrays.folder
+    open_again = lambda: rows_of(open_arrays(pathlib.Path(folder), tmp_path), rows.documents.files)
+    pathlib.Path(folder, "train.pieces").write_bytes(b"\0\0")
+    with pytest.raises(ValueError, match="row plan .* cannot be read: .*train.pieces was changed after"):
+        open_again()
+    pathlib.Path(folder, "positions").unlink()
     with pytest.raises(ValueError, match="row plan .* cannot be read"):
-        BestFitRows(rows.table, rows.folder, seq_len=8, cache=tmp_path)
+        open_again()
 
 
 def test_a_pickle_carries_neither_tokens_nor_plan(tmp_path):
-    rows = make_rows(tmp_path, make_table(tmp_path, [200] * 300), 256)
+    rows = make_rows(tmp_path, [200] * 300, 256)
     before = rows[7]
     content = pickle.dumps(rows)
     copy = pickle.loads(content)
     np.testing.assert_array_equal(copy[7].tokens, before.tokens)
-    assert len(content) < 12_000
+    assert len(content) < 6_000
     with pytest.raises(IndexError):
         rows[len(rows)]
 
@@ -172,8 +169,7 @@ def test_a_pickle_carries_neither_tokens_nor_plan(tmp_path):
 @pytest.mark.parametrize("mean", [200, 800])
 def test_at_least_99_percent_of_positions_are_real_at_2048(tmp_path, mean):
     lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1.0, 3 * best_fit.WINDOW).astype(np.int64) + 1
-    table = make_table(tmp_path, lengths)
-    assert table.num_tokens > 0.99 * 2048 * len(make_rows(tmp_path, table, 2048))
+    assert lengths.sum() > 0.99 * 2048 * len(make_rows(tmp_path, lengths, 2048, files=()))
 
 
 def count_gpt2(texts):
@@ -223,6 +219,7 @@ def test_at_least_99_percent_of_positions_are_real_on_real_text(tmp_path, name):
 
     Found: c4 0.991, openwebtext 0.997, gutenberg 0.999, wikitext 0.987 (0.994 without the last row), all 0.999.
     """
-    rows = make_rows(tmp_path, make_table(tmp_path, real_lengths(name)), 2048)
-    assert rows.table.num_tokens >= 0.99 * 2048 * (len(rows) - 1)
-    assert rows.table.num_tokens / (2048 * len(rows)) > (0.99 if len(rows) > 200 else 0.98)
+    lengths = real_lengths(name)
+    rows = make_rows(tmp_path, lengths, 2048, files=())
+    assert lengths.sum() >= 0.99 * 2048 * (len(rows) - 1)
+    assert lengths.sum() / (2048 * len(rows)) > (0.99 if len(rows) > 200 else 0.98)

@@ -55,7 +55,7 @@ def test_the_tokens_of_an_epoch_are_those_of_the_corpus(folder, packing, mixture
     rows = corpus.train_rows
     every = rows.read(rows.locate(np.arange(len(rows))), range(len(rows)))
     np.testing.assert_array_equal(np.sort(real_tokens(every)), corpus_tokens(folder))
-    assert every.weights.sum() == len(corpus_tokens(folder)) - len(rows.table)
+    assert every.weights.sum() == len(corpus_tokens(folder)) - rows.num_documents
     numbers = corpus.batches(4).order.row_numbers(np.arange(len(rows) * 3))
     for group, (first, stop) in enumerate(zip(rows.group_rows, rows.group_rows[1:])):
         seen = numbers[(numbers >= first) & (numbers < stop)]

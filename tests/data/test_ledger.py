@@ -121,12 +121,9 @@ def test_a_document_that_is_not_there_or_held_out_is_an_error(folder):
     ledger = open_ledger(folder, val_fraction=0.2)
     with pytest.raises(ValueError, match="no document of the corpus has this id or place"):
         ledger.steps_of("id-999", 5)
-    held = open_ledger(folder).corpus.train_rows.table.starts
-    kept = ledger.corpus.train_rows.table
-    assert len(kept) < len(held)
-    of_a = set(kept.starts[kept.file_ids == 0].tolist())
-    shard = ledger.corpus.shards[0]
-    missing = next(n for n, start in enumerate(shard.offsets[:-1].tolist()) if start not in of_a)
+    rows, shard = ledger.corpus.train_rows, ledger.corpus.shards[0]
+    assert rows.num_documents < open_ledger(folder).corpus.train_rows.num_documents
+    missing = next(n for n in range(len(shard.source_ids)) if rows.documents.rank("train", 0, n) is None)
     with pytest.raises(ValueError, match="is empty or held out for validation"):
         ledger.steps_of(f"{shard.bin_path}:{missing}", 5)
 
@@ -164,7 +161,9 @@ def test_of_documents_with_one_id_those_in_training_are_listed(tmp_path):
     ledger = open_ledger(tmp_path, val_fraction=0.4)
     steps, kinds = len(ledger.corpus.train_rows) // ROWS + 1, set()
     for name in sorted({twin.id for twin in twins}):
-        trained = [len(ledger.in_table(*place)) > 0 for place in ledger.find(name)]
+        rows = ledger.corpus.train_rows
+        firsts = rows.documents.files.first_documents
+        trained = [len(rows.rows_of(int(firsts[at]) + number)) > 0 for at, number in ledger.find(name)]
         kinds.add((trained[0], any(trained)))
         if any(trained):
             offsets = {entry.offset for _, entry in ledger.steps_of(name, steps)}

@@ -117,7 +117,7 @@ def test_a_glob_that_matches_both_files_of_a_pair_reads_it_once(tmp_path):
         DataConfig(name="tokens", val_fraction=0.0, cache_dir=folder, **files),
         seq_len=4, vocab_size=9, seed=0, say=lambda line: None,
     )  # fmt: skip
-    assert opened(files=str(tmp_path / "pair.*")).train_rows.table.num_tokens == 36
+    assert opened(files=str(tmp_path / "pair.*")).train_rows.num_tokens == 36
     with pytest.raises(BadInput, match="pair.bin is in data.files and in data.val_files"):
         opened(files=str(path), val_files=str(path.with_suffix(".idx")))
 

@@ -1,24 +1,17 @@
 """Rows are windows over the stream of documents; no token is lost and none is predicted from another document."""
 
+import functools
 import pickle
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_rows import make_files, make_rows
 
-from jaxscale.data.packing import DocumentTable, PackedRows, document_order, join_tables
+from jaxscale.data.packing import document_order
 
-
-def make_table(folder, lengths, dtype="<u2", first_id=1):
-    """A .bin in which every id is another one, and its documents."""
-    path = str(folder / f"ids{first_id}.bin")
-    total = sum(lengths)
-    (np.arange(total) + first_id).astype(dtype).tofile(path)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    zeros = np.zeros(len(lengths), np.uint32)
-    sources = np.full(len(lengths), first_id % 1000, np.uint16)
-    return DocumentTable((path,), (dtype,), ends - lengths, np.array(lengths), zeros, sources)
+concat = functools.partial(make_rows, packing="concat")
 
 
 def slow_rows(documents, T):
@@ -44,13 +37,11 @@ def slow_rows(documents, T):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T, seed):
-    table = make_table(tmp_path_factory.mktemp("rows"), lengths)
-    ids = np.fromfile(table.paths[0], "<u2")
-    order = document_order(len(lengths), seed)
-    documents = [ids[table.starts[d] : table.starts[d] + table.lengths[d]].tolist() for d in order]
-    rows = PackedRows(table, seq_len=T, seed=seed)
+    ids = np.split(np.arange(sum(lengths)) + 1, np.cumsum(lengths)[:-1])
+    documents = [ids[d].tolist() for d in document_order(len(lengths), seed)]
+    rows = concat(tmp_path_factory.mktemp("rows"), lengths, T, seed=seed, wide=bool(seed % 2))
     expected = list(slow_rows(documents, T))
     assert len(rows) == len(expected)
     for r, row in enumerate(expected):
@@ -59,29 +50,27 @@ def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T,
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 16))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_each_token_but_a_documents_first_is_a_target_exactly_once(tmp_path_factory, lengths, T):
-    table = make_table(tmp_path_factory.mktemp("once"), lengths)
-    rows = PackedRows(table, seq_len=T, seed=1)
+    rows = concat(tmp_path_factory.mktemp("once"), lengths, T, seed=1)
     predicted = np.concatenate([rows[r].targets[rows[r].weights == 1] for r in range(len(rows))])
-    firsts = set((table.starts + 1).tolist())
+    firsts = set((np.cumsum([0, *lengths]) + 1).tolist())
     assert sorted(predicted) == [token for token in range(1, sum(lengths) + 1) if token not in firsts]
     tokens = np.concatenate([rows[r].tokens[rows[r].segment_ids > 0] for r in range(len(rows))])
     assert sorted(tokens) == list(range(1, sum(lengths) + 1))
 
 
 def test_several_files_of_different_types_are_one_stream(tmp_path):
-    small, large = make_table(tmp_path, [3, 4], "<u2", 1), make_table(tmp_path, [5], "<u4", 70_000)
-    table = join_tables([small, large])
-    rows = PackedRows(table, seq_len=4, seed=0)
+    files = make_files(tmp_path, [[3, 4], [], [5]], ["<u2", "<u2", "<u4"], [1, 1, 70_000])
+    rows = concat(tmp_path, [3, 4, 5], 4, files=files)
     tokens = np.concatenate([rows[r].tokens for r in range(len(rows))])
     assert sorted(tokens) == [*range(1, 8), *range(70_000, 70_005)]
     assert rows[0].tokens.dtype == np.int32
 
 
 def test_sources_are_those_of_the_targets_document(tmp_path):
-    table = join_tables([make_table(tmp_path, [3, 4], "<u2", 1), make_table(tmp_path, [5, 9], "<u2", 100)])
-    rows = PackedRows(table, seq_len=4, seed=2)
+    files = make_files(tmp_path, [[3, 4], [5, 9]], ["<u2", "<u2"], [1, 100])
+    rows = concat(tmp_path, [3, 4, 5, 9], 4, seed=2, sources=[1, 1, 100, 100], files=files)
     for r in range(len(rows)):
         row, sources = rows[r], rows.row_sources(r)
         real = row.weights == 1
@@ -90,16 +79,16 @@ def test_sources_are_those_of_the_targets_document(tmp_path):
 
 
 def test_a_pickled_source_reads_the_same_rows(tmp_path):
-    rows = PackedRows(make_table(tmp_path, [200] * 50), seq_len=16, seed=2)
+    rows = concat(tmp_path, [200] * 50, 16, seed=2)
     before = rows[3]
     content = pickle.dumps(rows)
     copy = pickle.loads(content)
     np.testing.assert_array_equal(copy[3].tokens, before.tokens)
-    assert len(content) < 10_000  # the tokens alone are 20,000 bytes
+    assert len(content) < 6_000  # the tokens alone are 40,000 bytes
 
 
 def test_a_row_that_is_not_there_is_an_error(tmp_path):
-    rows = PackedRows(make_table(tmp_path, [10]), seq_len=4, seed=0)
+    rows = concat(tmp_path, [10], 4)
     for row in (-1, 3):
         with pytest.raises(IndexError):
             rows[row]

@@ -41,7 +41,7 @@ def text_of(rows, tokenizer):
 
 def documents(corpus):
     """(documents of training, of validation)."""
-    return len(corpus.train_rows.table), len(corpus.valid_rows.table)
+    return corpus.train_rows.num_documents, corpus.valid_rows.num_documents
 
 
 def test_training_and_validation_share_no_document_and_lose_none(folder):
@@ -52,7 +52,7 @@ def test_training_and_validation_share_no_document_and_lose_none(folder):
         assert (f"<doc{i:03}>" in train) + (f"<doc{i:03}>" in valid) == 1
     train, valid = documents(corpus)
     assert train + valid == 200 and 8 <= valid <= 35
-    assert corpus.epoch_tokens == len(corpus.train_rows) * T >= corpus.train_rows.table.num_tokens
+    assert corpus.epoch_tokens == len(corpus.train_rows) * T >= corpus.train_rows.num_tokens
 
 
 def test_the_held_out_documents_depend_on_their_names_alone(folder):
@@ -89,9 +89,11 @@ def test_a_source_of_few_documents_is_divided_at_their_ends_beside_one_of_many(f
     write_many(folder, 200)
     (folder / "book.txt").write_text("a book\n" * 500)
     corpus = open_quietly(files={"notes": "doc*.txt", "book": "book.txt"})
-    held = corpus.valid_rows.table
-    assert held.lengths[held.source_ids == 1].tolist() == [int(3501 * 0.05)]
-    assert (held.lengths[held.source_ids == 0] > 10).all() and "in book, which has few" in corpus.summary
+    documents = corpus.valid_rows.documents
+    numbers, lengths = next(documents.members("valid", 0))
+    sources = documents.sources(numbers)
+    assert lengths[sources == 1].tolist() == [int(3501 * 0.05)]
+    assert (lengths[sources == 0] > 10).all() and "in book, which has few" in corpus.summary
     train, valid = (text_of(rows, corpus.tokenizer) for rows in (corpus.train_rows, corpus.valid_rows))
     assert sum((f"<doc{i:03}>" in train) + (f"<doc{i:03}>" in valid) for i in range(200)) == 200
 
@@ -102,13 +104,15 @@ def test_validation_files_are_taken_whole(folder):
     corpus = open_quietly(files="doc*.txt", val_files="val*.txt")
     assert documents(corpus) == (20, 3)
     assert corpus.source_names == ("text", "validation")
-    assert (corpus.valid_rows.table.source_ids == 1).all() and (corpus.train_rows.table.source_ids == 0).all()
+    index = corpus.train_rows.documents
+    for part, source in (("train", 0), ("valid", 1)):
+        assert (index.sources(next(index.members(part, 0))[0]) == source).all()
 
 
 def test_no_validation_is_possible_when_asked_for(folder):
     write_many(folder, 20)
     corpus = open_quietly(files="*.txt", val_fraction=0)
-    assert corpus.valid_rows is None and len(corpus.train_rows.table) == 20 and "no validation" in corpus.summary
+    assert corpus.valid_rows is None and corpus.train_rows.num_documents == 20 and "no validation" in corpus.summary
 
 
 def test_sources_follow_their_documents_into_validation_and_bytes_their_targets(folder):
@@ -161,7 +165,7 @@ def test_the_fingerprint_tells_corpora_apart_and_not_places(folder):
 def test_the_standard_library_is_a_corpus_for_everyone(folder):
     corpus = open_quietly(name="stdlib", seq_len=256)
     assert corpus.source_names == ("modules", "packages")
-    assert 4e6 < corpus.train_rows.table.num_tokens < 40e6 and 0.02 < corpus.valid_rows.table.num_tokens / 12e6 < 0.12
+    assert 4e6 < corpus.train_rows.num_tokens < 40e6 and 0.02 < corpus.valid_rows.num_tokens / 12e6 < 0.12
     assert "import" in text_of([corpus.train_rows[r] for r in range(200)], corpus.tokenizer)
 
 
@@ -173,18 +177,18 @@ def test_raw_token_files_become_one_stream_divided_at_the_end_token(folder):
         ids.astype("<u2").tofile(f"{name}.bin")
     corpus = open_quietly(name="tokens", files="*.bin", eos_id=0, vocab_size=100)
     assert sum(documents(corpus)) == 200 and corpus.tokenizer is None
-    assert corpus.train_rows.table.num_tokens + corpus.valid_rows.table.num_tokens == 10_000
+    assert corpus.train_rows.num_tokens + corpus.valid_rows.num_tokens == 10_000
     batch, _, sizes = next(corpus.valid_batches(4, 4))
     assert not sizes.any() and batch.tokens.max() < 100
     whole = open_quietly(name="tokens", files="*.bin", vocab_size=100)  # no end token: the tails are held out
-    assert documents(whole)[0] == 2 and whole.valid_rows.table.num_tokens == 500
+    assert documents(whole)[0] == 2 and whole.valid_rows.num_tokens == 500
 
 
 def test_the_type_of_a_raw_bin_follows_the_models_vocabulary(folder):
     ids = np.arange(4000) + 60_000
     ids.astype("<u4").tofile("four.bin")
     ids.astype("<u2").tofile("two.bin")
-    num_tokens = lambda name, size: open_quietly(name="tokens", files=name, vocab_size=size).train_rows.table.num_tokens
+    num_tokens = lambda name, size: open_quietly(name="tokens", files=name, vocab_size=size).train_rows.num_tokens
     assert num_tokens("four.bin", 65_537) == num_tokens("two.bin", 65_536) == 3800
     with pytest.raises(ValueError, match="four.bin is no file of uint16 ids.*; set data.token_dtype=uint32"):
         num_tokens("four.bin", 65_536)
@@ -195,7 +199,7 @@ def test_the_type_of_a_raw_bin_follows_the_models_vocabulary(folder):
 def test_our_own_shards_are_known_by_their_header_with_tokenizer_and_sources(folder):
     write_many(folder, 120)
     text = open_quietly(files={"doc": "*.txt"})
-    shard = text.train_rows.table.paths[0]
+    shard = text.train_rows.documents.files.paths[0]
     tokens = open_quietly(name="tokens", files=shard)
     assert tokens.source_names == ("doc",) and tokens.tokenizer.name == "bytes"
     every_part = shard.replace("tokens.bin", "*")
@@ -220,7 +224,7 @@ def test_a_shard_of_others_that_tells_less_is_trained_on_or_refused_in_one_line(
     made_with = {"name": "gone.json", "eos_token": "", "vocab_size": 257, "fingerprint": "0"}
     writer.finish(None, {"tokenizer": made_with, "text_bytes": 0, "skipped": {}, "files": []})
     opened = functools.partial(open_quietly, name="tokens", files="own.bin")
-    assert len(opened(val_fraction=0.0).train_rows.table) == 20
+    assert opened(val_fraction=0.0).train_rows.num_documents == 20
     with pytest.raises(BadInput, match="own.bin names the files of 0 of its 20 documents.*set data.val_fraction=0"):
         opened()
     with pytest.raises(BadInput, match="made with, which is gone.json with end token unknown"):

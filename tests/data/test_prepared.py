@@ -61,7 +61,7 @@ def test_a_run_over_the_manifest_reads_the_listed_shards_alone(folder, tmp_path,
         assert open_corpus(config(folder / "manifest.json", tmp_path / "quiet"))[1] == []
     corpus, said = open_corpus(config(folder / "manifest.json", tmp_path, val_fraction=0.0))
     both = [open_shard(folder / f"part-{i}.json").header for i in (0, 1)]
-    assert corpus.train_rows.table.num_tokens == sum(header["num_tokens"] for header in both)
+    assert corpus.train_rows.num_tokens == sum(header["num_tokens"] for header in both)
     assert corpus.source_names == ("web", "code") and corpus.tokenizer.name == "bytes"
     assert "data.tokens: 80 documents" in corpus.summary
     assert len(said) == 2 and all("to see that nothing has changed" in line for line in said)  # the set, and the plan

@@ -10,7 +10,7 @@ from gcs_emulator import BIG, Fault
 from jaxscale.corpus.publish import publish
 from jaxscale.data.manifest import read_manifest, write_manifest
 from jaxscale.data.remote import ShardCache, locator, map_ids, shard_cache
-from jaxscale.data.shards import ShardWriter, read_lineage
+from jaxscale.data.shards import ShardWriter, fetch_indexes, read_lineage
 from jaxscale.data.token_files import open_remote_set
 from jaxscale.system.storage import open_bucket
 
@@ -143,7 +143,9 @@ def test_a_part_of_a_remote_set_that_is_missing_is_named(gcs, published, tmp_pat
     del gcs.objects["b", f"out/{name}"]
     cache = shard_cache(str(tmp_path / "cache"), 1_000_000)
     with pytest.raises(ValueError, match=rf"gs://b/out/{name} does not exist"):
-        ids_of(open_remote_set("gs://b/out/manifest.json", cache))
+        shards = open_remote_set("gs://b/out/manifest.json", cache)
+        fetch_indexes(shards)
+        ids_of(shards)
     cache.close()
 
 

@@ -1,0 +1,47 @@
+"""Rows over documents whose tokens are all different, planned as a run plans them."""
+
+import itertools
+import os
+import pathlib
+from unittest import mock
+
+import numpy as np
+
+from jaxscale.data.array_folder import ArrayWriter, open_arrays
+from jaxscale.data.documents import Chunk, Rule, token_set, write_documents
+from jaxscale.data.row_plan import PlanSettings, rows_of, write_rows
+from jaxscale.data.verified import expected
+
+NUMBERS = itertools.count()
+
+
+def make_files(folder, lengths, dtypes=("<u4",), firsts=(1,)):
+    """A .bin for each list of lengths, of ids that count from its first one, as what the loader knows of it."""
+    files = []
+    for number, (own, dtype, first) in enumerate(zip(lengths, dtypes, firsts)):
+        path = folder / f"ids{number}.bin"
+        (np.arange(sum(own)) + first).astype(dtype).tofile(path)
+        files.append((str(path), dtype, "", len(own), sum(own), expected({str(path): ""})))
+    return token_set(files)
+
+
+def make_rows(folder, lengths, T, *, packing="best_fit", seed=0, sources=None, groups=1, files=None, wide=False):
+    """Rows of T tokens over documents of these lengths, which lie in `files`; else in one file, numbered from 1."""
+    lengths = np.array(lengths, np.int64)
+    sources = np.zeros(len(lengths), np.uint16) if sources is None else np.array(sources, np.uint16)
+    made = pathlib.Path(folder) / f"plan-{next(NUMBERS)}"
+    made.mkdir()
+    real = lengths > 0
+    keep_empty = packing == "best_fit" and groups == 1
+    chunk = Chunk(lengths, sources, np.ones_like(real) if keep_empty else real, np.zeros_like(real))
+    with mock.patch.object(os, "fsync"), ArrayWriter(made) as out:  # nobody cuts the power here
+        facts = write_documents(out, [chunk], Rule(), max(groups, int(sources.max()) + 1), {"train": groups}, wide=wide)
+        settings = PlanSettings("", packing, "concat", T, seed, groups)
+        out.finish({"documents": facts, "words": "", "parts": write_rows(out, facts, settings)})
+    files = make_files(folder, [lengths.tolist()]) if files is None else files
+    return rows_of(open_arrays(made, pathlib.Path(folder)), files).train
+
+
+def whole(rows):
+    """All rows as one batch."""
+    return rows.read(rows.locate(np.arange(len(rows))), range(len(rows)))
