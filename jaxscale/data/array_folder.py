@@ -1,7 +1,9 @@
 """A folder of raw arrays: written piece by piece, sealed by a header with the sum of each, and memory-mapped.
 
-NAME       a little-endian array, whole in one file
-plan.json  {"arrays": {NAME: {"dtype", "count", "sha256"}}, ..., "own": the sum of all else that it says}; written last
+NAME       a large little-endian array, alone in a file
+small      all others, one after the other
+plan.json  {"arrays": {NAME: {"file", "offset", "dtype", "count"}}, "files": {FILE: {"bytes", "sha256"}}, ..., "own":
+           the sum of all else that it says}; written last
 """
 
 import functools
@@ -9,20 +11,54 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxscale.data.remote import shard_cache
 from jaxscale.data.shards import write_synced
 from jaxscale.data.verified import Expected, Say, Unchanged, damaged, expected, of_size, remove
 from jaxscale.system.digest import json_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import Unreadable, is_of_storage, parse_json
-from jaxscale.system.paths import read_bytes
+from jaxscale.system.paths import is_remote, read_bytes
 
-HEADER = "plan.json"
+HEADER, SMALL = "plan.json", "small"
+SMALL_BYTES = 1 << 20  # each file is one more to hash, to map, to fetch and to make safe
+FETCHED_AT_ONCE = 8  # files
+ALIGNED = 64  # bytes: where an array may begin
 BUCKET = 1 << 22  # records sorted at once: 100 MB of 24 bytes each
+
+
+class Growing:
+    """An array that is being written: in memory while it is small."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype, self.count = path, dtype, 0
+        self.held: list[np.ndarray] = []
+        self.file: BinaryIO | None = None
+        self.sha256 = hashlib.sha256()
+
+    def append(self, array: np.ndarray) -> None:
+        """Adds elements."""
+        self.held.append(np.array(array, self.dtype))
+        self.count += len(array)
+        if self.file or self.count * self.dtype.itemsize > SMALL_BYTES:
+            self.file = self.file or open(self.path, "wb")  # noqa: SIM115 - closed by the writer of the folder
+            for part in self.held:
+                self.file.write(part.data)
+                self.sha256.update(part.data)
+            self.held.clear()
+
+    def whole(self) -> np.ndarray:
+        """What was written so far, mapped if it is large."""
+        if self.file is None:
+            self.held = [np.concatenate(self.held)]
+            return self.held[0]
+        self.file.flush()
+        return np.asarray(np.memmap(self.path, self.dtype, mode="r"))
 
 
 class ArrayWriter:
@@ -30,42 +66,43 @@ class ArrayWriter:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files: dict[str, tuple[BinaryIO, np.dtype, Any]] = {}
+        self._arrays: dict[str, Growing] = {}
 
     def __enter__(self) -> "ArrayWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file, _, _ in self._files.values():
-            file.close()
+        for array in self._arrays.values():
+            if array.file:
+                array.file.close()
 
     def append(self, name: str, array: np.ndarray) -> None:
         """Adds elements to an array; the first ones, of which there may be none, decide its type."""
-        if name not in self._files:
-            dtype = array.dtype.newbyteorder("<")
-            self._files[name] = open(self.folder / name, "wb"), dtype, hashlib.sha256()  # noqa: SIM115 - see __exit__
-        file, dtype, sha256 = self._files[name]
-        content = np.ascontiguousarray(array, dtype).data
-        file.write(content)
-        sha256.update(content)
+        if name not in self._arrays:
+            self._arrays[name] = Growing(self.folder / name, array.dtype.newbyteorder("<"))
+        self._arrays[name].append(array)
 
     def written(self) -> dict[str, np.ndarray]:
-        """What was written so far, mapped."""
-        found = {}
-        for name, (file, dtype, _) in self._files.items():
-            file.flush()
-            found[name] = map_array(str(self.folder / name), dtype.str, file.tell() // dtype.itemsize, str(self.folder))
-        return found
+        """What was written so far."""
+        return {name: array.whole() for name, array in self._arrays.items()}
 
     def finish(self, header: Mapping[str, Any]) -> None:
         """Writes the header with these entries, after all arrays are safe against a power cut."""
-        arrays = {}
-        for name, (file, dtype, sha256) in self._files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            count = file.tell() // dtype.itemsize
-            arrays[name] = {"dtype": dtype.str, "count": count, "sha256": sha256.hexdigest()}
-        whole = json.loads(json.dumps({**header, "arrays": arrays}))
+        arrays, files, small = {}, {}, b""
+        for name, array in self._arrays.items():
+            about = {"file": name, "offset": 0, "dtype": array.dtype.str, "count": array.count}
+            if array.file is None:
+                small += bytes(-len(small) % ALIGNED)
+                about |= {"file": SMALL, "offset": len(small)}
+                small += array.whole().tobytes()
+            else:
+                array.file.flush()
+                os.fsync(array.file.fileno())
+                files[name] = {"bytes": array.file.tell(), "sha256": array.sha256.hexdigest()}
+            arrays[name] = about
+        write_synced(self.folder / SMALL, small)
+        files[SMALL] = {"bytes": len(small), "sha256": hashlib.sha256(small).hexdigest()}
+        whole = json.loads(json.dumps({**header, "arrays": arrays, "files": files}))
         write_synced(self.folder / HEADER, json.dumps({**whole, "own": json_sha256(whole)}).encode())
 
 
@@ -96,14 +133,16 @@ def unusable(folder: Path | str, why: str | Exception) -> BadInput:
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of a folder, each mapped when it is first asked for. A pickle carries none of them."""
+    """The arrays of a folder, mapped when one of their file is first asked for. A pickle carries none of them."""
 
     def __init__(self, folder: str, header: Mapping[str, Any], files: Mapping[str, str], known: Mapping[str, Expected]):
-        """files: where each array is. known: what these files must stay while they are read, by path."""
+        """files: where each file is. known: what these files must stay while they are read, by path."""
         self.folder, self.header, self.files, self.known = folder, header, dict(files), dict(known)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._mapped(name)
+        if name not in self._arrays:
+            self._arrays[name] = self._map(**self.header["arrays"][name])
+        return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.header["arrays"])
@@ -112,10 +151,14 @@ class Arrays(Mapping[str, np.ndarray]):
         return len(self.header["arrays"])
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_maps", "unchanged")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_maps", "_arrays", "unchanged")}
 
     @functools.cached_property
     def _maps(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
         return {}
 
     @functools.cached_property
@@ -127,22 +170,17 @@ class Arrays(Mapping[str, np.ndarray]):
         """Raises Stop if a file is no longer what it was; to be called before mapped arrays are read."""
         self.unchanged.check(self.known)
 
-    def _mapped(self, name: str) -> np.ndarray:
-        if name not in self._maps:
-            about, path = self.header["arrays"][name], self.files[name]
+    def _map(self, file: str, offset: int, dtype: str, count: int) -> np.ndarray:
+        if not count:
+            return np.zeros(0, dtype)
+        if file not in self._maps:
+            path = self.files[file]
             self.unchanged.check_unopened([path])
-            self._maps[name] = map_array(path, about["dtype"], about["count"], self.folder)
-        return self._maps[name]
-
-
-def map_array(path: str, dtype: str, count: int, folder: str) -> np.ndarray:
-    """A whole file as an array. Raises BadInput naming the folder if it cannot be mapped."""
-    if not count:
-        return np.zeros(0, dtype)  # which cannot be mapped
-    try:
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # indexing an np.memmap itself costs far more
-    except (OSError, ValueError) as error:
-        raise unusable(folder, error) from None
+            try:  # indexing an np.memmap itself costs far more
+                self._maps[file] = np.asarray(np.memmap(path, np.uint8, mode="r"))
+            except (OSError, ValueError) as error:
+                raise unusable(self.folder, error) from None
+        return self._maps[file][offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
 
 
 def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None = None) -> Arrays:
@@ -151,21 +189,40 @@ def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None
     Args: cache: where it is remembered what was found good, as `damaged` has it. verify: data.verify.
     """
     header = read_folder(folder)
-    paths = {name: str(folder / name) for name in header["arrays"]}
-    sums = {paths[name]: about["sha256"] for name, about in header["arrays"].items()}
+    paths = {name: str(folder / name) for name in header["files"]}
+    sums = {paths[name]: about["sha256"] for name, about in header["files"].items()}
     try:
         known = expected(sums)
     except OSError as error:
         raise unusable(folder, error) from None
-    for name, about in header["arrays"].items():
-        size = np.dtype(about["dtype"]).itemsize * about["count"]
-        if known[paths[name]].stamp[0] != size:
-            raise unusable(folder, f"{paths[name]} was changed after it was written: it has not {size:,} bytes")
+    for name, about in header["files"].items():
+        if known[paths[name]].stamp[0] != about["bytes"]:
+            raise unusable(
+                folder, f"{paths[name]} was changed after it was written: it has not {about['bytes']:,} bytes"
+            )
     if verify == "size":
         return Arrays(str(folder), header, paths, of_size(known))
     for path, problem in damaged(sums, cache, str(folder), say, remember=verify == "hash").items():
         raise unusable(folder, problem or f"{path} was changed after it was written")
     return Arrays(str(folder), header, paths, known)
+
+
+def find_arrays(place: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
+    """The arrays of a folder or at a gs:// address, verified; None if there are none.
+
+    What lies in a bucket is copied into the cache, where it is checked by its hashes. Raises as open_arrays.
+    """
+    if not is_remote(place):
+        return open_arrays(Path(place), cache, verify, say) if os.path.exists(f"{place}/{HEADER}") else None
+    copies = shard_cache(str(cache / "bucket"), cache_bytes)
+    if copies.bucket.metadata(f"{place}/{HEADER}") is None:
+        return None
+    header = parse_header(place, copies.bucket.read(f"{place}/{HEADER}"))
+    about = header["files"]
+    local = lambda name: str(copies.local(f"{place}/{name}", about[name]["bytes"], about[name]["sha256"]))
+    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
+        files = dict(zip(about, pool.map(local, about)))
+    return Arrays(place, header, files, expected({files[name]: about[name]["sha256"] for name in about}))
 
 
 class Buckets:

@@ -8,15 +8,17 @@ text, before an objective makes inputs and targets of it.
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxscale.data.lineage import in_utf8
+from jaxscale.data.cache import cache_folder
+from jaxscale.data.lineage import in_utf8, open_lineage
+from jaxscale.data.names import candidates, open_names
 from jaxscale.data.order import Batches, batch_index, step_of
 from jaxscale.data.pipeline import Corpus
-from jaxscale.data.shards import Shard, read_lineage
+from jaxscale.data.shards import Shard
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import on_one_line
 
@@ -70,6 +72,8 @@ class Ledger:
         rows = np.repeat(np.arange(self.batches.sizes.size(n)), np.diff(pieces.first))
         begins = np.cumsum(pieces.lengths) - pieces.lengths
         begins -= begins[pieces.first[:-1]][rows]
+        for number in np.unique(pieces.documents).tolist():  # in the order of the lineages, each part of them once
+            self.origin(number)
         columns = (rows, begins, pieces.lengths, pieces.skipped, pieces.documents)
         return [self.entry(*(int(value) for value in values)) for values in zip(*columns)]
 
@@ -141,55 +145,67 @@ class Ledger:
         """What is known of a piece. skipped: tokens before it. number: of the document in the table."""
         at, place = self.place(number)
         source, shard = self.source(number), self.corpus.shards[at].place
-        return Entry(row, begin, tokens, skipped, source, shard, place, *self.origin(at, place))
-
-    def origin(self, at: int, number: int) -> tuple[str, int, str]:
-        """(file, offset, id) of a shard's document, as far as the shard tells."""
-        lineage = self.lineage(at)
-        if lineage is not None:
-            return tuple(lineage[name][number].as_py() for name in ("file", "offset", "id"))
-        return file_of(self.corpus.shards[at], number)[0], -1, ""
+        return Entry(row, begin, tokens, skipped, source, shard, place, *self.origin(number))
 
     @functools.cache  # noqa: B019 - a ledger lives as long as its command
-    def lineage(self, at: int) -> Any:
-        """The lineage of a shard as a pyarrow.Table, or None."""
-        return read_lineage(self.corpus.shards[at], columns=["file", "offset", "id"])
+    def origin(self, number: int) -> tuple[str, int, str]:
+        """(file, offset, id) of a document of the corpus, as far as its shard tells."""
+        at, place = self.place(number)
+        if "docs" not in self.corpus.shards[at].header["sha256"]:
+            return file_of(self.corpus.shards[at], place)[0], -1, ""
+        firsts = self._groups(at)
+        group = int(firsts.searchsorted(place, side="right")) - 1
+        table = self._lineage(at, group)
+        return tuple(table[name][place - int(firsts[group])].as_py() for name in ("file", "offset", "id"))
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def _groups(self, at: int) -> np.ndarray:
+        """The first document of each group of rows of a shard's lineage, and the end."""
+        with open_lineage(self.corpus.shards[at].lineage_path) as file:
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        return np.cumsum([0, *sizes])
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def _lineage(self, at: int, group: int) -> Any:
+        """A group of rows of a shard's lineage as a pyarrow.Table."""
+        with open_lineage(self.corpus.shards[at].lineage_path) as file:
+            return file.read_row_group(group, columns=["file", "offset", "id"], use_threads=False)
+
+    @functools.cached_property
+    def _names(self) -> Any:
+        """The published index of names, or None."""
+        cfg, corpus = self.corpus.cfg, self.corpus
+        return open_names(corpus.shards, corpus.published, cache_folder(cfg), cfg.cache_bytes, cfg.verify)
 
     def find(self, document: str) -> list[tuple[int, int]]:
         """(shard, number in it) of every document of this name; several where the corpus has a file or an id twice.
 
-        Raises: BadInput if there is none.
+        By the set's index of names; without one, all lineages are looked through. Raises: BadInput if there is none.
         """
-        import pyarrow
-        import pyarrow.compute
-
         document = in_utf8(document)
         file, _, offset = document.rpartition(":")
-        offset = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
-        found = []
-        for at, shard in enumerate(self.corpus.shards):
-            is_shard = file in (in_utf8(shard.place), on_one_line(shard.place))
-            if is_shard and offset is not None and offset < shard.header["num_documents"]:
-                found.append((at, offset))
-            lineage = self.lineage(at)
-            if lineage is None:
-                continue
-            here = pyarrow.compute.equal(lineage["id"], document)
-            if file and offset is not None:
-                names = lineage["file"].cast(pyarrow.string())
-                meant = [name for name in names.unique().to_pylist() if on_one_line(name) == file]  # as it is listed
-                there = pyarrow.compute.and_(
-                    pyarrow.compute.is_in(names, pyarrow.array([file, *meant], pyarrow.string())),
-                    pyarrow.compute.equal(lineage["offset"], offset),
-                )
-                here = pyarrow.compute.or_(here, there)
-            found += [(at, number) for number in np.flatnonzero(here.to_numpy()).tolist()]
+        place = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
+        found = [
+            (at, place)
+            for at, shard in enumerate(self.corpus.shards)
+            if place is not None and place < shard.header["num_documents"]
+            if file in (in_utf8(shard.place), on_one_line(shard.place))
+        ]
+        if self._names is not None:
+            for number in candidates(self._names, document):
+                its_file, its_offset, its_id = self.origin(number)
+                if its_id == document or (its_offset == place and file in (its_file, on_one_line(its_file)) and file):
+                    found.append(self.place(number))
+        else:
+            for at, shard in enumerate(self.corpus.shards):
+                if "docs" in shard.header["sha256"]:
+                    found += [(at, number) for number in look_through(shard, document, file, place)]
         if not found and document:
             raise BadInput(
                 f"--doc={document}: no document of the corpus has this id or place; write an id, FILE:OFFSET, or "
                 "SHARD.bin:NUMBER as --step lists them"
             )
-        return found
+        return sorted(set(found))
 
     def text(self, entry: Entry, tokens_BT: np.ndarray, characters: int) -> str | None:
         """The beginning of what the piece says, or None where no tokenizer is known."""
@@ -197,6 +213,28 @@ class Ledger:
             return None
         ids = tokens_BT[entry.row, entry.begin : entry.begin + min(entry.tokens, 8 * characters + 8)]
         return self.corpus.tokenizer.decode(ids)[:characters]
+
+
+def look_through(shard: Shard, document: str, file: str, offset: int | None) -> Iterator[int]:
+    """Yields the numbers of a shard's documents with this id, or from this place; offset None: no place is meant."""
+    import pyarrow
+    import pyarrow.compute
+
+    first = 0
+    with open_lineage(shard.lineage_path) as lineage:
+        for group in range(lineage.num_row_groups):
+            table = lineage.read_row_group(group, columns=["file", "offset", "id"], use_threads=False)
+            here = pyarrow.compute.equal(table["id"], document)
+            if file and offset is not None:
+                names = table["file"].cast(pyarrow.string())
+                meant = [name for name in names.unique().to_pylist() if on_one_line(name) == file]  # as it is listed
+                there = pyarrow.compute.and_(
+                    pyarrow.compute.is_in(names, pyarrow.array([file, *meant], pyarrow.string())),
+                    pyarrow.compute.equal(table["offset"], offset),
+                )
+                here = pyarrow.compute.or_(here, there)
+            yield from (first + np.flatnonzero(here.to_numpy())).tolist()
+            first += table.num_rows
 
 
 def file_of(shard: Shard, number: int) -> tuple[str, int]:

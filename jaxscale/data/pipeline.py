@@ -24,7 +24,6 @@ from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture
 from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_text_in_order
 from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
-from jaxscale.data.remote import shard_cache
 from jaxscale.data.row_filter import make_row_filter
 from jaxscale.data.row_plan import VALIDATION_SEED, Facts, OpenPlan, PlanSettings, open_plan
 from jaxscale.data.rows import SyntheticRows
@@ -62,6 +61,7 @@ class Corpus:
     shards: tuple[Shard, ...] = ()  # that the training rows are read from
     ids: SpecialIds | None = None  # that data.objective needs
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see data_parts
+    published: str = ""  # where the prepared set lies that the shards are, with its indexes
     chat: Mapping[str, Any] | None = None  # how conversations were written: ChatTemplate.note
 
     @property
@@ -236,16 +236,15 @@ def assemble(
     names = source_names(shards)
     parts = divide(cfg, trained, held, names, seq_len)
     wanted = plan_of(cfg, parts, seq_len=seq_len, seed=seed)
-    cache = cache_folder(cfg)
     plan = open_plan(
         parts,
         wanted,
         functools.partial(check_facts, cfg, names, seq_len),
-        cache,
+        cache_folder(cfg),
         verify=cfg.verify,
         say=say,
         published=published,
-        shard_cache=shard_cache(str(cache / "bucket"), cfg.cache_bytes) if "://" in published else None,
+        cache_bytes=cfg.cache_bytes,
     )
     check_facts(cfg, names, seq_len, plan.facts)
     settings = {
@@ -271,6 +270,7 @@ def assemble(
         shards=tuple(trained),
         ids=find_ids(cfg.objective, known, token_bytes, vocab_size, seq_len),
         parts=data_parts(trained, held, made_with, settings),
+        published=published,
         chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" else None,
     )
 

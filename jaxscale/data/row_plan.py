@@ -6,29 +6,24 @@ mapped: opening it takes as long for 10**8 documents as for ten.
 """
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.array_folder import HEADER, Arrays, ArrayWriter, open_arrays, parse_header
+from jaxscale.data.array_folder import Arrays, ArrayWriter, find_arrays, open_arrays
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_best_fit
 from jaxscale.data.cache import folder_name, open_cached
 from jaxscale.data.documents import TRAIN, VALID, Documents, TokenSet, TooFar, token_set, write_documents
 from jaxscale.data.packing import DocumentRows, PackedRows, write_concat
-from jaxscale.data.remote import ShardCache
 from jaxscale.data.shards import Shard
 from jaxscale.data.split import Division
-from jaxscale.data.verified import Say, expected, remove
-from jaxscale.system.paths import is_remote
+from jaxscale.data.verified import Say, remove
 
 LAYOUT = 1  # of the folder: another number where it holds other arrays
 TOLD_DOCUMENTS = 10_000_000  # a plan of so many takes longer than a person expects
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
-FETCHED_AT_ONCE = 8
 KINDS = {"best_fit": (write_best_fit, BestFitRows), "concat": (write_concat, PackedRows)}
 Facts = Mapping[str, Any]  # what write_documents returned
 
@@ -118,21 +113,19 @@ def open_plan(
     *,
     verify: str,
     say: Say,
-    published: str = "",
-    shard_cache: ShardCache | None = None,
+    published: str,
+    cache_bytes: int,
 ) -> OpenPlan:
     """The plan of a corpus, made in the cache if it is neither there nor published.
 
-    Args: published: the folder or gs:// address of a prepared set. shard_cache: for what lies in a bucket.
+    Args: published: the folder or gs:// address of a prepared set, or ''. cache_bytes: bound of the cache of what lies
+    in buckets.
     """
     files = tokens_of([*division.trained, *division.held])
     name = folder_name("rows", settings.made_from)
     place = f"{published}/{name}"
-    if is_remote(published) and shard_cache is not None:
-        if shard_cache.bucket.metadata(f"{place}/{HEADER}") is not None:
-            return rows_of(fetch_arrays(place, shard_cache), files)
-    elif published and os.path.exists(f"{place}/{HEADER}"):
-        return rows_of(open_arrays(Path(place), cache, verify, say), files)
+    if published and (found := find_arrays(place, cache, cache_bytes, verify, say)) is not None:
+        return rows_of(found, files)
     make = functools.partial(announced, division, settings, check, say)
     return open_cached(
         cache,
@@ -155,18 +148,3 @@ def announced(
             "the plan with the set: see rows.seq_lens"
         )
     write_plan(folder, division, settings, check)
-
-
-def fetch_arrays(url: str, cache: ShardCache) -> Arrays:
-    """The arrays of a folder in a bucket, copied into the cache, where they are checked by their hashes."""
-    header = parse_header(url, cache.bucket.read(f"{url}/{HEADER}"))
-    sizes = {name: np.dtype(about["dtype"]).itemsize * about["count"] for name, about in header["arrays"].items()}
-
-    def local(name: str) -> str:
-        sha256 = header["arrays"][name]["sha256"]
-        return str(cache.local(f"{url}/{name}", sizes[name], sha256)) if sizes[name] else ""
-
-    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
-        files = dict(zip(sizes, pool.map(local, sizes)))
-    known = expected({files[name]: about["sha256"] for name, about in header["arrays"].items() if files[name]})
-    return Arrays(url, header, files, known)

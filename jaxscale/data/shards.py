@@ -99,6 +99,11 @@ class Shard(NamedTuple):
         return self.bin_path.partition("#")[0] if "://" in self.bin_path else self.bin_path
 
     @property
+    def lineage_path(self) -> str:
+        """Where its lineage is, brought from its bucket first if it lies there."""
+        return str(self.docs_path() if callable(self.docs_path) else self.docs_path)
+
+    @property
     def offsets(self) -> np.ndarray:
         """int64[documents + 1]: where each document begins, and the end; from here on in memory."""
         return self.index.kept[0]
@@ -329,10 +334,10 @@ def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow
     """
     if "docs" not in shard.header["sha256"]:
         return None
-    path = Path(shard.docs_path() if callable(shard.docs_path) else shard.docs_path)
-    content = read_whole(str(path))
+    path = shard.lineage_path
+    content = read_whole(path)
     if hashlib.sha256(content).hexdigest() != shard.header["sha256"]["docs"]:
-        raise BadInput(changed(str(path)))
+        raise BadInput(changed(path))
     try:
         return parse_lineage(content, columns)
     except BadInput as error:

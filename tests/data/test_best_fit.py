@@ -147,10 +147,10 @@ def test_a_plan_that_was_cut_short_is_refused_and_named(tmp_path):
     rows = make_rows(tmp_path, [5, 6, 7], 8)
     folder = rows.arrays.folder
     open_again = lambda: rows_of(open_arrays(pathlib.Path(folder), tmp_path), rows.documents.files)
-    pathlib.Path(folder, "train.pieces").write_bytes(b"\0\0")
-    with pytest.raises(ValueError, match="row plan .* cannot be read: .*train.pieces was changed after"):
+    pathlib.Path(folder, "small").write_bytes(b"\0\0")
+    with pytest.raises(ValueError, match="row plan .* cannot be read: .*small was changed after"):
         open_again()
-    pathlib.Path(folder, "positions").unlink()
+    pathlib.Path(folder, "small").unlink()
     with pytest.raises(ValueError, match="row plan .* cannot be read"):
         open_again()
 

@@ -51,7 +51,7 @@ WHILE_TRAINING = {
 }
 
 
-@pytest.mark.parametrize("file", ["data/part-1.bin", "cache/rows-*/positions"])
+@pytest.mark.parametrize("file", ["data/part-1.bin", "cache/rows-*/small"])
 @pytest.mark.parametrize("name", WHILE_TRAINING)
 def test_a_file_that_changes_while_it_is_trained_on_is_found(worlds, name, file):
     one, was = worlds("shards")

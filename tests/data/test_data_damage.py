@@ -44,7 +44,7 @@ def outcome(one, was, resume):
 
 SHARD = [".bin", ".idx", ".src", ".json", ".token_bytes.npy", ".docs.parquet"]
 INDEX = [f"cache/tokens-*/tokens{ending}" for ending in (".idx", ".src", ".json")]
-PLAN = [f"cache/rows-*/{name}" for name in ("positions", "train.pieces", "valid.order", "plan.json")]
+PLAN = [f"cache/rows-*/{name}" for name in ("small", "plan.json")]
 FILES = {
     "set": [*(f"data/part-1{ending}" for ending in SHARD), "data/manifest.json", "cache/verified-*.json"],
     "shards": [f"data/part-1{ending}" for ending in SHARD],
