@@ -5,6 +5,7 @@ import os
 import pathlib
 from typing import Any
 
+from jaxscale.corpus.indexes import publish_indexes
 from jaxscale.corpus.prepare import engine
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.dedup import Executor
@@ -40,6 +41,7 @@ def prepare(
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or Progress()
     try:
         engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work)
+        publish_indexes(folder, recipe.rows, progress.say)  # what is there already is left alone
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Stop(Exit.STORAGE, f"{folder} is full; make room, and run the same command again to go on") from None

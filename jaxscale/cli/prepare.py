@@ -15,7 +15,8 @@ from jaxscale.api.corpora import prepare
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config_file import config_values
-from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.indexes import publish_indexes
+from jaxscale.corpus.prepare.config import PrepareConfig, RowsConfig
 from jaxscale.corpus.prepare.dedup import Executor
 from jaxscale.corpus.prepare.engine import Plan, make_plan
 from jaxscale.corpus.prepare.local import LocalExecutor
@@ -60,6 +61,11 @@ class PrepareFlags:
         "FOLDER",
     )
     keep_work: bool = flag(False, "leaves it there in the end")
+    index: bool = flag(
+        False,
+        "makes the indexes of a finished --output that it lacks, as of a set by an earlier version: its documents by "
+        "name, for jaxscale trace, and the row plans of --config.rows.seq_len; and nothing else",
+    )
     report: bool = flag(False, "writes report.html of a finished --output again, and nothing else")
     export: str | None = flag(
         None,
@@ -77,11 +83,16 @@ def main(arguments: Arguments) -> int:
     output = flags.output
     if not output and not flags.plan:
         raise BadInput("--output must be given: the folder for shards, manifest and report")
-    if is_remote(output) and (flags.report or flags.export):
-        raise BadInput(f"--output={output}: a report is written, and a set exported, from a local folder")
+    if is_remote(output) and (flags.report or flags.export or flags.index):
+        raise BadInput(f"--output={output}: a report is written, and a set indexed and exported, in a local folder")
     if flags.report:
         rewrite_report(pathlib.Path(output).expanduser())
         progress.say(f"wrote {output}/report.html")
+        return 0
+    if flags.index:
+        publish_indexes(
+            pathlib.Path(output).expanduser(), load_rows(arguments.config, arguments.overrides), progress.say
+        )
         return 0
     if flags.export:
         progress.say(export(pathlib.Path(output).expanduser(), flags.export))
@@ -117,6 +128,14 @@ def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> P
             )
         values["sources"] = {name: {**source, "files": input} for name, source in sources.items()}
     return schema.from_dict(PrepareConfig, schema.merge(values, overrides))
+
+
+def load_rows(file: str, overrides: Mapping[str, str]) -> RowsConfig:
+    """The settings of row plans in a recipe and flags. Raises BadInput for other flags, which --index does not read."""
+    if others := [name for name in overrides if not name.startswith("rows.")]:
+        raise BadInput(f"--config.{others[0]}: --index reads rows.* alone; leave this out")
+    values = schema.merge(config_values(file) if file else {}, overrides)
+    return schema.from_dict(RowsConfig, values.get("rows", {}))
 
 
 def check_places(flags: PrepareFlags) -> None:

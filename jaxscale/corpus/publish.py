@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jaxscale.corpus.indexes import index_files
+from jaxscale.data.array_folder import HEADER
 from jaxscale.data.manifest import NAME, check_manifest
 from jaxscale.data.token_files import read_remote_manifest
 from jaxscale.system.bucket import Bucket
@@ -23,7 +25,7 @@ def publish(
     bucket: Bucket | None = None,
     say: Callable[[str], None] = print,
 ) -> str:
-    """The gs:// address of the manifest, after every file of the set in `folder` is under `url`.
+    """The gs:// address of the manifest, after every file of the set in `folder` is under `url`, its indexes too.
 
     beside: files that the manifest does not list, such as a report.
 
@@ -48,10 +50,12 @@ def publish(
         bucket.upload(path, f"{url}/{name}")
         return True
 
+    indexes = index_files(Path(folder))
+    headers = [name for name in indexes if name.endswith(HEADER)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        sent = sum(pool.map(send, [*manifest.files, *beside]))
-    sent += send(NAME)
-    say(f"  {sent:,} files sent, {len(manifest.files) + len(beside) + 1 - sent:,} were there")
+        sent = sum(pool.map(send, [*manifest.files, *beside, *(name for name in indexes if name not in headers)]))
+    sent += sum(map(send, [*headers, NAME]))  # that are there once what they list is
+    say(f"  {sent:,} files sent, {len(manifest.files) + len(beside) + len(indexes) + 1 - sent:,} were there")
     return address
 
 

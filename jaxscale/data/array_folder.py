@@ -29,7 +29,7 @@ HEADER, SMALL = "plan.json", "small"
 SMALL_BYTES = 1 << 20  # each file is one more to hash, to map, to fetch and to make safe
 FETCHED_AT_ONCE = 8  # files
 ALIGNED = 64  # bytes: where an array may begin
-BUCKET = 1 << 22  # records sorted at once: 100 MB of 24 bytes each
+BUCKET = 1 << 22  # records sorted at once: 100 MB of 24 bytes each; their files are opened n**2 / 2**43 times
 
 
 class Growing:
@@ -226,7 +226,7 @@ def find_arrays(place: str, cache: Path, cache_bytes: int, verify: str, say: Say
 
 
 class Buckets:
-    """Records on the way to the bucket of their number, in temporary files: memory holds one bucket at a time.
+    """Records on the way to the bucket of their number, in temporary files: memory holds a bucket at a time.
 
     Within a bucket they keep the order in which they came. Of one bucket alone nothing is written.
     """
@@ -234,7 +234,8 @@ class Buckets:
     def __init__(self, folder: Path, dtype: Any, number: int):
         """number: of buckets."""
         self._folder, self._dtype, self.number = folder / "buckets", np.dtype(dtype), number
-        self._held: list[np.ndarray] = []
+        self._held: list[tuple[np.ndarray | None, np.ndarray]] = []
+        self._count = 0
 
     @classmethod
     def of(cls, folder: Path, dtype: Any, records: int) -> "Buckets":
@@ -246,22 +247,33 @@ class Buckets:
         records = np.empty(len(next(iter(fields.values()))), self._dtype)
         for name, values in fields.items():
             records[name] = values
-        if buckets is None or self.number == 1:
-            self._held.append(records)
+        self._held.append((buckets, records))
+        self._count += len(records)
+        if self.number > 1 and self._count >= BUCKET // 2:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Writes what is held: many at once, so that a file is opened seldom, and one by one, for thousands of open
+        files are too many."""
+        if not self._held:
             return
+        buckets, records = (np.concatenate(column) for column in zip(*self._held))
+        self._held.clear()
+        self._count = 0
         self._folder.mkdir(exist_ok=True)
         order = np.argsort(buckets, kind="stable")
         present, firsts = np.unique(buckets[order], return_index=True)
         for bucket, part in zip(present.tolist(), np.split(records[order], firsts[1:])):
-            with open(self._folder / str(bucket), "ab") as file:  # opened anew: thousands are too many to keep open
+            with open(self._folder / str(bucket), "ab") as file:
                 part.tofile(file)
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Yields the records of each bucket, and forgets them."""
         if self.number == 1:
-            yield np.concatenate(self._held or [np.zeros(0, self._dtype)])
+            yield np.concatenate([np.zeros(0, self._dtype), *(records for _, records in self._held)])
             self._held.clear()
             return
+        self._flush()
         for bucket in range(self.number):
             path = self._folder / str(bucket)
             yield np.fromfile(path, self._dtype) if path.exists() else np.zeros(0, self._dtype)

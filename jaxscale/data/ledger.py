@@ -192,7 +192,7 @@ class Ledger:
             if file in (in_utf8(shard.place), on_one_line(shard.place))
         ]
         if self._names is not None:
-            for number in candidates(self._names, document):
+            for number in candidates(self._names, document, file, place):
                 its_file, its_offset, its_id = self.origin(number)
                 if its_id == document or (its_offset == place and file in (its_file, on_one_line(its_file)) and file):
                     found.append(self.place(number))

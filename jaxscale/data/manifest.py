@@ -1,7 +1,8 @@
 """The manifest of a prepared set of shards: what belongs to it, and what each file held when it was made.
 
 It is written last, so that a set with a manifest is whole. Whoever trains on a set names its manifest.json; files
-beside it that it does not list are never looked at.
+beside it that it does not list are never looked at, but for indexes, whose folders are named by what they were made
+from and sealed by their own sums.
 """
 
 import dataclasses

@@ -113,13 +113,12 @@ def open_names(shards: Sequence[Shard], place: str, cache: Path, cache_bytes: in
     return find_arrays(f"{place}/{folder_name('names', made_from(shards))}", cache, cache_bytes, verify, None)
 
 
-def candidates(names: Arrays, document: str) -> list[int]:
-    """Numbers of the documents that may have this name, in order."""
-    file, _, offset = document.rpartition(":")
+def candidates(names: Arrays, document: str, file: str, offset: int | None) -> list[int]:
+    """Numbers of the documents that may have this id, or be from this place, in order; offset None: no place."""
     keys = [top(np.array([text_hash(document)], np.uint64))]
-    if file and offset.isdecimal() and int(offset) < 1 << 63:
+    if file and offset is not None:
         of_file = np.array([text_hash(on_one_line(file))], np.uint64)
-        keys.append(top(place_hashes(of_file, np.array([int(offset)]))))
+        keys.append(top(place_hashes(of_file, np.array([offset]))))
     found: set[int] = set()
     for key in np.concatenate(keys):
         first, last = (int(names["keys"].searchsorted(key, side=side)) for side in ("left", "right"))

@@ -25,7 +25,7 @@ from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_t
 from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.row_filter import make_row_filter
-from jaxscale.data.row_plan import VALIDATION_SEED, Facts, OpenPlan, PlanSettings, open_plan
+from jaxscale.data.row_plan import VALIDATION_SEED, Facts, OpenPlan, PlanSettings, make_plan, open_plan
 from jaxscale.data.rows import SyntheticRows
 from jaxscale.data.shards import Shard
 from jaxscale.data.split import Division, divide
@@ -305,6 +305,16 @@ def plan_of(cfg: DataConfig, parts: Division, *, seq_len: int, seed: int) -> Pla
         seed=seed,
         num_groups=len(parts.names) if cfg.mixture else 1,
     )
+
+
+def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_len: int, seed: int) -> Path:
+    """Plans the rows of a prepared set for runs of these settings in its folder, unless it is there, and returns where.
+
+    Raises: BadInput as open_data does for a set that no run can train on.
+    """
+    parts = divide(cfg, shards, (), source_names(shards), seq_len)
+    check = functools.partial(check_lengths, cfg, seq_len=seq_len)
+    return make_plan(folder, parts, plan_of(cfg, parts, seq_len=seq_len, seed=seed), check)
 
 
 def data_parts(

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxscale.data.array_folder import Arrays, ArrayWriter, find_arrays, open_arrays
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_best_fit
-from jaxscale.data.cache import folder_name, open_cached
+from jaxscale.data.cache import folder_name, made_folder, open_cached
 from jaxscale.data.documents import TRAIN, VALID, Documents, TokenSet, TooFar, token_set, write_documents
 from jaxscale.data.packing import DocumentRows, PackedRows, write_concat
 from jaxscale.data.shards import Shard
@@ -137,6 +137,12 @@ def open_plan(
     )
 
 
+def make_plan(folder: Path, division: Division, settings: PlanSettings, check: Callable[[Facts], None]) -> Path:
+    """The plan's folder in `folder`, made if it is not there."""
+    make = functools.partial(write_plan, division=division, settings=settings, check=check)
+    return made_folder(folder, "rows", settings.made_from, make)
+
+
 def announced(
     division: Division, settings: PlanSettings, check: Callable[[Facts], None], say: Say, folder: Path
 ) -> None:
@@ -145,6 +151,6 @@ def announced(
     if number >= TOLD_DOCUMENTS:
         say(
             f"planning the rows of {number:,} documents (once; then kept in the cache). `jaxscale prepare` publishes "
-            "the plan with the set: see rows.seq_lens"
+            "the plan with the set: see rows.seq_len"
         )
     write_plan(folder, division, settings, check)

@@ -6,9 +6,11 @@ import random
 import numpy as np
 import pytest
 
+from jaxscale.data import array_folder
 from jaxscale.data.config import DataConfig
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.lineage import lineage_table
+from jaxscale.data.names import publish_names
 from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
@@ -58,6 +60,14 @@ def open_ledger(folder, packing="best_fit", mixture=None, skipped=(), val_fracti
     )  # fmt: skip
     corpus = open_data(cfg, seq_len=T, vocab_size=300, seed=3, say=lambda line: None)
     return Ledger(corpus, corpus.batches(ROWS), skipped)
+
+
+def with_names(ledger, folder):
+    """The same ledger over a set that has an index of names beside it, which was written in many buckets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(array_folder, "BUCKET", 20)
+        publish_names(folder, ledger.corpus.shards)
+    return Ledger(dataclasses.replace(ledger.corpus, published=str(folder)), ledger.batches, ledger.skipped)
 
 
 def text_of(folder, entry):
@@ -134,8 +144,12 @@ def test_synthetic_tokens_have_no_documents():
         Ledger(corpus, corpus.batches(2))
 
 
-def test_ids_and_places_are_taken_literally(folder):
+@pytest.mark.parametrize("indexed", [False, True])
+def test_ids_and_places_are_taken_literally(folder, tmp_path, indexed):
     ledger = open_ledger(folder)
+    if indexed:
+        ledger = with_names(ledger, tmp_path)
+        assert all(ledger.find(f"id-{n}") == [(n // 30, n % 30)] for n in range(55)) and ledger._names is not None
     steps = len(ledger.corpus.train_rows) // ROWS + 1
     sights = ledger.steps_of("id-7", steps)
     assert sights and {entry.id for _, entry in sights} == {"id-7"}
@@ -158,7 +172,7 @@ def test_a_shard_that_two_sources_name_is_found_in_both(folder):
 def test_of_documents_with_one_id_those_in_training_are_listed(tmp_path):
     twins = [dataclasses.replace(document, id=f"id-{n % 24}") for n, document in enumerate(documents())]
     write_shard(tmp_path, "a", twins)
-    ledger = open_ledger(tmp_path, val_fraction=0.4)
+    ledger = with_names(open_ledger(tmp_path, val_fraction=0.4), tmp_path)
     steps, kinds = len(ledger.corpus.train_rows) // ROWS + 1, set()
     for name in sorted({twin.id for twin in twins}):
         rows = ledger.corpus.train_rows

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import os
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxscale.corpus.curate.config import (
     C4Config,
@@ -105,6 +105,27 @@ class WriteConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """The row plans that are published with the shards: a run of these settings opens one at once. Others, and runs
+    over several sets, plan their rows in their cache at their first start, a microsecond a document."""
+
+    seq_len: int | tuple[int, ...] = setting((), "of the runs; several: a plan for each; empty: none")
+    seed: int = setting(0, "of the runs")
+    packing: Literal["best_fit", "concat"] = setting("best_fit", "data.packing of the runs")
+    val_fraction: float = setting(0.05, "data.val_fraction of the runs")
+    mixture: bool = setting(False, "the runs set data.mixture, whatever its weights")
+
+    def __post_init__(self):
+        if bad := [seq_len for seq_len in self.seq_lens if seq_len < 1]:
+            raise BadInput(f"seq_len={bad[0]} must be 1 or more")
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Tokens of a row of each plan."""
+        return (self.seq_len,) if isinstance(self.seq_len, int) else self.seq_len
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
     """A recipe: the same recipe, input and seed give the same shards, byte for byte, on any number of processes."""
 
@@ -131,6 +152,7 @@ class PrepareConfig:
     pii: PIIConfig = setting(PIIConfig)
     tokenizer: TokenizerConfig = setting(TokenizerConfig)
     write: WriteConfig = setting(WriteConfig)
+    rows: RowsConfig = setting(RowsConfig)
     block_bytes: int = setting(16 << 20, "of text that a process works on at a time")
 
     def __post_init__(self):

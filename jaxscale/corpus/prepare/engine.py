@@ -83,7 +83,7 @@ def make_plan(cfg: PrepareConfig) -> Plan:
         )
     made_from = {
         "format": FORMAT,
-        "recipe": schema.to_dict(cfg),
+        "recipe": {name: value for name, value in schema.to_dict(cfg).items() if name != "rows"},  # added at any time
         "files": [[*file, *stamp(file.path)] for file in files],
         "read beside": read_beside(cfg),
     }

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import made_text
 import numpy as np
@@ -12,6 +13,7 @@ from jaxscale import schema
 from jaxscale.cli import prepare
 from jaxscale.data.array_record import read_records
 from jaxscale.data.config import DataConfig
+from jaxscale.data.ledger import Ledger
 from jaxscale.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
 
@@ -41,6 +43,16 @@ def test_a_set_is_prepared_described_and_trained_on(raw, tmp_path, capsys):
     assert "exact duplicate" in report and "no decontamination" in report
     corpus = corpus_of(out / "manifest.json", tmp_path)
     assert corpus.source_names == ("text",) and corpus.tokenizer.name == "bytes"
+    (names,) = out.glob("names-*/small")
+    assert not list(out.glob("rows-*")) and corpus.train_rows.arrays.folder.startswith(str(tmp_path / "cache"))
+    before = names.read_bytes()
+    shutil.rmtree(names.parent)  # as of an earlier version
+    assert prepare.main(["--index", f"--output={out}", "--config.rows.seq_len=128", "--config.rows.seed=3"]) == 0
+    planned = corpus_of(out / "manifest.json", tmp_path)
+    assert names.read_bytes() == before and planned.train_rows.arrays.folder.startswith(str(out))
+    np.testing.assert_array_equal(planned.batches(4).batch(5).tokens, corpus.batches(4).batch(5).tokens)
+    with pytest.raises(BadInput, match="rows.seq_len=99999999: .*fewer than one row of seq_len=99,999,999"):
+        prepare.main(["--index", f"--output={out}", "--config.rows.seq_len=99999999"])
     (out / "report.html").unlink()
     assert prepare.main(["--report", f"--output={out}"]) == 0
     assert (out / "report.html").read_text() == report
@@ -63,13 +75,22 @@ def test_a_set_in_a_bucket_is_the_set_in_the_folder_through_errors_on_the_way(ra
     with Emulator() as gcs:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.endpoint)
         gcs.faults.append(Fault("status", path=".bin", method="POST", status=503, times=1))
-        base = [f"--input={raw}", *SMALL, "--config.stages=('exact_dedup',)"]
+        rows = ["--config.rows.seq_len=128", "--config.rows.seed=3"]
+        base = [f"--input={raw}", *SMALL, *rows, "--config.stages=('exact_dedup',)"]
         assert prepare.main([*base, "--output=gs://b/set", f"--work_dir={tmp_path / 'work'}"]) == 0
         assert prepare.main([*base, f"--output={tmp_path / 'local'}"]) == 0
         gcs.faults.append(Fault("status", path=".bin", status=503, times=2))
         assert gcs.get("b", "set/report.html").startswith(b"<!doctype html>")
-        far = corpus_of("gs://b/set/manifest.json", tmp_path / "far").batches(4)
-        near = corpus_of(tmp_path / "local" / "manifest.json", tmp_path / "near").batches(4)
+        corpora = [
+            corpus_of("gs://b/set/manifest.json", tmp_path / "far"),
+            corpus_of(tmp_path / "local" / "manifest.json", tmp_path / "near"),
+        ]
+        folders = [corpus.train_rows.arrays.folder.rpartition("/")[0] for corpus in corpora]
+        assert folders == ["gs://b/set", str(tmp_path / "local")]  # where their plan is published
+        far, near = (corpus.batches(4) for corpus in corpora)
+        found = [Ledger(corpus, corpus.batches(4)).find("7") for corpus in corpora]
+        assert found[0] == found[1] != []
+        assert not list((tmp_path / "far").glob("**/*.idx"))  # the plan has what the loader needs of it
         for n in (0, 7):
             np.testing.assert_array_equal(far.batch(n).tokens, near.batch(n).tokens)
 
@@ -94,7 +115,8 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
         (["--output=gs://b/x", "--input=RAW"], "give --work_dir=FOLDER"),
         (["--output=o", "--input=RAW", "--work_dir=w"], "--work_dir is for an output under gs://"),
         (["--output=RAW", "--input=RAW"], "cannot be made"),
-        (["--output=gs://b/x", "--report"], "a report is written, and a set exported, from a local folder"),
+        (["--output=gs://b/x", "--report"], "a report is written, and a set indexed and exported, in a local folder"),
+        (["--index", "--output=TMP", "--config.write.seed=1"], "--index reads rows.* alone"),
         (["--output=o", "--input=RAW", "--", "--project=p"], "flags after -- are for a Beam runner"),
         (
             ["--output=o", "--input=RAW", "--runner=DirectRunner"],

@@ -1,0 +1,48 @@
+"""Indexes beside a finished set: its documents by name, and the row plans that runs of known settings find there.
+
+Each lies in a folder of its own, sealed by its own sums and named by what it was made from; the manifest does not list
+it, so that indexes can be added to a set at any time.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxscale.corpus.prepare.config import RowsConfig
+from jaxscale.data.array_folder import HEADER
+from jaxscale.data.config import DataConfig
+from jaxscale.data.manifest import NAME as MANIFEST
+from jaxscale.data.manifest import check_manifest, open_set
+from jaxscale.data.names import publish_names
+from jaxscale.data.pipeline import publish_plan
+from jaxscale.system.exits import BadInput
+
+KINDS = ("names", "rows")
+
+
+def publish_indexes(folder: Path, cfg: RowsConfig, say: Callable[[str], None]) -> None:
+    """Makes the indexes of the finished set in `folder` that are not there yet.
+
+    Raises: BadInput if the set is not whole, and for rows longer than all its tokens.
+    """
+    shards = open_set(check_manifest(folder / MANIFEST, deep=False))
+    publish_names(folder, shards)
+    sources = dict.fromkeys((name for shard in shards for name in shard.header["sources"]), 1.0)
+    data = DataConfig(
+        name="tokens",
+        files=str(folder / MANIFEST),
+        val_fraction=cfg.val_fraction,
+        packing=cfg.packing,
+        mixture=sources if cfg.mixture else {},
+    )
+    for seq_len in cfg.seq_lens:
+        try:
+            place = publish_plan(folder, data, shards, seq_len=seq_len, seed=cfg.seed)
+        except BadInput as error:
+            raise BadInput(f"rows.seq_len={seq_len}: {error}") from None
+        say(f"{place}: the rows of {seq_len:,} tokens, planned")
+
+
+def index_files(folder: Path) -> list[str]:
+    """The files of all indexes in a folder, by their paths in it; the header of each, which makes it whole, last."""
+    found = [path for kind in KINDS for path in folder.glob(f"{kind}-*/*") if path.is_file()]
+    return sorted((str(path.relative_to(folder)) for path in found), key=lambda name: (name.endswith(HEADER), name))
