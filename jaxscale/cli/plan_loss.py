@@ -17,6 +17,7 @@ from jaxscale.budget import Budget
 from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
+from jaxscale.planning.best_size import Way, three_ways
 from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
 from jaxscale.planning.loss_curve import SMOOTHED, Band, coverage, inside, make_band, shape_of
 from jaxscale.planning.loss_fit import PULL_AT
@@ -86,6 +87,7 @@ class Forecast(NamedTuple):
     covered: dict[str, float]  # of each run of the ladder's curve, by the band of the others' and its own end
     largest: tuple[str, float] | None  # the largest run, and how much of its curve all others' forecast of it holds
     noise: Noise | None  # as it was given, or measured from seeds
+    ways: list[Way]  # to the best size for its operations
 
 
 class Fitting(NamedTuple):
@@ -128,7 +130,10 @@ def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: Fitting) 
     except BadInput as error:
         why = str(error)
     tried = (coverage(ladder.rungs), forecast_largest(ladder, how)) if band else ({}, None)
-    return Forecast(ladder, law, params, tokens, cfg.flops_per_token * tokens, end, band, why, *tried, how.noise)
+    flops = cfg.flops_per_token * tokens
+    curves = [rung.curve for rung in ladder.rungs]
+    ways = three_ways(ladder.points, curves, flops, said="those of the run to be forecast", law=law)
+    return Forecast(ladder, law, params, tokens, flops, end, band, why, *tried, how.noise, ways)
 
 
 def forecast_largest(ladder: Ladder, how: Fitting) -> tuple[str, float] | None:
@@ -178,7 +183,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     times = law.reach(forecast.params, forecast.tokens, forecast.flops)
     lines.append(f"  {units.digits(times)} times the FLOPs of the ladder's largest run" + far(times))
     lines.append(band_line(forecast))
-    return lines
+    return [*lines, "", "the best size, three ways:", *(f"  {way.text}" for way in forecast.ways)]
 
 
 def pull_line(forecast: Forecast) -> str:
@@ -315,5 +320,15 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "band": forecast.band._asdict() if forecast.band else None,
         "why_no_band": forecast.why_no_band,
         "coverage": forecast.covered,
+        "best_size": {way.name: size_json(way, forecast.flops) for way in forecast.ways},
         "largest_inside": dict([forecast.largest]) if forecast.largest else None,
     }
+
+
+def size_json(way: Way, flops: float) -> dict[str, Any]:
+    """What a way says of the best size, for --json."""
+    if way.law is None:
+        return {"told": way.text}
+    found = {"params": way.law.params(flops), "tokens": way.law.tokens(flops)}
+    found |= {"params_exponent": way.law.params_exponent, "tokens_exponent": way.law.tokens_exponent}
+    return {"told": way.text} | {name: value._asdict() for name, value in found.items()}

@@ -1,14 +1,18 @@
 """Model size against tokens at equal FLOPs: the three ways of arXiv:2203.15556 to the best size, side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxscale.config import RunConfig
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line
 from jaxscale.lab.rate import RATE, floor_of
 from jaxscale.lab.trial import Base, Result, Trial
-from jaxscale.planning import isoflop, loss_law
+from jaxscale.planning.best_size import three_ways
+from jaxscale.planning.envelope import Curve, curve_of_run, smooth
 from jaxscale.planning.loss_law import Point
+from jaxscale.reporting.plots import Line
 from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count
 from jaxscale.system.exits import BadInput
@@ -71,6 +75,19 @@ def point_of(result: Result) -> Point:
     return Point(cfg.model.num_params, tokens, result.loss, result.folder, cfg.flops_per_token * tokens)
 
 
+def curve_of(result: Result) -> Curve:
+    """A run's training loss."""
+    cfg = result.trial.cfg
+    return curve_of_run(cfg.model.num_params, cfg.flops_per_token, *result.curve())
+
+
+def smooth_line(curve: Curve, place: int) -> Line:
+    """A curve as it is compared, over FLOPs."""
+    log_tokens, log_losses = smooth(curve)
+    points = list(zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses)))
+    return line(f"{count(curve.params)} parameters", points, place)
+
+
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """How the best size grows with FLOPs."""
     return conclude(run(isoflop_trials(base, wishes)))
@@ -80,20 +97,17 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     """The Conclusion of these results."""
     held = [(r, point_of(r)) for r in results if not r.diverged]
     points, budgets = [point for _, point in held], sorted({float(r.at(BUDGET)) for r, _ in held})
-    # A point on the way of a decaying schedule is no end (arXiv:2203.15556, appendix B): a size's curve is of its ends.
-    ends = [point._replace(run="") for point in points]
-    verdict, bests = [], []
-    for name, fit in (
-        ("Approach 1, the envelope", lambda: isoflop.envelope(ends)),
-        ("Approach 2, parabolas at equal FLOPs", lambda: isoflop.parabolas(points, budgets=budgets, within=0.25)),
-    ):
-        law, text = of_size(name, fit, FARTHER * budgets[-1])
-        verdict.append(text)
-        if law is not None:
-            bests.append((name, {o.flops: o.params for o in law.optima}))
-    verdict.append(of_loss(points, FARTHER * budgets[-1]))
+    curves = [curve_of(result) for result, _ in held]
+    said = f"{FARTHER:g} times the largest tried"
+    ways = three_ways(points, curves, FARTHER * budgets[-1], said=said, budgets=budgets, within=0.25)
+    bests = [(way.name, {o.flops: o.params for o in way.law.optima}) for way in ways if way.law is not None]
+    places = {params: place for place, params in enumerate(sorted({curve.params for curve in curves}))}
     of_budget = lambda flops: [(p.params, p.loss) for r, p in held if float(r.at(BUDGET)) == flops]
     drawings = [
+        drawing(
+            "Training loss over FLOPs, smoothed", [smooth_line(curve, places[curve.params]) for curve in curves],
+            "FLOPs", log_below=True, unit="nats",
+        ),
         drawing(
             "Loss over size, at equal FLOPs",
             [line(f"{flops:.2g} FLOPs", of_budget(flops), place) for place, flops in enumerate(budgets)],
@@ -113,38 +127,4 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     if lost:
         limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
     head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")
-    return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
-
-
-def of_size(name: str, fit: Callable[[], isoflop.SizeLaw], far: float) -> tuple[isoflop.SizeLaw | None, str]:
-    """(the law, it in words); None and the reason where the runs do not fix one."""
-    try:
-        law = fit()
-    except BadInput as error:
-        return None, f"{name}: {error}."
-    a, size, tokens = law.params_exponent, law.params(far), law.tokens(far)
-    return law, (
-        f"{name}: the best size grows as C ** {a.middle:.2f} ({a.low:.2f} to {a.high:.2f}); at {far:.2g} FLOPs, "
-        f"{FARTHER:g} times the largest tried, it is {count(size.middle)} ({count(size.low)} to {count(size.high)}) "
-        f"parameters and {count(tokens.middle)} tokens."
-    )
-
-
-def of_loss(points: Sequence[Point], far: float) -> str:
-    """Approach 3 in words: the law of the loss, and the best size by it."""
-    try:
-        law = loss_law.fit(points)
-    except BadInput as error:
-        return f"Approach 3, a law of the loss: {error}."
-    terms = law.terms
-    if not (terms.A and terms.B):
-        return f"Approach 3, a law of the loss: the runs tell of {law.form} alone, and a best size needs both."
-    exponent = terms.beta / (terms.alpha + terms.beta)
-    ratio = (terms.alpha * terms.A / (terms.beta * terms.B)) ** (1 / (terms.alpha + terms.beta))
-    params = ratio * (far / 6) ** exponent
-    loss = law.predict(params, far / 6 / params)
-    return (
-        f"Approach 3, a law of the loss: L = {terms.E:.3g} + {terms.A:.3g} / N ** {terms.alpha:.2f} + {terms.B:.3g} / "
-        f"D ** {terms.beta:.2f}, so the best size grows as C ** {exponent:.2f}; at {far:.2g} FLOPs it is "
-        f"{count(params)} parameters, with {loss.middle:.3f} nats ({loss.low:.3f} to {loss.high:.3f})."
-    )
+    return Conclusion([way.text for way in ways], limits, PREDICTED, drawings, head, rows)

@@ -1,9 +1,8 @@
-"""The best size for so many operations, read off runs: approaches 1 and 2 of arXiv:2203.15556.
+"""The best size for so many operations, read off runs of equal operations: approach 2 of arXiv:2203.15556, section 3.2.
 
-Approach 1 (section 3.1) takes the lower envelope of loss over operations: which size is lowest where. Approach 2
-(section 3.2) takes runs of equal operations and other sizes: a parabola of loss in log N has its lowest point where N
-is best. Both then draw a line through log N over log C, and one through log D. Neither needs a law of the loss, which
-is approach 3 (loss_law.py).
+A parabola of loss in log N has its lowest point where N is best; then come a line through log N over log C, and one
+through log D. Approach 1, over whole curves, is envelope.py; neither needs a law of the loss, which is approach 3
+(loss_law.py).
 
 N parameters, D tokens, C operations, L nats per token. Where the lowest of a group lies at its edge, the best size is
 beyond it: such a group tells nothing and is left out, with its reason. Intervals are those of a bootstrap over runs.
@@ -20,7 +19,6 @@ from jaxscale.planning.loss_law import INTERVAL, SAME, Point
 from jaxscale.system.exits import BadInput
 
 LEAST_GROUPS = 3  # two points fix a line and tell nothing of its error
-STEPS = 256  # at which the envelope is looked at
 
 
 class Interval(NamedTuple):
@@ -46,7 +44,7 @@ class SizeLaw:
 
     approach: int
     optima: tuple[Optimum, ...]
-    left_out: tuple[str, ...]  # groups that fix no optimum, with the reason
+    left_out: tuple[str, ...]  # what fixes no optimum, with the reason
     draws: tuple[tuple[float, float, float, float], ...]  # slope and start of log N, then of log D; the fit comes first
 
     @property
@@ -76,30 +74,6 @@ def interval(values: Sequence[float]) -> Interval:
     """The first value between quantiles of all, which hold it in any case."""
     low, high = np.quantile(values, INTERVAL)
     return Interval(min(float(low), values[0]), values[0], max(float(high), values[0]))
-
-
-def envelope(points: Sequence[Point], *, draws: int = 400, seed: int = 0) -> SizeLaw:
-    """Approach 1, over curves of runs; the same for the same points and seed.
-
-    Points of one run are its curve; points without a run belong to the curve of their size. Raises BadInput where too
-    few sizes are lowest anywhere.
-    """
-    curves = Curves.of(found) if (found := curves_of(points)) else None
-    number = len(found)
-    optima, edge = curves.lowest(list(range(number))) if curves else ([], 0)
-    won = len({optimum.params for optimum in optima})
-    if won < LEAST_GROUPS:
-        raise BadInput(
-            f"approach 1 needs {LEAST_GROUPS} sizes that are lowest for some FLOPs, with one below and one above each, "
-            f"and finds {won} in {number} curves; add runs of other sizes, or longer ones"
-        )
-    rng = np.random.default_rng(seed)
-
-    def draw() -> list[Optimum]:
-        return curves.lowest(sorted(set(rng.integers(0, number, number).tolist())))[0]
-
-    why = f"{edge} of {STEPS} amounts of FLOPs: the smallest or the largest size is lowest there or near it"
-    return law_of(1, optima, [why] if edge else [], draw, draws)
 
 
 def parabolas(
@@ -154,17 +128,6 @@ def lines_through(optima: Sequence[Optimum]) -> tuple[float, float, float, float
     return tuple(float(number) for line in lines for number in line)
 
 
-def curves_of(points: Sequence[Point]) -> list[list[Point]]:
-    """Points by run, or by size where they have none, each curve from few operations to many."""
-    curves: dict[str, list[Point]] = {}
-    for point in points:
-        if point.run:
-            curves.setdefault(f"run {point.run}", []).append(point)
-    for number, group in enumerate(together([p for p in points if not p.run], lambda point: point.params, SAME)):
-        curves[f"size {number}"] = group
-    return [sorted(curve, key=lambda point: point.compute) for curve in curves.values() if len(curve) > 1]
-
-
 def groups_of(points: Sequence[Point], budgets: Sequence[float], within: float) -> list[list[Point]]:
     """Points of equal operations."""
     if budgets:
@@ -182,55 +145,6 @@ def together(points: Sequence[Point], key: Callable[[Point], float], within: flo
         else:
             groups.append([point])
     return groups
-
-
-class Curves(NamedTuple):
-    """Curves at common amounts of operations; R curve, C amount. Lines between points, on logarithmic axes."""
-
-    flops_C: np.ndarray
-    params_R: np.ndarray
-    losses_RC: np.ndarray  # infinite where a curve has not begun or is over
-    tokens_RC: np.ndarray
-
-    @classmethod
-    def of(cls, curves: Sequence[Sequence[Point]]) -> "Curves":
-        """The curves, each from few operations to many."""
-        ends = [(curve[0].compute, curve[-1].compute) for curve in curves]
-        flops_C = np.geomspace(min(begin for begin, _ in ends), max(end for _, end in ends), STEPS)
-        losses_RC, tokens_RC = np.full((2, len(curves), STEPS), math.inf)
-        for row, (curve, (begin, end)) in enumerate(zip(curves, ends)):
-            covers = (flops_C >= begin * (1 - 1e-9)) & (flops_C <= end * (1 + 1e-9))
-            at, known = np.log(flops_C[covers]), np.log([point.compute for point in curve])
-            losses_RC[row, covers] = np.exp(np.interp(at, known, np.log([point.loss for point in curve])))
-            tokens_RC[row, covers] = np.exp(np.interp(at, known, np.log([point.tokens for point in curve])))
-        return cls(flops_C, np.array([curve[0].params for curve in curves]), losses_RC, tokens_RC)
-
-    def lowest(self, rows: Sequence[int]) -> tuple[list[Optimum], int]:
-        """(the envelope of these curves where a size in between is lowest, at how many amounts one at the edge is)."""
-        losses, params = self.losses_RC[rows], self.params_R[rows]
-        there = np.isfinite(losses)
-        best = losses.argmin(axis=0)
-        smallest = np.where(there, params[:, None], math.inf).min(axis=0)
-        largest = np.where(there, params[:, None], 0.0).max(axis=0)
-        known = there.any(axis=0)
-        inside = longest_stretch(known & (smallest < params[best]) & (params[best] < largest))
-        optima = [
-            Optimum(*map(float, (self.flops_C[at], params[row], self.tokens_RC[rows[row], at], losses[row, at])))
-            for at, row in enumerate(best)
-            if inside[at]
-        ]
-        return optima, int((known & ~inside).sum())
-
-
-def longest_stretch(inside_C: np.ndarray) -> np.ndarray:
-    """The longest run of True alone. Beside the edge of the sizes noise decides whether a size in between is lowest:
-    those that it lifts there would flatten the line."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside_C, [False]]).astype(int)))
-    if not len(edges):
-        return inside_C
-    begin, end = max(zip(edges[::2], edges[1::2]), key=lambda both: both[1] - both[0])
-    places = np.arange(len(inside_C))
-    return (places >= begin) & (places < end)
 
 
 def lowest_of_group(group: Sequence[Point], weights: np.ndarray) -> Optimum | str:

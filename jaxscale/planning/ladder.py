@@ -17,6 +17,7 @@ from jaxscale import schema, units
 from jaxscale.budget import Budget, resolve_budget
 from jaxscale.config import RunConfig
 from jaxscale.optim.optimizers import optim_schedule
+from jaxscale.planning.envelope import Curve, curve_of_run
 from jaxscale.planning.loss_law import Noise, Point
 from jaxscale.planning.scaling import is_mixture
 from jaxscale.reporting.history import History, read_history
@@ -85,6 +86,11 @@ class Rung:
         """The folder's own name."""
         return self.folder.rstrip("/").rpartition("/")[2]
 
+    @property
+    def curve(self) -> Curve:
+        """Its training loss, as approach 1 takes it."""
+        return curve_of_run(self.params, self.flops / self.tokens, self.steps * self.tokens, self.losses)
+
 
 class Ladder(NamedTuple):
     """Runs that can be compared with the one to be forecast, the smallest first, and (folder, why not) of others."""
@@ -103,11 +109,7 @@ class Ladder(NamedTuple):
         ends: dict[str, dict[int, float]] = {}
         for rung in self.rungs:
             ends.setdefault(rung.recipe, {})[rung.seed] = math.log(rung.loss)
-        groups = [np.array(list(losses.values())) for losses in ends.values() if len(losses) > 1]
-        freedom = sum(len(group) - 1 for group in groups)
-        if freedom < LEAST_FREEDOM:
-            return None
-        return Noise(math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom), freedom)
+        return noise_of([list(losses.values()) for losses in ends.values()])
 
     @property
     def bits_per_nat(self) -> float | None:
@@ -116,6 +118,15 @@ class Ladder(NamedTuple):
             return None
         ratios = np.array([rung.bits_per_byte / rung.loss for rung in self.rungs])
         return float(np.median(ratios)) if np.ptp(ratios) <= 1e-3 * ratios.mean() else None
+
+
+def noise_of(repeated: Sequence[Sequence[float]]) -> Noise | None:
+    """The noise of a run, from groups of log L that differ in seed alone; None with less than LEAST_FREEDOM."""
+    groups = [np.array(group) for group in repeated if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in groups)
+    if freedom < LEAST_FREEDOM:
+        return None
+    return Noise(math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom), freedom)
 
 
 def find_runs(patterns: str) -> list[str]:

@@ -120,15 +120,16 @@ def test_clipping_that_allows_twice_the_rate_is_told_so():
 
 
 def test_the_best_size_is_found_three_ways_from_a_known_law():
-    law = lambda params, tokens: 1.0 + 840 / params**0.5 + 1000 / tokens**0.5  # so the best size grows as C ** 0.5
+    law = lambda params, tokens: 1.0 + 1000 / params**0.5 + 400 / tokens**0.5  # so the best size grows as C ** 0.5
     results = []
     for trial in isoflop.isoflop_trials(BASE, Wishes()):
-        loss = law(trial.cfg.model.num_params, trial.cfg.train_tokens)
-        results.append(made(trial, loss, curve=[loss] * (trial.cfg.train_tokens // trial.cfg.tokens_per_step)))
-    found = isoflop.conclude(results)
-    _, parabolas, of_loss = found.verdict
-    assert 0.4 < float(parabolas.split("C ** ")[1].split()[0]) < 0.6, found.verdict
-    assert "so the best size grows as C ** 0.5" in of_loss and "10 times the largest tried" in parabolas
+        batch, total = trial.cfg.tokens_per_step, trial.cfg.train_tokens
+        curve = law(trial.cfg.model.num_params, np.arange(batch, total + 1, batch))
+        results.append(made(trial, float(curve[-1]), curve=curve))
+    curves, parabolas, of_loss = isoflop.conclude(results).verdict
+    for text in (curves, parabolas):
+        assert 0.4 < float(text.split("C ** ")[1].split()[0]) < 0.6 and "10 times the largest tried" in text, text
+    assert "so the best size grows as C ** 0.5" in of_loss
 
 
 def test_a_rate_that_moves_with_the_width_without_mup_is_told():
