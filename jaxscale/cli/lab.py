@@ -10,6 +10,7 @@ WORKDIR/EXPERIMENT.html; docs/lab.md shows some.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 
@@ -47,6 +48,14 @@ def numbers(kind: type):
     return read
 
 
+def times_above_1(name: str, text: str) -> float:
+    """A flag's number above 1. Raises BadInput for anything else."""
+    (found,) = numbers(float)(name, text)[:1]
+    if not 1 < found < math.inf or "," in text:
+        raise BadInput(f"--{name}={text} must be one number above 1, such as 10")
+    return found
+
+
 def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The settings of --vary. Raises BadInput for one without values, or given twice."""
     found = []
@@ -69,9 +78,15 @@ class LabFlags:
     workdir: str | None = flag(None, "where runs and pages go; default runs/lab-<config>", "FOLDER")
     seeds: int = flag(0, "runs of each setting that differ in seed alone; 0: as many as the experiment has", least=0)
     rates: tuple[float, ...] = flag(
-        (), "rate, batch, optimizers, clipping, width: learning rates", "1e-3,2e-3", read=numbers(float)
+        (), "rate, batch, optimizers, clipping, width, shape: learning rates", "1e-3,2e-3", read=numbers(float)
     )
     batches: tuple[int, ...] = flag((), "rate, batch: tokens of a step", "1024,4096", read=numbers(int))
+    sizes: tuple[float, ...] = flag(
+        (), "isoflop, ladder: widths, shape: layers, as times of the config's", "0.5,1,2", read=numbers(float)
+    )
+    target: float = flag(
+        0.0, "ladder: trains a model of so many times the parameters of the largest rung too", "10", read=times_above_1
+    )
     names: tuple[str, ...] = flag(
         (), "rate, optimizers: optimizers; precision: forms", "adamw,lion", read=lambda _, text: tuple(text.split(","))
     )
@@ -90,7 +105,9 @@ def main(arguments: Arguments) -> int:
     check_flags(flags, name)
     base = Base.load(flags.config, arguments.overrides)
     work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
-    wishes = Wishes(flags.seeds, flags.rates, flags.batches, flags.names, read_vary(flags.vary))
+    wishes = Wishes(
+        flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names, read_vary(flags.vary)
+    )
     jobs = flags.jobs or running.default_jobs(os.environ.get("JAX_PLATFORMS"))
     seen: dict[str, Result] = {}
 
@@ -118,7 +135,8 @@ def main(arguments: Arguments) -> int:
 def check_flags(flags: LabFlags, name: str) -> None:
     """Raises BadInput for a flag that the experiment does not read."""
     read_by = {
-        "rates": ("rate", "batch", "optimizers", "clipping", "width"), "batches": ("rate", "batch"),
+        "rates": ("rate", "batch", "optimizers", "clipping", "width", "shape"), "batches": ("rate", "batch"),
+        "sizes": ("isoflop", "ladder", "shape"), "target": ("ladder",),
         "names": ("rate", "optimizers", "precision"), "vary": ("vary",),
     }  # fmt: skip
     for flag_name, experiments in read_by.items():

@@ -1,6 +1,7 @@
 """What a larger batch costs at the same tokens, and the critical batch, by curves and by the gradient's noise."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxscale import units
 from jaxscale.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
@@ -50,16 +51,16 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Tokens and steps to one loss over the batch; the critical batch both ways."""
-    results = best_rates(run(batch_trials(base, wishes)))
+    results = best_rates(run(batch_trials(base, wishes)), lambda r: int(r.at(BATCH)))
     smallest = min((r for r in results if not r.diverged), key=lambda r: int(r.at(BATCH)))
     return conclude(results, run(noise_trials(base, smallest)))
 
 
-def best_rates(results: Sequence[Result]) -> list[Result]:
-    """Of each batch the runs at the rate whose mean loss is lowest; a rate at which one diverged is out."""
+def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[Result]:
+    """Of each group by `key` the runs at the rate whose mean loss is lowest; a rate at which one diverged is out."""
     found = []
-    for of_batch in groups_of(results, lambda r: int(r.at(BATCH))).values():
-        by_rate = groups_of(of_batch, lambda r: float(r.at(RATE))).values()
+    for of_group in groups_of(results, key).values():
+        by_rate = groups_of(of_group, lambda r: float(r.at(RATE))).values()
         steady = [runs for runs in by_rate if not any(r.diverged for r in runs)]
         found += min(steady, key=lambda runs: mean([r.loss for r in runs]).value, default=[])
     return found

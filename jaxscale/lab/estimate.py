@@ -6,7 +6,7 @@ length of training.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import optimize, stats
@@ -52,6 +52,23 @@ def mean(values: Sequence[float]) -> Estimate:
 def t_of(freedom: int) -> float:
     """Student's t for CONFIDENCE."""
     return float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom))
+
+
+def apart(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Estimate:
+    """How much higher `one` setting ends than the `other`, over seeds that all settings have.
+
+    losses: {setting: {seed: loss}}. Runs of one seed read the same batches, so they are compared with each other; the
+    noise is what setting and seed together do not explain, of all settings, which few seeds of two alone cannot tell.
+    """
+    seeds = sorted(set.intersection(*(set(of) for of in losses.values())))
+    table = np.array([[of[seed] for seed in seeds] for of in losses.values()])
+    means = dict(zip(losses, table.mean(axis=1)))
+    value, freedom = float(means[one] - means[other]), (len(seeds) - 1) * (len(losses) - 1)
+    if freedom < 1:
+        return Estimate(value)
+    left = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
+    half = t_of(freedom) * math.sqrt(2 / len(seeds) * float((left**2).sum()) / freedom)
+    return Estimate(value, value - half, value + half)
 
 
 class Optimum(NamedTuple):

@@ -17,6 +17,8 @@ class Wishes(NamedTuple):
     seeds: int = 0
     rates: tuple[float, ...] = ()  # learning rates
     batches: tuple[int, ...] = ()  # tokens of a step
+    sizes: tuple[float, ...] = ()  # times the config's width, or its layers
+    target: float = 0.0  # times the parameters of a ladder's largest rung
     names: tuple[str, ...] = ()  # optimizers, or precisions
     vary: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, values)
 

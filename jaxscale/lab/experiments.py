@@ -1,6 +1,6 @@
 """The experiments, by name."""
 
-from jaxscale.lab import batch, clipping, isoflop, optimizers, precision, rate, resume, vary, width
+from jaxscale.lab import batch, clipping, isoflop, ladder, optimizers, precision, rate, resume, shape, vary, width
 from jaxscale.lab.experiment import Experiment
 
 EXPERIMENTS = {
@@ -14,6 +14,12 @@ EXPERIMENTS = {
     ),
     "clipping": Experiment("rates up to where runs diverge", "What does clipping allow?", clipping.answer),
     "isoflop": Experiment("size against tokens at equal FLOPs", "Which size is best for the FLOPs?", isoflop.answer),
+    "ladder": Experiment(
+        "what small runs say of a larger one, and what it ends at",
+        "Do small runs foretell a larger one?",
+        ladder.answer,
+    ),
+    "shape": Experiment("depth against width at equal FLOPs", "How deep and how wide for the FLOPs?", shape.answer),
     "resume": Experiment("kill, go on, compare", "Is a run that was killed the same run?", resume.answer),
     "width": Experiment("rates over widths, with muP and without", "Does a rate hold over widths?", width.answer),
     "vary": Experiment("your own sweep, by --vary", "Which setting is best?", vary.answer),

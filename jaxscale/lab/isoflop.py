@@ -1,13 +1,11 @@
 """Model size against tokens at equal FLOPs: the three ways of arXiv:2203.15556 to the best size, side by side."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxscale.config import RunConfig
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line
-from jaxscale.lab.rate import RATE, floor_of
+from jaxscale.lab.sizes import train_tokens_of, wider
 from jaxscale.lab.trial import Base, Result, Trial
 from jaxscale.planning.best_size import three_ways
 from jaxscale.planning.envelope import Curve, curve_of_run, smooth
@@ -15,7 +13,6 @@ from jaxscale.planning.loss_law import Point
 from jaxscale.reporting.plots import Line
 from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count
-from jaxscale.system.exits import BadInput
 
 SIZE, BUDGET = "width", "FLOPs"
 WIDTHS = (0.5, 1, 1.5, 2, 3)  # times the config's
@@ -28,37 +25,12 @@ PREDICTED = (
 )
 
 
-def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """The settings of a model `times` as wide: heads of one size, the same ratios, the rate by width.
-
-    Raises BadInput for a model that is no decoder of the Llama kind.
-    """
-    model = cfg.model
-    if model.name != "llama" or getattr(model, "experts", None) is not None:
-        raise BadInput(f"lab isoflop varies dense models of model.name='llama', and this one is {model.name!r}")
-    heads = max(1, round(model.num_heads * times))
-    groups = max(1, round(model.num_kv_heads * heads / model.num_heads))
-    groups = next(g for g in range(groups, 0, -1) if heads % g == 0)
-    factor = heads / model.num_heads
-    return {
-        "model.num_heads": heads,
-        "model.num_kv_heads": groups,
-        "model.embed_dim": round(model.embed_dim * factor),
-        "model.mlp_dim": round(model.mlp_dim * factor),
-        RATE: cfg.optim.peak_lr / factor,
-    } | floor_of(cfg.optim, cfg.optim.peak_lr / factor)
-
-
 def isoflop_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """Budgets x sizes x seeds; a run's tokens are what its budget pays for."""
-    from_base = base.with_settings({}).cfg
-    tokens = from_base.train_tokens if isinstance(from_base.train_tokens, int) else None
-    if tokens is None:
-        raise BadInput(f"lab isoflop needs train_tokens as a number, not {from_base.train_tokens!r}")
-    found = []
+    tokens, found = train_tokens_of(base), []
     for part in BUDGETS:
-        flops = part * tokens * from_base.flops_per_token
-        for times in WIDTHS:
+        flops = part * tokens * base.cfg.flops_per_token
+        for times in wishes.sizes or WIDTHS:
             settings = wider(base.cfg, times)
             sized = base.with_settings(settings).cfg
             steps = max(1, round(flops / sized.flops_per_token / sized.tokens_per_step))

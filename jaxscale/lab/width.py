@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from jaxscale.lab.estimate import power
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line
-from jaxscale.lab.isoflop import wider
 from jaxscale.lab.rate import RATE, best_rate, over_rates
+from jaxscale.lab.sizes import wider
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
 

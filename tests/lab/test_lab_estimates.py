@@ -15,6 +15,16 @@ def test_the_interval_of_a_mean_holds_nine_times_in_ten():
     assert estimate.mean([2.0]) == estimate.Estimate(2.0)
 
 
+def test_the_interval_of_a_difference_in_pairs_holds_nine_times_in_ten():
+    random, held = np.random.default_rng(0), 0
+    for _ in range(1000):
+        of_seed = random.normal(0, 5.0, 3)  # what a seed adds to all settings does not count
+        losses = {name: dict(enumerate(name + of_seed + random.normal(0, 0.1, 3))) for name in (2.0, 2.1, 2.3, 2.6)}
+        held += estimate.apart(losses, 2.3, 2.0).has(0.3)
+    assert 0.87 < held / 1000 < 0.93
+    assert estimate.apart({1: {0: 3.0}, 2: {0: 5.0}}, 2, 1) == estimate.Estimate(2.0)
+
+
 @pytest.mark.parametrize("best", [1.3e-3, 2e-3, 3.1e-3])
 def test_the_optimum_of_a_parabola_in_log_x_is_found_exactly(best):
     rates = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]

@@ -7,10 +7,12 @@ import pytest
 from headless import BROWSER, Browser
 from made_results import BASE, made, noisy
 
-from jaxscale.lab import batch, clipping, isoflop, optimizers, precision, rate, resume, vary, width
+from jaxscale.lab import batch, clipping, isoflop, ladder, optimizers, precision, rate, resume, shape, vary, width
 from jaxscale.lab.experiment import Wishes
 from jaxscale.lab.experiments import EXPERIMENTS
 from jaxscale.lab.page import lab_page
+from jaxscale.lab.sizes import inner_flops
+from jaxscale.system.exits import BadInput
 
 USUAL = BASE.cfg.optim.peak_lr
 
@@ -73,7 +75,7 @@ def test_of_each_batch_the_best_rate_counts_and_none_at_which_a_run_was_lost():
     losses = {1e-3: 2.2, 2e-3: 2.1, 4e-3: 1.9}
     lost = lambda t: t.at["optim.peak_lr"] == 4e-3 and t.seed == 1
     results = [made(t, losses[t.at["optim.peak_lr"]], diverged=lost(t)) for t in trials]
-    assert {r.at("optim.peak_lr") for r in batch.best_rates(results)} == {2e-3}
+    assert {r.at("optim.peak_lr") for r in batch.best_rates(results, lambda r: r.at("batch_tokens"))} == {2e-3}
 
 
 def optimizer_results(speed, noise=0.0005):
@@ -142,6 +144,48 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
     standard, mup = width.conclude(results).verdict
     assert power_in(standard) == pytest.approx(-1, abs=0.05) and "does not hold" in standard
     assert power_in(mup) == pytest.approx(0, abs=0.05) and "which holds no change" in mup
+
+
+def shape_results(bend, seeds=3):
+    """Runs whose loss rises with the square of log(width / layers) from that of 2 layers."""
+    found = []
+    for trial in shape.shape_trials(BASE, Wishes(seeds=seeds)):
+        off = math.log(trial.at["width"] / trial.at["layers"] / 32)
+        rate_off = math.log(trial.at["optim.peak_lr"] * trial.at["width"] / 64 / USUAL)
+        found.append(made(trial, 2.0 + bend * off**2 + 0.05 * rate_off**2 + 0.3 * trial.seed + noisy(trial)))
+    return found
+
+
+def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
+    results = shape_results(0.01)
+    flops = {inner_flops(r.trial.cfg.model, r.trial.cfg.seq_len) for r in results}
+    assert len({r.at("layers") for r in results}) == 5 and max(flops) < 1.005 * min(flops)
+    lowest, far, spread = shape.conclude(results).verdict
+    assert lowest.startswith("2 layers of 64 (width / layers 32) ends lowest") and "no other is within" in lowest
+    assert "16 layers of 16 (by 5.2" in far and "Over a factor of 96" in spread  # 0.01 * log(32)**2 of 2.3 nats
+    flat, spread = shape.conclude(shape_results(0.0)).verdict
+    assert flat.count(" layer") >= 5 and "not told from it" in flat
+    assert "one seed does not tell" in shape.conclude(shape_results(0.01, 1)).verdict[0]
+    with pytest.raises(BadInput, match="no width gives a model of 32 layers"):
+        shape.shape_trials(BASE, Wishes(sizes=(16,)))
+
+
+def test_a_ladder_foretells_a_size_ten_times_as_large_and_says_where_it_does_not():
+    law = lambda cfg: 1.2 + 30 * cfg.model.num_params**-0.35
+    wishes = Wishes(target=10, sizes=(0.5, 1, 1.5, 2, 2.5))
+    trials = ladder.ladder_trials(BASE, wishes)
+    ratios = [t.cfg.train_tokens / t.cfg.model.num_params for t in trials]
+    assert max(ratios) < 1.02 * min(ratios) and len(trials) == 10
+    results = [made(t, law(t.cfg) + noisy(t), curve=[2.0] * (t.cfg.train_tokens // 1024)) for t in trials]
+    target = ladder.target_trial(BASE, wishes, results[-1].at("parameters"))
+    assert 10 <= target.cfg.model.num_params / results[-1].at("parameters") < 13
+    end = lambda times: [made(target, times * law(target.cfg), curve=[2.0] * (target.cfg.train_tokens // 1024))]
+    last, not_made, of_all = ladder.conclude(results).verdict
+    assert "inside the interval" in last and "it was not trained (--target=10 does)" in not_made
+    assert "0.3" in of_all.partition(" / N ** ")[2] and "along these tokens a parameter" in of_all
+    of_target = lambda times: ladder.in_words("the target", ladder.compare(ladder.law_of(results), end(times)))
+    assert "inside the interval" in of_target(1.0) and "outside the interval" in of_target(1.3)
+    assert "Of the last rung nothing is foretold" in ladder.conclude(results[:4], end(1.0)).verdict[0]
 
 
 def test_one_value_that_differs_after_a_kill_is_found():

@@ -1,0 +1,197 @@
+"""A ladder of sizes, each trained for as many tokens a parameter: whether its small runs foretell the larger ones."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxscale.lab.estimate import Estimate, mean
+from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line
+from jaxscale.lab.isoflop import point_of
+from jaxscale.lab.sizes import larger, train_tokens_of
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.planning.ladder import noise_of
+from jaxscale.planning.loss_law import LossLaw, Point, Prediction, fit
+from jaxscale.reporting.tables import n
+from jaxscale.reporting.text import count, percent
+from jaxscale.system.exits import BadInput
+
+SIZE = "parameters"
+TIMES = (0.5, 1, 1.5, 2, 2.5)  # the config's width and depth
+FAR = 10.0  # times the parameters of the largest: what the law says of it is told in any case
+LAST = "the last rung"
+NO_FLOOR = 0.05  # an E below this part of the least loss is none
+PREDICTED = (
+    (
+        "arXiv:2203.15556",
+        "the loss falls to a floor E as powers of parameters and tokens, 0.34 and 0.28; arXiv:2404.10102 fits the same "
+        "data by 0.35 and 0.37",
+    ),
+    ("arXiv:2001.08361", "no floor is seen: L(N) falls as N ** -0.076, L(D) as D ** -0.095"),
+    ("arXiv:2303.08774", "a final loss was foretold well from runs of at most a ten-thousandth of its compute"),
+)
+
+
+class Tried(NamedTuple):
+    """What a law said of a size that it had not seen, beside what was seen."""
+
+    point: Point  # its parameters and tokens, and the mean loss that was seen; NaN before
+    said: Prediction
+    seen: Estimate | None
+    times: float  # the parameters of the largest size behind the law
+    flops_times: float
+
+
+def tokens_for(base: Base, params: int) -> int:
+    """Tokens in whole steps for so many parameters: as many for each as the config has."""
+    tokens = train_tokens_of(base) * params / base.cfg.model.num_params
+    return max(1, round(tokens / base.cfg.tokens_per_step)) * base.cfg.tokens_per_step
+
+
+def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
+    """A size with its tokens x seeds."""
+    settings = larger(base.cfg, times)
+    params = base.with_settings(settings).cfg.model.num_params
+    settings["train_tokens"] = tokens_for(base, params)
+    return [base.with_settings(settings, seed, at={SIZE: params}) for seed in seeds]
+
+
+def ladder_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """Sizes x seeds."""
+    return [trial for times in wishes.sizes or TIMES for trial in rung(base, times, wishes.seeds_of(2))]
+
+
+def target_trial(base: Base, wishes: Wishes, most: int) -> Trial:
+    """One run of the least size that has `target` times the parameters of the largest rung, or more."""
+    heads = base.cfg.model.num_heads
+    times = max(wishes.sizes or TIMES)
+    while True:
+        times = (round(times * heads) + 1) / heads
+        (trial,) = rung(base, times, [0])
+        if trial.cfg.model.num_params >= wishes.target * most:
+            return trial
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """What the rungs foretell, and what comes."""
+    results = run(ladder_trials(base, wishes))
+    target: list[Result] = []
+    if wishes.target:
+        target = run([target_trial(base, wishes, max(int(r.at(SIZE)) for r in results))])
+    return conclude(results, target)
+
+
+def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclusion:
+    """The Conclusion of these results. target: of the run that is larger by far, where it was made."""
+    held = [r for r in results if not r.diverged]
+    sizes = dict(sorted(groups_of(held, lambda r: int(r.at(SIZE))).items()))
+    *rest, last = sizes.values() if sizes else [[]]
+    verdict, tried, laws = [], [], []
+    for name, of, runs in (
+        (LAST, [r for group in rest for r in group], last),
+        ("the target", held, [r for r in target if not r.diverged]),
+    ):
+        try:
+            law = law_of(of)
+        except BadInput as error:
+            verdict.append(f"Of {name} nothing is foretold: {error}.")
+            continue
+        laws.append(law)
+        one = compare(law, runs) if runs else foretold(law)
+        tried.append(one)
+        verdict.append(in_words(name, one))
+    if laws:
+        verdict.append(law_text(laws[-1]))
+    lost = [r for r in (*results, *target) if r.diverged]
+    limits = (
+        *SMALL[:1],
+        "An interval of 90% that holds once or twice is no proof that it holds nine times in ten; it knows what runs "
+        "scatter by and what the exponents leave open, and not the errors of another law.",
+        "Rates go with the inverse of the width, and the batch is the same at all sizes: neither was tuned at each.",
+        *([f"{len(lost)} of {len(results) + len(target)} runs diverged and are left out."] if lost else []),
+    )
+    rows = [row_of(r) for r in (*held, *(r for r in target if not r.diverged))]
+    head = ("parameters", "layers", "width", "tokens", "FLOPs", "held-out loss")
+    return Conclusion(verdict, limits, PREDICTED, drawn(held, target, tried, laws), head, rows)
+
+
+def law_of(runs: Sequence[Result]) -> LossLaw:
+    """The law of these ends, with the noise that their seeds show. Raises BadInput as fit() does."""
+    repeated = [[math.log(r.loss) for r in group] for group in groups_of(runs, lambda r: int(r.at(SIZE))).values()]
+    return fit([point_of(r) for r in runs], noise=noise_of(repeated))
+
+
+def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
+    """A law, and runs of a size that it does not know."""
+    point, seen = point_of(runs[0]), mean([r.loss for r in runs])
+    most = max(law.points, key=lambda known: known.compute)
+    said = law.predict(point.params, point.tokens)
+    return Tried(point, said, seen, point.params / most.params, point.compute / most.compute)
+
+
+def foretold(law: LossLaw) -> Tried:
+    """What the law says of a size that is FAR times the largest, with tokens in proportion."""
+    most = max(law.points, key=lambda known: known.compute)
+    point = Point(FAR * most.params, FAR * most.tokens, math.nan)
+    return Tried(
+        point, law.predict(point.params, point.tokens), None, FAR, point.compute / (6 * most.params * most.tokens)
+    )
+
+
+def in_words(name: str, one: Tried) -> str:
+    """Predicted against seen."""
+    low, middle, high = one.said
+    said = f"{middle:.4f} nats ({low:.4f} to {high:.4f})"
+    of = (
+        f"{count(one.point.params)} parameters and {count(one.point.tokens)} tokens, {one.times:.3g} times the "
+        f"parameters and {one.flops_times:.3g} times the FLOPs of the largest run behind the law"
+    )
+    if one.seen is None:
+        return f"All rungs foretell {said} for {of}; it was not trained (--target={FAR:g} does)."
+    who = "The smaller rungs" if name == LAST else "All rungs"
+    held = "inside the interval" if low <= one.seen.value <= high else "outside the interval"
+    off = one.seen.value / middle - 1
+    return (
+        f"{who} foretell {said} for {name}, of {of}; seen: {one.seen} nats, {held}, {percent(abs(off))} "
+        f"{'above' if off > 0 else 'below'} what was said."
+    )
+
+
+def law_text(law: LossLaw) -> str:
+    """The fitted law, its exponent's interval, and whether it has a floor."""
+    terms, told = law.terms, law.to_dict()["intervals"]
+    name, scale, power = ("alpha", terms.A, terms.alpha) if terms.A else ("beta", terms.B, terms.beta)
+    variable = "N" if terms.A else "D"
+    text = f"The law of all rungs: L = {terms.E:.3g} + {scale:.3g} / {variable} ** {power:.2f}"
+    if terms.A and terms.B:
+        text += f" + {terms.B:.3g} / D ** {terms.beta:.2f}"
+    text += f", with an exponent of {told[name][0]:.2f} to {told[name][1]:.2f}"
+    if law.form == "params":
+        text += " along these tokens a parameter"
+    if terms.E < NO_FLOOR * min(point.loss for point in law.points):
+        text += "; E is next to nothing: no floor shows yet, so far beyond these runs it falls too low"
+    return f"{text}."
+
+
+def row_of(result: Result) -> list:
+    """The cells of a run."""
+    point, model = point_of(result), result.trial.cfg.model
+    texts = (
+        count(point.params), str(model.num_layers), str(model.embed_dim), count(point.tokens), f"{point.compute:.3g}",
+        f"{point.loss:.4f}",
+    )  # fmt: skip
+    return [*map(n, texts)]
+
+
+def drawn(
+    held: Sequence[Result], target: Sequence[Result], tried: Sequence[Tried], laws: Sequence[LossLaw]
+) -> list[Drawing]:
+    """Loss over parameters: what was seen, and what was said of it before."""
+    seen = [point_of(r) for r in (*held, *(r for r in target if not r.diverged))]
+    lines = [line("seen", [(p.params, p.loss) for p in seen], 0, "dots")]
+    if laws:
+        law, ends = laws[-1], seen + [one.point for one in tried]
+        lines.append(line("law of all rungs", {p.params: law.terms.loss(p.params, p.tokens) for p in ends}, 0, "dash"))
+    at = lambda name: [(one.point.params, getattr(one.said, name)) for one in tried]
+    lines.append(line("foretold", at("middle"), 1, "dots"))
+    lines.append(line("its interval", at("low") + at("high"), 2, "dots"))
+    return [drawing("Loss over parameters", lines, "parameters", log_below=True, unit="nats, held out")]

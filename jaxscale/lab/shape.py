@@ -1,0 +1,130 @@
+"""Depth against width at equal operations: which shapes end lowest, and which the noise does not tell from them."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxscale.lab.batch import best_rates
+from jaxscale.lab.estimate import Estimate, apart, mean
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line, mean_line
+from jaxscale.lab.rate import RATE, over_rates
+from jaxscale.lab.sizes import inner_flops, shaped
+from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.reporting.plots import COLORS
+from jaxscale.reporting.tables import n
+from jaxscale.reporting.text import count, percent
+
+LAYERS, WIDTH = "layers", "width"
+TIMES = (0.5, 1, 2, 4, 8)  # the config's layers
+FACTORS = (0.5, 1, 2)  # of the config's rate by the inverse of the width
+PREDICTED = (
+    (
+        "arXiv:2001.08361, section 3.2",
+        "shape hardly matters at a fixed size: 6 layers of 4,288 end within 3% of 48 layers of 1,600, a ratio of width "
+        "to depth 21 times as large",
+    ),
+    (
+        "arXiv:2006.12467",
+        "depth pays up to about log(width) / log(3) layers; beyond that, deeper and wider are worth the same",
+    ),
+    ("arXiv:2402.14905", "below a billion parameters, deeper and thinner models score higher than wide ones"),
+)
+
+
+def shape_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """Shapes x rates x seeds, each for the same tokens."""
+    own, found = base.cfg, []
+    depths = dict.fromkeys(max(1, round(own.model.num_layers * times)) for times in wishes.sizes or TIMES)
+    for layers in depths:
+        settings = shaped(own, layers)
+        told = {LAYERS: layers, WIDTH: settings["model.embed_dim"]}
+        rates = wishes.rates or [settings[RATE] * factor for factor in FACTORS]
+        found += over_rates(base, told, rates, wishes.seeds_of(3), also=settings)
+    return found
+
+
+def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+    """Which shapes are best."""
+    return conclude(run(shape_trials(base, wishes)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results."""
+    shapes = groups_of(results, lambda r: int(r.at(LAYERS)))
+    best = groups_of(best_rates(results, lambda r: int(r.at(LAYERS))), lambda r: int(r.at(LAYERS)))
+    losses = {layers: {r.seed: r.loss for r in runs} for layers, runs in best.items()}
+    means = {layers: mean(list(of.values())) for layers, of in losses.items()}
+    names = {layers: f"{layers} layer{'s' * (layers > 1)} of {runs[0].at(WIDTH)}" for layers, runs in shapes.items()}
+    verdict = in_words(names, losses, {layers: ratio_of(runs[0]) for layers, runs in best.items()})
+    verdict += [f"{names[layers]}: a run was lost at every rate." for layers in shapes if layers not in best]
+    rates = {layers: sorted({float(r.at(RATE)) for r in runs}) for layers, runs in shapes.items()}
+    if edge := [names[at] for at, runs in best.items() if float(runs[0].at(RATE)) in (rates[at][0], rates[at][-1])]:
+        verdict.append(f"The best rate is the last that was tried, so another may be better, of {', '.join(edge)}.")
+    flat = [r for runs in best.values() for r in runs]
+    over_ratio = [line("each run", [(ratio_of(r), r.loss) for r in flat], 0, "dots")]
+    over_ratio.append(line("mean", {ratio_of(runs[0]): means[at].value for at, runs in best.items()}, 0))
+    over_rate = [
+        one for at, (layers, runs) in enumerate(shapes.items()) for one in mean_line(names[layers], runs, RATE, at)
+    ]
+    curves = [curve_line(names[layers], runs[0], at % COLORS) for at, (layers, runs) in enumerate(best.items())]
+    drawings = [
+        drawing("Loss over width / layers", over_ratio, "width / layers", log_below=True, unit="nats, held out"),
+        drawing("Loss over the learning rate", over_rate, "learning rate", log_below=True, unit="nats, held out"),
+        drawing("Training loss, each at its best rate", curves, "tokens", unit="nats", focused=True),
+    ]
+    rows = [[*map(n, row_of(runs[0], means[layers]))] for layers, runs in best.items()]
+    head = (
+        "layers", "width", "width / layers", "heads", "MLP", "parameters", "FLOPs a token in blocks", "best rate tried",
+        "held-out loss",
+    )  # fmt: skip
+    limits = (
+        *SMALL,
+        "A wide model has more parameters in its embeddings and head, and takes more FLOPs there; a deep one has "
+        "longer steps on most machines, which is not weighed.",
+    )
+    return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
+
+
+def ratio_of(result: Result) -> float:
+    """Width over layers."""
+    return float(result.at(WIDTH)) / float(result.at(LAYERS))
+
+
+def row_of(result: Result, loss: Estimate) -> tuple[str, ...]:
+    """The cells of a shape."""
+    cfg, model = result.trial.cfg, result.trial.cfg.model
+    return (
+        str(model.num_layers), str(model.embed_dim), f"{ratio_of(result):.3g}",
+        f"{model.num_heads} of {model.head_dim}", str(model.mlp_dim), count(model.num_params),
+        f"{inner_flops(model, cfg.seq_len):.4g}", f"{result.at(RATE):.3g}", str(loss),
+    )  # fmt: skip
+
+
+def in_words(
+    names: Mapping[int, str], losses: Mapping[int, Mapping[int, float]], ratios: Mapping[int, float]
+) -> list[str]:
+    """Which shape ends lowest, which others seeds do not tell from it, and how much shape matters at all."""
+    if not losses:
+        return []
+    told = {layers: mean(list(of.values())) for layers, of in losses.items()}
+    first, *others = sorted(losses, key=lambda layers: told[layers].value)
+    lowest = f"{names[first]} (width / layers {ratios[first]:.3g}) ends lowest, at {told[first]} nats"
+    if not others:
+        return [f"{lowest}; no other shape held."]
+    behind = {layers: apart(losses, layers, first) for layers in others}
+    part = lambda one: Estimate(*(None if value is None else 100 * value / told[first].value for value in one))
+    higher = lambda layers: f"{names[layers]} (by {part(behind[layers])}%)"
+    close = [names[layers] for layers in others if behind[layers].low is not None and behind[layers].low <= 0]
+    far = [higher(layers) for layers in others if behind[layers].low is None or behind[layers].low > 0]
+    if behind[others[0]].low is None:
+        text = [f"{lowest}; higher: {', '.join(far)}; one seed does not tell whether that is more than noise."]
+    else:
+        text = [
+            f"{lowest}; {'not told from it: ' + ', '.join(close) if close else 'no other is within the noise of it'}."
+        ]
+        text += [f"Higher beyond the noise: {', '.join(far)}."] if far else []
+    most = behind[others[-1]].value / told[first].value
+    spread = max(ratios.values()) / min(ratios.values())
+    text.append(
+        f"Over a factor of {spread:.3g} in width / layers the loss differs by {percent(most)} at most, where "
+        "arXiv:2001.08361 has 3% over a factor of 21."
+    )
+    return text
