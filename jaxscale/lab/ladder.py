@@ -150,9 +150,10 @@ def in_words(name: str, one: Tried) -> str:
     who = "The smaller rungs" if name == LAST else "All rungs"
     held = "inside the interval" if low <= one.seen.value <= high else "outside the interval"
     off = one.seen.value / middle - 1
+    between = "" if one.seen.low is None else f" ({one.seen.low:.4f} to {one.seen.high:.4f})"
     return (
-        f"{who} foretell {said} for {name}, of {of}; seen: {one.seen} nats, {held}, {percent(abs(off))} "
-        f"{'above' if off > 0 else 'below'} what was said."
+        f"{who} foretell {said} for {name}, of {of}; seen: {one.seen.value:.4f} nats{between}, {held}, "
+        f"{percent(abs(off))} {'above' if off > 0 else 'below'} what was said."
     )
 
 
