@@ -95,7 +95,10 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     )  # fmt: skip
     rows = [list(map(n, texts(float(r.at(BUDGET)), p))) for r, p in held]
     lost = len(results) - len(held)
-    limits = (*SMALL, "Rates go with the inverse of the width and were tuned at one size alone.")
+    limits = (
+        *SMALL,
+        "Rates go with the inverse of the width, under muP by its rules, and were tuned at one size alone.",
+    )
     if lost:
         limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
     head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")

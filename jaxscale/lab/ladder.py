@@ -106,7 +106,8 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
         *SMALL[:1],
         "An interval of 90% that holds once or twice is no proof that it holds nine times in ten; it knows what runs "
         "scatter by and what the exponents leave open, and not the errors of another law.",
-        "Rates go with the inverse of the width, and the batch is the same at all sizes: neither was tuned at each.",
+        "Rates go with the inverse of the width, under muP by its rules, and the batch is the same at all sizes: "
+        "neither was tuned at each.",
         *([f"{len(lost)} of {len(results) + len(target)} runs diverged and are left out."] if lost else []),
     )
     rows = [row_of(r) for r in (*held, *(r for r in target if not r.diverged))]

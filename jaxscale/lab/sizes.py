@@ -1,4 +1,4 @@
-"""Models of other sizes and shapes from one config, as settings: heads of one size, the rate by width."""
+"""Models of other sizes and shapes from one config, as settings, and the rate that goes with them."""
 
 import dataclasses
 import math
@@ -37,8 +37,8 @@ def of_heads(model: ModelConfig, heads: int) -> dict[str, Any]:
 
 
 def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings by dotted name, and the rate that goes with the inverse of its width."""
-    rate = cfg.optim.peak_lr * cfg.model.embed_dim / model["embed_dim"]
+    """The model's settings by dotted name, and the rate that goes with the inverse of its width; muP has its own."""
+    rate = cfg.optim.peak_lr * (1.0 if cfg.model.mup is not None else cfg.model.embed_dim / model["embed_dim"])
     return {f"model.{name}": value for name, value in model.items()} | {RATE: rate} | floor_of(cfg.optim, rate)
 
 

@@ -11,7 +11,8 @@ from jaxscale.lab import batch, clipping, isoflop, ladder, optimizers, precision
 from jaxscale.lab.experiment import Wishes
 from jaxscale.lab.experiments import EXPERIMENTS
 from jaxscale.lab.page import lab_page
-from jaxscale.lab.sizes import inner_flops
+from jaxscale.lab.sizes import inner_flops, wider
+from jaxscale.lab.trial import Base
 from jaxscale.system.exits import BadInput
 
 USUAL = BASE.cfg.optim.peak_lr
@@ -159,6 +160,8 @@ def shape_results(bend, seeds=3):
 def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
     results = shape_results(0.01)
     flops = {inner_flops(r.trial.cfg.model, r.trial.cfg.seq_len) for r in results}
+    under_mup = Base.load("configs/lab.py", {"model.mup.base_dim": "64"}).cfg
+    assert wider(under_mup, 2)["optim.peak_lr"] == USUAL == 2 * wider(BASE.cfg, 2)["optim.peak_lr"]
     assert len({r.at("layers") for r in results}) == 5 and max(flops) < 1.005 * min(flops)
     lowest, far, spread = shape.conclude(results).verdict
     assert lowest.startswith("2 layers of 64 (width / layers 32) ends lowest") and "no other is within" in lowest
