@@ -22,6 +22,7 @@ class Budget:
     decay_start: int | None = None  # the step that the decay begins with, where it is not optim.decay_fraction's
     factors: tuple[tuple[int, float], ...] = ()  # (step, factor) of optim.decay=piecewise
     ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens) of each size; () where there is one
+    seq_len_ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens in a row), as ramp
 
     @property
     def schedule_steps(self) -> dict[str, Any]:
@@ -32,6 +33,8 @@ class Budget:
         sizes = f"{self.batch_tokens} tokens"
         if self.ramp:
             sizes = ", ".join(f"{tokens} tokens from batch {first}" for first, tokens in self.ramp)
+        rows = ", ".join(f"{length} from batch {first}" for first, length in self.seq_len_ramp)
+        sizes += f" (tokens in a row: {rows})" if rows else ""
         rates = f", decay from step {self.decay_start} on" if self.decay_start is not None else ""
         rates += "".join(f", rate x{factor:g} from step {step} on" for step, factor in self.factors)
         return (
@@ -42,6 +45,10 @@ class Budget:
     def batches(self, row_tokens: int) -> units.BatchSizes:
         """How many rows of so many tokens each batch has."""
         return units.recorded_sizes(dataclasses.asdict(self), row_tokens)
+
+    def row_tokens(self, seq_len: int) -> units.BatchSizes:
+        """How many tokens the rows of each batch have, where those of the data have seq_len."""
+        return recorded_rows(dataclasses.asdict(self), seq_len)
 
     def tokens_of(self, steps: int) -> int:
         """Tokens of the first steps, where no batch is skipped."""
@@ -79,7 +86,48 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
         resolve_decay_start(cfg.optim, sizes, total_steps, **known),
         resolve_factors(cfg.optim, sizes, **known),
         sizes.stages if sizes.vary else (),
+        resolve_rows(cfg, sizes, **known),
     )
+
+
+def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
+    """(first batch, tokens in a row) of each length of seq_len_ramp, each for the fewest batches that reach its end.
+
+    sizes: of batches, in tokens. Raises BadInput for a length that no batch would have.
+    """
+    ends = [units.resolve("seq_len_ramp", until, **known) for _, until in cfg.seq_len_ramp]
+    begins = [0, *map(sizes.holding, ends)]
+    for (length, until), begin, end in zip(cfg.seq_len_ramp, begins, begins[1:]):
+        if end <= begin:
+            raise BadInput(
+                f"seq_len_ramp: no batch has rows of {length} tokens until {until}, which batch {end} begins with, and "
+                f"those before them end at batch {begin}; write a later end, or leave that length out"
+            )
+    return tuple(zip(begins, (*(length for length, _ in cfg.seq_len_ramp), cfg.seq_len))) if ends else ()
+
+
+def recorded_rows(budget: Mapping[str, Any], seq_len: int) -> units.BatchSizes:
+    """How many tokens the rows of each batch have, by a run's record's "budget"; seq_len: those of the data."""
+    stages = tuple((int(first), int(length)) for first, length in budget.get("seq_len_ramp") or ())
+    return units.BatchSizes(stages or ((0, seq_len),))
+
+
+def stages_of_programs(cfg: RunConfig, budget: Budget) -> list[tuple[int, RunConfig]]:
+    """[(first batch, the run as if all batches were like it), ...] wherever batch_ramp or seq_len_ramp go on.
+
+    The last is of the largest batches and the longest rows.
+    """
+    sizes, rows = budget.batches(1), budget.row_tokens(cfg.seq_len)
+    firsts = sorted({first for first, _ in (*sizes.stages, *rows.stages)})
+    return [(first, cfg.with_batch(sizes.size(first), rows.size(first))) for first in firsts]
+
+
+def train_flops(cfg: RunConfig, budget: Budget) -> float:
+    """Floating-point operations of the run, each batch with rows of its own length."""
+    stages = stages_of_programs(cfg, budget)
+    begins = [budget.tokens_of(min(first, budget.total_steps)) for first, _ in stages]
+    begins.append(budget.tokens_of(budget.total_steps))
+    return sum(one.flops_per_token * (end - begin) for (_, one), begin, end in zip(stages, begins, begins[1:]))
 
 
 def schedule_steps(budget: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ It needs no data and no work folder, so that other tools can compile the very sa
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import units
-from jaxscale.budget import Budget
+from jaxscale.budget import Budget, stages_of_programs
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
@@ -39,7 +39,7 @@ from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.schedules import Schedule as StageSchedule
-from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
+from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings, with_shardings
 from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.balance import is_balance, rebalanced
@@ -71,7 +71,7 @@ class Program:
     batch_shards: int
     parameter_table: list[tuple[str, str, str, str, str]]
     compiler_options: CompilerOptions  # that train_step is compiled with
-    smaller: Mapping[int, "Program"] = dataclasses.field(default_factory=dict)  # {rows: of these batches} of a ramp
+    smaller: tuple["Program", ...] = ()  # of a ramp: for batches of fewer tokens, and for shorter rows
 
     @property
     def mesh(self) -> Mesh:
@@ -104,12 +104,11 @@ class Program:
         return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
 
     def by_size(self, name: str) -> Callable:
-        """The compiled function of this name, (state, batch) -> ...: for each batch the one for its number of rows."""
+        """The compiled function of this name, (state, batch) -> ...: for each batch the one for its shape."""
         if not self.smaller:
             return getattr(self, name)
-        programs = {**self.smaller, self.cfg.rows_per_step: self}
-        functions = {rows: getattr(program, name) for rows, program in programs.items()}
-        return lambda state, batch: functions[len(batch.tokens)](state, batch)
+        functions = {one.abstract_batch.tokens.shape: getattr(one, name) for one in (*self.smaller, self)}
+        return lambda state, batch: functions[batch.tokens.shape](state, batch)
 
     @property
     def abstract_batch(self) -> Batch:
@@ -144,8 +143,13 @@ class Shardings:
     whole: NamedSharding  # replicated: metrics
 
 
-def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None) -> Program:
-    """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet."""
+def make_program(
+    cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None, *, data_row: int | None = None
+) -> Program:
+    """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet.
+
+    data_row: tokens in a row of the data, where the batches have shorter ones cut from these.
+    """
     mesh = make_mesh(cfg.mesh, devices)
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
@@ -167,6 +171,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         clip_norm=cfg.optim.clip_norm,
         count_gated=cfg.data.gate.on,
         rebalance=make_rebalance(cfg),
+        data_row=data_row,
     )
     statistics = make_statistics_step(
         make_gradients(
@@ -199,15 +204,16 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     )
 
 
-def make_smaller(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None) -> dict[int, Program]:
-    """{rows: what the config compiles to for batches of so many} for the sizes of batch_ramp. Raises BadInput."""
-    found = {}
-    for tokens in cfg.ramp_tokens:
+def make_smaller(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None) -> tuple[Program, ...]:
+    """What the config compiles to for each size of batch_ramp and length of seq_len_ramp. Raises BadInput."""
+    found, level = [], dataclasses.replace(budget, ramp=(), seq_len_ramp=())
+    for _, one in stages_of_programs(cfg, budget)[:-1]:
         try:
-            found[tokens // cfg.seq_len] = make_program(cfg.with_batch(tokens), budget, devices)
+            found.append(make_program(one, level, devices, data_row=cfg.seq_len))
         except BadInput as error:
-            raise BadInput(f"batch_ramp, batches of {tokens // cfg.seq_len} rows: {error}") from None
-    return found
+            name = "batch_ramp" if one.seq_len == cfg.seq_len else f"seq_len_ramp, rows of {one.seq_len} tokens"
+            raise BadInput(f"{name}, batches of {one.rows_per_step} rows: {error}") from None
+    return tuple(found)
 
 
 def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> CompilerOptions:
@@ -254,7 +260,7 @@ def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, Sha
     shards, parts = unstaged.batch_axes.num_shards, cfg.train.num_microbatches
     fitting = [number for number in units.divisors(parts) if cfg.rows_per_step // number % shards == 0]
     train = dataclasses.replace(cfg.train, num_microbatches=max(fitting, default=1))
-    return dataclasses.replace(cfg, batch_ramp=(), train=train), unstaged
+    return dataclasses.replace(cfg, batch_ramp=(), seq_len_ramp=(), train=train), unstaged
 
 
 def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
@@ -325,12 +331,6 @@ def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], d
         return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
 
     return gradient_norms
-
-
-def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """A tree of jax.ShapeDtypeStruct with these shardings."""
-    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return jax.tree.map(place, shapes, shardings)
 
 
 def make_gradients(

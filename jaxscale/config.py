@@ -35,6 +35,11 @@ class RunConfig:
         "smaller batches to begin with, before those of batch_tokens: [(tokens or '8 rows', until which tokens of the "
         "run), ...], such as [('8 rows', '10%')]; amounts in tokens, rows or '%', not in steps",
     )
+    seq_len_ramp: tuple[tuple[int, units.Tokens], ...] = setting(
+        (),
+        "shorter rows to begin with, before those of seq_len: [(tokens in a row, until which tokens of the run), ...], "
+        "such as [(256, '10%')]; each row of seq_len is cut into whole ones, and a batch keeps its tokens",
+    )
     train_tokens: units.Tokens = setting(
         help="tokens in the run: an integer, '20000 steps' or '1 epoch'", may_change=True
     )
@@ -85,19 +90,29 @@ class RunConfig:
         """The sizes of batch_ramp in tokens."""
         return tuple(units.resolve("batch_ramp", size, seq_len=self.seq_len) for size, _ in self.batch_ramp)
 
-    def with_batch(self, tokens: int) -> "RunConfig":
-        """The same run with all batches of so many tokens, a size of batch_ramp, in microbatches of as many rows as
-        those of batch_tokens have, or in one of fewer."""
+    def with_batch(self, tokens: int, row_tokens: int | None = None) -> "RunConfig":
+        """The same run with all batches of so many tokens, a size of batch_ramp, in microbatches of as many tokens as
+        those of batch_tokens have, or in one of fewer; in rows of so many tokens, a length of seq_len_ramp."""
         parts = max(1, self.train.num_microbatches * tokens // self.tokens_per_step)
         train = dataclasses.replace(self.train, num_microbatches=parts)
-        return dataclasses.replace(self, batch_tokens=tokens, batch_ramp=(), train=train)
+        rows = dict(seq_len=row_tokens or self.seq_len, seq_len_ramp=())
+        return dataclasses.replace(self, **rows, batch_tokens=tokens, batch_ramp=(), train=train)
 
     @property
     def ramp_programs(self) -> str:
         """'2 programs, ...: 8 rows in 1 microbatch, 16 rows in 2 microbatches' of a ramp; '' without one."""
         each = [*(self.with_batch(tokens) for tokens in self.ramp_tokens), self]
         told = [f"{one.rows_per_step} rows in {plural(one.train.num_microbatches, 'microbatch')}" for one in each]
-        return f"{len(each)} programs, each compiled when the run comes to it: {', '.join(told)}" if each[1:] else ""
+        what = "sizes" if self.seq_len_ramp else "programs"
+        return f"{len(each)} {what}, each compiled when the run comes to it: {', '.join(told)}" if each[1:] else ""
+
+    @property
+    def row_programs(self) -> str:
+        """'rows of 256, 512 and then 1024 tokens, ...' of a seq_len_ramp; '' without one."""
+        lengths = ", ".join(str(length) for length, _ in self.seq_len_ramp)
+        each = "each length and size of batch that meet" if self.batch_ramp else "each length"
+        told = f"rows of {lengths} and then {self.seq_len} tokens, with a program for {each}"
+        return told if lengths else ""
 
     def uneven_size(self, parts: int) -> int | None:
         """The first size of batch_ramp, in rows, that is no whole number of the microbatches that batch_tokens has
@@ -173,6 +188,34 @@ def check_ramp(cfg: RunConfig) -> None:
         )
 
 
+def check_seq_len_ramp(cfg: RunConfig) -> None:
+    """Raises BadInput unless the lengths of seq_len_ramp grow up to seq_len and rows of text can be cut into them."""
+    lengths = [length for length, _ in cfg.seq_len_ramp]
+    for before, length in zip((1, *lengths), (*lengths, cfg.seq_len) if lengths else ()):
+        if length <= before:
+            raise BadInput(
+                f"seq_len_ramp has rows of {', '.join(map(str, lengths))} tokens before those of seq_len="
+                f"{cfg.seq_len}; each must be at least 2, and longer than the one before it"
+            )
+    for length in lengths:
+        if cfg.seq_len % length:
+            fitting = [part for part in divisors(cfg.seq_len) if 1 < part < cfg.seq_len]
+            raise BadInput(
+                f"seq_len_ramp: rows of seq_len={cfg.seq_len} tokens cannot be cut into whole ones of {length}; a "
+                f"length may be {or_list(fitting)}"
+            )
+    if lengths and cfg.data.objective.name != "next_token":
+        raise BadInput(
+            f"seq_len_ramp cuts rows of text, and data.objective.name={cfg.data.objective.name!r} makes its inputs of "
+            "whole ones; leave the ramp out, or use 'next_token'"
+        )
+    if lengths and cfg.data.name == "chat":
+        raise BadInput(
+            "seq_len_ramp would cut the conversations of data.name='chat', whose answers need what they answer; leave "
+            "it out"
+        )
+
+
 def check_amounts(cfg: RunConfig) -> None:
     """Raises BadInput for an amount of training in no known unit, and in steps where these differ in size.
 
@@ -182,6 +225,7 @@ def check_amounts(cfg: RunConfig) -> None:
     units.parse("optim.warmup_tokens", optim.warmup_tokens)
     amounts = [("train_tokens", cfg.train_tokens)]
     amounts += [("batch_ramp", until) for _, until in cfg.batch_ramp]
+    amounts += [("seq_len_ramp", until) for _, until in cfg.seq_len_ramp]
     if cfg.batch_ramp and cfg.data.mixture:
         amounts += [("data.mixture's start", start) for start, _ in stages_of(cfg.data.mixture)]
     if optim.decay_tokens is not None:
@@ -320,5 +364,5 @@ def check_scales(cfg: RunConfig) -> None:
 # data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
-    check_evals, check_batch, check_ramp, check_amounts, check_scales, check_limit,
+    check_evals, check_batch, check_ramp, check_seq_len_ramp, check_amounts, check_scales, check_limit,
 )  # fmt: skip

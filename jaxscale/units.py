@@ -70,7 +70,8 @@ def steps(tokens: int, batch_tokens: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
     """The sizes of batches 0, 1, 2, ... of an endless stream, in rows or in tokens: one, or a few, each from a batch
-    on. Where a batch begins, and which batch has a place of the stream, is arithmetic."""
+    on. Where a batch begins, and which batch has a place of the stream, is arithmetic. Of lengths of rows, only `size`
+    tells anything."""
 
     stages: tuple[tuple[int, int], ...]  # (first batch, size of each from there on), in order, the first from batch 0
 

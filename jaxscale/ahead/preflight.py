@@ -173,6 +173,8 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """What a reader of the figures must know."""
     ramp = program.cfg.ramp_programs
     plain = [f"batch_ramp: the figures are of the largest batch, of {ramp}"] if ramp else []
+    rows = program.cfg.row_programs
+    plain += [f"seq_len_ramp: the figures are of the longest rows, of {rows}"] if rows else []
     plain += [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []

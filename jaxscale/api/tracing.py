@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale import schema
+from jaxscale.budget import recorded_rows
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.command_line import whole_number
@@ -30,6 +31,7 @@ class Traced:
     total_steps: int
     done: int  # steps, as far as the last checkpoint and metrics.jsonl tell
     hashes: dict[int, str]  # of the batch of a step, as metrics.jsonl has it
+    row_tokens: BatchSizes  # tokens in a row of each batch, as it was trained on
 
 
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
@@ -56,7 +58,8 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decided, sizes)
     hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}
     done = max(step or 0, 1 + max(hashes, default=-1))
-    return Traced(Ledger(corpus, corpus.batches(sizes, mixture), skipped), total_steps, done, hashes)
+    row_tokens = recorded_rows(written["budget"], cfg.seq_len)
+    return Traced(Ledger(corpus, corpus.batches(sizes, mixture), skipped), total_steps, done, hashes, row_tokens)
 
 
 def reckoned(
@@ -108,12 +111,14 @@ class Piece:
     batch: int
     done: bool  # whether the run has done the step
     entry: Entry
+    row_tokens: int  # that the row was cut into pieces of to be trained on; seq_len where it was not
     text: str | None = None
 
     @property
     def record(self) -> dict[str, Any]:
         """Plain data."""
-        found = {"step": self.step, "batch": self.batch, "done": self.done, **dataclasses.asdict(self.entry)}
+        found = {"step": self.step, "batch": self.batch, "done": self.done, "row_tokens": self.row_tokens}
+        found |= dataclasses.asdict(self.entry)
         return found | ({} if self.text is None else {"text": self.text})
 
 
@@ -182,10 +187,11 @@ def contents(run: Traced, step: int | None, n: int, row: int | None, characters:
     for entry in run.ledger.batch(n):
         if row is None or entry.row == row:
             text = run.ledger.text(entry, tokens_BT, characters) if characters else None
-            yield Piece(step, n, step is not None and step < run.done, entry, text)
+            yield Piece(step, n, step is not None and step < run.done, entry, run.row_tokens.size(n), text)
 
 
 def sights(run: Traced, document: str) -> Iterator[Piece]:
     """Yields each time that a step sees the document."""
     for step, entry in run.ledger.steps_of(document, run.total_steps):
-        yield Piece(step, run.ledger.batch_of(step), step < run.done, entry)
+        n = run.ledger.batch_of(step)
+        yield Piece(step, n, step < run.done, entry, run.row_tokens.size(n))

@@ -122,7 +122,8 @@ def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
     guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
     checkpoint = dataclasses.replace(cfg.checkpoint, save_every_steps=save_every_steps)
     train = dataclasses.replace(cfg.train, guard=guard)
-    cfg = dataclasses.replace(without_extras(cfg), train=train, checkpoint=checkpoint, evals={}, batch_ramp=())
+    cfg = dataclasses.replace(without_extras(cfg), train=train, checkpoint=checkpoint, evals={})
+    cfg = dataclasses.replace(cfg, batch_ramp=(), seq_len_ramp=())
     check_machine(cfg)
     with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
         folder = pathlib.Path(name)

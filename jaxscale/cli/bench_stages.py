@@ -89,6 +89,7 @@ def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
         cfg,
         batch_tokens=cut.microbatches * cfg.seq_len,
         batch_ramp=(),
+        seq_len_ramp=(),
         mesh=MeshConfig(pipeline=stages, fsdp=1),
         pipeline=PipelineConfig(schedule=cut.name, chunks=cut.chunks),
         model=dataclasses.replace(cfg.model, remat="full", scan_layers=True),

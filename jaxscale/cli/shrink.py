@@ -47,6 +47,7 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False) ->
         seq_len=seq_len,
         batch_tokens=SMALL_ROWS * parts * seq_len,
         batch_ramp=(),
+        seq_len_ramp=(),
         train=dataclasses.replace(cfg.train, num_microbatches=parts),
     )
 

@@ -6,8 +6,9 @@
 
 Steps count from 0, as batches do: step n trains on the batch that the console and metrics.jsonl report as step n + 1,
 for these count steps that are done. That is said on stderr each time. Places, [begin, end), and
-text are those of the packed row of text, which an objective such as span_corruption turns into inputs and targets. A
-step behind the last checkpoint and the last line of metrics.jsonl counts as still to come ("done": false).
+text are those of the packed row of text, which an objective such as span_corruption turns into inputs and targets, and
+which seq_len_ramp cuts: "row_tokens" is the length of the rows that the batch was trained on in. A step behind the last
+checkpoint and the last line of metrics.jsonl counts as still to come ("done": false).
 
 What is listed is computed as training would go on: from config.json, which each start of the run writes, the last
 checkpoint, and the data, which must be those of the run. Where metrics.jsonl tells the hash of a listed step's batch,
@@ -70,7 +71,8 @@ def main(arguments: Arguments) -> int:
     )
     code = 0 if found.batch is None else remarks(found)
     for piece in found.pieces:
-        put(json.dumps(piece.record) if flags.json else piece_line(piece, of_document=found.batch is None))
+        line = piece_line(piece, found.run.ledger.corpus.seq_len, of_document=found.batch is None)
+        put(json.dumps(piece.record) if flags.json else line)
     return code
 
 
@@ -83,6 +85,8 @@ def remarks(found: Trace) -> int:
         tell(f"step {step}, counted from 0; the console and metrics.jsonl call it {step + 1}, of steps that are done")
     else:
         tell(f"step {step} is still to come: the run has done {run.done} steps, as far as its folder tells")
+    if (length := run.row_tokens.size(n)) < run.ledger.corpus.seq_len:
+        tell(f"batch {n} is trained on in rows of {length} tokens, into which each of its rows is cut (seq_len_ramp)")
     if found.hash_now:
         tell(
             f"what is listed is NOT what step {step} trained on: metrics.jsonl has tokens_hash {run.hashes[step]} for "
@@ -93,9 +97,10 @@ def remarks(found: Trace) -> int:
     return 0
 
 
-def piece_line(piece: Piece, of_document: bool) -> str:
-    """The line for people."""
+def piece_line(piece: Piece, seq_len: int, *, of_document: bool) -> str:
+    """The line for people. seq_len: tokens in a row of the data."""
     to_come = "" if piece.done else ", still to come"
+    to_come += f", in rows of {piece.row_tokens}" if piece.row_tokens < seq_len else ""
     head = f"step {piece.step} (batch {piece.batch}{to_come}) " if of_document else ""
     return head + line_of(piece.entry, piece.text)
 

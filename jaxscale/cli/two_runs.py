@@ -38,6 +38,7 @@ def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
     return dataclasses.replace(
         cfg,
         batch_ramp=(),
+        seq_len_ramp=(),
         checkpoint=dataclasses.replace(
             cfg.checkpoint, save_every_steps=SAVE_EVERY, keep_last=keep_last, keep_every_steps=0, wait_seconds=3600
         ),

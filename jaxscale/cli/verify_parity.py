@@ -132,6 +132,7 @@ def settings(cfg: RunConfig) -> RunConfig:
         model=model,
         batch_tokens=ROWS * cfg.seq_len,
         batch_ramp=(),
+        seq_len_ramp=(),
         train_tokens=f"{NUM_STEPS} steps",
         optim=dataclasses.replace(cfg.optim, **plain, **constant),
         train=dataclasses.replace(cfg.train, num_microbatches=1, guard=guard),

@@ -61,6 +61,29 @@ def padding_row(seq_len: int, *, prefix: bool = False, encoder_len: int | None =
     return Batch(zeros_T, zeros_T, zeros_T, zeros_T, weights_T, **own)
 
 
+def cut_rows(batch: Batch, row_tokens: int) -> Batch:
+    """Each row of [T] as T / row_tokens rows, one after the other: what packing into rows so short makes of the text.
+
+    Documents are cut where a row ends: what follows begins at position 0. Targets and weights stay, so that the last
+    token of a row learns the first of the next one, as in rows that were packed.
+    """
+    if batch.tokens.shape[1] == row_tokens:
+        return batch
+    cut = joined_rows(batch, row_tokens)
+    number = cut.segment_ids - cut.segment_ids[:, :1] + 1
+    return cut._replace(
+        positions=np.minimum(cut.positions, np.arange(row_tokens, dtype=np.int32)),
+        segment_ids=np.where(cut.segment_ids > 0, number, 0),
+    )
+
+
+def joined_rows(batch: Batch, row_tokens: int) -> Batch:
+    """The tokens of all rows in order, in rows of so many, with positions and segments as they were."""
+    if batch.tokens.shape[1] == row_tokens:
+        return batch
+    return Batch(*(None if field is None else field.reshape(-1, row_tokens) for field in batch))
+
+
 def tokens_hash(batch: Batch) -> str:
     """Sixteen hexadecimal digits that stand for the token ids of a batch: equal batches, equal text, on any machine.
 

@@ -1,7 +1,8 @@
 """Tokens per second, step time and model FLOPs utilisation between two reports. The clock is passed in."""
 
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 
 
 class Throughput:
@@ -20,21 +21,25 @@ class Throughput:
         num_chips: int = 1,
         clock: Callable[[], float] = time.monotonic,
         leaves_out: Callable[[], bool] = lambda: False,
+        shorter: Mapping[int, float] = types.MappingProxyType({}),
     ):
-        """leaves_out: whether the step that has just finished counts for nothing, as while a profile is captured."""
+        """leaves_out: whether the step that has just finished counts for nothing, as while a profile is captured.
+        shorter: {tokens in a row: FLOPs per token} of rows that are shorter than the others."""
         self.flops_per_token, self.peak_flops, self.num_chips = flops_per_token, peak_flops, num_chips
-        self.clock, self.leaves_out = clock, leaves_out
+        self.clock, self.leaves_out, self.shorter = clock, leaves_out, shorter
         self.compiled = False  # whether a step was done
         self.start()
 
     def start(self) -> None:
         """Begins a new interval now, with nothing counted."""
         self.began, self.tokens, self.steps, self.data_wait_seconds = self.clock(), 0, 0, 0.0
-        self.excluded_seconds = 0.0
+        self.excluded_seconds, self.flops = 0.0, 0.0
         self.step_began, self.excluded_in_step = self.began, 0.0
 
-    def add(self, tokens: int, data_wait_seconds: float = 0.0, *, left_out: bool = False) -> None:
-        """Counts one finished step of `tokens` tokens (the whole batch, over all hosts).
+    def add(
+        self, tokens: int, data_wait_seconds: float = 0.0, *, left_out: bool = False, row_tokens: int | None = None
+    ) -> None:
+        """Counts one finished step of `tokens` tokens (the whole batch, over all hosts), in rows of row_tokens.
 
         left_out: it counts for nothing, as one that was compiled does.
         """
@@ -48,6 +53,7 @@ class Throughput:
             return
         self.step_began, self.excluded_in_step = self.clock(), 0.0
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+        self.flops += tokens * self.shorter.get(row_tokens, self.flops_per_token or 0.0)
         self.data_wait_seconds += data_wait_seconds
 
     def exclude(self, seconds: float) -> None:
@@ -69,7 +75,6 @@ class Throughput:
             report["step_seconds"] = seconds / self.steps
             report["data_wait_seconds"] = self.data_wait_seconds / self.steps
             if self.flops_per_token and self.peak_flops:
-                used = self.flops_per_token * self.tokens / seconds
-                report["mfu"] = used / (self.peak_flops * self.num_chips)
+                report["mfu"] = self.flops / seconds / (self.peak_flops * self.num_chips)
         self.start()
         return report

@@ -229,7 +229,12 @@ def check_dense(cfg: RunConfig, what: str) -> None:
 
 
 def check_one_size(budget: Budget, what: str) -> None:
-    """Raises BadInput for a run whose batches grow."""
+    """Raises BadInput for a run whose batches or rows grow."""
+    if budget.seq_len_ramp:
+        raise BadInput(
+            f"{what} rows that grow (seq_len_ramp): losses of rows of different lengths lie on no one curve; forecast "
+            "and compare runs without one"
+        )
     if budget.ramp:
         raise BadInput(
             f"{what} batches that grow (batch_ramp): curves are laid over each other by steps, which are not always as "

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxscale.budget import Budget, resolve_budget
+from jaxscale.budget import Budget, resolve_budget, train_flops
 from jaxscale.build import Program
 from jaxscale.checkpoint.write import state_bytes
 from jaxscale.config import RunConfig
@@ -118,13 +118,14 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
         active_params=cfg.model.active_params,
         flops_per_token=cfg.flops_per_token,  # by the model's own formula, attention included
         flops_per_token_6n=scaling.train_flops(cfg.model.active_params, 1),
-        train_flops=cfg.flops_per_token * tokens,
+        train_flops=train_flops(cfg, budget),
         tokens=tokens,  # of whole steps
         total_steps=budget.total_steps,
         warmup_steps=budget.warmup_steps,
         warmup_tokens=budget.tokens_of(budget.warmup_steps),
         batch_tokens=budget.batch_tokens,
         ramp=budget.ramp,
+        seq_len_ramp=budget.seq_len_ramp,
         rows=cfg.rows_per_step,
         seq_len=cfg.seq_len,
         num_microbatches=cfg.train.num_microbatches,

@@ -41,6 +41,7 @@ class Work:
     warmup_tokens: int  # of whole steps
     batch_tokens: int  # the largest
     ramp: tuple[tuple[int, int], ...]  # (first batch, tokens) of each size of a ramp; () where there is one size
+    seq_len_ramp: tuple[tuple[int, int], ...]  # (first batch, tokens in a row) of each length; () where there is one
     rows: int
     seq_len: int
     num_microbatches: int

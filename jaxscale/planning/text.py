@@ -67,13 +67,21 @@ def model_rows(plan: RunPlan) -> Rows:
     if work.ramp:
         ends = ", ".join(f"{first:,}" for first, _ in work.ramp[1:4]) + ", ..." * (len(work.ramp) > 4)
         told = f"from {count(work.ramp[0][1])} tokens, larger from batch {ends}; memory and speed are of the largest"
-        ramp = [("batch ramp", plural(len(work.ramp), "program"), told)]
+        ramp = [("batch ramp", plural(len(work.ramp), "size"), told)]
+    if work.seq_len_ramp:
+        lengths = ", ".join(f"{length:,} from batch {first:,}" for first, length in work.seq_len_ramp)
+        told = f"{lengths}; the FLOPs of training are of each, memory and speed of the longest"
+        ramp.append(("tokens in a row", plural(len(work.seq_len_ramp), "length"), told))
     return [
         ("parameters", count(work.params), active),
         ("FLOPs per token", scientific(work.flops_per_token), formula),
         ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {'up to ' * bool(ramp)}{batch} tokens"),
         ("tokens per parameter", digits(ratio), word),
-        ("FLOPs of training", scientific(work.train_flops), "FLOPs per token x tokens"),
+        (
+            "FLOPs of training",
+            scientific(work.train_flops),
+            f"FLOPs per token x tokens{', each length by itself' * bool(work.seq_len_ramp)}",
+        ),
         ("batch", batch, f"{rows}; {plural(work.rows_per_pass, 'row')} a device and pass"),
         *ramp,
         ("warmup", f"{work.warmup_steps:,} steps", f"{warmup_tokens} tokens"),

@@ -120,7 +120,11 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         position=lambda step: record | {"step": step, "data": data_position(start, cfg.seed, step)},
         writer=writer,
         throughput=Throughput(
-            cfg.flops_per_token, chip and chip.peak_flops, program.mesh.size, leaves_out=services.profiling
+            cfg.flops_per_token,
+            chip and chip.peak_flops,
+            program.mesh.size,
+            leaves_out=services.profiling,
+            shorter={one.cfg.seq_len: one.cfg.flops_per_token for one in program.smaller},
         ),
         pilot=make_pilot(folder, start, parts, services),
         stop_after=folder.options.stop_after,
@@ -231,6 +235,7 @@ def open_feed(start: Start, batches: Any, program: Program, first: int, stop: in
         program.batch_sharding,
         range(first, stop),
         num_rows=start.sizes.size,
+        row_tokens=start.budget.row_tokens(cfg.seq_len).size,
         seq_len=cfg.seq_len,
         transforms=start.transforms,
     )

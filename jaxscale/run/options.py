@@ -12,7 +12,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.process import folder_mode
 
 # The rows of each step follow from these: with another value, the position in the data would mean other rows.
-NEVER = ("seed", "seq_len", "batch_tokens", "batch_ramp")
+NEVER = ("seed", "seq_len", "batch_tokens", "batch_ramp", "seq_len_ramp")
 
 
 def allowed_names(name: str, text: str) -> tuple[str, ...]:

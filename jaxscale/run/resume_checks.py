@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxscale import schema
+from jaxscale.budget import recorded_rows
 from jaxscale.checkpoint.storage_errors import is_storage_error
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
@@ -181,18 +182,19 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
 
 def check_same_past(
     sizes: BatchSizes,
+    row_tokens: BatchSizes,
     mixture: Mixture | None,
     recorded: dict[str, Any] | None,
     start_step: int,
     log: Callable[[str], None],
 ) -> None:
     """Raises Stop(DATA_MISMATCH) if batches of these sizes, or the mixture, would have given other rows to steps that
-    are done. sizes: in rows."""
+    are done, or rows of another length. sizes: in rows. row_tokens: in a row of each batch."""
     if not start_step:
         return
     old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
     last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
-    check_same_sizes(sizes, recorded, last)
+    check_same_sizes(sizes, row_tokens, recorded, last)
     if not same_past(old, new, sizes.begin(last + 1)):
         raise Stop(
             Exit.DATA_MISMATCH,
@@ -204,17 +206,21 @@ def check_same_past(
         log("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
 
 
-def check_same_sizes(sizes: BatchSizes, recorded: Mapping[str, Any], last: int) -> None:
-    """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size."""
-    then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
+def check_same_sizes(sizes: BatchSizes, row_tokens: BatchSizes, recorded: Mapping[str, Any], last: int) -> None:
+    """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size, or its rows another length."""
+    budget, seq_len = recorded["budget"], recorded["config"]["seq_len"]
     past = lambda of: [stage for stage in of.stages if stage[0] <= last]
-    if past(then) != past(sizes):
-        raise Stop(
-            Exit.DATA_MISMATCH,
-            f"batch_ramp gives other sizes to the batches up to {last}, which are done: (first batch, rows) were "
-            f"{past(then)} and would be {past(sizes)}; ends written in '%' follow train_tokens: set that back, or "
-            "begin another --workdir, with the ends in tokens",
-        )
+    for name, what, then, now in (
+        ("batch_ramp gives other sizes", "rows", recorded_sizes(budget, seq_len), sizes),
+        ("seq_len_ramp gives rows of other lengths", "tokens in a row", recorded_rows(budget, seq_len), row_tokens),
+    ):
+        if past(then) != past(now):
+            raise Stop(
+                Exit.DATA_MISMATCH,
+                f"{name} to the batches up to {last}, which are done: (first batch, {what}) were {past(then)} and "
+                f"would be {past(now)}; ends written in '%' follow train_tokens: set that back, or begin another "
+                "--workdir, with the ends in tokens",
+            )
 
 
 def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:

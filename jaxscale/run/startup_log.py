@@ -53,6 +53,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         log(f"expert: {program.exchange}")
     if program.cfg.ramp_programs:
         log(f"batch_ramp: {program.cfg.ramp_programs}")
+    if program.cfg.seq_len_ramp:
+        log(f"seq_len_ramp: {program.cfg.row_programs}")
     if program.stages:
         log(f"pipeline: {program.stages}")
     if cfg.lora.on:

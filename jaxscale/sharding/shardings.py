@@ -69,6 +69,12 @@ def leaf_at(tree: Any, path: tuple) -> Any:
     return tree
 
 
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """A tree of jax.ShapeDtypeStruct with these shardings."""
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(place, shapes, shardings)
+
+
 def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
     """Rows of a [rows, T] array that some device of this process holds, in order."""
     rows: set[int] = set()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxscale.data.batch import Batch
+from jaxscale.data.batch import Batch, cut_rows
 from jaxscale.data.dataset import ReadRows, map_dataset, read_ahead, read_batch
 from jaxscale.data.order import Transform
 from jaxscale.sharding.shardings import local_rows, put_rows
@@ -38,17 +38,23 @@ class Feed:
         steps: range,
         *,
         num_rows: Callable[[int], int],
+        row_tokens: Callable[[int], int],
         seq_len: int,
         transforms: Sequence[Transform] = (),
     ):
-        """read(n, rows) -> those rows of batch n as numpy; batch_index(step) -> n; num_rows(n): of the whole batch."""
-        own_rows = functools.cache(lambda number: local_rows(sharding, (number, seq_len)))
+        """read(n, rows) -> those rows of batch n as numpy, each of seq_len tokens; batch_index(step) -> n; num_rows(n):
+        of the whole batch; row_tokens(n): in a row, as the devices get it."""
+        own_rows = functools.cache(lambda number, length: local_rows(sharding, (number, length)))
 
         def element(i: int) -> NumberedBatch:
             n = batch_index(steps[i])
-            number = num_rows(n)
-            rows = own_rows(number)
-            return NumberedBatch(put_rows(read_batch(read, rows, transforms, n), rows, number, sharding), n)
+            length = row_tokens(n)
+            parts = seq_len // length  # of a row as it is read
+            number = num_rows(n) * parts
+            rows = sorted({row // parts for row in own_rows(number, length)})
+            batch = read_batch(read, rows, transforms, n)
+            cut = [row * parts + part for row in rows for part in range(parts)]
+            return NumberedBatch(put_rows(cut_rows(batch, length) if parts > 1 else batch, cut, number, sharding), n)
 
         self.batches = read_ahead(map_dataset(element, len(steps)), self.AHEAD)
 

@@ -135,7 +135,7 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
     statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
     pilot, limiter = Autopilot(run.pilot, checkpoints), Limiter(run.limits)
-    met = set()  # sizes of batches
+    met = set()  # shapes of batches
 
     def read(unread: Unread) -> None:
         """Fetches and reports a step's metrics: where the host waits for the devices."""
@@ -152,8 +152,8 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         waited = seconds_since(began)
         state = pilot.steer(step, state)
         pending = statistics.begin(now, state, batch)
-        compiles = len(batch.tokens) not in met
-        met.add(len(batch.tokens))
+        compiles = batch.tokens.shape not in met
+        met.add(batch.tokens.shape)
         with phase("compile" if compiles else "step", now):
             state, metrics = run.train_step(state, batch)
         if step == run.start_step:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.data.batch import HASH_SALTS, Batch, hashed_parts, mixed_tokens
+from jaxscale.data.batch import HASH_SALTS, Batch, hashed_parts, joined_rows, mixed_tokens
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.training import guard
@@ -32,11 +32,13 @@ def make_train_step(
     clip_norm: float = 0.0,
     count_gated: bool = False,
     rebalance: Rebalance | None = None,
+    data_row: int | None = None,
 ) -> TrainStep:
     """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
     clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's row filter left without
     weight, as gated_rows does. rebalance: what is done to parameters after their update, by the step's counts.
+    data_row: tokens in a row of the data, where those of the batch are cut from these.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
@@ -68,15 +70,16 @@ def make_train_step(
             guard=guard_state,
             ema=keep(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
         )
+        rows = batch if data_row is None else joined_rows(batch, data_row)  # whose hash and filter are of whole rows
         metrics = means | {
             "grad_norm": grad_norm,
             "lr": schedule(state.step) * lr_factor,
             "loss_scale": state.loss_scale.value,
-            "tokens_seen": tokens_seen(batch),
+            "tokens_seen": tokens_seen(rows),
             **guard.told(state.guard, guard_state, ok, verdict),
         }
         if count_gated:
-            metrics["gated_rows"] = gated_rows(batch)
+            metrics["gated_rows"] = gated_rows(rows)
         if rebalance is not None:
             metrics |= bias_ends(new_state.params)
         return new_state, metrics

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rows import make_files, make_rows
 
+from jaxscale.data.batch import cut_rows, stack_rows
 from jaxscale.data.packing import document_order
 
 concat = functools.partial(make_rows, packing="concat")
@@ -47,6 +48,22 @@ def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T,
     for r, row in enumerate(expected):
         for name, value in row.items():
             np.testing.assert_array_equal(getattr(rows[r], name), value, err_msg=f"{name} of row {r}")
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_rows_that_are_cut_are_those_that_are_packed_so_short(tmp_path_factory, lengths, short, parts):
+    folder = tmp_path_factory.mktemp("rows")
+    whole, wanted = (concat(folder, lengths, T, seed=2) for T in (short * parts, short))
+    cut = cut_rows(stack_rows([whole[row] for row in range(len(whole))]), short)
+    assert cut.tokens.shape == (len(whole) * parts, short)
+    for row in range(len(wanted)):  # behind which all is padding
+        for field, wanted_T in wanted[row]._asdict().items():
+            if wanted_T is not None:
+                found_T = getattr(cut, field)[row]
+                assert found_T.dtype == wanted_T.dtype
+                np.testing.assert_array_equal(found_T, wanted_T, err_msg=f"{field} of row {row}")
+    assert not cut.weights[len(wanted) :].any() and not cut.segment_ids[len(wanted) :].any()
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 16))

@@ -62,7 +62,7 @@ def test_a_ramp_takes_the_time_of_its_tokens_and_says_its_programs(plan):
     assert max(map(len, plan_lines(grown))) <= WIDTH
     words = " ".join(" ".join(plan_lines(grown)).split())
     begin = f"from {units.count(grown.work.batch_tokens / 2)} tokens, larger from batch {grown.work.ramp[1][0]:,}"
-    assert f"batch ramp 2 programs {begin}; memory and speed are of the largest" in words
+    assert f"batch ramp 2 sizes {begin}; memory and speed are of the largest" in words
     assert f"steps of up to {units.count(grown.work.batch_tokens)} tokens" in words
 
 

@@ -16,7 +16,7 @@ from jaxscale.training.feed import Feed
 
 def make_feed(read, start=0, stop=5, batch_index=lambda step: step, transforms=()):
     sharding = batch_sharding(make_mesh(MeshConfig()), TENSOR)
-    shape = dict(num_rows=lambda n: 16, seq_len=tiny.SEQ_LEN)
+    shape = dict(num_rows=lambda n: 16, row_tokens=lambda n: tiny.SEQ_LEN, seq_len=tiny.SEQ_LEN)
     return Feed(read, batch_index, sharding, range(start, stop), transforms=transforms, **shape)
 
 

@@ -65,7 +65,7 @@ class RunFacts:
     vocab_size: int | None = None
     branched: bool = False  # begun with another run's weights
     stage_batches: tuple[int, ...] = ()  # at which stages of the mixture begin, the first left out
-    grows_at: tuple[int, ...] = ()  # batches from which on they are larger
+    grows_at: tuple[int, ...] = ()  # batches from which on they, or their rows, are larger
     forecast: tuple[tuple[float, float, float], ...] = ()  # (tokens, low, high), by tokens
     on_cpu: bool = False  # the steps are computed by the processors that other programs use too
     experts: int = 0  # of a layer of a mixture
@@ -99,7 +99,7 @@ def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[
         bias_rate=bias_rate,
         branched=bool(settings.get("init", {}).get("from_path")),
         stage_batches=stage_batches(settings, budget),
-        grows_at=tuple(int(first) for first, _ in budget.get("ramp") or ())[1:],
+        grows_at=tuple(int(first) for name in ("ramp", "seq_len_ramp") for first, _ in (budget.get(name) or ())[1:]),
         forecast=band_of(forecast) if forecast else (),
     )
 
