@@ -1,13 +1,13 @@
 """Everything that can be wrong with the data, found before anything is read, tokenised or compiled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxscale.data.cache import cache_folder, count, raw_dtype
-from jaxscale.data.config import DataConfig
+from jaxscale.data.config import DataConfig, mixture_names
 from jaxscale.data.header import read_header
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import SHOWN, is_manifest
@@ -15,7 +15,7 @@ from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.objectives import find_ids
 from jaxscale.data.token_files import bin_of, prepared_problems
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import Globs
+from jaxscale.text.config import Globs, of_sources
 from jaxscale.text.sources.array_record import is_array_record
 from jaxscale.text.sources.files import (
     STREAMS,
@@ -83,13 +83,21 @@ def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFi
     elif not cfg.files:
         return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
-        files, problems = list_files(named(cfg.files, cfg.name), "data.files", "text", same)
+        files, problems = list_named(cfg, cfg.files, "data.files", "text", same)
     if not cfg.val_files:
         return (files, []), problems
-    val_files, more = list_files(named(cfg.val_files, cfg.name), "data.val_files", "validation", same)
+    val_files, more = list_named(cfg, cfg.val_files, "data.val_files", "validation", same)
     if twice := sorted({same(file.path) for file in files} & {same(file.path) for file in val_files}):
         more = [*more, f"{twice[0]} is in data.files and in data.val_files; take it out of one ({len(twice)} in all)"]
     return (files, val_files), problems + more
+
+
+def list_named(
+    cfg: DataConfig, globs: Globs, setting: str, default_source: str, same: Callable[[str], str]
+) -> tuple[list[SourceFile], list[str]]:
+    """list_files of one of the settings, {name} in it replaced."""
+    globs, problem = of_sources(globs, mixture_names(cfg.mixture), setting)
+    return ([], [problem]) if problem else list_files(named(globs, cfg.name), setting, default_source, same)
 
 
 def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:

@@ -80,7 +80,8 @@ class DataConfig(ReadConfig):
     )
     files: Globs = setting(
         "",
-        "glob or list of globs; or {source: globs}, for a loss per source. files: .jsonl, .parquet, .arrow, "
+        "glob or list of globs; or {source: globs}, for a loss per source, whatever a prepared set calls its own; or a "
+        "glob with {name}, for each source of the mixture. files: .jsonl, .parquet, .arrow, "
         ".array_record, .warc, .html, any text, each also .gz or .zst but tables and records; hf://NAME?split=train; "
         "seqio://TASK?module=MODULE; tokens: the manifest.json of a prepared set, here or under gs://; shards of this "
         "program (known by the .json beside), Megatron's .bin with its .idx, or raw ids",
@@ -134,7 +135,8 @@ class DataConfig(ReadConfig):
     mixture: MixtureSetting = setting(
         {},
         "{source: weight}, or {start: {source: weight}} with starts such as '0', '10e9' (tokens), '80%', '2000 steps'; "
-        "sources are the names in files. Empty: all documents together. Only what lies ahead of a run may change",
+        "sources are the names in files, weights are shares of rows. Empty: all documents together. Only what lies "
+        "ahead of a run may change",
         may_change=True,
         read_if="data.name!=synthetic",
     )

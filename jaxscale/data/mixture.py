@@ -192,11 +192,12 @@ def plan_mixture(
     total_steps: int,
     num_batches: int,
     detours: Sequence[Detour] = (),
+    tokens_of: Mapping[str, int] | None = None,
 ) -> Mixture:
     """The stages of a run, with one more wherever a source has used up its epochs and leaves its share to the others.
 
     Args: sizes: {source: its rows}. total_steps: what '80%' refers to. num_batches: batches up to the run's end.
-    detours: stages of one source in between.
+    detours: stages of one source in between. tokens_of: {source: its tokens}, for the message alone.
     Raises: BadInput for a source that is not there, and where all have used up their epochs before the end.
     """
     rows = units.BatchSizes.of(rows_per_batch)
@@ -234,7 +235,8 @@ def plan_mixture(
                     "source, or lower train_tokens"
                 )
             pattern = pattern_of(whole_counts(weights_G / weights_G.sum()))
-            lines.append(f"mixture from token {row * seq_len:,}: {realised(pattern, names, weights_G)}")
+            told = realised(pattern, names, weights_G) + shares_in_tokens(pattern, sizes, tokens_of or {})
+            lines.append(f"mixture from token {row * seq_len:,}: {told}")
             stop = end_row
             for source, cap in caps.items():
                 if weights_G[source]:
@@ -283,7 +285,17 @@ def realised(pattern: Pattern, names: Sequence[str], weights_G: np.ndarray) -> s
         if count:
             given = f"{name} {count / L:.5g}"
             shares.append(given if f"{wish:.5g}" == f"{count / L:.5g}" else f"{given} (wished {wish:.5g})")
-    return f"{', '.join(shares)}, exact in every {L} rows"
+    return f"rows {', '.join(shares)}, exact in every {L}"
+
+
+def shares_in_tokens(pattern: Pattern, sizes: Mapping[str, int], tokens_of: Mapping[str, int]) -> str:
+    """'; in tokens web 0.71, code 0.29': a row of one source may hold more padding than a row of another."""
+    names = [name for name, count in zip(sizes, pattern.counts_G) if count]
+    if len(names) < 2 or not all(tokens_of.get(name) for name in names):
+        return ""
+    rows = dict(zip(sizes, pattern.counts_G.tolist()))
+    given = {name: rows[name] * tokens_of[name] / sizes[name] for name in names}
+    return "; in tokens " + ", ".join(f"{name} {one / sum(given.values()):.4f}" for name, one in given.items())
 
 
 def check_sources(setting: str, named: Mapping[str, float], sizes: Mapping[str, int]) -> None:

@@ -63,6 +63,7 @@ class Corpus:
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see data_parts
     published: str = ""  # where the prepared set lies that the shards are, with its indexes
     chat: Mapping[str, Any] | None = None  # how conversations were written: ChatTemplate.note
+    tokens_of_sources: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of training, without padding
 
     @property
     def epoch_tokens(self) -> int:
@@ -107,6 +108,7 @@ class Corpus:
             self.cfg.mixture,
             self.cfg.max_epochs if capped else {},
             sizes=self.rows_of_sources,
+            tokens_of=self.tokens_of_sources,
             seq_len=self.seq_len,
             rows_per_batch=rows_per_batch,
             total_steps=total_steps,
@@ -272,6 +274,7 @@ def assemble(
         parts=data_parts(trained, held, made_with, settings),
         published=published,
         chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" else None,
+        tokens_of_sources=dict(zip(names, plan.facts["tokens"]["train"])),
     )
 
 

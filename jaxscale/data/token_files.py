@@ -32,6 +32,7 @@ from jaxscale.system.foreign import parse_json
 from jaxscale.system.paths import is_remote
 from jaxscale.system.process import check_open_files
 from jaxscale.system.storage import open_bucket
+from jaxscale.text.config import Globs, names_sources
 from jaxscale.text.sources.array_record import is_array_record
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
@@ -73,8 +74,8 @@ def open_tokens(
         ours.append(Path(file.path))
         return [open_shard(ours[-1])]
 
-    shards = [shard for file in files for shard in open_one(file)]
-    val_shards = [shard for file in val_files for shard in open_one(file)]
+    shards = [renamed(shard, file, cfg.files) for file in files for shard in open_one(file)]
+    val_shards = [renamed(shard, file, cfg.val_files) for file in val_files for shard in open_one(file)]
     check_open_files(len(shards) + len(val_shards), "shards")  # a mapped file is an open one
     expect_whole(ours, cfg, cache_folder(cfg), say)  # after they were opened, so that nothing comes between
     made_with = {shard.header["tokenizer"]["fingerprint"]: shard for shard in [*shards, *val_shards]}
@@ -109,6 +110,17 @@ def open_tokens(
                 f"not have (its largest is {tokenizer.vocab_size - 1}); name the one it was made with, or none"
             )
     return shards, val_shards, tokenizer
+
+
+def renamed(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
+    """The shard, of the source that the person has named its file by; with its own sources where nobody did."""
+    header = shard.header
+    if not names_sources(globs) or header["sources"] == [file.source]:
+        return shard
+    files = [{**one, "source": file.source} for one in header["files"]]
+    return shard._replace(
+        header={**header, "sources": [file.source], "files": files}, index=shard.index.of_one_source()
+    )
 
 
 def most_begin_with(begin_ids: Sequence[int], shards: Sequence[Shard]) -> bool:

@@ -2,12 +2,39 @@
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 Globs = str | tuple[str, ...] | dict[str, str | tuple[str, ...]]
+NAME = "{name}"  # in a glob: the name of its source
+
+
+def names_sources(globs: Globs) -> bool:
+    """True if the globs say what their sources are called, whatever the files say of themselves."""
+    return isinstance(globs, dict) or NAME in "".join(globs)
+
+
+def of_sources(globs: Globs, names: Sequence[str], setting: str) -> tuple[Globs, str | None]:
+    """(the globs with {name} replaced, None), or (no globs, why it cannot be).
+
+    In {source: globs} it is that source's name; else the globs stand for one source of each of the `names`.
+    """
+    fill = lambda name, some: tuple(one.replace(NAME, name) for one in ((some,) if isinstance(some, str) else some))
+    if not names_sources(globs):
+        return globs, None
+    if isinstance(globs, dict):
+        return {name: fill(name, some) if names_sources(some) else some for name, some in globs.items()}, None
+    if without := [one for one in ((globs,) if isinstance(globs, str) else globs) if NAME not in one]:
+        return (), f"{setting} has {NAME} in some globs and not in {without[0]}; write {{source: globs}} instead"
+    if not names:
+        return (), (
+            f"{setting}={globs if isinstance(globs, str) else globs[0]}: {NAME} stands for the sources of "
+            "data.mixture, which is empty; set that, or write {source: globs}"
+        )
+    return {name: fill(name, globs) for name in names}, None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

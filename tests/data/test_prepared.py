@@ -80,6 +80,33 @@ def test_a_set_in_a_bucket_gives_the_same_rows_as_the_one_in_the_folder(folder, 
         assert there.fingerprint == here.fingerprint
 
 
+def test_sources_are_those_that_the_person_names(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    write_shard(other, "part-0", ["x" * 90] * 40, ["web"] * 40)
+    write_manifest(other, ["part-0"], recipe={})
+    mixture = {"set": 0.8, "other": 0.2}
+    by_name = config(f"{tmp_path}/{{name}}/manifest.json", tmp_path, mixture=mixture)
+    by_hand = dataclasses.replace(by_name, files={name: f"{tmp_path}/{name}/manifest.json" for name in mixture})
+    corpus, _ = open_corpus(by_name)
+    same, _ = open_corpus(by_hand)
+    assert corpus.source_names == same.source_names == ("set", "other") and corpus.fingerprint == same.fingerprint
+    sources, _ = corpus.plan_mixture(8, 100).locate(np.arange(800))
+    assert np.bincount(sources).tolist() == [640, 160]
+    per_row = {name: corpus.tokens_of_sources[name] / rows for name, rows in corpus.rows_of_sources.items()}
+    share = 0.8 * per_row["set"] / (0.8 * per_row["set"] + 0.2 * per_row["other"])
+    told = f"rows set 0.8, other 0.2, exact in every 1025; in tokens set {share:.4f}, other {1 - share:.4f}"
+    assert share > 0.81 and corpus.plan_mixture(8, 100).lines[0] == f"mixture from token 0: {told}"
+    for changes, said in (
+        (dict(mixture={}), "stands for the sources of data.mixture, which is empty; set that"),
+        (dict(files=(*[by_name.files], "other.json")), "in some globs and not in other.json; write {source: globs}"),
+        (dict(mixture={"set": 1.0, "books": 1.0}), "books/manifest.json does not exist"),
+    ):
+        assert said in check_data(dataclasses.replace(by_name, **changes), SEQ_LEN, 257)[0]
+    with pytest.raises(ValueError, match="names 'web', which is no source of the training data; there are set"):
+        open_corpus(dataclasses.replace(by_hand, mixture={"web": 1.0}))
+
+
 @pytest.mark.fault("H10")
 @pytest.mark.parametrize("verify", ["hash", "size"])
 def test_an_edited_shard_is_refused_by_its_hash_and_a_cut_one_by_its_size(folder, tmp_path, verify):

@@ -11,13 +11,24 @@ import made_ladder
 import made_text
 import pytest
 from doc_kinds import SOAK, kind_of
-from page_commands import changed, of_kind
+from page_commands import changed, commands, of_kind
 from shell_blocks import ROOT
 
 from jaxscale import config_file
 
 SECONDS = 1200  # for one command, where others keep the machine busy
 OTHER = """print('{"tok_s": 1000.0}')"""
+SMALLER = """
+big = get_config
+
+
+def get_config():
+    c = big()
+    c.seq_len, c.batch_tokens, c.train_tokens = 64, 512, 4 * 512
+    c.model.update(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
+    c.optim.warmup_tokens, c.eval.num_rows = "1 steps", 8
+    return c
+"""
 TRAIN = ("python", "-m", "jaxscale.main", "--config=configs/quickstart.py")
 TO_TRACE = (*TRAIN, "--workdir=runs/1b", "--config.data.name=files", "--config.data.files=corpus/*.txt")
 
@@ -64,6 +75,25 @@ def run(words, home):
         "XLA_FLAGS": "",
     }
     return subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=SECONDS)
+
+
+@pytest.mark.soak
+def test_the_how_to_of_data_runs_word_for_word(home):
+    (home / "configs").unlink()
+    (home / "configs").mkdir()
+    (home / "configs" / "data").symlink_to(ROOT / "configs" / "data")
+    (home / "configs" / "1b.py").write_text((ROOT / "configs" / "1b.py").read_text() + SMALLER)
+    (home / "code").mkdir()
+    texts = [made_text.text(seed, words=200) for seed in range(100, 140)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (home / "code" / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    said = []
+    for command in commands():
+        if command.page == "docs/howto/prepare_data.md" and command.words[0] != "pip":
+            done = run(command.words, home)
+            assert done.returncode == 0, (str(command), done.stdout[-2000:], done.stderr[-2000:])
+            said.append(done.stdout + done.stderr)
+    assert len(said) == 5 and "rows web 0.8, code 0.2" in said[-1] and "in tokens web 0." in said[-1]
 
 
 @pytest.mark.soak
