@@ -65,7 +65,7 @@ def test_edited_copies_of_web_pages_are_dropped_and_no_others(pages, tmp_path):
     pairs = duplicate_pairs([tmp_path / "0.npy"], 0, 1, 2)
     items, keepers = components(*verified(*pairs, signature_reader({0: tmp_path / "0.npy"}), cfg.threshold))
     similarity = [jaccard(page, copy) for page, copy in zip(pages, copies)]
-    dropped = dict(zip(parts(items).documents.tolist(), parts(keepers).documents.tolist()))
+    dropped = dict(zip(parts(items).places.tolist(), parts(keepers).places.tolist()))
     sure = {len(pages) + i: i for i, value in enumerate(similarity) if value >= 0.85}
     assert len(sure) >= 80
     assert {copy: dropped.get(copy) for copy in sure} == sure

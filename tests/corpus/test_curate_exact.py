@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.corpus.curate.config import ExactConfig, LineConfig
-from jaxscale.corpus.curate.duplicates import cut_lines, drop_documents, make_exact_sketch, make_line_sketch
+from jaxscale.corpus.curate.duplicates import cut_lines, drop_documents, lines_at, make_exact_sketch, make_line_sketch
 from jaxscale.corpus.prepare.join import duplicate_pairs, of_block, parts, write_sketch
 from jaxscale.text.document import Document
 
@@ -26,7 +26,7 @@ def join(blocks, sketch, folder):
 def without_copies(blocks, folder, cfg):
     items, outcomes = join(blocks, make_exact_sketch(cfg), folder), []
     for block, texts in enumerate(blocks):
-        removed = parts(items[of_block(items, block)]).documents
+        removed = parts(items[of_block(items, block)]).places
         outcomes += drop_documents(documents_of(texts), removed, "duplicate: exact")
     return [outcome.document.text if outcome.document else outcome.reason for outcome in outcomes]
 
@@ -34,8 +34,9 @@ def without_copies(blocks, folder, cfg):
 def without_lines(blocks, folder, cfg):
     items, outcomes = join(blocks, make_line_sketch(cfg), folder), []
     for block, texts in enumerate(blocks):
-        own = parts(items[of_block(items, block)])
-        outcomes += cut_lines(documents_of(texts), own.documents, own.places, cfg)
+        documents = documents_of(texts)
+        own = lines_at(documents, parts(items[of_block(items, block)]).places)
+        outcomes += cut_lines(documents, *own, cfg)
     return outcomes
 
 

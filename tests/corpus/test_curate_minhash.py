@@ -18,7 +18,7 @@ from jaxscale.corpus.curate.duplicates import (
     verification_curve,
 )
 from jaxscale.corpus.curate.hashes import word_hashes
-from jaxscale.corpus.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
+from jaxscale.corpus.prepare.join import components, duplicate_pairs, parts, signature_reader, verified, write_sketch
 from jaxscale.text.document import Document
 
 pytest.importorskip("rensa", reason="near duplicates need the extra jaxscale[prepare]")
@@ -56,7 +56,7 @@ def removed(texts, cfg, folder, blocks=3, neighbours=2):
     found = [duplicate_pairs(list(paths.values()), part, 2, neighbours) for part in range(2)]
     pairs = (np.concatenate(column) for column in zip(*found))
     items, _ = components(*verified(*pairs, signature_reader(paths), cfg.threshold))
-    return ((items >> np.uint64(44)) * np.uint64(size) + (items >> np.uint64(24)) % np.uint64(1 << 20)).tolist()
+    return (parts(items).blocks * size + parts(items).places).tolist()
 
 
 @pytest.mark.parametrize("similarity", [0.4, 0.6, 0.7, 0.8, 0.9])
@@ -108,7 +108,7 @@ def test_a_document_shorter_than_an_ngram_is_one_by_itself():
     sketch = make_near_sketch(NearConfig())([Document(text) for text in texts])
     keys = sketch.keys.reshape(-1, bands_and_rows(NearConfig())[0])
     assert len(keys) == 3 and np.array_equal(keys[0], keys[1]) and not np.any(keys[0] == keys[2])
-    assert sketch.signatures.shape == (4, 128) and np.unique(sketch.owners).tolist() == [0, 1, 3]
+    assert sketch.signatures.shape == (4, 128) and np.unique(sketch.places).tolist() == [0, 1, 3]
 
 
 def test_signatures_are_these_numbers_on_every_machine():

@@ -34,8 +34,6 @@ from jaxscale.corpus.curate.hashes import (
 from jaxscale.text.document import Document, Outcome
 from jaxscale.text.sources.part import needs
 
-MAX_LINES = 1 << 24  # of a document: an item number has that much room; lines beyond are left as they are
-
 
 def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch]:
     """A function from a block to its sketch: one key for each document that is not blank."""
@@ -44,8 +42,8 @@ def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch
         hashes = [text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
         blank = text_hash("") & (1 << 64) - 1
         keys = np.array(hashes, np.uint64)
-        owners = np.flatnonzero(keys != np.uint64(blank)).astype(np.uint32)
-        return Sketch(keys[owners], owners, np.zeros(len(owners), np.uint32))
+        places = np.flatnonzero(keys != np.uint64(blank))
+        return Sketch(keys[places], places)
 
     return sketch
 
@@ -54,16 +52,27 @@ def make_line_sketch(cfg: LineConfig) -> Callable[[Sequence[Document]], Sketch]:
     """A function from a block to its sketch: one key for each line that is long enough."""
 
     def sketch(documents: Sequence[Document]) -> Sketch:
-        keys, owners, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
-        for owner, document in enumerate(documents):
+        keys, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+        for start, document in zip(first_lines(documents).tolist(), documents):
             hashes, lines = line_hashes(document.text, cfg.min_line_characters, lower=cfg.lower)
-            hashes, lines = hashes[lines < MAX_LINES], lines[lines < MAX_LINES]
             keys.append(hashes)
-            owners.append(np.full(len(lines), owner, np.uint32))
-            places.append(lines.astype(np.uint32))
-        return Sketch(np.concatenate(keys), np.concatenate(owners), np.concatenate(places))
+            places.append(start + lines)
+        return Sketch(np.concatenate(keys), np.concatenate(places))
 
     return sketch
+
+
+def first_lines(documents: Sequence[Document]) -> np.ndarray:
+    """int64[documents]: how many lines of the block come before each document, which is its first line's place."""
+    counts = [document.text.count("\n") + 1 for document in documents]
+    return np.cumsum([0, *counts], dtype=np.int64)[:-1]
+
+
+def lines_at(documents: Sequence[Document], places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(owners, lines), int64[k] each: of lines given by their places in the block, the document and the place in it."""
+    starts = first_lines(documents)
+    owners = np.searchsorted(starts, places, side="right") - 1
+    return owners, places - starts[owners]
 
 
 def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: str) -> list[Outcome]:
@@ -104,8 +113,7 @@ def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
         found = signatures(words, cfg)
         owners = np.flatnonzero([len(row) > 0 for row in words])
         keys = band_keys(found[owners], bands, rows)
-        places = np.zeros(keys.size, np.uint32)
-        return Sketch(keys.ravel(), np.repeat(owners.astype(np.uint32), bands), places, found)
+        return Sketch(keys.ravel(), np.repeat(owners, bands), found)
 
     return sketch
 

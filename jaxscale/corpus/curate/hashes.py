@@ -33,8 +33,7 @@ class Sketch(NamedTuple):
     """What a block of documents brings to a join: items with equal keys may be duplicates of each other."""
 
     keys: np.ndarray  # uint64[m]
-    owners: np.ndarray  # uint32[m]: the document's place in the block
-    places: np.ndarray  # uint32[m]: the line's number in its document; 0 for whole documents
+    places: np.ndarray  # int64[m]: of the document in the block, or of the line among those of all its documents
     signatures: np.ndarray | None = None  # uint32[documents, permutations], where candidates are to be verified
 
 

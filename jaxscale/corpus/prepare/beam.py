@@ -66,7 +66,7 @@ def keyed_items(block: tuple[int, str]) -> Iterator[tuple[int, int]]:
     """(key, item) for everything in the sketch of a block, as signed numbers: Beam knows no others."""
     number, path = block
     keys, items = open_array(path)
-    numbered = items | item_numbers(number, 0)
+    numbered = items | item_numbers(number, 0)  # the block, which its own file does not know
     return zip(keys.view(np.int64).tolist(), numbered.view(np.int64).tolist())
 
 

@@ -20,7 +20,7 @@ from jaxscale.system.paths import read_bytes, write_bytes_atomic
 from jaxscale.text.document import Document
 
 OBJECT_BYTES = 512  # of a document beside its texts, about
-MOST_DOCUMENTS = 1 << 19  # of a block: items of a join number them with 20 bits
+MOST_DOCUMENTS = 1 << 19  # of a block, whose objects are in memory
 TEXTS = ("text", "source", "file", "id", "url", "licence", "language")
 
 

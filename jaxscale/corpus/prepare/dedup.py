@@ -15,11 +15,12 @@ import numpy as np
 from jaxscale.corpus.curate.duplicates import (
     cut_lines,
     drop_documents,
+    lines_at,
     make_exact_sketch,
     make_line_sketch,
     make_near_sketch,
 )
-from jaxscale.corpus.prepare.blocks import document_at, mark_done, read_done
+from jaxscale.corpus.prepare.blocks import document_at, from_table, mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.join import (
     components,
@@ -125,14 +126,15 @@ def apply_joins(
     for join, folder in folders.items():
         removed = open_array(folder / "removed.npy")
         inside = of_block(removed[0], block)
-        _, owners, lines = parts(removed[0, inside])
+        owners = parts(removed[0, inside]).places
+        if join == "line_dedup":
+            owners, lines = lines_at(documents, owners)
         now = np.searchsorted(places, owners)
         still = (now < len(places)) & (places[np.minimum(now, len(places) - 1)] == owners) if len(places) else []
-        now, lines = now[still], lines[still]
         if join == "line_dedup":
-            outcomes = cut_lines(left, now, lines, cfg.line_dedup)
+            outcomes = cut_lines(left, now[still], lines[still], cfg.line_dedup)
         else:
-            outcomes = drop_documents(left, now, REASONS[join])
+            outcomes = drop_documents(left, now[still], REASONS[join])
         places = places[[outcome.document is not None for outcome in outcomes]]
         left = tally.take(join, left, outcomes)
     return left
@@ -150,9 +152,14 @@ def cluster_facts(join: str, folder: pathlib.Path, bases: Sequence[str]) -> dict
     order = np.lexsort((keepers, -counts))[:LARGEST]
     groups = []
     for keeper, count in zip(keepers[order], counts[order]):
-        block, place, line = (int(part[0]) for part in parts(np.array([keeper])))
-        document = document_at(bases[block], place)
-        text = document.text.split("\n")[line] if join == "line_dedup" else document.text
+        block, place = (int(part[0]) for part in parts(np.array([keeper])))
+        if join == "line_dedup":
+            documents = from_table(read_table(pathlib.Path(f"{bases[block]}.arrow")))
+            ((owner,), (line,)) = lines_at(documents, np.array([place]))
+            document, text = documents[owner], documents[owner].text.split("\n")[line]
+        else:
+            document = document_at(bases[block], place)
+            text = document.text
         groups.append(dict(size=int(count) + 1, file=document.file, offset=document.offset, text=text[:1000]))
     return {"name": join, "sizes": [pair for pair in binned if pair[1]], "largest": groups}
 

@@ -46,7 +46,7 @@ from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked, make_private, read_bytes, write_text_atomic
 from jaxscale.text.sources.decode import is_repair
-from jaxscale.text.sources.files import SourceFile, list_files
+from jaxscale.text.sources.files import SourceFile, list_files, size_of
 from jaxscale.text.sources.part import Part
 from jaxscale.text.sources.read import parts
 from jaxscale.text.tokenizer.config import special_names
@@ -77,9 +77,10 @@ def make_plan(cfg: PrepareConfig) -> Plan:
     if problems:
         raise BadInput(problems[0])
     pieces = [(file, part) for file in files for part in parts(file, cfg.reading(file.source), cfg.block_bytes)]
-    if len(pieces) > MOST_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
+    least = max(len(pieces), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
+    if least > MOST_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
         raise BadInput(
-            f"the input is {len(pieces):,} pieces, and duplicates are found among at most {MOST_BLOCKS:,}; {WAY_OUT}"
+            f"the input is {least:,} blocks or more, and duplicates are found among at most {MOST_BLOCKS:,}; {WAY_OUT}"
         )
     made_from = {
         "format": FORMAT,

@@ -5,7 +5,7 @@ of keys, so it is one slice of every file, and no file is rewritten. What is fou
 partitions nor on the order in which blocks are done.
 
 A block's number is its place in the list of files, which nobody knows when a block is sketched: files say block 0.
-An item is numbered block << 44 | document in the block << 24 | place in the document: in the order of the input, so the
+An item is numbered block << 32 | its place in the block, a document's or a line's: in the order of the input, so the
 first copy is the one with the smallest number.
 
 Memory, measured: duplicate_pairs holds one partition, at 37 bytes per (key, item) and 80 more per pair that it finds;
@@ -25,7 +25,7 @@ from jaxscale.corpus.curate.hashes import Sketch
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import replacing
 
-BLOCK_BITS, DOCUMENT_BITS, PLACE_BITS = 20, 20, 24
+BLOCK_BITS, PLACE_BITS = 32, 32  # 64 PiB in blocks of 16 MiB, and no block has as many lines
 MOST_BLOCKS, WAY_OUT = 1 << BLOCK_BITS, "pack small files together, or take a larger block_bytes"
 WORK = 4  # bytes of memory per byte of a partition: 64 per (key, item), so a third of them may have copies
 PAIRS_AT_ONCE = 1 << 15  # of 128 permutations: 32 MiB of signatures
@@ -37,36 +37,28 @@ ReadSignatures = Callable[[np.ndarray], np.ndarray]  # items -> uint32[items, pe
 class Parts(NamedTuple):
     """Of each item, where it is."""
 
-    blocks: np.ndarray
-    documents: np.ndarray
-    places: np.ndarray
+    blocks: np.ndarray  # int64[k]
+    places: np.ndarray  # int64[k]: of the document in the block, or of the line
 
 
-def item_numbers(block: int, documents: Any, places: Any = 0) -> np.ndarray:
+def item_numbers(block: int, places: Any) -> np.ndarray:
     """uint64[n]: the items of a block. Raises BadInput where a number has too many bits."""
-    documents, places = np.asarray(documents, np.uint64), np.asarray(places, np.uint64)
-    for name, value, bits in (
-        ("block", block, BLOCK_BITS),
-        ("document in a block", documents.max(initial=0), DOCUMENT_BITS),
-        ("line of a document", places.max(initial=0), PLACE_BITS),
-    ):
+    places = np.asarray(places, np.uint64)
+    for name, value, bits in (("block", block, BLOCK_BITS), ("place in a block", places.max(initial=0), PLACE_BITS)):
         if not 0 <= int(value) < 1 << bits:
             raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; {WAY_OUT}")
-    shift = np.uint64(DOCUMENT_BITS + PLACE_BITS)
-    return np.uint64(block) << shift | documents << np.uint64(PLACE_BITS) | places
+    return np.uint64(block) << np.uint64(PLACE_BITS) | places
 
 
 def parts(items: np.ndarray) -> Parts:
-    """(blocks, documents, places) of the items, the inverse of item_numbers."""
-    blocks = items >> np.uint64(DOCUMENT_BITS + PLACE_BITS)
-    documents = (items >> np.uint64(PLACE_BITS)) & np.uint64((1 << DOCUMENT_BITS) - 1)
-    return Parts(*(part.astype(np.int64) for part in (blocks, documents, items & np.uint64((1 << PLACE_BITS) - 1))))
+    """(blocks, places) of the items, the inverse of item_numbers."""
+    blocks, places = items >> np.uint64(PLACE_BITS), items & np.uint64((1 << PLACE_BITS) - 1)
+    return Parts(blocks.astype(np.int64), places.astype(np.int64))
 
 
 def of_block(items: np.ndarray, block: int) -> slice:
     """The slice of sorted items that lies in a block."""
-    shift = DOCUMENT_BITS + PLACE_BITS
-    first, last = np.uint64(block << shift), np.uint64((block + 1 << shift) - 1)
+    first, last = np.uint64(block << PLACE_BITS), np.uint64((block + 1 << PLACE_BITS) - 1)
     return slice(int(np.searchsorted(items, first)), int(np.searchsorted(items, last, side="right")))
 
 
@@ -75,7 +67,7 @@ def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
 
     Signatures lie beside it (signatures_path) and are written first, so where the sketch is, they are.
     """
-    items = item_numbers(0, sketch.owners, sketch.places)
+    items = item_numbers(0, sketch.places)
     order = np.lexsort((items, sketch.keys))
     if sketch.signatures is not None:
         save_whole(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
@@ -191,7 +183,7 @@ def signature_reader(paths: Mapping[int, str | os.PathLike[str]]) -> ReadSignatu
     open_block = functools.lru_cache(maxsize=OPEN_FILES)(lambda block: open_array(signatures_path(paths[block])))
 
     def read(items: np.ndarray) -> np.ndarray:
-        blocks, documents, _ = parts(items)
+        blocks, documents = parts(items)
         order = np.lexsort((documents, blocks))
         starts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
         rows = [places for places in np.split(order, starts[1:]) if len(places)]

@@ -168,10 +168,10 @@ def test_word_lists_and_items_of_a_stage_are_told_by_their_setting_and_those_of_
         assert make_plan(recipe(corpus, stages=(stage,), **values)).key != key
 
 
-def test_more_pieces_than_a_join_can_number_are_refused_before_anything_is_read(corpus, monkeypatch):
+def test_more_blocks_than_a_join_can_number_are_refused_before_anything_is_read(corpus, monkeypatch):
     monkeypatch.setattr(engine, "MOST_BLOCKS", 1)
     assert len(make_plan(recipe(corpus)).pieces) > 1
-    with pytest.raises(ValueError, match="pieces, and duplicates are found among at most 1; pack small files together"):
+    with pytest.raises(ValueError, match="blocks or more, and duplicates are found among at most 1; pack small files"):
         make_plan(recipe(corpus, stages=("near_dedup",)))
 
 
