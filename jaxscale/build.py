@@ -27,9 +27,9 @@ from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
 from jaxscale.models.mup_config import rate_multiplier, scales_of
 from jaxscale.models.sharded import ShardedModel, SharedRows, shard_model
-from jaxscale.ops.kernels import make_recorder
+from jaxscale.ops.kernels import make_recorder, make_score_recorder
 from jaxscale.ops.project import with_precision
-from jaxscale.ops.recorder import NO_RECORDER
+from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import Layout, combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
@@ -46,6 +46,7 @@ from jaxscale.training.balance import is_balance, rebalanced
 from jaxscale.training.ema import init_ema
 from jaxscale.training.injected import corrupt_gradients
 from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
+from jaxscale.training.qk_clip import make_qk_clip
 from jaxscale.training.state import TrainState, init_loss_scale, init_state, is_dynamic, state_axes
 from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
 from jaxscale.training.step import Gradients, at_state, leaf_name, make_train_step
@@ -161,7 +162,9 @@ def make_program(
     updates = make_updates(cfg, budget, model)
     shardings = plan_shardings(cfg, model, updates)
     init = functools.partial(init_train_state, cfg, model, updates)
-    gradients = make_gradients(cfg, model, updates.groups, shardings)
+    qk_clip = make_qk_clip(cfg.optim.qk_clip, cfg.model.layer_stacks)
+    recorder = make_score_recorder if qk_clip else None
+    gradients = make_gradients(cfg, model, updates.groups, shardings, recorder=recorder)
     train_step = make_train_step(
         gradients,
         updates.optimizer,
@@ -172,10 +175,11 @@ def make_program(
         count_gated=cfg.data.gate.on,
         rebalance=make_rebalance(cfg),
         data_row=data_row,
+        qk_clip=qk_clip,
     )
     statistics = make_statistics_step(
         make_gradients(
-            *unstaged_run(cfg, unstaged), updates.groups, plan_shardings(cfg, unstaged, updates), record=True
+            *unstaged_run(cfg, unstaged), updates.groups, plan_shardings(cfg, unstaged, updates), recorder=make_recorder
         ),
         updates.optimizer,
         parameter_groups(model.axes, cfg.model.layer_stacks),
@@ -334,11 +338,16 @@ def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], d
 
 
 def make_gradients(
-    cfg: RunConfig, model: ShardedModel, groups: Any, shardings: Shardings, *, record: bool = False
+    cfg: RunConfig,
+    model: ShardedModel,
+    groups: Any,
+    shardings: Shardings,
+    *,
+    recorder: Callable[..., Recorder] | None = None,
 ) -> Gradients:
     """(state, batch) -> (mean of each named loss, gradients), each device of the mesh on its own rows.
 
-    record: the means also hold statistics of the activations.
+    recorder: makes one for each trace, whose intermediates the means hold too.
     """
     axes, num_sources = model.batch_axes, len(mixture_names(cfg.data.mixture))
     reduction = Reduction(
@@ -355,12 +364,12 @@ def make_gradients(
         variables = model.differentiable(params)
 
         def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array):
-            recorder = NO_RECORDER
-            if record:
-                recorder = make_recorder(model.kernels, model.needs, model.tensor, model.context)
-            whole = model.merge(params, combine(trained, variables), recorder=recorder, learns=True)
+            recording = NO_RECORDER
+            if recorder is not None:
+                recording = recorder(model.kernels, model.needs, model.tensor, model.context)
+            whole = model.merge(params, combine(trained, variables), recorder=recording, learns=True)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
-            return total, parts | recorder.parts()
+            return total, parts | recording.parts()
 
         means, grads = accumulate(
             loss_fn,

@@ -354,6 +354,26 @@ def check_experts(cfg: RunConfig) -> None:
         )
 
 
+def check_qk_clip(cfg: RunConfig) -> None:
+    """Raises BadInput for optim.qk_clip beside what it cannot go with."""
+    model, optim = cfg.model, cfg.optim
+    if optim.qk_clip is None:
+        return
+    reasons = {
+        f"model.name={model.name!r}: it is of decoders": model.kind != "decoder",
+        "model.qk_norm=true, which sets the lengths of queries and keys whatever the size of the weights": getattr(
+            model, "qk_norm", False
+        ),
+        f"lora.rank={cfg.lora.rank}, which leaves the weights that it shrinks as they are": cfg.lora.on,
+        "optim.offload_params=true, whose weights are not on the device after their update": optim.offload_params,
+        "optim.groups with frozen=true, whose weights it might shrink": any(one.frozen for one in optim.groups),
+        f"mesh.pipeline={cfg.mesh.pipeline}, whose stages record no scores": cfg.mesh.pipeline != 1,
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise BadInput(f"optim.qk_clip={optim.qk_clip:g} cannot go with {what}; leave one of them out")
+
+
 def check_scales(cfg: RunConfig) -> None:
     """Raises BadInput for muP beside what it has no rule for."""
     check_mup(cfg.model, cfg.optim.name, cfg.lora.on)
@@ -365,4 +385,5 @@ def check_scales(cfg: RunConfig) -> None:
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
     check_evals, check_batch, check_ramp, check_seq_len_ramp, check_amounts, check_scales, check_limit,
+    check_qk_clip,
 )  # fmt: skip

@@ -146,7 +146,16 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
         )
 
 
+def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for optim.qk_clip where no device shall have all keys of a row, which exact scores need."""
+    if cfg.optim.qk_clip is not None and model.kernels.sharing.form == "ring":
+        raise BadInput(
+            f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, and with mesh.context="
+            f"{model.context.size} they go round in a ring; use context.attention='gather' or 'ulysses', or null"
+        )
+
+
 DEVICE_CHECKS = (
     check_options_known, check_moments, check_positions, check_microbatches, check_offload, check_statistics,
-    check_vocabulary, check_capacity,
+    check_vocabulary, check_capacity, check_ring,
 )  # fmt: skip

@@ -59,7 +59,7 @@ CHOICES = {
     "mup": {"model.mup": dict(base_dim=8, base_head_dim=4, base_layers=1)},
     "sgd": {"optim.name": "sgd", "optim.groups": [FROZEN, REST]},
     "lion": {"optim.name": "lion", "optim.decay": "linear"},
-    "muon": {"optim.name": "muon"},
+    "muon": {"optim.name": "muon", "optim.qk_clip": 100.0},
     "adafactor": {"optim.name": "adafactor"},
     "lamb": {"optim.name": "lamb", "optim.moment_dtype": "bfloat16"},
     "constant": {"optim.decay": "constant", "optim.min_lr": 3e-5},

@@ -15,7 +15,7 @@ from jaxscale.ops.config import AttentionName, AttentionNeeds
 from jaxscale.ops.grouped import ExpertKernels, choose_expert_kernels
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
-from jaxscale.ops.recorder import NO_RECORDER, Recorder, StatisticsRecorder
+from jaxscale.ops.recorder import NO_RECORDER, Recorder, ScoreRecorder, StatisticsRecorder
 from jaxscale.ops.rope import Rotation, rotate, rotate_on_tpu
 from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis
 from jaxscale.sharding.expert_axis import STAYING, ExpertAxis
@@ -86,6 +86,17 @@ def make_recorder(
             largest = either(largest, largest_score, needs.mixed)
         return StatisticsRecorder("attention_logit_max", of_all_keys(largest, context), tensor)
     return StatisticsRecorder("attention_logit_bound", of_all_keys(score_bound, context), tensor)
+
+
+def make_score_recorder(
+    kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = WHOLE_ROWS
+) -> ScoreRecorder:
+    """A recorder of the largest score of each head, computed beside whichever kernel attends."""
+    by_head = functools.partial(largest_score, by_head=True)
+    largest = functools.partial(by_head, window=needs.window)
+    if needs.mixed is not None:
+        largest = either(largest, by_head, needs.mixed)
+    return ScoreRecorder(of_all_keys(largest, context), tensor)
 
 
 def with_recorder(kernels: Kernels, recorder: Recorder) -> Kernels:

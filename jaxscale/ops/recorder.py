@@ -1,5 +1,5 @@
 """Intermediates of a model: what the statistics program records of activations as they pass. A training step has no
-recorder and no trace of one.
+recorder and no trace of one, but for the largest scores that a clip of them needs (optim.qk_clip).
 
 A model hands each array to sow(), which returns it as it is. Numbers of a layer leave the function that computes it,
 which may be a loop or be run again for the backward pass, as results beside the residual stream: run_stack() of
@@ -21,6 +21,7 @@ from jaxscale.sharding.tensor_axis import TensorAxis
 
 ATTENTION, ACROSS, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # what is recorded of a layer
 POSITIONS = "positions"  # how many hold text: what the sums are divided by
+SCORES = "scores"  # the largest of each head
 SOWN = "sown"  # under this name a loss returns the intermediates, beside its named sums
 
 
@@ -28,7 +29,7 @@ class Intermediates(NamedTuple):
     """Of a layer on this device, float32[]; of a stack of layers, float32[L]."""
 
     sums: dict[str, jax.Array]  # over the positions with text, of the mean square of an array's entries
-    maxima: dict[str, jax.Array]  # largest scores of attention
+    maxima: dict[str, jax.Array]  # largest scores of attention; float32[L, N] where they are of each head
 
 
 class Recorder:
@@ -111,4 +112,38 @@ class StatisticsRecorder(Recorder):
 
     def parts(self) -> dict[str, tuple[Intermediates, ...]]:
         """The intermediates of all stacks, in their order, under the name SOWN."""
+        return {SOWN: tuple(self.stacks)}
+
+
+class ScoreRecorder(Recorder):
+    """Records the largest score of each head, and nothing else. It has no gradient.
+
+    largest: (q, k, segments, causal=, scale=) -> float32[N], of the device's own rows and heads.
+    """
+
+    def __init__(self, largest: Callable[..., jax.Array], tensor: TensorAxis):
+        self.largest, self.tensor = largest, tensor
+        self.layer_N: jax.Array | None = None
+        self.stacks: list[Intermediates] = []
+
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`attend`, with its queries and keys recorded."""
+
+        def seen_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | Scope, **how):
+            self.layer_N = self.largest(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **how)
+            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **how)
+
+        return seen_attend
+
+    def end_layer(self, x_BTD: jax.Array) -> Intermediates:
+        """The largest scores of the layer, of all heads: those of other devices are -inf."""
+        found_N, self.layer_N = self.layer_N, None
+        return Intermediates({}, {SCORES: self.tensor.among_all(found_N, -jnp.inf)})
+
+    def end_stack(self, seen: Intermediates) -> None:
+        """Takes the scores of each layer of a stack."""
+        self.stacks.append(seen)
+
+    def parts(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Those of all stacks, in their order, under the name SOWN."""
         return {SOWN: tuple(self.stacks)}

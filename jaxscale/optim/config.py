@@ -97,6 +97,11 @@ class OptimConfig:
         False, "true: norms, biases and embeddings decay too", read_if="optim.weight_decay"
     )
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
+    qk_clip: float | None = setting(
+        None,
+        "the largest attention score that a head may reach: after a step in which it was larger, its query and key "
+        "weights shrink until it is this one (arXiv:2507.20534: 100); null: none",
+    )
     moment_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "float32",
         "in which moments are kept between steps, rounded up or down at random; int8: in blocks that share a scale",
@@ -130,6 +135,8 @@ class OptimConfig:
         for name, rules in (("offload_moments", WHOLE_TENSORS), ("offload_params", NEED_PARAMETERS)):
             if getattr(self, name) and self.name in rules:
                 raise BadInput(f"{name}=true: name={self.name!r} needs whole tensors on the device; leave it out")
+        if self.qk_clip is not None and self.qk_clip <= 0:
+            raise BadInput(f"qk_clip={self.qk_clip} must be above 0, or null for none")
         for name in ("weight_decay", "clip_norm", "eps"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must not be negative")

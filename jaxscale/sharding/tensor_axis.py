@@ -63,6 +63,14 @@ class TensorAxis:
         length = x_BT.shape[POSITIONS] // self.size
         return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(AXIS) * length, length, POSITIONS)
 
+    def among_all(self, x: jax.Array, filling: float) -> jax.Array:
+        """x, whose last axis is the device's own part of one, with `filling` in the places of the others."""
+        if self.size == 1:
+            return x
+        own = x.shape[-1]
+        whole = jnp.full((*x.shape[:-1], own * self.size), filling, x.dtype)
+        return lax.dynamic_update_slice_in_dim(whole, x, lax.axis_index(AXIS) * own, x.ndim - 1)
+
     def part_of_gradient(self, tree: Any) -> Any:
         """The same numbers, of which every device computes the same: each gets its part of their gradient."""
         part = lambda x: x / self.size + lax.stop_gradient(x - x / self.size)

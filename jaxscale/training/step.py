@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.data.batch import HASH_SALTS, Batch, hashed_parts, joined_rows, mixed_tokens
+from jaxscale.ops.recorder import SOWN
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.training import guard
@@ -19,6 +20,7 @@ from jaxscale.training.state import TrainState, adjust_loss_scale
 Means = dict[str, jax.Array]  # of each named loss
 Gradients = Callable[[TrainState, Batch], tuple[Means, Any]]  # those of the mean loss
 Rebalance = Callable[[Any, Means], Any]
+QkClip = Callable[[Any, Any], tuple[Any, Means]]  # (parameters, scores) -> (parameters, what is told)
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -33,16 +35,19 @@ def make_train_step(
     count_gated: bool = False,
     rebalance: Rebalance | None = None,
     data_row: int | None = None,
+    qk_clip: QkClip | None = None,
 ) -> TrainStep:
     """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
     clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's row filter left without
     weight, as gated_rows does. rebalance: what is done to parameters after their update, by the step's counts.
-    data_row: tokens in a row of the data, where those of the batch are cut from these.
+    data_row: tokens in a row of the data, where those of the batch are cut from these. qk_clip: the same by the largest
+    scores of attention.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
         means, grads = gradients(state, batch)
+        scores = means.pop(SOWN, None)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
         excused = ~finite & (state.loss_scale.value > cfg.loss_scale.min) if dynamic_scale else False
@@ -57,6 +62,7 @@ def make_train_step(
             )
             params = jax.tree.map(add_update, state.params, updates)
             params = params if rebalance is None else rebalance(params, means)
+            params, clipped = (params, {}) if qk_clip is None else qk_clip(params, scores)
         # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
         keep_one = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
         keep = lambda new, old: jax.tree.map(keep_one, new, old)
@@ -77,6 +83,7 @@ def make_train_step(
             "loss_scale": state.loss_scale.value,
             "tokens_seen": tokens_seen(rows),
             **guard.told(state.guard, guard_state, ok, verdict),
+            **clipped,
         }
         if count_gated:
             metrics["gated_rows"] = gated_rows(rows)

@@ -28,8 +28,10 @@ def largest_score(
     bias_NTS: jax.Array | None = None,
     scale: float | None = None,
     block: int = BLOCK,
+    by_head: bool = False,
 ) -> jax.Array:
-    """float32[]: the largest score of a query with text and a key that it sees; -inf where there is no such pair.
+    """float32[], or float32[N] by_head: the largest score of a query with text and a key that it sees; -inf where there
+    is no such pair.
 
     Arguments as attention takes them. Scores exist for one pair of blocks at a time.
     """
@@ -47,7 +49,7 @@ def largest_score(
     places_T = jnp.arange(ids_BT.shape[1]) if in_order else filled(scope.places_T, 0, queries)
     pairs = visible_pairs(T, S, queries, keys, causal=causal and prefix_BS is None and in_order, window=window)
 
-    def visit(top, pair):
+    def visit(top_KG, pair):
         i, j = pair
         of_queries = lambda x: lax.dynamic_slice_in_dim(x, i * queries, queries, axis=1)
         of_keys = lambda x, axis=1: lax.dynamic_slice_in_dim(x, j * keys, keys, axis=axis)
@@ -66,10 +68,11 @@ def largest_score(
             near_ts = behind_ts >= 0 if window is None else (behind_ts >= 0) & (behind_ts < window)
             near_Bts = near_ts[None] if prefix_BS is None else near_ts[None] | (of_keys(prefix_BS)[:, None, :] > 0)
             seen_Bts &= near_Bts
-        return jnp.maximum(top, jnp.max(score_BKGts, where=seen_Bts[:, None, None], initial=-jnp.inf)), None
+        found_KG = jnp.max(score_BKGts, axis=(0, 3, 4), where=seen_Bts[:, None, None], initial=-jnp.inf)
+        return jnp.maximum(top_KG, found_KG), None
 
-    top, _ = lax.scan(visit, jnp.float32(-jnp.inf), tuple(pairs.T))
-    return top
+    top_KG, _ = lax.scan(visit, jnp.full((K, N // K), -jnp.inf, jnp.float32), tuple(pairs.T))
+    return top_KG.reshape(N) if by_head else jnp.max(top_KG)
 
 
 def visible_pairs(T: int, S: int, queries: int, keys: int, *, causal: bool, window: int | None) -> np.ndarray:
