@@ -70,6 +70,11 @@ KINDS = (
         r"^jaxscale evaluate .*(--lm_eval|held/|lambada)",
         "files that a reader has; tests/cli and tests/eval make small ones",
     ),
+    Kind(
+        PARSED,
+        r"--config\.classifier\.good=",
+        "examples that a reader has; tests/corpus/test_classifier.py makes small ones",
+    ),
     Kind(PARSED, r"runs/speedrun-1/chat", "a speedrun's model; tests/launch/test_speedrun.py makes one"),
     Kind(PARSED, r"--serve$", "does not end; tests/cli/test_report.py serves"),
     Kind(PARSED, r"^--config\.", "settings alone"),
