@@ -9,6 +9,7 @@ from jaxscale.corpus.indexes import publish_indexes
 from jaxscale.corpus.prepare import engine
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.dedup import Executor
+from jaxscale.corpus.prepare.examples import WEIGHTS
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import FACTS, PAGE
@@ -48,5 +49,6 @@ def prepare(
         raise
     if is_remote(output):
         progress.say(f"copying to {output}")
-        publish(folder, output, beside=(FACTS, PAGE))
+        learned = [WEIGHTS] if (folder / WEIGHTS).exists() else []
+        publish(folder, output, beside=[FACTS, PAGE, *learned])
     return read_manifest(folder / MANIFEST).content
