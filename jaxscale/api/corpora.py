@@ -26,22 +26,25 @@ def prepare(
     *,
     work_dir: str | None = None,
     keep_work: bool = False,
+    strict: bool = False,
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The manifest of the token shards that a recipe makes: `jaxscale prepare`. Killed, the same call goes on.
 
     Args: output: a folder, or gs://BUCKET/FOLDER with work_dir, the local folder in which it is made. keep_work: leaves
-    that there. executor: where the work is done; all cores of this machine unless given.
+    that there. strict: raises BadInput where reading left out more than 1%, or a file is broken. executor: where the
+    work is done; all cores of this machine unless given.
     """
     if is_remote(output) and work_dir is None:
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")
     if executor is None:
         with LocalExecutor(os.cpu_count() or 1) as own:
-            return prepare(recipe, output, work_dir=work_dir, keep_work=keep_work, executor=own, progress=progress)
+            made = dict(work_dir=work_dir, keep_work=keep_work, strict=strict, progress=progress)
+            return prepare(recipe, output, executor=own, **made)
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or Progress()
     try:
-        engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work)
+        engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work, strict=strict)
         publish_indexes(folder, recipe.rows, progress.say)  # what is there already is left alone
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -66,6 +66,9 @@ class PrepareFlags:
         "makes the indexes of a finished --output that it lacks, as of a set by an earlier version: its documents by "
         "name, for jaxscale trace, and the row plans of --config.rows.seq_len; and nothing else",
     )
+    strict: bool = flag(
+        False, "exit code 2 once the text is read if that left out more than 1% of documents or bytes, or a broken file"
+    )
     report: bool = flag(False, "writes report.html of a finished --output again, and nothing else")
     export: str | None = flag(
         None,
@@ -104,7 +107,13 @@ def main(arguments: Arguments) -> int:
     check_places(flags)
     with make_executor(flags, arguments.behind) as executor:
         made = prepare(
-            recipe, output, work_dir=flags.work_dir, keep_work=flags.keep_work, executor=executor, progress=progress
+            recipe,
+            output,
+            work_dir=flags.work_dir,
+            keep_work=flags.keep_work,
+            strict=flags.strict,
+            executor=executor,
+            progress=progress,
         )
     progress.say(
         f"{made['num_documents']:,} documents, {made['num_tokens']:,} tokens in {len(made['shards']):,} shards; "

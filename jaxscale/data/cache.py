@@ -28,6 +28,7 @@ from jaxscale.text.config import read_settings
 from jaxscale.text.document import Document
 from jaxscale.text.sources.decode import REPAIRED, is_repair
 from jaxscale.text.sources.files import SourceFile, file_stamp
+from jaxscale.text.sources.left_out import left_out
 from jaxscale.text.sources.part import unreadable
 from jaxscale.text.tokenizer.base import Tokenizer
 
@@ -98,8 +99,10 @@ def tokenise(
                     say(f"  {rates(writer.num_documents, text_bytes, now - started)}, in {file.name}")
         write_waiting()
         if not writer.num_documents:
-            left_out = f" ({describe_skipped(skipped)})" if skipped else ""
-            raise BadInput(f"{files[0].path}{' and the other files' * (len(files) > 1)} hold no document{left_out}")
+            some = f"{files[0].path}{' and the other files' * (len(files) > 1)}"
+            lost = left_out(skipped, 0, 0, cfg.where)
+            why = lost.line if lost else describe_skipped(skipped)
+            raise BadInput(f"{some} hold no document{f' ({why})' if why else ''}")
     except BaseException:
         writer.abandon()
         raise
@@ -110,6 +113,8 @@ def tokenise(
     writer.finish(tokenizer.token_bytes, header, join_lineages(lineage))
     progress = rates(writer.num_documents, text_bytes, time.monotonic() - started)
     say(f"  {progress}; skipped: {describe_skipped(skipped) or 'none'}")
+    if (lost := left_out(skipped, writer.num_documents, text_bytes, cfg.where)) and lost.is_much:
+        say(f"WARNING: {lost.line}")
 
 
 def read_documents(

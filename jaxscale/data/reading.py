@@ -20,6 +20,7 @@ from jaxscale.text.document import Document
 from jaxscale.text.sources.decode import REPAIRED, decoded, is_utf8, repaired_texts
 from jaxscale.text.sources.files import SourceFile, unpacked_name
 from jaxscale.text.sources.jsonl import json_records, refuse, words_of
+from jaxscale.text.sources.left_out import lose
 from jaxscale.text.sources.read import JSON_LINES, read_file, readable
 from jaxscale.text.tokenizer.base import Tokenizer
 
@@ -78,7 +79,7 @@ def read_samples(
             id, url, own, _ = words_of(record, cfg.word_fields, line)
             document = Document(written.text, file.source, file.name, offset, id, url, own or cfg.licence)
             if document.size > cfg.max_document_bytes:
-                skipped["longer than max_document_bytes"] += 1
+                lose(skipped, "longer than max_document_bytes", document.size)
                 continue
             yield document, written
 
@@ -119,7 +120,7 @@ def write_record(
                 return None
             written = write_pair(found, template.begin)
     except BadInput as error:
-        refuse(f"{place} {error}", cfg, skipped, "not as told")
+        refuse(f"{place} {error}", cfg, skipped, "not as told", 0)
         return None
     if not written.end_learned and not any(piece.learned for piece in written.pieces):
         skipped[NO_TURN] += 1

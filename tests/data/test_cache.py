@@ -128,11 +128,12 @@ def test_the_shard_on_disk_is_what_its_documentation_says(tmp_path):
     header = json.loads((folder / "tokens.json").read_text())
     expected = {
         "dtype": "uint16", "num_tokens": 6, "num_documents": 2, "max_id": 256, "eos_id": 256, "text_bytes": 4,
-        "sources": ["text"], "skipped": {"empty": 1, "invalid UTF-8": 1, "bytes in it": 1},
+        "sources": ["text"], "skipped": {"empty": 1, "invalid UTF-8": 1, "bytes left out": 1},
     }  # fmt: skip
     assert {key: header[key] for key in expected} == expected
     assert [part["documents"] for part in header["files"]] == [1, 0, 1, 0]
-    assert "1 empty, 1 invalid UTF-8, 1 bytes in it" in said[-2]  # and nothing is left out in silence
+    assert "1 empty, 1 invalid UTF-8, 1 bytes left out" in said[-3]
+    assert said[-2].startswith("WARNING: reading left out 1 of 3 documents (33.3%)")  # and not in silence
     assert "d.txt: 1 document skipped, not UTF-8" in said[1]
 
 

@@ -181,7 +181,7 @@ def test_a_record_that_is_not_utf8_or_holds_nul_is_skipped_repaired_or_named_as_
         read = reading.read(SourceFile(cfg.files, "chat.jsonl", "text"), skipped := Counter())
         return [document.text for document, _ in read], skipped
 
-    assert documents() == (["fine"], {"NUL bytes": 2, "invalid UTF-8": 2, "bytes in it": 44})
+    assert documents() == (["fine"], {"NUL bytes": 2, "invalid UTF-8": 2, "bytes left out": 44})
     found, counted = documents(invalid_utf8="repair")
     assert found == ["bc", "b\ufffdc", "b\u00e9c", "fine"] and counted == {
         "repaired: NUL removed": 2, "repaired: half a surrogate pair": 1, "repaired: windows-1252": 1,

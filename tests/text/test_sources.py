@@ -64,9 +64,9 @@ def write_invalid(folder):
 
 def test_a_document_that_is_not_utf8_is_skipped_and_counted(tmp_path):
     write_invalid(tmp_path)
-    assert read(tmp_path / "a.txt") == ([], {"invalid UTF-8": 1, "bytes in it": 7})
-    assert read(tmp_path / "b.jsonl") == (["good"], {"invalid UTF-8": 2, "bytes in it": 21})
-    assert read(tmp_path / "c.parquet") == (["good"], {"invalid UTF-8": 1, "bytes in it": 1})
+    assert read(tmp_path / "a.txt") == ([], {"invalid UTF-8": 1, "bytes left out": 7})
+    assert read(tmp_path / "b.jsonl") == (["good"], {"invalid UTF-8": 2, "bytes left out": 21})
+    assert read(tmp_path / "c.parquet") == (["good"], {"invalid UTF-8": 1, "bytes left out": 1})
 
 
 @pytest.mark.parametrize("name, place", [("a.txt", "at 5 "), ("b.jsonl", "at line 2 "), ("c.parquet", "at row 1 ")])

@@ -26,7 +26,14 @@ from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicat
 from jaxscale.corpus.prepare.examples import WEIGHTS, example_files, trained_filter, with_weights
 from jaxscale.corpus.prepare.join import MOST_BLOCKS, WAY_OUT
 from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.report import FACTS, evaluation_lines, rewrite_report
+from jaxscale.corpus.prepare.report import (
+    FACTS,
+    MOST_LANGUAGES,
+    dropped_languages,
+    evaluation_lines,
+    read_facts,
+    rewrite_report,
+)
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import ShardCall, move_out, tokenizer_of, write_shard
 from jaxscale.corpus.prepare.work import (
@@ -46,7 +53,8 @@ from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked, make_private, read_bytes, write_text_atomic
 from jaxscale.text.sources.decode import is_repair
-from jaxscale.text.sources.files import SourceFile, list_files, size_of
+from jaxscale.text.sources.files import SourceFile, list_files, no_text_problem, size_of
+from jaxscale.text.sources.left_out import BYTES, WAYS_OUT
 from jaxscale.text.sources.part import Part
 from jaxscale.text.sources.read import parts
 from jaxscale.text.tokenizer.config import special_names
@@ -74,6 +82,7 @@ def make_plan(cfg: PrepareConfig) -> Plan:
         problems.append(problem.replace("data.tokenizer", "tokenizer.name"))
     if not problems:
         problems += bos_problems(cfg.tokenizer)
+    problems += filter(None, map(no_text_problem, files))
     if problems:
         raise BadInput(problems[0])
     pieces = [(file, part) for file in files for part in parts(file, cfg.reading(file.source), cfg.block_bytes)]
@@ -127,26 +136,36 @@ def bos_problems(cfg: TokenizerConfig) -> list[str]:
 
 
 def prepare(
-    plan: Plan, output: pathlib.Path, executor: Executor, progress: Progress, *, keep_work: bool = False
+    plan: Plan,
+    output: pathlib.Path,
+    executor: Executor,
+    progress: Progress,
+    *,
+    keep_work: bool = False,
+    strict: bool = False,
 ) -> None:
     """Makes the shards, manifest and report of a plan in `output`.
 
     Killed at any moment, the same call goes on. Raises BadInput where the folder holds something else, another
-    process is at work in it, or no document is left.
+    process is at work in it, or no document is left; if `strict`, where reading left out much.
     """
     output = output.absolute()
     make_output(output)
     with locked(output / LOCK, functools.partial(in_use, output)):
         folder = output / f"work-{plan.key}-{hash_of(versions())[:8]}"  # other versions may give other bytes
         if is_open(plan, output, folder, progress.say):
-            make_set(plan, output, folder, executor, progress)
+            make_set(plan, output, folder, executor, progress, strict)
+        elif strict:
+            tell_left_out(plan.cfg, Tally.from_json(read_facts(output)["tally"]), progress, strict)
         rewrite_report(output)  # again where it is complete: an earlier process may have ended just before
         if not keep_work:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: Executor, progress: Progress) -> None:
-    """Runs every pass and join, and writes the manifest last."""
+def make_set(
+    plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: Executor, progress: Progress, strict: bool
+) -> None:
+    """Runs every pass and join, and writes the manifest last. strict: see tell_left_out."""
     tally, clusters, blocks = Tally(), [], []
     looked_for = count_items(plan.cfg.decontaminate) if "decontaminate" in plan.cfg.stages else None
     for line in evaluation_lines(plan.cfg.decontaminate, looked_for):
@@ -154,6 +173,8 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
     learned = trained_filter(plan.cfg, folder, progress)
     for number, step in enumerate(plan.passes):
         blocks = run_pass(plan, folder, number, blocks, executor, progress, tally)
+        if number == 0:
+            tell_left_out(plan.cfg, tally, progress, strict)
         paths = [block.path for block in blocks]
         for join in step.joins:
             progress.begin(f"{join}: comparing all documents", 1)
@@ -176,6 +197,15 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
     facts |= {"evaluation": looked_for} if looked_for else {}
     facts |= {"classifier": learned} if learned else {}
     write_outcome(plan.cfg, output, names, tokenizer, facts)
+
+
+def tell_left_out(cfg: PrepareConfig, tally: Tally, progress: Progress, strict: bool) -> None:
+    """Says what reading left out. Raises BadInput where that is much and `strict`."""
+    if (lost := tally.left_out(cfg.read.where)) is None:
+        return
+    if lost.is_much and strict:
+        raise BadInput(f"{lost.line}; without --strict the rest would be prepared")
+    progress.say(f"{'WARNING: ' if lost.is_much else ''}{lost.line}")
 
 
 def write_outcome(
@@ -215,7 +245,9 @@ def run_pass(
             tally.merge(Tally.from_json(result["tally"]))
     left = in_order(blocks_found, folder, number)
     if not left:
-        raise BadInput(f"no document is left after {title(number, step)}: {funnel_line(tally) or 'the input is empty'}")
+        lost = tally.left_out(plan.cfg.read.where)
+        why = "; ".join(filter(None, [funnel_line(tally), lost.line if lost else ""])) or "the input is empty"
+        raise BadInput(f"no document is left after {title(number, step)}: {why}")
     return left
 
 
@@ -329,6 +361,8 @@ def funnel_line(tally: Tally) -> str:
             totals[name[3]] += number
         if name[:2] == ("in", "read") and name[-1] == "documents":
             totals["read"] += number
-        if name[0] == "read" and not is_repair(name[-1]):
+        if name[0] == "read" and not is_repair(name[-1]) and name[-1] not in (BYTES, *WAYS_OUT):
             totals[f"left out: {name[-1]}"] += number
-    return "; ".join(f"{reason} {number:,}" for reason, number in totals.most_common())
+    told = [f"{reason} {number:,}" for reason, number in totals.most_common()]
+    languages = [f"{name} {number:,}" for name, number in dropped_languages(tally).most_common(MOST_LANGUAGES)]
+    return "; ".join([*told, f"dropped languages {', '.join(languages)}"] if languages else told)

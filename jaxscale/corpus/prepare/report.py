@@ -8,6 +8,7 @@ from typing import Any
 from jaxscale import schema, units
 from jaxscale.corpus.curate.config import ContaminationConfig, NearConfig
 from jaxscale.corpus.curate.duplicates import detection_table
+from jaxscale.corpus.prepare.config import RecipeReadConfig
 from jaxscale.corpus.prepare.fertility import Row
 from jaxscale.corpus.prepare.tally import SCORE_BINS, Sample, Tally
 from jaxscale.data.manifest import NAME as MANIFEST
@@ -28,6 +29,8 @@ overflow:auto;font-size:12.5px}summary{cursor:pointer}.warn{background:#fff4dc;p
 #d99a1c;margin:.4rem 0}.bar{fill:#3b77c2}.muted{color:#57606a}svg text{font:11px system-ui,sans-serif;fill:#57606a}
 """
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser runs and loads nothing for this page
+MOST_LANGUAGES = 8  # of a line
+WHERE = RecipeReadConfig.where
 MOST_ROWS = 40  # of a table that could be long; the rest is summed up
 # Rules of thumb of this project, not of a paper: each only asks for a look.
 LARGE_SOURCE = 0.8  # of all tokens, where there are several sources
@@ -50,11 +53,15 @@ def rewrite_report(output: pathlib.Path) -> None:
     """Makes report.html out of the manifest and report.json. Raises BadInput where the set is not complete."""
     if not (output / MANIFEST).exists():
         raise BadInput(f"{output} has no {MANIFEST}: no set was completed there; prepare it first")
+    write_text_atomic(output / PAGE, report_page(read_facts(output) | {"manifest": read_json(output / MANIFEST)}))
+
+
+def read_facts(output: pathlib.Path) -> dict[str, Any]:
+    """What report.json holds. Raises BadInput for a file that prepare did not write."""
     facts = read_json(output / FACTS) if (output / FACTS).exists() else None
     if not isinstance(facts, dict) or not facts.keys() >= {"tally", "clusters", "fertility"}:
         raise BadInput(f"{output / FACTS} is not what prepare wrote there; bring it back, or prepare the set again")
-    facts |= {"manifest": read_json(output / MANIFEST)}
-    write_text_atomic(output / PAGE, report_page(facts))
+    return facts
 
 
 def report_page(facts: Mapping[str, Any]) -> str:
@@ -106,10 +113,11 @@ def share(part: float, whole: float) -> str:
 
 def summary(manifest: Mapping[str, Any], tally: Tally) -> str:
     """What the set is."""
-    read = tally.total("in", "read")
+    read, lost = tally.total("in", "read"), tally.left_out(WHERE)
     kept, tokens = manifest["num_documents"], manifest["num_tokens"]
+    beside = f"; {lost.documents:,} more were left out while reading" if lost else ""
     rows = [
-        ("documents", f"{kept:,} of {read:,} read ({share(kept, read)})"),
+        ("documents", f"{kept:,} of {read:,} read ({share(kept, read)}){beside}"),
         ("tokens", f"{tokens:,} ({units.count(tokens)}), end tokens included"),
         ("text", units.size(manifest["text_bytes"])),
         ("shards", f"{len(manifest['shards']):,}"),
@@ -190,7 +198,14 @@ def histogram_section(tally: Tally) -> str:
     ordered = [(f"under {units.size(2**power)}", lengths[power]) for power in sorted(lengths)]
     parts = [f"<h2>Lengths, as read</h2>{bars(ordered)}"] if ordered else []
     parts += [f"<h2>Languages, as kept</h2>{bars(longest(languages))}"] if languages else []
+    dropped = dropped_languages(tally)
+    parts += [f"<h2>Languages, as dropped</h2>{bars(longest(dropped))}"] if dropped else []
     return "".join(parts)
+
+
+def dropped_languages(tally: Tally) -> collections.Counter:
+    """{language: documents that were dropped for it}."""
+    return collections.Counter({key[3]: n for key, n in tally.counts.items() if key[:2] == ("detail", "language")})
 
 
 def bars(rows: Sequence[tuple[str, int]]) -> str:
@@ -299,7 +314,9 @@ def fertility(rows: Sequence[Mapping[str, Any]]) -> str:
 def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """One line for each thing."""
     stages = manifest["recipe"]["stages"]
-    lines = [text for names, text in MISSING if not set(names) & set(stages)]
+    lost = tally.left_out(WHERE)
+    lines = [lost.line] if lost and lost.is_much else []
+    lines += [text for names, text in MISSING if not set(names) & set(stages)]
     decontaminate = schema.from_dict(ContaminationConfig, manifest["recipe"].get("decontaminate", {}))
     lines += evaluation_lines(decontaminate, facts.get("evaluation"))
     return [*lines, *kept_lines(tally, manifest), *source_lines(manifest), *tokenizer_lines(facts)]
@@ -328,6 +345,9 @@ def kept_lines(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"only {kept:.1%} of the documents are kept; look at the largest drops below"
     if kept > NEARLY_ALL_KEPT and len(manifest["recipe"]["stages"]) > 1:
         yield f"{kept:.1%} of the documents are kept: the text was clean already, or the rules do not touch it"
+    if languages := dropped_languages(tally):
+        told = ", ".join(f"{name} {n:,}" for name, n in longest(languages)[:MOST_LANGUAGES])
+        yield f"documents dropped by language: {told}; languages that are kept: language.keep"
     for join in ("exact_dedup", "near_dedup"):
         before, after = tally.total("in", join), tally.total("out", join)
         if before and 1 - after / before > MANY_DUPLICATES:

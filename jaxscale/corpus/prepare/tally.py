@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.text.document import Document, Outcome
+from jaxscale.text.sources.left_out import WAYS_OUT, LeftOut, left_out
 
-LISTED = ("decontaminate",)  # stages whose details are counted one by one: there are as many as evaluation items
+LISTED = ("decontaminate", "language")  # stages whose details, evaluation items and languages, are counted one by one
 SCORED = {"classifier": "quality"}  # stages whose scores are counted, of what they drop (its detail) too; the column
 SCORE_BINS = 20
 SAMPLES = 5  # kept of each reason
+PLACES = 3  # of them named in a line
 SAMPLE_CHARACTERS = 1500
 
 
@@ -93,6 +95,25 @@ class Tally:
         kept.append(Sample(order, before.source, before.file, before.offset, *texts))
         kept.sort()
         del kept[SAMPLES:]
+
+    def add_skipped(self, source: str, file: str, offset: int, skipped: Mapping[str, int]) -> None:
+        """Counts what reading a part of a file left out or repaired; the file is kept as a sample of each reason."""
+        for reason, number in skipped.items():
+            self.counts["read", source, reason] += number
+            if reason in WAYS_OUT:
+                self.sample("read", reason, Document("", source, file, offset), None)
+
+    def left_out(self, where: str) -> LeftOut | None:
+        """What reading left out, None if that is nothing. where: before the names of settings."""
+        skipped, places = Counter(), {}
+        for key, number in self.counts.items():
+            if key[0] == "read":
+                skipped[key[2]] += number
+        for (stage, reason), samples in self.samples.items():
+            if stage == "read":
+                places[reason] = list(dict.fromkeys(sample.file for sample in samples))[:PLACES]
+        size = sum(n for key, n in self.counts.items() if key[:2] == ("in", "read") and key[-1] == "bytes")
+        return left_out(skipped, self.total("in", "read"), size, where, places)
 
     def add_documents(self, name: tuple[str, ...], documents: Sequence[Document]) -> None:
         """Counts documents and bytes by source."""

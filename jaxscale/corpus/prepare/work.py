@@ -148,7 +148,7 @@ def incoming(cfg: PrepareConfig, call: Call, tally: Tally) -> Iterator[list[Docu
             tally.add_lengths(block)
             tally.add_documents(("in", "read"), block)
             yield block
-        tally.counts.update({("read", source, reason): number for reason, number in skipped.items()})
+        tally.add_skipped(source, call.file.name, call.part.begin, skipped)
         return
     documents = from_table(read_table(pathlib.Path(call.path)))
     folders = {join: join_folder(call.folder, call.number - 1, join) for join in call.joined}

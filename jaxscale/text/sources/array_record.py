@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.jsonl import MISSING, record_text, refuse, second_look
+from jaxscale.text.sources.left_out import lose
 from jaxscale.text.sources.part import NO_WORDS, WHOLE, Damaged, Part, Records, needs, refetch
 
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
@@ -27,7 +28,7 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
             except (IndexError, RuntimeError, ValueError) as error:
                 raise Damaged(f"{path} is broken at record {number:,}: {error}; fetch it again") from None
             if len(record) > cfg.max_line_bytes:
-                skipped["longer than max_line_bytes"] += 1
+                lose(skipped, "longer than max_line_bytes", len(record))
             elif cfg.record_format == "text":
                 yield number, number, record, NO_WORDS
             else:
@@ -94,7 +95,7 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any
                     value = next((v for _, v in inner(values, 1)), b"")
                     found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
     except DecodeError:
-        refuse(f"{place} is not a tf.train.Example", cfg, skipped, "not tf.train.Example")
+        refuse(f"{place} is not a tf.train.Example", cfg, skipped, "not tf.train.Example", len(record))
         return MISSING
     return found
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import PACKED
+from jaxscale.text.sources.left_out import lose
 from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, refetch
 
 BLOCK_BYTES = 1 << 18  # fits the cache of a core; of a packed file, what is lost before the place where it is broken
+MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}  # RFC 1952, 2.3.1; RFC 8878, 3.1.1
 RATIO_FLOOR = 64 << 20  # a file that has unpacked to less than this harms nobody
 
 
@@ -26,12 +28,34 @@ def read_blocks(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[byte
     if is_packed(path):
         yield from unpack(path, cfg)
         return
+    check_unpacked(path, cfg)
     with open(path, "rb") as file:
         file.seek(part.begin)
         left = part.end - part.begin
         while left > 0 and (block := file.read(min(BLOCK_BYTES, left))):
             left -= len(block)
             yield block
+
+
+def check_unpacked(path: str, cfg: ReadConfig) -> None:
+    """Raises Damaged for a file that is packed by its first bytes, which no text has, and not by its name."""
+    with open(path, "rb") as file:
+        head = file.read(max(map(len, MAGIC)))
+    if found := next((ending for magic, ending in MAGIC.items() if head.startswith(magic)), ""):
+        raise Damaged(
+            f"{path} is packed, by its first bytes, and its name does not say so; name it "
+            f"{os.path.basename(path)}{found}, or set {cfg.where}damaged='skip' to leave it out"
+        )
+
+
+def packed_problem(path: str, cfg: ReadConfig) -> str:
+    """Why a packed file cannot be unpacked whole, '' if it can: what is wrong with its text may come from that."""
+    try:
+        for _ in unpack(path, cfg):
+            pass
+    except Damaged as error:
+        return str(error)
+    return ""
 
 
 def unpack(path: str, cfg: ReadConfig) -> Iterator[bytes]:
@@ -117,8 +141,7 @@ def read_lines(
                 pieces.clear()
         size -= piece.endswith(b"\n")
         if size > limit:
-            skipped["longer than max_line_bytes"] += 1
-            skipped["bytes of long lines"] += size
+            lose(skipped, "longer than max_line_bytes", size)
         else:
             yield offset, number, b"".join(pieces).removesuffix(b"\n")
         offset += size + 1

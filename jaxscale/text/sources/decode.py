@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
+from jaxscale.text.sources.left_out import lose
 
 REPAIRED = "repaired: "  # prefix of the counts of repairs, which are not losses
 HALF_PAIRS = re.compile("[\ud800-\udfff]")
@@ -41,10 +42,9 @@ def decoded(
         if len(NO_TEXT.findall(text)) <= max(FEW_OF_THEM, MOST_OF_THEM * len(text)):
             skipped[f"{REPAIRED}{how}"] += 1
             return text
-        skipped["no text in any encoding"] += 1
+        lose(skipped, "no text in any encoding", len(content))
         return None
-    skipped["invalid UTF-8" if reason != "it holds NUL" else "NUL bytes"] += 1
-    skipped["bytes in it"] += len(content)
+    lose(skipped, "invalid UTF-8" if reason != "it holds NUL" else "NUL bytes", len(content))
     return None
 
 

@@ -12,6 +12,7 @@ from jaxscale.text.config import Globs
 STREAMS = ("hf://", "seqio://")  # names of data sets that are no files of ours
 PACKED = (".gz", ".zst")
 NOT_TEXT = (".bin", ".npy", ".npz", ".zip", ".tar", ".tgz", ".xz", ".bz2", ".pdf", ".model", ".idx")
+TABLES = (".csv", ".tsv")
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -109,6 +110,16 @@ def text_problem(file: SourceFile) -> str | None:
     """One line if the file's extension says that it is not text, else None."""
     if file.path.lower().endswith(".json"):
         return f"{file.path} may be one JSON value or many; name it .jsonl if each line is one, or .txt if it is text"
+    return no_text_problem(file)
+
+
+def no_text_problem(file: SourceFile) -> str | None:
+    """One line if the file's extension is of something else than documents, else None."""
+    if not is_stream(file.path) and unpacked_name(file.path).endswith(TABLES):
+        return (
+            f"{file.path} is a table by its name, and would be read as prose; write its column of text as .jsonl or "
+            ".parquet, or name it .txt if it is prose"
+        )
     if not is_stream(file.path) and unpacked_name(file.path).endswith(NOT_TEXT):
         return (
             f"{file.path} is not text by its name; data.files reads .jsonl, .parquet, .arrow, .array_record, .warc, "

@@ -10,6 +10,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import read_blocks, read_lines
 from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, is_utf8, repaired
+from jaxscale.text.sources.left_out import lose
 from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records, Words
 
 try:
@@ -67,7 +68,7 @@ def record_text(
         return
     text = field_of(record, cfg.text_field, MISSING)
     if text is not None and not isinstance(text, (str, bytes)):
-        refuse(f"{place}{no_text(record, text, cfg)}", cfg, skipped, "without text field")
+        refuse(f"{place}{no_text(record, text, cfg)}", cfg, skipped, "without text field", len(line))
         return
     if isinstance(text, str) and not is_utf8(text):
         if cfg.invalid_utf8 == "repair":
@@ -121,7 +122,7 @@ def second_look(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> A
     try:
         record = strict_loads(text)
     except BadInput as error:
-        refuse(f"{place} is not {error}", cfg, skipped, "not JSON")
+        refuse(f"{place} is not {error}", cfg, skipped, "not JSON", len(line))
         return MISSING
     if how:
         skipped[f"{REPAIRED}{how}"] += 1
@@ -165,11 +166,11 @@ def no_text(record: Any, text: Any, cfg: ReadConfig) -> str:
     return f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.where}text_field"
 
 
-def refuse(message: str, cfg: ReadConfig, skipped: Counter, reason: str) -> None:
-    """Raises BadInput, or counts the record where cfg says to go on."""
+def refuse(message: str, cfg: ReadConfig, skipped: Counter, reason: str, size: int) -> None:
+    """Raises BadInput, or counts the record of `size` bytes where cfg says to go on."""
     if cfg.damaged == "stop":
         raise BadInput(message)
-    skipped[reason] += 1
+    lose(skipped, reason, size)
 
 
 def at(number: int, part: Part) -> str:

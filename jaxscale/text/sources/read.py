@@ -9,12 +9,13 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.document import Document
 from jaxscale.text.sources.array_record import array_record_parts, is_array_record, read_array_record
-from jaxscale.text.sources.blocks import cut_parts, next_line
+from jaxscale.text.sources.blocks import check_unpacked, cut_parts, is_packed, next_line, packed_problem
 from jaxscale.text.sources.columns import parquet_parts, read_arrow, read_parquet
 from jaxscale.text.sources.data_sets import read_dataset, read_seqio
 from jaxscale.text.sources.decode import decoded
 from jaxscale.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
 from jaxscale.text.sources.jsonl import at, read_json_lines
+from jaxscale.text.sources.left_out import BROKEN, lose
 from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, unreadable
 from jaxscale.text.sources.text import read_text, text_parts
 from jaxscale.text.sources.warc import read_page, read_warc
@@ -59,7 +60,11 @@ def readable(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
     except Damaged as error:
         if cfg.damaged == "stop":
             raise BadInput(str(error)) from None
-        skipped["files cut short or broken"] += 1
+        skipped[BROKEN] += 1
+    except BadInput as error:
+        if cfg.damaged == "stop" and is_packed(path) and (cause := packed_problem(path, cfg)):
+            raise BadInput(cause) from None  # what was unpacked before the break was noticed is no text
+        raise error
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -84,7 +89,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
                 if content is None:
                     continue
             if 4 * len(content) > longest and len(content.encode()) > longest:
-                skipped["longer than max_document_bytes"] += 1
+                lose(skipped, "longer than max_document_bytes", len(content.encode()))
                 continue
             yield Document(content, source, name, offset, id, url, own or licence, language)
 
@@ -108,5 +113,7 @@ def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
         raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
     cut = reader(file.path).cut
     with readable(file.path, cfg, Counter()):
+        if cut and not is_packed(file.path):
+            check_unpacked(file.path, cfg)
         return cut(file.path, cfg, part_bytes) if cut else [WHOLE]
     return [WHOLE]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
+from jaxscale.text.sources.left_out import lose
 from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records
 
 # A longer text file is cut into documents of this size, each at a line end, so that memory stays bounded and a single
@@ -90,7 +91,7 @@ def paragraphs(
             kept.append(line)
         elif kept or size == len(line) + 1:
             kept = []
-            skipped["longer than max_document_bytes"] += 1
+            lose(skipped, "longer than max_document_bytes", size - 1)
     if kept:
         yield offset, number, b"\n".join(kept)
 

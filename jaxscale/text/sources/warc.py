@@ -4,6 +4,7 @@ The main text of a page is found by resiliparse (Bevendorff et al. 2018) or traf
 """
 
 import io
+import os
 import re
 import zlib
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import buffered, read_blocks
+from jaxscale.text.sources.left_out import WAYS_OUT, lose
 from jaxscale.text.sources.part import NO_WORDS, REST, WHOLE, Damaged, Part, Records, needs, refetch
 
 MAX_HEADER_BYTES = 1 << 16
@@ -52,7 +54,7 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
         if kind not in ("response", "resource", "conversion"):
             skipped["WARC: no page but a " + (kind if kind in OTHERS else "record of an unknown kind")] += 1
         elif record.block is None:
-            skipped["longer than max_line_bytes"] += 1
+            lose(skipped, "longer than max_line_bytes", int(record.header["content-length"]))
         elif kind == "conversion":
             yield record.offset, record.offset, record.block.strip(b"\r\n"), (id, url, "", "")
         else:
@@ -61,7 +63,7 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
             if not isinstance(found, str) and not found[1].lower().startswith(HTML):
                 found = "WARC: not HTML"
             if isinstance(found, str):
-                skipped[found] += 1
+                lose(skipped, found, len(record.block)) if found in WAYS_OUT else skipped.update([found])
                 continue
             text = page_text(found[2], charset_of(found[1]), cfg, skipped)
             if text is not None:
@@ -189,7 +191,7 @@ def read_page(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
     """Yields the text of the one page that a file is."""
     page = buffered(read_blocks(path, cfg)).read(cfg.max_line_bytes + 1)
     if len(page) > cfg.max_line_bytes:
-        skipped["longer than max_line_bytes"] += 1
+        lose(skipped, "longer than max_line_bytes", os.path.getsize(path))
     elif not page.strip():
         yield 0, 1, b"", NO_WORDS
     elif (text := page_text(page, "", cfg, skipped)) is not None:
@@ -205,10 +207,10 @@ def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> s
     """
     html = page_string(page, charset)
     if html.count("\ufffd") > 0.01 * len(html) or "\0" in html[:1024]:
-        skipped["page that is no text"] += 1
+        lose(skipped, "page that is no text", len(page))
         return None
     if too_deep(html):
-        skipped["page nested too deeply"] += 1
+        lose(skipped, "page nested too deeply", len(page))
         return None
     return extract(html, cfg)
 

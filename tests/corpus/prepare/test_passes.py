@@ -145,6 +145,7 @@ def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
     assert not page.seen & {"script", "img", "b ", "link", "iframe"}
     for told in ("<script>alert(1)</script>", "<not> wanted", "a.jsonl:2", "no licence is recorded for web", "we<b>b"):
         assert told in page.text
+    assert "documents dropped by language: de 1" in page.text and "Languages, as dropped" in page.text
 
 
 def test_a_threshold_of_near_duplicates_is_said_in_words():
