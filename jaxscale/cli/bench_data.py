@@ -109,7 +109,7 @@ def near_pass(cfg: PrepareConfig, documents: Sequence[Document], folder: str) ->
         paths.append(pathlib.Path(folder) / f"{number}.npy")
         write_sketch(paths[-1], sketch(block))
     pairs = duplicate_pairs(paths, 0, 1, NEIGHBOURS)
-    components(*verified(*pairs, signature_reader(dict(enumerate(paths))), cfg.near_dedup.threshold))
+    components(*verified(*pairs, signature_reader(paths.__getitem__), cfg.near_dedup.threshold))
 
 
 def make_shards(cfg: PrepareConfig, stages: Sequence[str], folder: str, name: str) -> None:

@@ -180,7 +180,7 @@ def export(output: pathlib.Path, wish: str) -> str:
 
 def describe(plan: Plan) -> str:
     """The passes over how many pieces of which files."""
-    files = {file.path for file, _ in plan.pieces}
+    files = {file.path for file in plan.pieces.files}
     size = sum(size_of(path) or 0 for path in files)  # of a stream, nobody knows
     lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB as they lie, in {len(plan.pieces):,} pieces"]
     for number, step in enumerate(plan.passes):

@@ -63,7 +63,7 @@ def test_edited_copies_of_web_pages_are_dropped_and_no_others(pages, tmp_path):
     cfg, texts = NearConfig(), pages + copies
     write_sketch(tmp_path / "0.npy", make_near_sketch(cfg)([Document(text) for text in texts]))
     pairs = duplicate_pairs([tmp_path / "0.npy"], 0, 1, 2)
-    items, keepers = components(*verified(*pairs, signature_reader({0: tmp_path / "0.npy"}), cfg.threshold))
+    items, keepers = components(*verified(*pairs, signature_reader(lambda block: tmp_path / "0.npy"), cfg.threshold))
     similarity = [jaccard(page, copy) for page, copy in zip(pages, copies)]
     dropped = dict(zip(parts(items).places.tolist(), parts(keepers).places.tolist()))
     sure = {len(pages) + i: i for i, value in enumerate(similarity) if value >= 0.85}

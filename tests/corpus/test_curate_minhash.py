@@ -55,7 +55,7 @@ def removed(texts, cfg, folder, blocks=3, neighbours=2):
         write_sketch(paths[block], sketch(documents))
     found = [duplicate_pairs(list(paths.values()), part, 2, neighbours) for part in range(2)]
     pairs = (np.concatenate(column) for column in zip(*found))
-    items, _ = components(*verified(*pairs, signature_reader(paths), cfg.threshold))
+    items, _ = components(*verified(*pairs, signature_reader(paths.__getitem__), cfg.threshold))
     return (parts(items).blocks * size + parts(items).places).tolist()
 
 

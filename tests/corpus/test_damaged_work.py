@@ -24,16 +24,18 @@ JSON_DAMAGES = {
     "edited": lambda path: path.write_text(path.read_text().replace("1", "2")),
     "nested": lambda path: path.write_text("[" * 100_000),
 }
+FIRST = "pass0/000/000"
 WORK = [
     *(
-        f"pass0/000000{end}"
-        for end in (".done.json", "-00000.arrow", "-00000.exact_dedup.npy", "-00000.near_dedup.npy")
+        f"{FIRST}/000000000{end}"
+        for end in (".done.json", "-000000.arrow", "-000000.exact_dedup.npy", "-000000.near_dedup.npy")
     ),
-    "pass0/000000-00000.near_dedup.signatures.npy",
+    f"{FIRST}/000000000-000000.near_dedup.signatures.npy",
+    *("recipe.json", "files.arrow", "pieces.npy", "pass0/blocks.npy"),
     *(f"joins/0-exact_dedup/{name}" for name in ("removed.npy", "removed.done.json")),
-    *(f"joins/0-near_dedup/pairs-00000.{end}" for end in ("npy", "done.json")),
-    *(f"pass1/000000{end}" for end in (".done.json", "-00000.arrow")),
-    *(f"pass2/000000{end}" for end in (".done.json", "-00000.ids", "-00000.arrow")),
+    *(f"joins/0-near_dedup/removed.{end}" for end in ("npy", "done.json")),
+    *(f"pass1/000/000/000000000{end}" for end in (".done.json", "-000000.arrow")),
+    *(f"pass2/000/000/000000000{end}" for end in (".done.json", "-000000.ids", "-000000.arrow")),
     *(f"tokenizer.{end}" for end in ("json", "done.json")),
     *(f"shards/shard-00000-of-*{end}" for end in (".done.json", "/*.bin", "/*.idx", "/*.docs.parquet")),
     "shards/shard-00000-of-*/shard-*[0-9].json",

@@ -172,7 +172,7 @@ def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, monkeypatch
         write_sketch(paths[block], Sketch(*sketch_of([])[:2], whole[block]))
     items = np.concatenate([item_numbers(2, [4, 0, 3, 1, 2]), item_numbers(0, [4, 3])])
     firsts = np.concatenate([item_numbers(0, [0, 4, 1, 2, 2]), item_numbers(0, [0, 0])])
-    read = signature_reader(paths)
+    read = signature_reader(paths.__getitem__)
     assert np.array_equal(read(items), np.concatenate([whole[2][[4, 0, 3, 1, 2]], whole[0][[4, 3]]]))
     shares = (read(items) == read(firsts)).mean(1)
     for threshold in (0.1, 0.3, 0.5, 1.0):

@@ -5,7 +5,7 @@ what has been damaged since is made again.
 """
 
 import json
-import os
+import mmap
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -83,7 +83,8 @@ def write_table(path: pathlib.Path, table: pa.Table, *, packed: bool = True) -> 
 
 def read_table(path: pathlib.Path) -> pa.Table:
     """The table of an Arrow file; of one that is not packed, memory-mapped, only what is looked at is read."""
-    return pa.ipc.open_file(pa.memory_map(os.fspath(path))).read_all()
+    with open(path, "rb") as file:
+        return pa.ipc.open_file(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).read_all()
 
 
 def document_at(base: str, place: int) -> Document:
@@ -91,9 +92,12 @@ def document_at(base: str, place: int) -> Document:
     return from_table(read_table(pathlib.Path(f"{base}.arrow")).slice(place, 1))[0]
 
 
-def mark_done(path: pathlib.Path, result: dict[str, Any], files: Iterable[pathlib.Path]) -> None:
-    """Writes the done file of a piece of work, which has left these files."""
-    plain = {"result": result, "files": {file.name: file_sha256(str(file)) for file in files}}
+def mark_done(
+    path: pathlib.Path, result: dict[str, Any], files: Iterable[pathlib.Path], folder: pathlib.Path | None = None
+) -> None:
+    """Writes the done file of a piece of work, which has left these files below a folder, its own unless given."""
+    folder = folder or path.parent
+    plain = {"result": result, "files": {str(file.relative_to(folder)): file_sha256(str(file)) for file in files}}
     write_bytes_atomic(path, json.dumps({**plain, "sha256": json_sha256(plain)}).encode())
 
 

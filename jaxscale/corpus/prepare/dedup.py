@@ -1,11 +1,16 @@
 """Deduplication across blocks: exact, line and near duplicates, from sketches to the documents removed.
 
-work/pass0/000012-00003.near_dedup.npy, .signatures.npy      a block's sketch
-work/joins/0-near_dedup/pairs-00001.npy                      items with a key in common, of one range of keys
-work/joins/0-near_dedup/removed.npy                          uint64[2, k]: what goes, and the item that is kept for it
+work/pass0/.../000000012-000003.near_dedup.npy, .signatures.npy   a block's sketch
+work/joins/0-near_dedup/keys/                        an exchange of (key, item), and the pairs that it gives
+work/joins/0-near_dedup/firsts/, pairs/              pairs with the first's signature, by their item; those verified
+work/joins/0-near_dedup/removed.npy                  uint64[2, k]: what goes, and the item that is kept for it
+
+Candidates are verified by two exchanges, so that whoever needs a signature has the pairs of its blocks in their order.
 """
 
+import os
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -22,26 +27,75 @@ from jaxscale.corpus.curate.duplicates import (
 )
 from jaxscale.corpus.prepare.blocks import document_at, from_table, mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.exchange import (
+    Exchange,
+    Files,
+    RunAll,
+    exchange,
+    leave_once,
+    merge_records,
+    read_records,
+    save_new,
+)
 from jaxscale.corpus.prepare.join import (
-    components,
-    duplicate_pairs,
+    PAIRS_AT_ONCE,
+    PLACE_BITS,
+    alike,
+    item_numbers,
     num_partitions,
     of_block,
     open_array,
+    pairs_of_keys,
     parts,
-    save_whole,
     signature_reader,
+    signatures_path,
+    sketch_between,
     unique_pairs,
-    verified,
     write_sketch,
 )
+from jaxscale.corpus.prepare.lookup import COLUMNS, Blocks, blocks_of
 from jaxscale.corpus.prepare.tally import Tally
+from jaxscale.corpus.prepare.unite import unite
+from jaxscale.data.verified import remove
 from jaxscale.text.document import Document
 
 MEMORY_BYTES = 256 << 20  # of one partition of a join, in each process
-LARGEST = 5  # groups of duplicates that a report shows
 NEIGHBOURS = 2  # in a bucket of near duplicates; see duplicate_pairs
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
+
+
+class Join(NamedTuple):
+    """What duplicates are looked for in: the sketches of all blocks of a pass."""
+
+    folder: str  # of what is found
+    work: str
+    number: int  # of the pass
+    name: str
+    threshold: float | None  # of near duplicates, which are verified
+    blocks: int
+    keys: int  # of all sketches
+
+    def read(self, block: int, begin: int = 0, end: int = 1 << 64) -> np.ndarray:
+        """uint64[k, 2]: (key, item) of a block, sorted, with keys from begin up to end; see exchange.Source."""
+        path = sketch_path(blocks_of(self.work, self.number)[block], self.name)
+        part = np.array(sketch_between(path, begin, end))  # copied, so that the map is closed
+        part[1] |= item_numbers(block, 0)  # which its own file does not know
+        return part.T
+
+    def signatures(self) -> Callable[[np.ndarray], np.ndarray]:
+        """A function from items to the signatures of their documents."""
+        blocks = blocks_of(self.work, self.number)
+        return signature_reader(lambda block: sketch_path(blocks[block], self.name))
+
+    @property
+    def neighbours(self) -> int:
+        """How many items before it each is paired with, beside the first of its key."""
+        return 0 if self.threshold is None else NEIGHBOURS
+
+    @property
+    def pairs(self) -> str:
+        """The folder of the pairs, where each file is uint64[k, 2]: an item and a smaller one."""
+        return f"{self.folder}/pairs"
 
 
 class Executor(AbstractContextManager, Protocol):
@@ -50,18 +104,11 @@ class Executor(AbstractContextManager, Protocol):
     def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
         """Yields function(call) of each call, in any order. Raises what a call raised."""
 
-    def write_pairs(self, paths: Sequence[str], threshold: float | None, folder: pathlib.Path) -> None:
-        """Writes folder/pairs-*.npy, uint64[2, k]: the join of the blocks' sketches at `paths`."""
+    def find_pairs(self, join: Join) -> None:
+        """Leaves the pairs of a join, verified where there is a threshold, in files below join.pairs."""
 
-
-class PairsCall(NamedTuple):
-    """One partition of a join."""
-
-    paths: tuple[str, ...]  # of the sketches, in the order of blocks
-    threshold: float | None  # of near duplicates, which are verified
-    partition: int
-    num_partitions: int
-    output: str
+    def write_shards(self, shards: Exchange) -> Iterator[str]:
+        """Yields the name of each shard, in any order, when it is written: see tokens.write_shard."""
 
 
 def sketch_path(base: str, join: str) -> pathlib.Path:
@@ -69,49 +116,132 @@ def sketch_path(base: str, join: str) -> pathlib.Path:
     return pathlib.Path(f"{base}.{join}.npy")
 
 
-def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, documents: Sequence[Document]) -> None:
-    """Writes what a block brings to each of the joins."""
+def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, documents: Sequence[Document]) -> list[int]:
+    """How many keys a block brings to each of the joins, after its sketches are written."""
     makers = dict(exact_dedup=make_exact_sketch, line_dedup=make_line_sketch, near_dedup=make_near_sketch)
+    counts = []
     for join in joins:
-        write_sketch(sketch_path(base, join), makers[join](getattr(cfg, join))(documents))
+        sketch = makers[join](getattr(cfg, join))(documents)
+        write_sketch(sketch_path(base, join), sketch)
+        counts.append(len(sketch.keys))
+    return counts
 
 
 def find_duplicates(
-    cfg: PrepareConfig, join: str, folder: pathlib.Path, bases: Sequence[str], executor: Executor
-) -> None:
-    """Writes folder/removed.npy, unless it is there: what is to go from the blocks at `bases`."""
+    cfg: PrepareConfig, name: str, folder: pathlib.Path, blocks: Blocks, column: int, executor: Executor
+) -> dict[str, Any]:
+    """Writes folder/removed.npy, unless it is there: what is to go from the blocks. Returns unite's facts of it.
+
+    column: of the join among those of the pass.
+    """
     done = folder / "removed.done.json"
-    if read_done(done) is not None:
-        return
+    if (found := read_done(done)) is not None:
+        return found
+    threshold = cfg.near_dedup.threshold if name == "near_dedup" else None
+    keys = blocks.total(COLUMNS + column)
+    join = Join(str(folder), blocks.folder, blocks.number, name, threshold, len(blocks), keys)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [sketch_path(base, join) for base in bases]
-    threshold = cfg.near_dedup.threshold if join == "near_dedup" else None
-    executor.write_pairs([str(path) for path in paths], threshold, folder)
-    found = [np.load(path, allow_pickle=False) for path in sorted(folder.glob("pairs-*.npy"))]
-    items, firsts = unique_pairs(*np.concatenate([np.zeros((2, 0), np.uint64), *found], axis=1))
-    save_whole(folder / "removed.npy", np.stack(components(items, firsts)))
-    mark_done(done, {}, [folder / "removed.npy"])
+    executor.find_pairs(join)
+    paths = sorted(pathlib.Path(join.pairs).glob("*/*.npy"))
+    number = sum(open_array(path).shape[0] for path in paths)
+    remove(folder / "ranges")  # of a process that was killed
+    pairs = (open_array(path) for path in paths)
+    span = len(blocks) << PLACE_BITS
+    facts = unite(pairs, number, span, folder / "ranges", folder / "removed.npy", MEMORY_BYTES)
+    mark_done(done, facts, [folder / "removed.npy"])
+    for between in ("keys", "firsts", "items", "pairs", "ranges"):
+        shutil.rmtree(folder / between, ignore_errors=True)
+    return facts
 
 
-def local_pair_calls(paths: Sequence[str], threshold: float | None, folder: pathlib.Path) -> list[PairsCall]:
-    """The partitions of a join on this machine, and where each leaves its pairs."""
-    count = num_partitions(sum(pathlib.Path(path).stat().st_size for path in paths), MEMORY_BYTES)
-    output = lambda i: str(folder / f"pairs-{i:05d}.npy")
-    return [PairsCall(tuple(paths), threshold, i, count, output(i)) for i in range(count)]
-
-
-def write_pairs(call: PairsCall) -> None:
-    """Writes uint64[2, k]: items with a key in common and the first of them, verified where there is a threshold."""
-    output = pathlib.Path(call.output)
-    done = output.with_suffix(".done.json")
-    if read_done(done) is not None:
+def pairs_by_exchange(run_all: RunAll, join: Join) -> None:
+    """Leaves the pairs of a join in join.pairs, as an executor without a shuffle of its own does it."""
+    is_verified = join.threshold is not None
+    folder = lambda name: f"{join.folder}/{name}"
+    out = folder("keys/pairs") if is_verified else join.pairs
+    count = num_partitions(16 * join.keys, MEMORY_BYTES)
+    by_key = Exchange(join, folder("keys"), join.blocks, count, out=out)
+    found = sum(exchange(run_all, by_key, merge_records, leave_pairs))
+    if not is_verified:
         return
-    neighbours = 0 if call.threshold is None else NEIGHBOURS
-    items, firsts = duplicate_pairs(call.paths, call.partition, call.num_partitions, neighbours)
-    if call.threshold is not None:
-        items, firsts = verified(items, firsts, signature_reader(dict(enumerate(call.paths))), call.threshold)
-    save_whole(output, np.stack([items, firsts]))
-    mark_done(done, {}, [output])
+    width = 2 + record_width(join)
+    count = num_partitions(8 * width * found, MEMORY_BYTES)
+    span = join.blocks << PLACE_BITS
+    how = dict(span=span, options=(join,))
+    by_first = Exchange(Files(out), folder("firsts"), by_key.outputs, count, out=folder("firsts/attached"), **how)
+    for _ in exchange(run_all, by_first, merge_records, leave_attached):
+        pass
+    by_item = Exchange(Files(by_first.out), folder("items"), count, count, out=join.pairs, **how)
+    for _ in exchange(run_all, by_item, merge_records, leave_verified):
+        pass
+
+
+def leave_pairs(call: Exchange) -> int:
+    """The last level by keys: leaves the pairs of a range. Returns how many.
+
+    uint64[k, 2]: an item, and the first of those that have a key in common with it; the other way round for candidates.
+    """
+    path = call.path(call.level, call.number, ".npy")
+
+    def write() -> int:
+        keys, items = np.ascontiguousarray(read_records(call).T)
+        pairs = np.stack(pairs_of_keys(keys, items, call.source.neighbours), axis=1)
+        if call.source.threshold is not None:
+            pairs = pairs[np.lexsort((pairs[:, 0], pairs[:, 1])), ::-1]
+        return save_new(path, pairs)
+
+    return leave_once(path, write)
+
+
+def leave_attached(call: Exchange) -> int:
+    """The last level by firsts: leaves (item, first, signature of the first), sorted by item."""
+    path, (join,) = call.path(call.level, call.number, ".npy"), call.options
+
+    def write() -> int:
+        firsts, items = read_records(call).T
+        items, firsts = unique_pairs(items, firsts)
+        ranks = np.argsort(firsts, kind="stable")  # read in their order: each block is opened once
+        width = 2 + record_width(join)
+        signatures = join.signatures()
+        making = path.with_suffix(".making")  # mapped, since a first may have more copies than memory
+        out = np.lib.format.open_memmap(making, "w+", np.uint64, (len(items), width))
+        for begin in range(0, len(ranks), PAIRS_AT_ONCE):
+            chunk = ranks[begin : begin + PAIRS_AT_ONCE]
+            out[chunk] = np.column_stack([items[chunk], firsts[chunk], packed(signatures(firsts[chunk]))])
+        out.flush()
+        os.replace(making, path)
+        return len(items)
+
+    return leave_once(path, write)
+
+
+def leave_verified(call: Exchange) -> int:
+    """The last level by items: leaves those pairs whose signatures are alike, uint64[k, 2]."""
+    path, (join,) = call.path(call.level, call.number, ".npy"), call.options
+
+    def write() -> int:
+        records, signatures = read_records(call), join.signatures()
+        kept = [np.zeros((0, 2), np.uint64)]
+        for begin in range(0, len(records), PAIRS_AT_ONCE):
+            chunk = records[begin : begin + PAIRS_AT_ONCE]
+            own = signatures(chunk[:, 0])
+            other = np.ascontiguousarray(chunk[:, 2:]).view(np.uint32)[:, : own.shape[1]]
+            kept.append(chunk[alike(own, other, join.threshold), :2])
+        return save_new(path, np.concatenate(kept))
+
+    return leave_once(path, write)
+
+
+def packed(signatures: np.ndarray) -> np.ndarray:
+    """uint64[k, record_width]: the numbers of signatures two by two, the last perhaps with a zero."""
+    even = np.pad(signatures, ((0, 0), (0, signatures.shape[1] % 2)))
+    return np.ascontiguousarray(even).view(np.uint64)
+
+
+def record_width(join: Join) -> int:
+    """How many numbers of 64 bits a signature takes."""
+    base = blocks_of(join.work, join.number)[0]
+    return -(-open_array(signatures_path(sketch_path(base, join.name))).shape[1] // 2)
 
 
 def apply_joins(
@@ -140,19 +270,14 @@ def apply_joins(
     return left
 
 
-def cluster_facts(join: str, folder: pathlib.Path, bases: Sequence[str]) -> dict[str, Any]:
-    """How large the groups of duplicates in the blocks at `bases` are, and the largest of them, for the report."""
-    keepers, counts = np.unique(open_array(folder / "removed.npy")[1], return_counts=True)
-    sizes, numbers = np.unique(counts + 1, return_counts=True)
-    edges = [2, 3, 4, 5, 10, 100, 1000, 1 << 62]
-    binned = [
-        (label(start, stop), int(numbers[(sizes >= start) & (sizes < stop)].sum()))
-        for start, stop in zip(edges, edges[1:])
-    ]
-    order = np.lexsort((keepers, -counts))[:LARGEST]
+def cluster_facts(join: str, found: dict[str, Any], bases: Sequence[str]) -> dict[str, Any]:
+    """How large the groups of duplicates in the blocks at `bases` are, and the largest of them, for the report.
+
+    found: of find_duplicates.
+    """
     groups = []
-    for keeper, count in zip(keepers[order], counts[order]):
-        block, place = (int(part[0]) for part in parts(np.array([keeper])))
+    for keeper, size in found["largest"]:
+        block, place = (int(part[0]) for part in parts(np.array([keeper], np.uint64)))
         if join == "line_dedup":
             documents = from_table(read_table(pathlib.Path(f"{bases[block]}.arrow")))
             ((owner,), (line,)) = lines_at(documents, np.array([place]))
@@ -160,12 +285,5 @@ def cluster_facts(join: str, folder: pathlib.Path, bases: Sequence[str]) -> dict
         else:
             document = document_at(bases[block], place)
             text = document.text
-        groups.append(dict(size=int(count) + 1, file=document.file, offset=document.offset, text=text[:1000]))
-    return {"name": join, "sizes": [pair for pair in binned if pair[1]], "largest": groups}
-
-
-def label(start: int, stop: int) -> str:
-    """'2', '5 to 9', '1,000 or more'."""
-    if stop == start + 1:
-        return f"{start}"
-    return f"{start:,} or more" if stop == 1 << 62 else f"{start:,} to {stop - 1:,}"
+        groups.append(dict(size=size, file=document.file, offset=document.offset, text=text[:1000]))
+    return {"name": join, "sizes": found["sizes"], "largest": groups}

@@ -1,10 +1,12 @@
 """Runs a preparation: passes over the documents, joins between them, shards, and last the manifest."""
 
+import array
 import collections
 import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -13,6 +15,8 @@ import platform
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from jaxscale import __version__, schema
 from jaxscale.corpus.curate.contamination import count_items, matching
@@ -25,6 +29,17 @@ from jaxscale.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
 from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
 from jaxscale.corpus.prepare.examples import WEIGHTS, example_files, trained_filter, with_weights
 from jaxscale.corpus.prepare.join import MOST_BLOCKS, WAY_OUT
+from jaxscale.corpus.prepare.lookup import (
+    COLUMNS,
+    TOKENS,
+    Blocks,
+    Numbered,
+    Pass,
+    Pieces,
+    plan_passes,
+    write_blocks,
+    write_input,
+)
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import (
     FACTS,
@@ -35,17 +50,8 @@ from jaxscale.corpus.prepare.report import (
     rewrite_report,
 )
 from jaxscale.corpus.prepare.tally import Tally
-from jaxscale.corpus.prepare.tokens import ShardCall, move_out, tokenizer_of, write_shard
-from jaxscale.corpus.prepare.work import (
-    Block,
-    Call,
-    Pass,
-    count_blocks,
-    in_order,
-    join_folder,
-    plan_passes,
-    run,
-)
+from jaxscale.corpus.prepare.tokens import make_exchange, move_out, shard_name, tokenizer_of
+from jaxscale.corpus.prepare.work import Block, Call, block_rows, join_folder, run
 from jaxscale.data.cache import stamp
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import check_manifest, write_manifest
@@ -53,9 +59,8 @@ from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked, make_private, read_bytes, write_text_atomic
 from jaxscale.text.sources.decode import is_repair
-from jaxscale.text.sources.files import SourceFile, list_files, no_text_problem, size_of
+from jaxscale.text.sources.files import list_files, no_text_problem, size_of
 from jaxscale.text.sources.left_out import BYTES, WAYS_OUT
-from jaxscale.text.sources.part import Part
 from jaxscale.text.sources.read import parts
 from jaxscale.text.tokenizer.config import special_names
 from jaxscale.text.tokenizer.load import NO_BOS, naming_files, tokenizer_problem
@@ -64,6 +69,7 @@ from jaxscale.text.tokenizer.train import train_tokenizer
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
 LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else
 FORMAT = 2  # raised when the same recipe would give other bytes
+LAYOUT = 2  # of the work folder: one that an earlier version began is not gone on with
 
 
 class Plan(NamedTuple):
@@ -71,7 +77,7 @@ class Plan(NamedTuple):
 
     cfg: PrepareConfig
     key: str  # of recipe and input: equal keys, equal output
-    pieces: list[tuple[SourceFile, Part]]
+    pieces: Pieces
     passes: list[Pass]
 
 
@@ -85,7 +91,7 @@ def make_plan(cfg: PrepareConfig) -> Plan:
     problems += filter(None, map(no_text_problem, files))
     if problems:
         raise BadInput(problems[0])
-    pieces = [(file, part) for file in files for part in parts(file, cfg.reading(file.source), cfg.block_bytes)]
+    pieces = Pieces.of(files, (parts(file, cfg.reading(file.source), cfg.block_bytes) for file in files))
     least = max(len(pieces), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
     if least > MOST_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
         raise BadInput(
@@ -152,7 +158,8 @@ def prepare(
     output = output.absolute()
     make_output(output)
     with locked(output / LOCK, functools.partial(in_use, output)):
-        folder = output / f"work-{plan.key}-{hash_of(versions())[:8]}"  # other versions may give other bytes
+        made_by = hash_of({**versions(), "layout": LAYOUT})[:8]  # other versions may give other bytes
+        folder = output / f"work-{plan.key}-{made_by}"
         if is_open(plan, output, folder, progress.say):
             make_set(plan, output, folder, executor, progress, strict)
         elif strict:
@@ -166,33 +173,32 @@ def make_set(
     plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: Executor, progress: Progress, strict: bool
 ) -> None:
     """Runs every pass and join, and writes the manifest last. strict: see tell_left_out."""
-    tally, clusters, blocks = Tally(), [], []
+    tally, clusters, blocks, sums = Tally(), [], None, {}
     looked_for = count_items(plan.cfg.decontaminate) if "decontaminate" in plan.cfg.stages else None
     for line in evaluation_lines(plan.cfg.decontaminate, looked_for):
         progress.say(line)
     learned = trained_filter(plan.cfg, folder, progress)
+    write_input(folder, with_weights(plan.cfg, folder), plan.pieces)
     for number, step in enumerate(plan.passes):
-        blocks = run_pass(plan, folder, number, blocks, executor, progress, tally)
+        count = len(plan.pieces if blocks is None else blocks)
+        blocks = run_pass(plan, folder, number, count, executor, progress, tally, sums)
         if number == 0:
             tell_left_out(plan.cfg, tally, progress, strict)
-        paths = [block.path for block in blocks]
-        for join in step.joins:
+        for column, join in enumerate(step.joins):
             progress.begin(f"{join}: comparing all documents", 1)
-            found = join_folder(str(folder), number, join)
-            find_duplicates(plan.cfg, join, found, paths, executor)
-            clusters.append(cluster_facts(join, found, paths))
+            found = find_duplicates(plan.cfg, join, join_folder(str(folder), number, join), blocks, column, executor)
+            clusters.append(cluster_facts(join, found, blocks))
         if step.ends == "sample":
             progress.begin("training the tokenizer", 1)
-            train_on_blocks(plan.cfg, paths, pathlib.Path(plan.cfg.tokenizer.path(str(folder))))
+            train_on_blocks(plan.cfg, blocks, pathlib.Path(plan.cfg.tokenizer.path(str(folder))))
     tokenizer = plan.cfg.tokenizer.path(str(folder))
-    names = write_shards(plan, folder, blocks, tokenizer, executor, progress)
+    names = write_shards(plan.cfg, blocks, executor, progress)
     progress.end()
     write_text_atomic(output / MADE_FROM, plan.key + "\n")  # first: shards of two recipes have the same names
     move_out(folder, names, output)
     if learned:
         shutil.copyfile(folder / WEIGHTS, output / WEIGHTS)
-    measured = (row for block in blocks for row in block.fertility)
-    rows = fertility.rows(measured, tokenizer_of(tokenizer, plan.cfg.tokenizer))
+    rows = fertility.rows_of(sums, tokenizer_of(tokenizer, plan.cfg.tokenizer))
     facts = {"tally": tally.to_json(), "clusters": clusters, "fertility": [row._asdict() for row in rows]}
     facts |= {"evaluation": looked_for} if looked_for else {}
     facts |= {"classifier": learned} if learned else {}
@@ -228,27 +234,31 @@ def run_pass(
     plan: Plan,
     folder: pathlib.Path,
     number: int,
-    blocks: Sequence[Block],
+    count: int,
     executor: Executor,
     progress: Progress,
     tally: Tally,
-) -> list[Block]:
-    """The blocks that a pass leaves, in the order of the input. What it counted is added to the tally."""
+    sums: fertility.Sums,
+) -> Blocks:
+    """The blocks that a pass over `count` pieces leaves. What it counted is added to tally and sums."""
     step = plan.passes[number]
-    calls = make_calls(plan, folder, number, blocks)
-    progress.begin(title(number, step), len(calls))
-    blocks_found: list[Any] = []
-    with progress.ticking(lambda: f"{count_blocks(folder, number):,} blocks"):
-        for result in executor.run_all(run, calls):
-            blocks_found += result["blocks"]  # the rest of a result is added up, and let go
+    progress.begin(title(number, step), count)
+    rows = array.array("q")  # 8 bytes a number: there may be millions of blocks
+    columns = COLUMNS + len(step.joins)
+    with progress.ticking(lambda: f"{len(rows) // columns:,} blocks"):
+        for result in executor.run_all(run, Numbered(Call(str(folder), number), count)):
+            rows.extend(itertools.chain.from_iterable(block_rows(result)))  # the rest is added up, and let go
+            for block in result["blocks"]:
+                fertility.add_measured(sums, Block(*block).fertility)
             progress.add(result)
             tally.merge(Tally.from_json(result["tally"]))
-    left = in_order(blocks_found, folder, number)
-    if not left:
+            if step.joins and len(rows) // columns > MOST_BLOCKS:
+                raise BadInput(f"duplicates are found among at most {MOST_BLOCKS:,} blocks; {WAY_OUT}")
+    if not rows:
         lost = tally.left_out(plan.cfg.read.where)
         why = "; ".join(filter(None, [funnel_line(tally), lost.line if lost else ""])) or "the input is empty"
         raise BadInput(f"no document is left after {title(number, step)}: {why}")
-    return left
+    return write_blocks(str(folder), number, np.frombuffer(rows, np.int64).reshape(-1, columns))
 
 
 def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: pathlib.Path) -> None:
@@ -318,33 +328,13 @@ def in_use(folder: pathlib.Path) -> NoReturn:
     raise BadInput(f"another process is at work in {folder}; wait for it, or end it")
 
 
-def make_calls(plan: Plan, folder: pathlib.Path, number: int, blocks: Sequence[Block]) -> list[Call]:
-    """The pieces of work of a pass: parts of the input, or the blocks of the pass before."""
-    recipe = json.dumps(schema.to_dict(with_weights(plan.cfg, folder)), sort_keys=True)
-    base = Call(recipe, str(folder), number, plan.passes[number], 0)
-    if number == 0:
-        return [base._replace(piece=i, file=file, part=part) for i, (file, part) in enumerate(plan.pieces)]
-    joined = plan.passes[number - 1].joins
-    return [base._replace(piece=i, path=f"{block.path}.arrow", joined=joined) for i, block in enumerate(blocks)]
-
-
-def write_shards(
-    plan: Plan,
-    folder: pathlib.Path,
-    blocks: Sequence[Block],
-    tokenizer: str,
-    executor: Executor,
-    progress: Progress,
-) -> list[str]:
+def write_shards(cfg: PrepareConfig, blocks: Blocks, executor: Executor, progress: Progress) -> list[str]:
     """Writes all shards and returns their names in order."""
-    count = max(1, math.ceil(sum(block.tokens for block in blocks) / plan.cfg.write.shard_tokens))
-    paths = tuple(block.path for block in blocks)
-    base = ShardCall(str(folder), paths, 0, count, tuple(plan.cfg.sources), tokenizer, plan.cfg.tokenizer)
-    calls = [base._replace(number=i) for i in range(count)]
+    count = max(1, math.ceil(blocks.total(TOKENS) / cfg.write.shard_tokens))
     progress.begin(f"writing {count} shards", count)
-    for _ in executor.run_all(write_shard, calls):
+    for _ in executor.write_shards(make_exchange(blocks, count)):
         progress.add(None)
-    return [call.name for call in calls]
+    return [shard_name(number, count) for number in range(count)]
 
 
 def title(number: int, step: Pass) -> str:

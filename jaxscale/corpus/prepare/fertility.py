@@ -29,7 +29,7 @@ Sums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts,
 
 
 def measure(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[Any]]:
-    """Counts by source and language, as plain data for `rows`. Every text is decoded again, so give a sample."""
+    """Counts by source and language, as plain data for `add_measured`. Texts are decoded again, so give a sample."""
     block = tokenizer.encode_block([document.text for document in documents])
     sums: Sums = {}
     for document, words, ids in zip(documents, hash_words(documents), block.split(), strict=True):
@@ -48,14 +48,21 @@ def add(sums: Sums, key: tuple[str, str], counts: Sequence[int], bits: np.ndarra
     total[1] |= bits
 
 
-def rows(measured: Iterable[Sequence[Any]], tokenizer: Tokenizer) -> list[Row]:
-    """A row for each source and language, in order of their names, and if there are several the sum of all, last.
-
-    measured: of `measure`, for any number of blocks in any order.
-    """
-    sums: Sums = {}
+def add_measured(sums: Sums, measured: Iterable[Sequence[Any]]) -> None:
+    """Adds what `measure` returned for a block."""
     for source, language, *counts, bits in measured:
         add(sums, (source, language), counts, np.frombuffer(base64.b64decode(bits), np.uint8))
+
+
+def rows(measured: Iterable[Sequence[Any]], tokenizer: Tokenizer) -> list[Row]:
+    """rows_of what `measure` returned for any number of blocks in any order."""
+    sums: Sums = {}
+    add_measured(sums, measured)
+    return rows_of(sums, tokenizer)
+
+
+def rows_of(sums: Sums, tokenizer: Tokenizer) -> list[Row]:
+    """A row for each source and language, in order of their names, and if there are several the sum of all, last."""
     named = [(*key, *sums[key]) for key in sorted(sums)]
     if len(named) > 1:
         counts, packed = (list(column) for column in zip(*sums.values()))

@@ -16,7 +16,7 @@ one key are always in one partition, however many.
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,19 +117,21 @@ def duplicate_pairs(
     begin, end = ((part << 64) // num_partitions for part in (partition, partition + 1))
     loaded = [np.zeros((2, 0), np.uint64)]
     for block, path in enumerate(paths):
-        sketch = open_array(path)
-        if sketch.ndim != 2 or len(sketch) != 2 or sketch.dtype != np.uint64:
-            raise BadInput(f"{path} holds {sketch.dtype}{list(sketch.shape)}, not the keys and items of a sketch")
-        inside = slice(
-            int(np.searchsorted(sketch[0], np.uint64(begin))),
-            int(np.searchsorted(sketch[0], np.uint64(end - 1), side="right")),
-        )
-        part = np.array(sketch[:, inside])  # copied, so that the map is closed
+        part = np.array(sketch_between(path, begin, end))  # copied, so that the map is closed
         part[1] |= item_numbers(block, 0)
         loaded.append(part)
     keys, items = (np.concatenate([part[row] for part in loaded]) for row in (0, 1))
     del loaded
     return pairs_of_keys(keys, items, neighbours)
+
+
+def sketch_between(path: str | os.PathLike[str], begin: int, end: int) -> np.ndarray:
+    """uint64[2, k]: keys and items of a sketch with keys from begin up to but not including end, memory-mapped."""
+    sketch = open_array(path)
+    if sketch.ndim != 2 or len(sketch) != 2 or sketch.dtype != np.uint64:
+        raise BadInput(f"{path} holds {sketch.dtype}{list(sketch.shape)}, not the keys and items of a sketch")
+    first = int(np.searchsorted(sketch[0], np.uint64(begin)))
+    return sketch[:, first : int(np.searchsorted(sketch[0], np.uint64(end - 1), side="right"))]
 
 
 def pairs_of_keys(keys: np.ndarray, items: np.ndarray, neighbours: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -178,9 +180,12 @@ def group_pairs(items: Sequence[int], neighbours: int = 0) -> list[tuple[int, in
     return list(zip(later.tolist(), earlier.tolist()))
 
 
-def signature_reader(paths: Mapping[int, str | os.PathLike[str]]) -> ReadSignatures:
-    """A function from items to the signatures of their documents, out of the files beside the blocks' sketches."""
-    open_block = functools.lru_cache(maxsize=OPEN_FILES)(lambda block: open_array(signatures_path(paths[block])))
+def signature_reader(sketch_of: Callable[[int], str | os.PathLike[str]]) -> ReadSignatures:
+    """A function from items to the signatures of their documents, out of the files beside the blocks' sketches.
+
+    sketch_of: the path of a block's sketch.
+    """
+    open_block = functools.lru_cache(maxsize=OPEN_FILES)(lambda block: open_array(signatures_path(sketch_of(block))))
 
     def read(items: np.ndarray) -> np.ndarray:
         blocks, documents = parts(items)

@@ -4,7 +4,6 @@ import concurrent.futures
 import itertools
 import multiprocessing
 import os
-import pathlib
 import signal
 import threading
 import time
@@ -12,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from jaxscale.corpus.prepare.dedup import local_pair_calls, write_pairs
+from jaxscale.corpus.prepare.dedup import Join, pairs_by_exchange
+from jaxscale.corpus.prepare.exchange import Exchange
+from jaxscale.corpus.prepare.tokens import shards_by_exchange
 from jaxscale.system.exits import BadInput
 
 WATCH_SECONDS = 1.0
@@ -45,10 +46,13 @@ class LocalExecutor:
                 "fewer --workers or a smaller --config.block_bytes if it happens again"
             ) from None
 
-    def write_pairs(self, paths: Sequence[str], threshold: float | None, folder: pathlib.Path) -> None:
-        """Writes folder/pairs-*.npy, a partition of the keys in each."""
-        for _ in self.run_all(write_pairs, local_pair_calls(paths, threshold, folder)):
-            pass
+    def find_pairs(self, join: Join) -> None:
+        """Leaves the pairs of a join below join.pairs."""
+        pairs_by_exchange(self.run_all, join)
+
+    def write_shards(self, shards: Exchange) -> Iterator[str]:
+        """Yields the name of each shard when it is written."""
+        return shards_by_exchange(self.run_all, shards)
 
     def __enter__(self) -> "LocalExecutor":
         return self

@@ -1,6 +1,6 @@
 """From documents to shards: blocks are tokenized in the order of a seeded shuffle, of which a shard takes a part.
 
-Each shard takes its range of shuffle keys from every block.
+Each shard takes its range of shuffle keys from every block, through an exchange where there are many of them.
 """
 
 import functools
@@ -8,7 +8,7 @@ import hashlib
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,9 @@ import pyarrow.compute as pc
 
 from jaxscale.corpus.prepare.blocks import mark_done, read_done, read_table, to_table, write_table
 from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
+from jaxscale.corpus.prepare.exchange import Exchange, RunAll, exchange
 from jaxscale.corpus.prepare.fertility import measure
+from jaxscale.corpus.prepare.lookup import Blocks, blocks_of, recipe_of
 from jaxscale.data.header import tokenizer_header
 from jaxscale.data.shards import ShardWriter, dtype_for
 from jaxscale.data.verified import remove
@@ -70,48 +72,85 @@ def tokenizer_of(path: str, cfg: TokenizerConfig) -> Tokenizer:
     return load_tokenizer(path, cfg.eos_token, cfg.bos_token, cfg.encode)
 
 
-class ShardCall(NamedTuple):
-    """A shard to be made."""
+class TokenBlocks(NamedTuple):
+    """The blocks of tokens that a pass has left: what an exchange makes shards of."""
 
     folder: str  # of the work
-    blocks: tuple[str, ...]  # in the order of the input
-    number: int
-    count: int  # of all shards
-    sources: tuple[str, ...]
-    tokenizer: str  # path
-    cfg: TokenizerConfig
+    number: int  # of the pass
+
+    def base(self, number: int) -> str:
+        """Where a block lies, without an ending."""
+        return blocks_of(self.folder, self.number)[number]
 
     @property
-    def name(self) -> str:
-        return f"shard-{self.number:05d}-of-{self.count:05d}"
+    def tokenizer(self) -> Tokenizer:
+        """That has made them."""
+        cfg = recipe_of(self.folder).tokenizer
+        return tokenizer_of(cfg.path(self.folder), cfg)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of ids."""
+        return np.dtype(dtype_for(self.tokenizer.vocab_size - 1))
 
 
-def write_shard(call: ShardCall) -> str:
-    """Writes the shard into work/shards/NAME, whole or not at all, and returns its name. Memory: one shard's tokens."""
-    folder = pathlib.Path(call.folder) / "shards"
-    final = folder / call.name
-    done = folder / f"{call.name}.done.json"
-    if final.is_dir() and read_done(done, final, pathlib.Path(call.folder).parent) is not None:
-        return call.name  # some of its files may have been moved out before
+def make_exchange(blocks: Blocks, count: int) -> Exchange:
+    """The exchange that makes so many shards of the blocks of a pass."""
+    return Exchange(TokenBlocks(blocks.folder, blocks.number), f"{blocks.folder}/shuffled", len(blocks), count)
+
+
+def shard_name(number: int, count: int) -> str:
+    """'shard-00001-of-00042'."""
+    return f"shard-{number:05d}-of-{count:05d}"
+
+
+def shards_by_exchange(run_all: RunAll, whole: Exchange) -> Iterator[str]:
+    """Yields the names of shards when they are written, as an executor without a shuffle of its own does it."""
+    yield from exchange(run_all, whole, merge_tokens, write_shard)
+
+
+def merge_tokens(call: Exchange) -> None:
+    """A task before the last level of an exchange of tokens: leaves BASE.ids and BASE.arrow, as of a block."""
+    base, done = call.path(call.level, call.number), call.path(call.level, call.number, ".done.json")
+    if read_done(done) is not None:
+        return
+    ids, rows = gather(call)
+    base.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(f"{base}.ids", ids.data)
+    write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)
+    mark_done(done, {}, [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")])
+
+
+def write_shard(call: Exchange, collect: Callable[[], tuple[np.ndarray, pa.Table]] | None = None) -> str:
+    """Writes the shard into work/shards/NAME, whole or not at all, and returns its name. Memory: one shard's tokens.
+
+    collect: gives what is in it, instead of the files of the exchange.
+    """
+    work, name = pathlib.Path(call.source.folder), shard_name(call.number, call.outputs)
+    folder = work / "shards"
+    final = folder / name
+    done = folder / f"{name}.done.json"
+    if final.is_dir() and read_done(done, final, work.parent) is not None:
+        return name  # some of its files may have been moved out before
     remove(final)
     folder.mkdir(parents=True, exist_ok=True)
-    making = pathlib.Path(tempfile.mkdtemp(prefix=f".{call.name}.", dir=folder))  # another may be making the same
-    ids, rows = gather(call)
-    tokenizer = tokenizer_of(call.tokenizer, call.cfg)
+    making = pathlib.Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))  # another may be making the same
+    ids, rows = collect() if collect else gather(call)
+    cfg, tokenizer = recipe_of(call.source.folder), call.source.tokenizer
     ends = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
-    writer = ShardWriter(making, call.name, **ends, sources=call.sources)
+    writer = ShardWriter(making, name, **ends, sources=tuple(cfg.sources))
     lengths = rows.column("tokens").to_numpy()
-    numbers = pc.index_in(rows.column("source"), pa.array(call.sources)).to_numpy()
+    numbers = pc.index_in(rows.column("source"), pa.array(tuple(cfg.sources))).to_numpy()
     writer.add_block(ids, lengths, numbers)
     header = {
-        "tokenizer": tokenizer_header(tokenizer, pathlib.Path(call.tokenizer).name),
+        "tokenizer": tokenizer_header(tokenizer, pathlib.Path(cfg.tokenizer.path(call.source.folder)).name),
         "eos_id": tokenizer.eos_id,
         "text_bytes": int(pc.sum(rows.column("bytes")).as_py() or 0),
         "skipped": {},
-        "files": [{"name": call.name, "source": "", "documents": len(rows)}],
+        "files": [{"name": name, "source": "", "documents": len(rows)}],
     }
     writer.finish(tokenizer.token_bytes, header, lineage=rows.drop_columns(["key", "tokens", "source", "bytes"]))
-    mark_done(done, {}, sorted(making.iterdir()))
+    mark_done(done, {}, sorted(making.iterdir()), making)
     try:
         making.rename(final)
     except OSError:
@@ -119,32 +158,40 @@ def write_shard(call: ShardCall) -> str:
             raise
         shutil.rmtree(making)  # the other one has made it, and the two are alike
     sync_folder(folder)
-    return call.name
+    return name
 
 
-def gather(call: ShardCall) -> tuple[np.ndarray, pa.Table]:
-    """(ids of the shard's documents laid end to end, a row for each), in the order of keys."""
-    start, stop = ((number << 64) // call.count for number in (call.number, call.number + 1))  # of uint64 keys
+def gather(call: Exchange) -> tuple[np.ndarray, pa.Table]:
+    """(ids of documents laid end to end, a row for each), in the order of keys, of the files that a task reads."""
+    numbers, begin, end = call.reads()
+    before = lambda number: call.source.base(number) if call.level == 1 else str(call.path(call.level - 1, number))
+    return laid_together([documents_between(before(number), begin, end, call.source.dtype) for number in numbers])
+
+
+def documents_between(base: str, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, pa.Table]:
+    """(ids, rows) of the documents in BASE.ids and BASE.arrow with keys from begin up to but not including end."""
+    table = read_table(pathlib.Path(f"{base}.arrow"))
+    keys = table.column("key").to_numpy()
+    first = int(np.searchsorted(keys, np.uint64(begin)))
+    last = int(np.searchsorted(keys, np.uint64(end - 1), side="right"))
+    if first == last:
+        return np.zeros(0, dtype), table.slice(0, 0)
+    ends = np.cumsum(table.column("tokens").to_numpy())
+    start, stop = int(ends[first - 1]) if first else 0, int(ends[last - 1])
+    # Copied, not mapped: a map for each of many blocks would run into the limits on open files and on maps.
+    ids = np.fromfile(f"{base}.ids", dtype, stop - start, offset=dtype.itemsize * start)
+    return ids, table.take(np.arange(first, last))
+
+
+def laid_together(found: Sequence[tuple[np.ndarray, pa.Table]]) -> tuple[np.ndarray, pa.Table]:
+    """(ids, rows) of several such, in the order of keys."""
+    some = [(ids, rows) for ids, rows in found if len(rows)]
+    if not some:
+        return found[0]
     parts: list[np.ndarray] = []
-    tables: list[pa.Table] = []
-    for base in call.blocks:
-        table = read_table(pathlib.Path(f"{base}.arrow"))
-        keys = table.column("key").to_numpy()
-        first, last = (int(np.searchsorted(keys, np.uint64(min(bound, 2**64 - 1)))) for bound in (start, stop))
-        last = len(keys) if stop == 2**64 else last
-        if first == last:
-            continue
-        ends = np.cumsum(table.column("tokens").to_numpy())
-        itemsize = pathlib.Path(f"{base}.ids").stat().st_size // int(ends[-1])
-        bounds = np.concatenate([[0], ends])[first : last + 1]
-        # Copied, not mapped: a map for each of many blocks would run into the limits on open files and on maps.
-        count, dtype = int(bounds[-1] - bounds[0]), np.dtype(f"<u{itemsize}")
-        ids = np.fromfile(f"{base}.ids", dtype, count, offset=itemsize * int(bounds[0]))
-        parts += np.split(ids, bounds[1:-1] - bounds[0])
-        tables.append(table.take(np.arange(first, last)))
-    if not tables:
-        return np.zeros(0, np.uint16), read_table(pathlib.Path(f"{call.blocks[0]}.arrow")).slice(0, 0)
-    rows = pa.concat_tables(tables, promote_options="default")
+    for ids, rows in some:
+        parts += np.split(ids, np.cumsum(rows.column("tokens").to_numpy())[:-1])
+    rows = pa.concat_tables([rows for _, rows in some], promote_options="default")
     order = np.argsort(rows.column("key").to_numpy(), kind="stable")
     return np.concatenate([parts[i] for i in order]), rows.take(order)
 

@@ -11,11 +11,11 @@ import pytest
 from jaxscale.corpus.curate.config import NearConfig
 from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
 from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.lookup import Pass, plan_passes
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import CONTENT_POLICY, in_words, report_page
 from jaxscale.corpus.prepare.tally import SAMPLES, Tally
 from jaxscale.corpus.prepare.tokens import shuffle_keys
-from jaxscale.corpus.prepare.work import Pass, plan_passes
 from jaxscale.text.document import Document, Outcome
 
 MANIFEST = {

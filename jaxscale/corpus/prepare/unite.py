@@ -1,0 +1,142 @@
+"""Connected components of more pairs of duplicates than memory holds: what goes, and the item that is kept for it.
+
+Items are cut into ranges, each of which has a file of pairs, those whose larger item is in the range. First down: a
+range's pairs are united in memory. Where they link items of lower ranges with each other, that is one more pair of a
+lower range. Of its own items each has then one smaller item that it goes with, in a lower range or, being the smallest
+that it is linked to, in this one. Then up: a range whose items' keepers are known answers those that went with one of
+them. (What Chiang et al. call time-forward processing: External-Memory Graph Algorithms, SODA 1995.) Every pair is read
+and written a few times, whatever its component looks like, and one range is in memory at a time.
+"""
+
+import collections
+import heapq
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxscale.corpus.prepare.join import components
+from jaxscale.system.paths import replacing
+
+PAIR_BYTES = 64  # of memory for a pair that is united, see join
+LARGEST = 5  # groups of duplicates that a report shows
+EDGES = (2, 3, 4, 5, 10, 100, 1000, 1 << 62)  # of a histogram of their sizes
+
+
+class Ranges:
+    """Rows of numbers, uint64[k, 2], in one file for each range of the first one."""
+
+    def __init__(self, folder: pathlib.Path, count: int, span: int, memory_bytes: int):
+        self.folder, self.count, self.span, self.memory_bytes = folder, count, span, memory_bytes
+        self.held: dict[int, list[np.ndarray]] = collections.defaultdict(list)
+        self.held_bytes = 0
+        folder.mkdir(parents=True)
+
+    def bound(self, number: int) -> int:
+        """The first key of a range."""
+        return number * self.span // self.count
+
+    def add(self, rows: np.ndarray) -> None:
+        """Takes rows in any order. They are written when there are enough of them."""
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        bounds = np.array([self.bound(number) for number in range(1, self.count)], np.uint64)
+        for number, part in enumerate(np.split(rows, np.searchsorted(rows[:, 0], bounds))):
+            if len(part):
+                self.held[number].append(part.copy())
+        self.held_bytes += rows.nbytes
+        if self.held_bytes > self.memory_bytes:
+            self.write()
+
+    def write(self) -> None:
+        """Writes what is held."""
+        for number, parts in self.held.items():
+            with open(self.folder / f"{number:06d}", "ab") as file:
+                file.writelines(parts)
+        self.held.clear()
+        self.held_bytes = 0
+
+    def take(self, number: int) -> np.ndarray:
+        """uint64[k, 2]: the rows of a range, which are let go."""
+        path = self.folder / f"{number:06d}"
+        found = [np.zeros((0, 2), np.uint64), *self.held.pop(number, ())]
+        self.held_bytes -= sum(part.nbytes for part in found)
+        if path.exists():
+            found.append(np.fromfile(path, np.uint64).reshape(-1, 2))
+            path.unlink()
+        return np.concatenate(found)
+
+
+def unite(
+    pairs: Iterable[np.ndarray], number: int, span: int, folder: pathlib.Path, output: pathlib.Path, memory_bytes: int
+) -> dict[str, Any]:
+    """Writes output, uint64[2, k], sorted: the items that go, and the smallest item that each is linked to.
+
+    Args: pairs: uint64[k, 2] each: an item and a smaller one. number: of all pairs, or more. span: items are below it.
+    folder: that does not exist, for what is in between.
+    Returns how many groups have which size, and the keepers of the largest, as plain data.
+    """
+    count = max(1, -(-number * PAIR_BYTES // memory_bytes))
+    edges, asked, known, answers, sizes = (
+        Ranges(folder / name, count, span, memory_bytes // 8)
+        for name in ("edges", "asked", "known", "answers", "sizes")
+    )
+    for part in pairs:
+        edges.add(part)
+    gone = 0
+    for number in reversed(range(count)):
+        found = edges.take(number)
+        rows = np.stack(components(found[:, 0], found[:, 1]), axis=1)
+        own = rows[:, 0] >= np.uint64(edges.bound(number))
+        edges.add(rows[~own])
+        rows = rows[own]
+        final = rows[:, 1] >= np.uint64(edges.bound(number))
+        known.add(rows[final])
+        asked.add(rows[~final][:, ::-1])
+        gone += len(rows)
+    with replacing(output) as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": (2, gone)})
+        start, written = file.tell(), 0
+        for number in range(count):
+            rows = np.concatenate([known.take(number), answers.take(number)])
+            rows = rows[np.argsort(rows[:, 0])]
+            for column in (0, 1):
+                file.seek(start + 8 * (column * gone + written))
+                file.write(np.ascontiguousarray(rows[:, column]))
+            written += len(rows)
+            answers.add(answered(asked.take(number), rows))
+            keepers, copies = np.unique(rows[:, 1], return_counts=True)
+            sizes.add(np.stack([keepers, copies.astype(np.uint64)], axis=1))
+    assert written == gone, (written, gone)
+    return group_facts(sizes.take(number) for number in range(count))
+
+
+def answered(asked: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """uint64[k, 2]: (item, keeper) for each (smaller item, item), where `rows` has the keepers of those that go."""
+    place = np.searchsorted(rows[:, 0], asked[:, 0])
+    keepers = asked[:, 0].copy()
+    goes = place < len(rows)
+    goes[goes] = rows[place[goes], 0] == keepers[goes]
+    keepers[goes] = rows[place[goes], 1]
+    return np.stack([asked[:, 1], keepers], axis=1)
+
+
+def group_facts(ranges: Iterable[np.ndarray]) -> dict[str, Any]:
+    """Of (keeper, copies), several rows for some keepers: a histogram of group sizes, and the largest groups."""
+    binned, largest = np.zeros(len(EDGES) - 1, np.int64), []
+    for rows in ranges:
+        keepers, place = np.unique(rows[:, 0], return_inverse=True)
+        copies = np.bincount(place, rows[:, 1].astype(np.float64), len(keepers)).astype(np.int64)  # exact below 2^53
+        binned += np.histogram(copies + 1, EDGES)[0] if len(copies) else 0
+        order = np.lexsort((keepers, -copies))[:LARGEST]
+        own = zip((-copies[order]).tolist(), keepers[order].tolist())
+        largest = heapq.nsmallest(LARGEST, [*largest, *own])
+    sizes = [(label(start, stop), int(n)) for start, stop, n in zip(EDGES, EDGES[1:], binned) if n]
+    return {"sizes": sizes, "largest": [(keeper, 1 - copies) for copies, keeper in largest]}
+
+
+def label(start: int, stop: int) -> str:
+    """'2', '5 to 9', '1,000 or more'."""
+    if stop == start + 1:
+        return f"{start}"
+    return f"{start:,} or more" if stop == 1 << 62 else f"{start:,} to {stop - 1:,}"
