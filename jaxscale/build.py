@@ -49,7 +49,7 @@ from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
 from jaxscale.training.qk_clip import make_qk_clip
 from jaxscale.training.state import TrainState, init_loss_scale, init_state, is_dynamic, state_axes
 from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
-from jaxscale.training.step import Gradients, at_state, leaf_name, make_train_step
+from jaxscale.training.step import Gradients, at_state, make_gradient_norms, make_train_step
 
 LocalGradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]  # of one device
 
@@ -325,16 +325,6 @@ def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Sha
         if getattr(cfg.optim, setting):
             state = state._replace(**{field: on_host(getattr(state, field))})
     return Shardings(state, grads, model.rows_sharding, replicated(mesh))
-
-
-def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
-    """(state, batch) -> the norm of each gradient by its parameter's name."""
-
-    def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
-        _, grads = gradients(state, batch)
-        return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
-
-    return gradient_norms
 
 
 def make_gradients(

@@ -104,6 +104,16 @@ def at_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Means
     return gradients_at
 
 
+def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
+    """(state, batch) -> the norm of each gradient by its parameter's name."""
+
+    def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+        _, grads = gradients(state, batch)
+        return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
+
+    return gradient_norms
+
+
 def gated_rows(batch: Batch) -> jax.Array:
     """int32[]: rows of the whole batch that hold text and weigh nothing, on any mesh.
 
