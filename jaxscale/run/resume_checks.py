@@ -182,19 +182,19 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
 
 def check_same_past(
     sizes: BatchSizes,
-    row_tokens: BatchSizes,
     mixture: Mixture | None,
     recorded: dict[str, Any] | None,
     start_step: int,
     log: Callable[[str], None],
 ) -> None:
     """Raises Stop(DATA_MISMATCH) if batches of these sizes, or the mixture, would have given other rows to steps that
-    are done, or rows of another length. sizes: in rows. row_tokens: in a row of each batch."""
+    are done. sizes: in rows."""
     if not start_step:
         return
     old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
     last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
-    check_same_sizes(sizes, row_tokens, recorded, last)
+    then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
+    check_same_stages("batch_ramp gives other sizes", "rows", then, sizes, last)
     if not same_past(old, new, sizes.begin(last + 1)):
         raise Stop(
             Exit.DATA_MISMATCH,
@@ -206,21 +206,25 @@ def check_same_past(
         log("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
 
 
-def check_same_sizes(sizes: BatchSizes, row_tokens: BatchSizes, recorded: Mapping[str, Any], last: int) -> None:
-    """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size, or its rows another length."""
-    budget, seq_len = recorded["budget"], recorded["config"]["seq_len"]
+def check_same_rows(row_tokens: BatchSizes, recorded: dict[str, Any] | None, start_step: int) -> None:
+    """Raises Stop(DATA_MISMATCH) if a batch that is done would have had rows of another length. row_tokens: of each."""
+    if not start_step:
+        return
+    last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
+    then = recorded_rows(recorded["budget"], recorded["config"]["seq_len"])
+    check_same_stages("seq_len_ramp gives rows of other lengths", "tokens in a row", then, row_tokens, last)
+
+
+def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, last: int) -> None:
+    """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size."""
     past = lambda of: [stage for stage in of.stages if stage[0] <= last]
-    for name, what, then, now in (
-        ("batch_ramp gives other sizes", "rows", recorded_sizes(budget, seq_len), sizes),
-        ("seq_len_ramp gives rows of other lengths", "tokens in a row", recorded_rows(budget, seq_len), row_tokens),
-    ):
-        if past(then) != past(now):
-            raise Stop(
-                Exit.DATA_MISMATCH,
-                f"{name} to the batches up to {last}, which are done: (first batch, {what}) were {past(then)} and "
-                f"would be {past(now)}; ends written in '%' follow train_tokens: set that back, or begin another "
-                "--workdir, with the ends in tokens",
-            )
+    if past(then) != past(now):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"{what} to the batches up to {last}, which are done: (first batch, {unit}) were {past(then)} and would be "
+            f"{past(now)}; ends written in '%' follow train_tokens: set that back, or begin another --workdir, with "
+            "the ends in tokens",
+        )
 
 
 def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:

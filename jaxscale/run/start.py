@@ -20,6 +20,7 @@ from jaxscale.run.resume_checks import (
     check_hosts_agree,
     check_same_data,
     check_same_past,
+    check_same_rows,
     check_same_run,
     open_same_data,
     recorded_run,
@@ -113,7 +114,8 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     detours = (folder.replayed or decisions).detours
     num_batches = start.batch_of(planned.total_steps - 1) + 1  # a decay that begins early moves no stage of the data
     mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours)
-    check_same_past(start.sizes, budget.row_tokens(cfg.seq_len), mixture, before, done, folder.log)
+    check_same_past(start.sizes, mixture, before, done, folder.log)
+    check_same_rows(budget.row_tokens(cfg.seq_len), before, done)
     transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture))
     return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
 
