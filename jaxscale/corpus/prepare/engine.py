@@ -40,7 +40,7 @@ from jaxscale.corpus.prepare.lookup import (
     write_blocks,
     write_input,
 )
-from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.progress import RUNNING, Progress, read_running
 from jaxscale.corpus.prepare.report import (
     FACTS,
     MOST_LANGUAGES,
@@ -245,7 +245,8 @@ def run_pass(
     progress.begin(title(number, step), count)
     rows = array.array("q")  # 8 bytes a number: there may be millions of blocks
     columns = COLUMNS + len(step.joins)
-    with progress.ticking(lambda: f"{len(rows) // columns:,} blocks"):
+    shutil.rmtree(folder / RUNNING, ignore_errors=True)  # of a process that was killed
+    with progress.ticking(lambda: f"{len(rows) // columns:,} blocks", lambda: read_running(folder)):
         for result in executor.run_all(run, Numbered(Call(str(folder), number), count)):
             rows.extend(itertools.chain.from_iterable(block_rows(result)))  # the rest is added up, and let go
             for block in result["blocks"]:

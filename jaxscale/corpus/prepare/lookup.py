@@ -69,7 +69,7 @@ class Pieces(Sequence[tuple[SourceFile, Part]]):
     @classmethod
     def of(cls, files: Sequence[SourceFile], parts: Iterable[Iterable[Part]]) -> "Pieces":
         """The parts of each file, in their order."""
-        numbered = (number for i, own in enumerate(parts) for part in own for number in (i, *part))
+        numbered = (number for i, own in enumerate(parts) for part in own for number in (i, part.begin, part.end))
         return cls(files, np.fromiter(numbered, np.int64).reshape(-1, 3))
 
     def __len__(self) -> int:

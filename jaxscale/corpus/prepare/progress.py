@@ -1,16 +1,38 @@
 """Progress line of a preparation: documents/s, MB/s, share dropped, and time left."""
 
 import contextlib
+import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
 
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import shown
 
 SECONDS = 0.5  # between two looks at a terminal
+RUNNING = "running"  # the folder, of the work's, with how far pieces of several blocks are
 LINE_SECONDS = 30.0  # and between two lines where there is none
+
+
+class Running(NamedTuple):
+    """How far a piece is that is not done."""
+
+    share: float  # of it that was read
+    kept: float  # by an earlier process
+    documents: int  # by this one
+    bytes: int
+
+
+def read_running(folder: pathlib.Path) -> list[Running]:
+    """How far the pieces are that have told it, in the folder of the work."""
+    found = []
+    for path in (folder / RUNNING).glob("*.json"):
+        with contextlib.suppress(OSError, BadInput):  # done in the meantime
+            found.append(Running(*parse_json(path.read_bytes())))
+    return found
 
 
 class Progress:
@@ -22,12 +44,16 @@ class Progress:
         self.title, self.total, self.done, self.since, self.shown = "", 0, 0, 0.0, 0.0
         self.seen = self.dropped = self.bytes = self.earlier = 0
         self.so_far: Callable[[], str] | None = None
+        self.running: Callable[[], Sequence[Running]] = lambda: ()
         self.lock = threading.Lock()  # between the ticks and everything else that writes
 
     @contextlib.contextmanager
-    def ticking(self, so_far: Callable[[], str]) -> Iterator[None]:
-        """Shows the line again and again meanwhile, since one piece can be a large file. so_far: what it also tells."""
-        self.so_far, stop = so_far, threading.Event()
+    def ticking(self, so_far: Callable[[], str], running: Callable[[], Sequence[Running]] = list) -> Iterator[None]:
+        """Shows the line again and again meanwhile, since one piece can be a large file.
+
+        so_far: what it also tells. running: how far the pieces are that are not done.
+        """
+        self.so_far, self.running, stop = so_far, running, threading.Event()
 
         def tick() -> None:
             while not stop.wait(SECONDS if self.on_terminal else LINE_SECONDS):
@@ -41,7 +67,7 @@ class Progress:
         finally:
             stop.set()
             thread.join()
-            self.so_far = None
+            self.so_far, self.running = None, lambda: ()
 
     def say(self, line: str) -> None:
         """Prints a line of its own."""
@@ -90,16 +116,19 @@ class Progress:
         """'pass 1: reading: 12 of 40, 81,000 documents (2,700/s, 8.9 MB/s), 31% dropped, 1:10 left'."""
         seconds = max(self.clock() - self.since, 1e-9)
         facts = [f"{self.title}: {self.done:,} of {self.total:,}"]
+        running = self.running() if self.done < self.total else ()
+        seen = self.seen + sum(one.documents for one in running)
+        size = self.bytes + sum(one.bytes for one in running)
+        if seen:
+            facts.append(f"{seen:,} documents ({seen / seconds:,.0f}/s, {size / 1e6 / seconds:,.1f} MB/s)")
         if self.seen:
-            facts.append(
-                f"{self.seen:,} documents ({self.seen / seconds:,.0f}/s, {self.bytes / 1e6 / seconds:,.1f} MB/s)"
-            )
             facts.append(f"{self.dropped / self.seen:.0%} dropped")
         if self.so_far is not None and self.done < self.total:
             facts.append(self.so_far())
-        if self.earlier < self.done < self.total:
-            left = seconds * (self.total - self.done) / (self.done - self.earlier)
-            facts.append(f"{clock_time(left)} left")
+        fresh = self.done - self.earlier + sum(one.share - one.kept for one in running)  # pieces in these seconds
+        if fresh > 0 and self.done < self.total:
+            left = seconds * (self.total - self.done - sum(one.share for one in running)) / fresh
+            facts.append(f"{clock_time(max(left, 0))} left")
         return ", ".join(facts)
 
     def end(self) -> None:

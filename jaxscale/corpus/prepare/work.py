@@ -6,10 +6,13 @@ writes is named by the pass, the piece and the block (lookup.py); `done` files a
     000000012-000003.arrow            the fourth block of piece 12: documents after the stages
     000000012-000003.near_dedup.*     its sketch for a join
     000000012-000003.ids, .arrow      its tokens in shuffled order, and what is known of each document
+    000000012-000003.kept.json        the same of this block alone, while piece 12 is not finished
     000000012.done.json               piece 12 is finished: its blocks, and what was counted
+    running/12.json                   how far piece 12 is, if it has several blocks
 """
 
 import functools
+import json
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +34,10 @@ from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
 from jaxscale.corpus.prepare.join import signatures_path
 from jaxscale.corpus.prepare.lookup import Pass, block_base, blocks_of, done_path, passes_of, piece_of, recipe_of
+from jaxscale.corpus.prepare.progress import RUNNING
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenise_block
+from jaxscale.system.paths import write_text_atomic
 from jaxscale.text.document import Document, Stage
 from jaxscale.text.sources.read import read_file
 
@@ -78,20 +83,66 @@ def run(call: Call) -> dict[str, Any]:
     done = done_path(*call)
     if (found := read_done(done)) is not None:
         return found | {"was_done": True}
-    tally, blocks, files = Tally(), [], []
-    stages = [(name, stage_of(call.folder, name)) for name in step.stages]
-    for place, documents in enumerate(incoming(cfg, call, tally)):
-        for name, stage in stages:
-            documents = tally.take(name, documents, stage(documents))
-        if documents:
-            base = block_base(*call, place)
-            base.parent.mkdir(parents=True, exist_ok=True)
-            blocks.append(write_block(cfg, call, base, documents, place, tally))
-            files += files_of(base, step)
+    tally, blocks, files, kept = Tally(), [], [], []
+    running, made, was_kept = Running(call), [], False
+    for place, documents in enumerate(incoming(cfg, call, tally, running)):
+        if place:  # only now it is known that the piece has several blocks, of which each is to be kept by itself
+            if not was_kept:
+                mark_done(kept[-1], found, made)
+            running.write(found, was_kept)
+        base = block_base(*call, place)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        kept.append(pathlib.Path(f"{base}.kept.json"))
+        was_kept = (found := read_done(kept[-1])) is not None
+        found = found or do_block(cfg, call, base, documents, place)
+        made = files_of(base, step) if found["blocks"] else []
+        blocks += found["blocks"]
+        files += made
+        tally.merge(Tally.from_json(found["tally"]))
     result = {"number": call.number, "blocks": blocks, "tally": tally.to_json()}
     done.parent.mkdir(parents=True, exist_ok=True)
     mark_done(done, result, files)
+    for path in (*kept, running.path):
+        path.unlink(missing_ok=True)
     return result
+
+
+def do_block(
+    cfg: PrepareConfig, call: Call, base: pathlib.Path, documents: list[Document], place: int
+) -> dict[str, Any]:
+    """What the stages made of a block: 'blocks', one or none if nothing is left, and its 'tally'."""
+    tally = Tally()
+    if call.pass_number == 0:
+        tally.add_lengths(documents)
+        tally.add_documents(("in", "read"), documents)
+    for name in passes_of(call.folder)[call.pass_number].stages:
+        documents = tally.take(name, documents, stage_of(call.folder, name)(documents))
+    blocks = [write_block(cfg, call, base, documents, place, tally)] if documents else []
+    return {"blocks": blocks, "tally": tally.to_json()}
+
+
+class Running:
+    """How far a piece of several blocks is, in a file that whoever waits for it can read, see progress.Running."""
+
+    def __init__(self, call: Call):
+        self.path = pathlib.Path(call.folder) / RUNNING / f"{call.number}.json"
+        self.share = self.kept = 0.0
+        self.documents = self.bytes = 0
+
+    def tell(self, share: float) -> None:
+        """Takes note of the share of the piece that is read."""
+        self.share = share
+
+    def write(self, found: Mapping[str, Any], was_kept: bool) -> None:
+        """Writes how far it is. found: of the block that is done; was_kept: by an earlier process."""
+        if was_kept:
+            self.kept = self.share
+        else:
+            read = [(name[-1], n) for *name, n in found["tally"]["counts"] if name[:2] == ["in", "read"]]
+            self.documents += sum(n for what, n in read if what == "documents")
+            self.bytes += sum(n for what, n in read if what == "bytes")
+        self.path.parent.mkdir(exist_ok=True)
+        write_text_atomic(self.path, json.dumps([self.share, self.kept, self.documents, self.bytes]))
 
 
 def files_of(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
@@ -103,15 +154,13 @@ def files_of(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
     return [pathlib.Path(f"{base}.arrow"), *sketches, *beside]
 
 
-def incoming(cfg: PrepareConfig, call: Call, tally: Tally) -> Iterator[list[Document]]:
+def incoming(cfg: PrepareConfig, call: Call, tally: Tally, running: Running) -> Iterator[list[Document]]:
     """The blocks of documents that the stages see: as they are read, or as the pass before left them."""
     if call.pass_number == 0:
         file, part = piece_of(call.folder, call.number)
         skipped: Counter = Counter()
-        for block in cut(read_file(file, cfg.reading(file.source), skipped, part), cfg.block_bytes):
-            tally.add_lengths(block)
-            tally.add_documents(("in", "read"), block)
-            yield block
+        part = part._replace(tell=running.tell)
+        yield from cut(read_file(file, cfg.reading(file.source), skipped, part), cfg.block_bytes)
         tally.add_skipped(file.source, file.name, part.begin, skipped)
         return
     before = call.pass_number - 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import PACKED
 from jaxscale.text.sources.left_out import lose
-from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, refetch
+from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, ignore, refetch
 
 BLOCK_BYTES = 1 << 18  # fits the cache of a core; of a packed file, what is lost before the place where it is broken
 MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}  # RFC 1952, 2.3.1; RFC 8878, 3.1.1
@@ -26,14 +26,15 @@ def read_blocks(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[byte
     Raises: Damaged naming the file and the place if it is cut short, broken, or unpacks to more than cfg allows.
     """
     if is_packed(path):
-        yield from unpack(path, cfg)
+        yield from unpack(path, cfg, part.tell)
         return
     check_unpacked(path, cfg)
     with open(path, "rb") as file:
         file.seek(part.begin)
-        left = part.end - part.begin
+        size = left = max(min(part.end, os.fstat(file.fileno()).st_size) - part.begin, 0)
         while left > 0 and (block := file.read(min(BLOCK_BYTES, left))):
             left -= len(block)
+            part.tell(1 - left / size)
             yield block
 
 
@@ -58,7 +59,7 @@ def packed_problem(path: str, cfg: ReadConfig) -> str:
     return ""
 
 
-def unpack(path: str, cfg: ReadConfig) -> Iterator[bytes]:
+def unpack(path: str, cfg: ReadConfig, tell: Callable[[float], None] = ignore) -> Iterator[bytes]:
     """read_blocks of a .gz or .zst, of one member or of many."""
     import pyarrow
 
@@ -84,6 +85,7 @@ def unpack(path: str, cfg: ReadConfig) -> Iterator[bytes]:
                     raise Damaged(refusal(path, unpacked, packed.tell(), f"{cfg.where}max_unpacked_bytes"))
                 if unpacked > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed.tell()):
                     raise Damaged(refusal(path, unpacked, packed.tell(), f"{cfg.where}max_unpacked_ratio"))
+                tell(packed.tell() / packed.size())
                 yield block
 
 

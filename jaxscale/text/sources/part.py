@@ -1,7 +1,7 @@
 """Parts of a file, the records in one, and the errors of reading them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxscale.system.exits import BadInput
@@ -11,11 +11,16 @@ REST = " to go on without the rest of it"
 PREPARE = "pip install 'jaxscale[prepare]'"  # what brings the optional packages
 
 
+def ignore(share: float) -> None:
+    """For those who do not want to know."""
+
+
 class Part(NamedTuple):
     """A part of a file, from begin up to but not including end: bytes, row groups or records, as its kind has it."""
 
     begin: int
     end: int
+    tell: Callable[[float], None] = ignore  # is told the share of its bytes that was read, where they are read in order
 
 
 Words = tuple[str, str, str, str]  # id, url, licence and language of a document, as its file tells them

@@ -47,7 +47,7 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 
     Records that hold no page (requests, pictures, answers such as 404) are counted in `skipped`.
     """
-    for record in warc_records(path, cfg):
+    for record in warc_records(path, cfg, part):
         kind = record.header.get("warc-type", "")
         url = record.header.get("warc-target-uri", "").strip("<>")
         id = record.header.get("warc-record-id", "").strip("<>")
@@ -70,9 +70,9 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
                 yield record.offset, record.offset, text, (id, url, "", "")
 
 
-def warc_records(path: str, cfg: ReadConfig) -> Iterator[Record]:
+def warc_records(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Record]:
     """Yields the records. Raises Damaged naming the file and the byte where one is cut short or is none."""
-    stream = buffered(read_blocks(path, cfg))
+    stream = buffered(read_blocks(path, cfg, part))
     way_out = refetch(cfg, REST)
     while not at_end(stream):
         offset = stream.tell()

@@ -37,8 +37,9 @@ def test_shards_made_on_a_beam_runner_are_those_made_here(tmp_path):
             env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        files = [path for path in sorted(output.rglob("*")) if path.is_file()]
         contents[runner] = {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(output.iterdir())
+            str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
         }
     assert contents["local"] == contents["DirectRunner"]
     assert sum(name.endswith(".bin") for name in contents["local"]) > 2

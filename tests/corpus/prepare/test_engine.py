@@ -1,6 +1,7 @@
 """A preparation gives the same shards for the same recipe, whoever does the work and however often it is killed."""
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -21,11 +22,12 @@ import pytest
 
 from jaxscale import schema
 from jaxscale.cli import prepare as command
-from jaxscale.corpus.prepare import engine
+from jaxscale.corpus.indexes import publish_indexes
+from jaxscale.corpus.prepare import engine, lookup, work
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import LOCK, make_plan, prepare
 from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.progress import Progress, read_running
 from jaxscale.data.manifest import check_manifest
 from jaxscale.data.shards import open_shard, read_lineage
 from jaxscale.system.paths import locked
@@ -47,7 +49,8 @@ def run(cfg, output, workers=1, **options):
 
 def contents(folder):
     """{file: sha256} of everything in a folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def documents_in(folder):
@@ -269,6 +272,42 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path):
     check_manifest(out / "manifest.json", deep=True)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "warc"])
+def test_a_piece_that_was_ended_keeps_its_finished_blocks_and_tells_how_far_it_is(texts, tmp_path, kind):
+    path, head = tmp_path / f"a.{kind}.gz", "WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: "
+    record = {
+        "jsonl": lambda text: json.dumps({"text": text}) + "\n",
+        "warc": lambda text: f"{head}{len(text.encode())}\r\n\r\n{text}\r\n\r\n",
+    }
+    rng = random.Random(0)
+    many = [*texts, *("".join(rng.choices("abcdefgh ", k=4000)) for _ in range(200))]
+    whole = gzip.compress("".join(map(record[kind], many)).encode())
+    cfg = recipe(path, block_bytes=64 << 10)
+
+    def piece(folder):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        lookup.write_input(tmp_path / folder, cfg, engine.make_plan(cfg).pieces)
+        lookup.input_of.cache_clear()
+        return work.run(work.Call(str(tmp_path / folder), 0))
+
+    path.write_bytes(whole)
+    calm = piece("calm")
+    path.write_bytes(whole[: len(whole) * 4 // 5])
+    with pytest.raises(ValueError, match="cut short"):  # as good as killed there
+        piece("ended")
+    pass0 = tmp_path / "ended" / "pass0"
+    kept = {file: file.stat().st_mtime_ns for file in pass0.rglob("*.arrow")}
+    (running,) = read_running(tmp_path / "ended")
+    assert len(kept) >= 4 and len(list(pass0.rglob("*.kept.json"))) == len(kept) - 1
+    assert 0.5 < running.share <= 1 and running.kept == 0 and running.documents > 100 and running.bytes > 200_000
+    path.write_bytes(whole)
+    assert json.dumps(piece("ended")) == json.dumps(calm)
+    assert kept.items() - {max(kept): kept[max(kept)]}.items() <= {
+        (file, file.stat().st_mtime_ns) for file in pass0.rglob("*")
+    }
+    assert contents(pass0) == contents(tmp_path / "calm" / "pass0") and not read_running(tmp_path / "ended")
+
+
 def test_where_nothing_is_left_it_says_why(corpus, tmp_path):
     with pytest.raises(ValueError, match="no document is left after .*language: not wanted"):
         run(recipe(corpus, stages=("language",), language={"keep": ("zh",)}), tmp_path / "out")
@@ -295,5 +334,7 @@ def test_killed_at_random_it_comes_to_the_same_bytes(corpus, tmp_path, times):
     command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, f"--output={tmp_path / 'killed'}"]
     killed_and_finished(command_line, tmp_path / "killed", times, random.Random(times))
     settings = {"block_bytes": 2048, "write": {"shard_tokens": 3000}}
-    calm = run(recipe(corpus, stages=("exact_dedup", "near_dedup"), **settings), tmp_path / "calm")
+    cfg = recipe(corpus, stages=("exact_dedup", "near_dedup"), **settings)
+    calm = run(cfg, tmp_path / "calm")
+    publish_indexes(calm, cfg.rows, lambda line: None)  # as the command does
     assert contents(tmp_path / "killed") == contents(calm)

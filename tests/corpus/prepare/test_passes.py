@@ -12,7 +12,7 @@ from jaxscale.corpus.curate.config import NearConfig
 from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.lookup import Pass, plan_passes
-from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.progress import Progress, Running
 from jaxscale.corpus.prepare.report import CONTENT_POLICY, in_words, report_page
 from jaxscale.corpus.prepare.tally import SAMPLES, Tally
 from jaxscale.corpus.prepare.tokens import shuffle_keys
@@ -174,6 +174,14 @@ def test_progress_tells_rates_drops_and_the_time_that_is_left():
     assert progress.line() == ("pass 1: reading: 1 of 4, 100 documents (10/s, 0.2 MB/s), 25% dropped, 0:30 left")
     progress.add({"tally": {"counts": counts}, "was_done": True})  # by an earlier run: no part of our speed
     assert "100 documents" in progress.line() and "0:20 left" in progress.line()
+    with progress.ticking(lambda: "7 blocks", lambda: [Running(0.75, 0.25, 300, 5_000_000)]):  # half by a killed run
+        assert progress.line() == (
+            "pass 1: reading: 2 of 4, 400 documents (40/s, 0.7 MB/s), 25% dropped, 7 blocks, 0:08 left"
+        )
+    progress.begin("pass 1: reading", 1)
+    clock.now += 10  # inside the one piece there is
+    with progress.ticking(lambda: "3 blocks", lambda: [Running(0.25, 0.0, 50, 1_000_000)]):
+        assert progress.line() == "pass 1: reading: 0 of 1, 50 documents (5/s, 0.1 MB/s), 3 blocks, 0:30 left"
 
 
 def refuse(number):
