@@ -69,13 +69,13 @@ def model_rows(plan: RunPlan) -> Rows:
         told = f"from {count(work.ramp[0][1])} tokens, larger from batch {ends}; memory and speed are of the largest"
         ramp = [("batch ramp", plural(len(work.ramp), "size"), told)]
     if work.seq_len_ramp:
-        lengths = ", ".join(f"{length:,} from batch {first:,}" for first, length in work.seq_len_ramp)
-        told = f"{lengths}; the FLOPs of training are of each, memory and speed of the longest"
+        begins = ", ".join(f"{first:,}" for first, _ in work.seq_len_ramp[1:4]) + ", ..." * (len(work.seq_len_ramp) > 4)
+        told = f"from {work.seq_len_ramp[0][1]:,}, longer from batch {begins}; memory and speed are of the longest"
         ramp.append(("tokens in a row", plural(len(work.seq_len_ramp), "length"), told))
     return [
         ("parameters", count(work.params), active),
         ("FLOPs per token", scientific(work.flops_per_token), formula),
-        ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {'up to ' * bool(ramp)}{batch} tokens"),
+        ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {'up to ' * bool(work.ramp)}{batch} tokens"),
         ("tokens per parameter", digits(ratio), word),
         (
             "FLOPs of training",

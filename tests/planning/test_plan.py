@@ -64,6 +64,11 @@ def test_a_ramp_takes_the_time_of_its_tokens_and_says_its_programs(plan):
     begin = f"from {units.count(grown.work.batch_tokens / 2)} tokens, larger from batch {grown.work.ramp[1][0]:,}"
     assert f"batch ramp 2 sizes {begin}; memory and speed are of the largest" in words
     assert f"steps of up to {units.count(grown.work.batch_tokens)} tokens" in words
+    longer = seven(overrides=(("seq_len_ramp", "[(512, '25%')]"),))
+    assert 0.75 * plan.work.train_flops < longer.work.train_flops < plan.work.train_flops
+    assert max(map(len, plan_lines(longer))) <= WIDTH
+    words = " ".join(" ".join(plan_lines(longer)).split())
+    assert "tokens in a row 2 lengths from 512, longer from batch" in words and "steps of up to" not in words
 
 
 def test_the_lines_are_short_and_say_each_thing_once(plan):
