@@ -23,7 +23,9 @@ class ClassifierConfig:
     min_score: float | None = setting(
         None, "a document with a lower score is dropped; none: the score is only noted, and the report counts scores"
     )
-    max_words: int = setting(1000, "how many words at its start a document is judged by; 0: all")
+    max_words: int = setting(
+        1000, "how many words at its start a document is judged by; 0: all; classifier.weights has its own"
+    )
     ngram_words: int = setting(2, "training: the longest sequence of words that has a weight of its own")
     bits: int = setting(20, "training: 2^bits weights, which sequences of words share by their hashes")
     epochs: int = setting(10, "training: how often each example is seen")
