@@ -128,8 +128,9 @@ class DataConfig(ReadConfig):
     )
     packing: Literal["best_fit", "concat"] = setting(
         "best_fit",
-        "how documents become rows. best_fit: one that fits into a row lies whole in one, about 99% of positions are "
-        "real; concat: rows are cut from the documents end to end, all positions real. Neither drops a token",
+        "how documents become rows. best_fit: one that fits into a row lies whole in one; 99% of positions are real "
+        "where short documents fill the rows up, fewer where all are longer than a third of a row; concat: rows are "
+        "cut from the documents end to end, all positions real. Neither drops a token",
         read_if="data.name!=synthetic",
     )
     mixture: MixtureSetting = setting(

@@ -41,6 +41,7 @@ from jaxscale.units import BatchSizes
 
 VALIDATION_ROWS_SYNTHETIC = 4096
 DIGITS = 16  # of a hash: enough to tell two versions of one file apart
+LOW_FILL, ROWS_TO_JUDGE = 0.98, 100  # the last row of a few may be nearly empty
 MOST_PARTS = 2000  # files and shards that are named one by one in each checkpoint; of more, their sources are
 
 
@@ -361,7 +362,7 @@ def facts_of(
     train, valid, num_rows, seq_len = plan.train, plan.valid, len(plan.train), plan.train.seq_len
     facts = [
         f"{count(train.num_documents, 'document')}, {train.num_tokens:,} tokens, {count(num_rows, 'row')} of {seq_len}",
-        f"packing {cfg.packing}, {train.num_tokens / (num_rows * seq_len):.2%} of positions real",
+        told_fill(cfg, train.num_documents, train.num_tokens, num_rows, seq_len),
         "no validation"
         if valid is None
         else f"validation {count(valid.num_documents, 'document')}, {valid.num_tokens:,} tokens ({plan.words})",
@@ -375,6 +376,16 @@ def facts_of(
     facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])
+
+
+def told_fill(cfg: DataConfig, documents: int, tokens: int, rows: int, seq_len: int) -> str:
+    """How full the rows are; where best_fit leaves much of them empty, what cutting documents would give and cost."""
+    fill = tokens / (rows * seq_len)
+    told = f"packing {cfg.packing}, {fill:.2%} of positions real"
+    if cfg.packing != "best_fit" or cfg.name == "chat" or fill >= LOW_FILL or rows < ROWS_TO_JUDGE:
+        return told
+    cut = min(1.0, tokens / seq_len / documents)  # each end of a row cuts one
+    return f"{told} (data.packing=concat would fill all of them, and cut up to {cut:.0%} of the documents)"
 
 
 def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:

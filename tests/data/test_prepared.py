@@ -1,6 +1,7 @@
 """A run that names a manifest trains on exactly the shards in it, from a folder or a bucket, and on nothing damaged."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -160,6 +161,17 @@ def test_a_pair_of_megatron_is_trained_on_by_its_own_documents(folder, tmp_path)
     np.testing.assert_array_equal(tokens_of(corpus), tokens_of(set_of_ours))
     (tmp_path / "pair.idx").write_bytes((tmp_path / "pair.idx").read_bytes()[:-1])
     assert "pair.idx has" in check_data(config(tmp_path / "pair.bin", tmp_path), SEQ_LEN, 257)[0]
+
+
+def test_rows_that_stay_half_empty_are_told_with_the_price_of_cutting(folder, tmp_path):
+    write_shard(folder, "alike", ["x" * 39] * 200, ["web"] * 200)  # no two fit into a row
+    write_manifest(folder, ["alike"], recipe={})
+    make = functools.partial(config, folder / "manifest.json", tmp_path, val_fraction=0.0)
+    told = (
+        "packing best_fit, 62.50% of positions real (data.packing=concat would fill all of them, and cut up to 62% of"
+    )
+    assert told in open_corpus(make())[0].summary
+    assert "packing concat, 100.00% of positions real;" in open_corpus(make(packing="concat"))[0].summary
 
 
 def test_the_lineage_of_no_document_is_a_table_of_no_rows():
