@@ -97,6 +97,9 @@ class Progress:
         self.done += 1
         fresh = not (result or {}).get("was_done")  # what an earlier run did says nothing of our speed
         self.earlier += not fresh
+        before = (result or {}).get("earlier", {}) if fresh else {}
+        self.seen -= before.get("documents", 0)
+        self.bytes -= before.get("bytes", 0)
         for *name, number in result["tally"]["counts"] if result and fresh else ():
             if name[:2] == ["in", "read"]:
                 self.seen += number * (name[-1] == "documents")

@@ -104,7 +104,7 @@ def run(call: Call) -> dict[str, Any]:
     mark_done(done, result, files)
     for path in (*kept, running.path):
         path.unlink(missing_ok=True)
-    return result
+    return result | {"earlier": dict(running.earlier)}
 
 
 def do_block(
@@ -128,6 +128,7 @@ class Running:
         self.path = pathlib.Path(call.folder) / RUNNING / f"{call.number}.json"
         self.share = self.kept = 0.0
         self.documents = self.bytes = 0
+        self.earlier = Counter()  # documents and bytes of the blocks that an earlier process did
 
     def tell(self, share: float) -> None:
         """Takes note of the share of the piece that is read."""
@@ -135,12 +136,15 @@ class Running:
 
     def write(self, found: Mapping[str, Any], was_kept: bool) -> None:
         """Writes how far it is. found: of the block that is done; was_kept: by an earlier process."""
+        read = Counter()
+        for *name, number in found["tally"]["counts"]:
+            read.update({name[-1]: number} if name[:2] == ["in", "read"] else {})
         if was_kept:
             self.kept = self.share
+            self.earlier += read
         else:
-            read = [(name[-1], n) for *name, n in found["tally"]["counts"] if name[:2] == ["in", "read"]]
-            self.documents += sum(n for what, n in read if what == "documents")
-            self.bytes += sum(n for what, n in read if what == "bytes")
+            self.documents += read["documents"]
+            self.bytes += read["bytes"]
         self.path.parent.mkdir(exist_ok=True)
         write_text_atomic(self.path, json.dumps([self.share, self.kept, self.documents, self.bytes]))
 
