@@ -91,6 +91,9 @@ def check_settings(verb: str, flags: list[str]) -> None:
     argument = argument.partition(",runs/")[0]  # a run that a reader has, and this check has not
     place = f"{ROOT / path}{':' if argument else ''}{argument}"
     if verb == "prepare":
+        if "--index" in flags:
+            prepare.load_rows(place if file else "", values)
+            return
         source = next((flag.removeprefix("--input=") for flag in flags if flag.startswith("--input=")), None)
         prepare.load_recipe(place if file else "", values, source)
     else:

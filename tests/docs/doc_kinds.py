@@ -87,6 +87,7 @@ KINDS = (
     Kind(CHEAP, r"^jaxscale prepare .*--plan$", "seconds"),
     Kind(CHEAP, r"^jaxscale completion ", "seconds"),
     Kind(CHEAP, r"^python -m jaxscale\.main --config=configs/7b\.py$", "the check before a run says no", code=3),
+    Kind(PARSED, r"^jaxscale prepare --index ", "rows longer than the little text"),
     Kind(SOAK, r"^jaxscale prepare ", "prepares a little text"),
     Kind(SOAK, r"^jaxscale trace ", "reads the data of a run", swap=(("--step=12345", "--step=3"),)),
     Kind(SOAK, r"^jaxscale verify parity ", "many minutes", more=("--layers=1", "--small=on")),
