@@ -20,7 +20,7 @@ from jaxscale.data.rows import Pieces
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan: another number where the same documents would get other rows
-SAMPLED = 16  # documents of a window between two of which it is kept how many whole rows come before
+SAMPLED = 4  # documents of a window between two of which it is kept how many whole rows come before
 
 
 class Window(NamedTuple):
