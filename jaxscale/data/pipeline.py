@@ -247,7 +247,7 @@ def assemble(
         verify=cfg.verify,
         say=say,
         published=published,
-        cache_bytes=cfg.cache_bytes if published else 0,  # elsewhere nothing reads it
+        cache_bytes=cfg.cache_bytes if published else 0,
     )
     check_facts(cfg, names, seq_len, plan.facts)
     settings = {
