@@ -1,5 +1,6 @@
 """From shards to batches: each token of an epoch exactly once, whatever the packing, mixture, hosts and kills."""
 
+import os
 import random
 import subprocess
 import sys
@@ -118,9 +119,10 @@ def test_a_row_of_a_mixture_is_of_one_source_and_a_source_keeps_its_order_when_o
 
 def test_seeds_give_other_rows_and_a_plan_is_made_once(folder):
     one, same, other = (open_corpus(folder, "best_fit", "none", seed=seed) for seed in (0, 0, 1))
-    assert one.train_rows.folder == same.train_rows.folder != other.train_rows.folder
-    made = (one.train_rows.folder / "first").stat().st_mtime_ns
-    assert (open_corpus(folder, "best_fit", "none").train_rows.folder / "first").stat().st_mtime_ns == made
+    assert one.train_rows.arrays.folder == same.train_rows.arrays.folder != other.train_rows.arrays.folder
+    made = os.stat(one.train_rows.arrays.files["small"]).st_mtime_ns
+    again = open_corpus(folder, "best_fit", "none").train_rows.arrays
+    assert os.stat(again.files["small"]).st_mtime_ns == made
     assert not np.array_equal(one.batches(4).batch(0).tokens, other.batches(4).batch(0).tokens)
     assert open_corpus(folder, "concat", "none").fingerprint != one.fingerprint
 
