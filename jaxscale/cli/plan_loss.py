@@ -29,7 +29,7 @@ from jaxscale.system.exits import BadInput, put
 LEAST_DRAWS = 200
 MOST_NOISE = 0.2  # of a run's loss; more is a percentage that was written without its sign
 NO_FLOOR = 0.05  # an E below this part of the least loss
-FAR = 10.0  # times the FLOPs of the largest run: the one trial beyond it, in docs/loss_law.md, lay outside the interval
+FAR = 10.0  # times the FLOPs of the largest run: both trials beyond it, in docs/loss_law.md, missed the interval
 
 
 def number_file(name: str, text: str) -> Any:
