@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxscale.corpus.curate.hashes import Sketch, mix
 from jaxscale.corpus.prepare import join
+from jaxscale.corpus.prepare.exchange import Exchange, Files, exchange, merge_records, read_records
 from jaxscale.corpus.prepare.join import (
     components,
     duplicate_pairs,
@@ -22,6 +23,8 @@ from jaxscale.corpus.prepare.join import (
     verified,
     write_sketch,
 )
+from jaxscale.corpus.prepare.lookup import numbered
+from jaxscale.corpus.prepare.unite import unite
 
 BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=12), max_size=5)
 
@@ -93,6 +96,37 @@ def test_the_keeper_is_the_smallest_item_that_an_item_is_linked_to(pairs):
     removed, keepers = components(items, firsts)
     assert dict(zip(removed.tolist(), keepers.tolist())) == linked(pairs)
     assert np.all(np.diff(removed.astype(np.int64)) > 0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).filter(lambda pair: pair[0] > pair[1]), max_size=60),
+    st.sampled_from([100, 1 << 30]),  # a range for each pair and a half, or one
+)
+@settings(max_examples=30, deadline=None)
+def test_pairs_are_united_the_same_in_many_ranges(tmp_path_factory, pairs, memory):
+    folder, rows = tmp_path_factory.mktemp("united"), np.array(pairs, np.uint64).reshape(-1, 2)
+    facts = unite(np.array_split(rows, 3), len(rows), 61, folder / "ranges", folder / "removed.npy", memory)
+    expected = linked(pairs)
+    assert dict(zip(*np.load(folder / "removed.npy").tolist())) == expected
+    copies = collections.Counter(expected.values())
+    assert sum(number for _, number in facts["sizes"]) == len(copies)
+    largest = sorted(copies.items(), key=lambda item: (-item[1], item[0]))[:5]
+    assert facts["largest"] == [(keeper, number + 1) for keeper, number in largest]
+
+
+def test_an_exchange_sorts_more_files_than_a_task_opens(tmp_path):
+    rng, inputs, outputs = np.random.default_rng(0), 130, 5
+    keys = np.sort(rng.integers(0, 1000, (inputs, 20)).astype(np.uint64), axis=1)
+    for number, own in enumerate(keys):
+        path = numbered(tmp_path / "in", number, ".npy")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.stack([own, np.arange(20, dtype=np.uint64) + np.uint64(20 * number)], axis=1))
+    whole = Exchange(Files(str(tmp_path / "in")), str(tmp_path), inputs, outputs, span=1000)
+    assert whole.levels == 2 and max(whole.ranges(1), len(whole.reads()[0])) < 13
+    found = list(exchange(lambda function, calls: list(map(function, calls)), whole, merge_records, read_records))
+    order = np.argsort(keys.ravel(), kind="stable")  # equal keys stay in the order of the files
+    assert np.array_equal(np.concatenate(found), np.stack([keys.ravel()[order], order.astype(np.uint64)], axis=1))
+    assert [int(part[0, 0]) // 200 for part in found] == list(range(outputs))
 
 
 def test_a_chain_of_a_hundred_thousand_links_has_one_keeper():
