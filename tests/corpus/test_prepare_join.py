@@ -98,16 +98,14 @@ def test_the_keeper_is_the_smallest_item_that_an_item_is_linked_to(pairs):
     assert np.all(np.diff(removed.astype(np.int64)) > 0)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).filter(lambda pair: pair[0] > pair[1]), max_size=60),
-    st.sampled_from([100, 1 << 30]),  # a range for each pair and a half, or one
-)
-@settings(max_examples=30, deadline=None)
-def test_pairs_are_united_the_same_in_many_ranges(tmp_path_factory, pairs, memory):
-    folder, rows = tmp_path_factory.mktemp("united"), np.array(pairs, np.uint64).reshape(-1, 2)
-    facts = unite(np.array_split(rows, 3), len(rows), 61, folder / "ranges", folder / "removed.npy", memory)
+@pytest.mark.parametrize(("number", "memory"), [(0, 100), (1, 1), (20, 100), (40, 100), (40, 1 << 30), (200, 600)])
+def test_pairs_are_united_the_same_in_many_ranges(tmp_path, number, memory):
+    pairs = [(max(pair), min(pair)) for pair in np.random.default_rng(number).integers(0, 61, (number, 2)).tolist()]
+    pairs = [pair for pair in pairs if pair[0] > pair[1]]
+    rows = np.array(pairs, np.uint64).reshape(-1, 2)
+    facts = unite(np.array_split(rows, 3), len(rows), 61, tmp_path / "ranges", tmp_path / "removed.npy", memory)
     expected = linked(pairs)
-    assert dict(zip(*np.load(folder / "removed.npy").tolist())) == expected
+    assert dict(zip(*np.load(tmp_path / "removed.npy").tolist())) == expected
     copies = collections.Counter(expected.values())
     assert sum(number for _, number in facts["sizes"]) == len(copies)
     largest = sorted(copies.items(), key=lambda item: (-item[1], item[0]))[:5]
