@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import plan_settings
-from jaxscale.data.cache import cache_folder, count, describe_skipped, tokenised
+from jaxscale.data.cache import cache_folder, tokenised
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.data.config import DataConfig, stages_of
 from jaxscale.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
@@ -25,23 +24,23 @@ from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_t
 from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.row_filter import make_row_filter
-from jaxscale.data.row_plan import VALIDATION_SEED, Facts, OpenPlan, PlanSettings, make_plan, open_plan
+from jaxscale.data.row_plan import VALIDATION_SEED, Facts, PlanSettings, make_plan, open_plan
 from jaxscale.data.rows import SyntheticRows
 from jaxscale.data.shards import Shard
 from jaxscale.data.split import Division, divide
+from jaxscale.data.summary import facts_of
 from jaxscale.data.token_files import common_token_bytes, open_tokens, set_of
 from jaxscale.data.verified import of_size
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.tokenizer.base import Tokenizer, begin_names
+from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.units import BatchSizes
 
 VALIDATION_ROWS_SYNTHETIC = 4096
 DIGITS = 16  # of a hash: enough to tell two versions of one file apart
-LOW_FILL, ROWS_TO_JUDGE = 0.98, 100  # the last row of a few may be nearly empty
 MOST_PARTS = 2000  # files and shards that are named one by one in each checkpoint; of more, their sources are
 
 
@@ -353,39 +352,6 @@ def pieces_of(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, 
 def digest(marks: Sequence[str]) -> str:
     """One hash for several, in their order."""
     return hashlib.sha256("|".join(marks).encode()).hexdigest()[:DIGITS]
-
-
-def facts_of(
-    cfg: DataConfig, parts: Division, plan: OpenPlan, shards: Sequence[Shard], tokenizer: Tokenizer | None
-) -> list[str]:
-    """What the summary of a corpus says, a phrase each."""
-    train, valid, num_rows, seq_len = plan.train, plan.valid, len(plan.train), plan.train.seq_len
-    facts = [
-        f"{count(train.num_documents, 'document')}, {train.num_tokens:,} tokens, {count(num_rows, 'row')} of {seq_len}",
-        told_fill(cfg, train.num_documents, train.num_tokens, num_rows, seq_len),
-        "no validation"
-        if valid is None
-        else f"validation {count(valid.num_documents, 'document')}, {valid.num_tokens:,} tokens ({plan.words})",
-        *(parts.conversations.fitted if parts.conversations is not None else ()),
-    ]
-    text_bytes = sum(shard.header["text_bytes"] for shard in shards)
-    facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
-    facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
-    if begin := tokenizer and "".join(begin_names(tokenizer)):
-        facts += [f"{'prompts and texts' if cfg.name == 'chat' else 'documents'} begin with {begin}"]
-    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
-    skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
-    return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])
-
-
-def told_fill(cfg: DataConfig, documents: int, tokens: int, rows: int, seq_len: int) -> str:
-    """How full the rows are; where best_fit leaves much of them empty, what cutting documents would give and cost."""
-    fill = tokens / (rows * seq_len)
-    told = f"packing {cfg.packing}, {fill:.2%} of positions real"
-    if cfg.packing != "best_fit" or cfg.name == "chat" or fill >= LOW_FILL or rows < ROWS_TO_JUDGE:
-        return told
-    cut = min(1.0, tokens / seq_len / documents)  # each end of a row cuts one
-    return f"{told} (data.packing=concat would fill all of them, and cut up to {cut:.0%} of the documents)"
 
 
 def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:

@@ -41,20 +41,15 @@ FETCHED_AT_ONCE = 8  # indexes in a bucket: each is one round trip
 class ShardIndex:
     """Where the documents of a shard begin and their sources, read when they are asked for."""
 
-    def __init__(
-        self,
-        header: Mapping[str, Any],
-        header_path: str,
-        places: Mapping[str, str | Callable[[], str]],
-        one_source: bool = False,
-    ):
-        """places: of "idx" and "src", or what fetches them. one_source: all documents count as of source 0."""
-        self._header, self._header_path, self._places = header, header_path, places
-        self._one_source = one_source
+    def __init__(self, header: Mapping[str, Any], header_path: str, places: Mapping[str, str | Callable[[], str]]):
+        """places: of "idx" and "src", or what fetches them."""
+        self._header, self._header_path, self._places, self._one_source = header, header_path, places, False
 
     def of_one_source(self) -> "ShardIndex":
         """The same documents, all of source 0."""
-        return ShardIndex(self._header, self._header_path, self._places, one_source=True)
+        other = ShardIndex(self._header, self._header_path, self._places)
+        other._one_source = True
+        return other
 
     def fetch(self) -> tuple[str, str]:
         """The paths of both files, brought from their bucket first if they lie there."""
