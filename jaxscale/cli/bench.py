@@ -34,6 +34,7 @@ from jaxscale.cli import (
     bench_loop,
     bench_restart,
     bench_sample,
+    bench_scale,
     bench_stages,
     bench_statistics,
     bench_survive,
@@ -118,6 +119,8 @@ class BenchFlags(cluster.HostFlags):
     recipe: str | None = flag(None, "data: a recipe of jaxscale prepare, for stages and tokenizer", "FILE")
     seq_len: int = flag(2048, "data: tokens of a row that is read", least=2)
     batch_rows: int = flag(64, "data: rows of a batch", least=2)
+    scale: bool = flag(False, "data: how preparing and loading grow, from --documents tiny ones to 16 times as many")
+    documents: int = flag(25_000, "data --scale: the fewest", least=1000)
 
 
 ALL = ("config", "settings", "json", "save", "against")  # the last two are refused where they say nothing
@@ -130,7 +133,7 @@ SUBVERBS = {
     "stages": SHARED,
     "time_to_loss": (*ALL, "loss", "rounds"),
     "sample": (*ALL, "spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
-    "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds"),
+    "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds", "scale", "documents"),
     "hosts": ("json", "save", "against", "hosts", "workers"),
     "collectives": (*ALL, "devices", "megabytes", "repeats", *cluster.FLAGS),
 }
@@ -175,6 +178,9 @@ def main(arguments: Arguments) -> None:
     elif what == "hosts":
         record = bench_hosts.measure_hosts(flags.hosts or bench_hosts.USUAL, flags.workers)
         show(flags, record, bench_hosts.host_lines(record))
+    elif what == "data" and flags.scale:
+        record = bench_scale.measure_scale(flags.documents, (lambda text: None) if flags.json else put)
+        show(flags, record, bench_scale.scale_lines(record))
     elif what == "data":
         record = data(arguments)
         show(flags, record, bench_data.data_lines(record))

@@ -32,6 +32,7 @@ SEQ_LEN, BATCH_ROWS = 64, 64  # about 16 documents of 4 tokens a row
 BATCHES = 50  # read, each far from the others
 FAR = 7919  # batches between two that are read
 LOOK_SECONDS = 0.02  # between two looks at the memory
+LEAST = {"cpu_seconds": 0.1, "memory_bytes": 1e7, "opened": 100}  # that is measured well enough
 LINEAR = 1.1  # growth of a stage's cost above that of the documents by more than this is a finding
 
 
@@ -63,13 +64,15 @@ def measure_loader(
 def growth(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each stage whose CPU time or memory grows faster than the documents; none is good.
 
-    What is too small to be measured (a hundredth of a second, a megabyte) is no growth.
+    What is too small to be measured (a tenth of a second, ten megabytes, a hundred files) is no growth.
     """
     lines = []
     for before, after in zip(records, records[1:]):
         times = after["documents"] / before["documents"]
         for name, stage in after["stages"].items():
-            for what, least in (("cpu_seconds", 0.01), ("memory_bytes", 1e6)):
+            for what, least in LEAST.items():
+                if what not in stage or name not in before["stages"]:
+                    continue
                 was, now = (max(record["stages"][name][what], least) for record in (before, after))
                 if now / was > LINEAR * times:
                     lines.append(

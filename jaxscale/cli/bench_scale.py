@@ -1,0 +1,137 @@
+"""How preparing and loading grow with the documents: `jaxscale bench data --scale`.
+
+The same recipe over n, 4n and 16n tiny documents in many small blocks, and the loader over as many. One process does
+all of a preparation, so that its memory is that of the driver and of a worker together.
+"""
+
+import concurrent.futures
+import io
+import itertools
+import json
+import multiprocessing
+import pathlib
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale import schema
+from jaxscale.cli.bench_scale_loader import LOOK_SECONDS, anonymous_bytes, growth, loader_lines, measure_loader
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.engine import make_plan, prepare
+from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.progress import Progress
+
+TIMES = (1, 4, 16)
+WORDS = 12  # of a document, about 80 bytes
+COPIES = 10  # every tenth document is one of a few texts
+RECIPE: dict[str, Any] = {
+    "stages": ("exact_dedup", "near_dedup"),
+    "tokenizer": {"name": "bytes"},
+    "block_bytes": 1 << 14,  # some 200 documents, where a real recipe has some thousands
+    "write": {"shard_tokens": 1 << 20},
+}
+
+
+def measure_scale(documents: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """{"prepare": records, "loader": records}, each of `documents`, 4 and 16 times as many.
+
+    A record of prepare: documents, and stages, each with cpu_seconds, seconds, memory_bytes and files opened.
+    """
+    sizes, found = [documents * times for times in TIMES], []
+    for number in sizes:
+        say(f"{number:,} documents: preparing them")
+        with tempfile.TemporaryDirectory() as folder:
+            context = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+                found.append(pool.submit(prepare_costs, folder, number).result())
+    return {"prepare": found, "loader": measure_loader(sizes, say=say)}
+
+
+def prepare_costs(folder: str, documents: int) -> dict[str, Any]:
+    """The record of one preparation, by this process alone."""
+    place = pathlib.Path(folder)
+    write_documents(place / "made-up.jsonl", documents)
+    cfg = schema.from_dict(PrepareConfig, RECIPE | {"sources": {"made-up": {"files": str(place / "made-up.jsonl")}}})
+    with Meter() as meter, LocalExecutor(1) as executor:
+        prepare(make_plan(cfg), place / "out", executor, meter)
+    return {"documents": documents, "stages": meter.stages}
+
+
+def write_documents(file: pathlib.Path, documents: int) -> None:
+    """Made-up JSONL: random words, and a few texts again and again."""
+    rng = random.Random(0)
+    word = lambda: str(rng.randrange(10**6))
+    copies = [" ".join(word() for _ in range(WORDS)) for _ in range(COPIES)]
+    with file.open("w") as out:
+        for number in range(documents):
+            text = rng.choice(copies) if number % COPIES == 0 else " ".join(word() for _ in range(WORDS))
+            out.write(json.dumps({"text": text, "id": str(number)}) + "\n")
+
+
+class Meter(Progress):
+    """Prints nothing, and keeps what each stage of a preparation has cost this process."""
+
+    def __init__(self):
+        super().__init__(io.StringIO())
+        self.stages: dict[str, dict[str, float]] = {}
+        self.name, self.before, self.opened = "", (0.0, 0.0, 0), 0
+        self.memory, self.base, self.ended = 0, anonymous_bytes(), threading.Event()
+        self.watch = threading.Thread(target=self.look, name="memory", daemon=True)
+        sys.addaudithook(lambda event, _: self.count(event))
+
+    def count(self, event: str) -> None:
+        """Counts files that Python opens. What Arrow maps in C++ is not seen."""
+        self.opened += event == "open"
+
+    def look(self) -> None:
+        """Keeps the most memory of the stage."""
+        while not self.ended.wait(LOOK_SECONDS):
+            self.memory = max(self.memory, anonymous_bytes())
+
+    def begin(self, title: str, total: int) -> None:
+        """A stage ends, and the next begins."""
+        self.note(re.sub(r"[\d,]+ (?=shards)", "", title))
+        super().begin(title, total)
+
+    def note(self, name: str) -> None:
+        """Adds what was spent since the last call to the stage that ends."""
+        now = time.process_time(), time.perf_counter(), self.opened
+        if self.name:
+            cpu, seconds, opened = (after - before for after, before in zip(now, self.before))
+            stage = self.stages.setdefault(self.name, dict(cpu_seconds=0.0, seconds=0.0, opened=0, memory_bytes=0))
+            stage["cpu_seconds"] += cpu
+            stage["seconds"] += seconds
+            stage["opened"] += opened
+            stage["memory_bytes"] = max(stage["memory_bytes"], self.memory - self.base)
+        self.name, self.before, self.memory = name, now, anonymous_bytes()
+
+    def __enter__(self) -> "Meter":
+        self.watch.start()
+        self.note("reading the recipe")
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        self.ended.set()
+        self.watch.join()
+        self.note("")
+
+
+def scale_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people, with what grows faster than the documents."""
+    lines = ["preparing, in one process: driver and worker together"]
+    for one in record["prepare"]:
+        costs = one["stages"].values()
+        total = sum(stage["cpu_seconds"] for stage in costs)
+        lines.append(f"{one['documents']:,} documents: {total / one['documents'] * 1e6:,.0f} microseconds of CPU each")
+        lines += [
+            f"  {name:<44} {stage['cpu_seconds']:>8.2f} s of CPU, {stage['memory_bytes'] / 1e6:>6,.0f} MB, "
+            f"{stage['opened'] / one['documents'] * 1e3:>8,.1f} files opened per thousand"
+            for name, stage in one["stages"].items()
+        ]
+    found = growth(record["prepare"]) or ["nothing grows faster than the documents"]
+    return list(itertools.chain(lines, found, ["", "loading"], loader_lines(record["loader"])))
