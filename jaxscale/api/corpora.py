@@ -1,8 +1,10 @@
 """prepare: raw text to token shards."""
 
+import contextlib
 import errno
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.corpus.indexes import publish_indexes
@@ -43,15 +45,22 @@ def prepare(
             made = dict(work_dir=work_dir, keep_work=keep_work, strict=strict, progress=progress)
             return prepare(recipe, output, executor=own, **made)
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or Progress()
-    try:
+    with room_in(folder):
         engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work, strict=strict)
         publish_indexes(folder, recipe.rows, progress.say)  # what is there already is left alone
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Stop(Exit.STORAGE, f"{folder} is full; make room, and run the same command again to go on") from None
-        raise
     if is_remote(output):
         progress.say(f"copying to {output}")
         learned = [WEIGHTS] if (folder / WEIGHTS).exists() else []
         publish(folder, output, beside=[FACTS, PAGE, *learned])
     return read_manifest(folder / MANIFEST).content
+
+
+@contextlib.contextmanager
+def room_in(folder: pathlib.Path) -> Iterator[None]:
+    """A disk that fills up in the block ends it with exit code 14 and the way to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Stop(Exit.STORAGE, f"{folder} is full; make room, and run the same command again to go on") from None
+        raise

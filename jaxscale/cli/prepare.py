@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from jaxscale import schema
-from jaxscale.api.corpora import prepare
+from jaxscale.api.corpora import prepare, room_in
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config_file import config_values
@@ -93,9 +93,9 @@ def main(arguments: Arguments) -> int:
         progress.say(f"wrote {output}/report.html")
         return 0
     if flags.index:
-        publish_indexes(
-            pathlib.Path(output).expanduser(), load_rows(arguments.config, arguments.overrides), progress.say
-        )
+        folder, rows = pathlib.Path(output).expanduser(), load_rows(arguments.config, arguments.overrides)
+        with room_in(folder):
+            publish_indexes(folder, rows, progress.say)
         return 0
     if flags.export:
         progress.say(export(pathlib.Path(output).expanduser(), flags.export))

@@ -129,7 +129,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 def unusable(folder: Path | str, why: str | Exception) -> BadInput:
     """The error for a folder that is not whole, or that the storage does not give."""
     kind = Unreadable if isinstance(why, Exception) and is_of_storage(why) else BadInput
-    return kind(f"the row plan {folder} cannot be read: {why}; delete the folder to have it made again")
+    return kind(f"the index {folder} cannot be read: {why}; delete the folder to have it made again")
 
 
 class Arrays(Mapping[str, np.ndarray]):
@@ -222,7 +222,8 @@ def find_arrays(place: str, cache: Path, cache_bytes: int, verify: str, say: Say
     local = lambda name: str(copies.local(f"{place}/{name}", about[name]["bytes"], about[name]["sha256"]))
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
         files = dict(zip(about, pool.map(local, about)))
-    return Arrays(place, header, files, expected({files[name]: about[name]["sha256"] for name in about}))
+    known = expected({files[name]: about[name]["sha256"] for name in about})
+    return Arrays(place, header, files, of_size(known) if verify == "size" else known)
 
 
 class Buckets:

@@ -267,8 +267,12 @@ def folder_name(kind: str, made_from: dict[str, Any]) -> str:
     return f"{kind}-{hashlib.sha256(json.dumps([VERSION, made_from], sort_keys=True).encode()).hexdigest()[:32]}"
 
 
-def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None]) -> Path:
+def made_folder(
+    root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None], *, is_cache: bool = True
+) -> Path:
     """The folder KIND-(sha256 of `made_from`), made beside it and renamed if it is not there.
+
+    is_cache: OSErrors become Unwritable, which speaks of data.cache_dir.
 
     So a folder under its final name was whole: a process that is killed leaves only a folder that is never read, and of
     two that make the same one, the second to finish throws its own away.
@@ -290,6 +294,8 @@ def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable
                 if not folder.is_dir():
                     raise
         except OSError as error:
+            if not is_cache:
+                raise
             raise Unwritable(f"the cache {root} cannot be written: {error}; set data.cache_dir") from None
         finally:
             shutil.rmtree(making, ignore_errors=True)

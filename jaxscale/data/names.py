@@ -33,7 +33,8 @@ def made_from(shards: Sequence[Shard]) -> dict[str, Any]:
 
 def publish_names(folder: Path, shards: Sequence[Shard]) -> Path:
     """Makes the index in a set's folder, unless it is there, and returns where it is."""
-    return made_folder(folder, "names", made_from(shards), functools.partial(write_names, shards=shards))
+    make = functools.partial(write_names, shards=shards)
+    return made_folder(folder, "names", made_from(shards), make, is_cache=False)
 
 
 def write_names(folder: Path, shards: Sequence[Shard]) -> None:

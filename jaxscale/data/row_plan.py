@@ -21,7 +21,7 @@ from jaxscale.data.shards import Shard
 from jaxscale.data.split import Division
 from jaxscale.data.verified import Say, remove
 
-LAYOUT = 1  # of the folder: another number where it holds other arrays
+LAYOUT = 2  # of the folder: another number where it holds other arrays, or a BLOCK or SAMPLED is another
 TOLD_DOCUMENTS = 10_000_000  # a plan of so many takes longer than a person expects
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 KINDS = {"best_fit": (write_best_fit, BestFitRows), "concat": (write_concat, PackedRows)}
@@ -138,9 +138,9 @@ def open_plan(
 
 
 def make_plan(folder: Path, division: Division, settings: PlanSettings, check: Callable[[Facts], None]) -> Path:
-    """The plan's folder in `folder`, made if it is not there."""
+    """The plan's folder in that of a set, made if it is not there."""
     make = functools.partial(write_plan, division=division, settings=settings, check=check)
-    return made_folder(folder, "rows", settings.made_from, make)
+    return made_folder(folder, "rows", settings.made_from, make, is_cache=False)
 
 
 def announced(

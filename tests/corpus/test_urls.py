@@ -17,9 +17,11 @@ def outcomes(urls, **settings):
 def test_a_domain_stands_for_all_below_it_and_a_path_for_what_begins_so(tmp_path):
     (tmp_path / "domains").write_text(
         "# a remark\nbad.example\n0.0.0.0 www.ads.test # one of a hosts file\n||block.test^\n"
+        "255.255.255.255 broadcasthost\nfe80::1%lo0 localhost\n"
     )
     with gzip.open(tmp_path / "urls.gz", "wt") as file:
-        file.write("good.example/~worse/pages\nxn--bcher-kva.example\n")
+        file.write("good.example/~worse/pages\nxn--bcher-kva.example\nblogs.example/?user=foo\n")
+        file.write("good.example/1/2/3/4/5/6/7/8/9\n")
     urls = {
         "http://bad.example": "bad.example",
         "https://user@WWW.deep.Bad.Example.:8080/a?b=c#d": "bad.example",
@@ -31,13 +33,17 @@ def test_a_domain_stands_for_all_below_it_and_a_path_for_what_begins_so(tmp_path
         "http://www.good.example/~worse/pages?x": "good.example/~worse/pages",
         "http://good.example/~worse/pages2": "",
         "http://good.example/": "",
+        "http://blogs.example/?user=foo": "blogs.example/?user=foo",
+        "http://blogs.example/?user=bar": "",
+        "http://blogs.example/": "",
+        "http://good.example/1/2/3/4/5/6/7/8/9/10": "good.example/1/2/3/4/5/6/7/8/9",
         "http://bücher.example/": "xn--bcher-kva.example",
         "": "",
     }
     found = outcomes(urls, lists=(f"{tmp_path}/*",))
     assert [detail for _, detail in found] == list(urls.values())
     assert [reason for reason, _ in found] == [LISTED if hit else "" for hit in urls.values()]
-    assert not Blocklist([str(tmp_path / "domains")]).has_paths and Blocklist([str(tmp_path / "urls.gz")]).has_paths
+    assert [Blocklist([str(tmp_path / name)]).depth for name in ("domains", "urls.gz")] == [0, 9]
 
 
 def test_a_word_counts_as_a_whole_and_documents_without_an_address_are_kept_or_dropped(tmp_path):
@@ -46,6 +52,9 @@ def test_a_word_counts_as_a_whole_and_documents_without_an_address_are_kept_or_d
     words = str(tmp_path / "words")
     assert outcomes(urls, words=words) == [(WORD, "casino"), (WORD, "bet"), ("", ""), ("", "")]
     assert outcomes(urls[2:], words=words, unknown="drop") == [("", ""), (UNKNOWN, "")]
+    (tmp_path / "odd").write_text("free-stuff\n")
+    with pytest.raises(ValueError, match="'free-stuff', which no address holds as one word"):
+        outcomes(urls, words=str(tmp_path / "odd"))
 
 
 @pytest.mark.parametrize(

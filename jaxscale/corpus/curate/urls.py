@@ -22,9 +22,8 @@ LISTED = "url: on a blocklist"
 WORD = "url: a word of the list"
 UNKNOWN = "url: unknown"
 LONGEST_LINE = 1 << 14  # characters; what is longer is no address
-MOST_PARTS = 8  # of a path that are compared; lists name folders near the top
 SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.I)
-ADDRESS = re.compile(r"^(?:0\.0\.0\.0|127\.\d+\.\d+\.\d+|::1?)\s+(\S+)$")  # a line of a hosts file
+ADDRESS = re.compile(r"^(?:\d+(?:\.\d+){3}|[0-9a-fA-F]*:[0-9a-fA-F:.]*(?:%\w+)?)\s+(\S+)$")  # a line of a hosts file
 PARTS = re.compile(r"[^\W_]+")
 
 
@@ -59,27 +58,30 @@ def list_paths(cfg: UrlConfig) -> list[str]:
 
 
 def words_of(cfg: UrlConfig) -> list[str]:
-    """The listed words. Raises BadInput as read_words does."""
-    return read_words(cfg.words, "url_blocklist.words", "#") if cfg.words else []
+    """The listed words. Raises BadInput as read_words does, and for what no address holds as a word."""
+    words = read_words(cfg.words, "url_blocklist.words", "#") if cfg.words else []
+    if odd := [word for word in words if not PARTS.fullmatch(word)]:
+        raise BadInput(f"url_blocklist.words has {odd[0]!r}, which no address holds as one word; split or remove it")
+    return words
 
 
 class Blocklist:
     """Entries of lists by their hashes, 8 bytes each."""
 
     def __init__(self, paths: Sequence[str]):
-        hashes, self.has_paths = [], False
+        hashes, self.depth = [], 0  # the longest path of an entry, in parts
         for path in paths:
             before = len(hashes)
             for entry in entries(path):
                 hashes.append(key_hash(entry))
-                self.has_paths |= "/" in entry
+                self.depth = max(self.depth, entry.count("/"))
             if len(hashes) == before:
                 raise BadInput(f"{path} holds no address; put a domain on each line, or take the file out of the lists")
         self.hashes = np.unique(np.frombuffer(b"".join(hashes), "<u8"))
 
     def hits(self, urls: Sequence[str]) -> list[str]:
         """The first entry that each address falls under, the shortest domain first; '' for none."""
-        keys = [keys_of(url, self.has_paths) for url in urls]
+        keys = [keys_of(url, self.depth) for url in urls]
         flat = [key for own in keys for key in own]
         hashes = np.frombuffer(b"".join(map(key_hash, flat)), "<u8")
         there = self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes
@@ -121,9 +123,11 @@ def entries(path: str) -> Iterator[str]:
 
 
 def spelt(url: str) -> tuple[str, list[str]]:
-    """(host, parts of the path) as they are compared: host in lower case and ASCII, without www., port and user."""
-    rest = SCHEME.sub("", url.strip(), count=1).lstrip("/")
-    host, _, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    """(host, parts of the path, a query the last) as they are compared: host in lower case and ASCII, without www.,
+    port and user."""
+    rest = SCHEME.sub("", url.strip(), count=1).lstrip("/").partition("#")[0]
+    address, _, query = rest.partition("?")
+    host, _, path = address.partition("/")
     host = host.rpartition("@")[2].lower()
     host = re.sub(r":\d*$", "", host).strip(".").removeprefix("www.")
     if not host.isascii():
@@ -131,16 +135,16 @@ def spelt(url: str) -> tuple[str, list[str]]:
             host = host.encode("idna").decode("ascii")
         except UnicodeError:
             pass  # no name that a server can have; compared as it is
-    return host, [part for part in path.split("/") if part]
+    return host, [part for part in path.split("/") if part] + [f"?{query}"] * bool(query)
 
 
-def keys_of(url: str, with_paths: bool) -> list[str]:
+def keys_of(url: str, depth: int) -> list[str]:
     """Every entry under which an address falls: its domain and those above, the shortest first, with each beginning
-    of its path."""
+    of its path, up to `depth` parts."""
     host, path = spelt(url)
     if not host:
         return []
     labels = host.split(".")
     domains = [".".join(labels[i:]) for i in range(len(labels) - 1, -1, -1)]
-    ends = [""] + ["/" + "/".join(path[: n + 1]) for n in range(min(len(path), MOST_PARTS))] if with_paths else [""]
+    ends = ["", *("/" + "/".join(path[: n + 1]) for n in range(min(len(path), depth)))]
     return [domain + end for domain in domains for end in ends]

@@ -7,6 +7,7 @@ they look up what they are, so its size does not depend on the corpus.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import pathlib
@@ -157,15 +158,23 @@ def shard_slices(block: int, shards: Exchange) -> Iterator[tuple[int, tuple[int,
     """(shard, (block, ids, rows as Arrow)) for each shard that has documents of a block; of the first block for all."""
     base, dtype = shards.source.base(block), shards.source.dtype
     ids, rows = documents_between(base, 0, 1 << 64, dtype)
-    bounds = [shards.bound(number, shards.levels) for number in range(shards.outputs)]
-    places = np.searchsorted(rows.column("key").to_numpy(), np.array(bounds, np.uint64)).tolist() + [len(rows)]
+    owners = bounds_of(shards).searchsorted(rows.column("key").to_numpy(), side="right") - 1
+    numbers, places = np.unique(owners, return_index=True)
+    found = dict(zip(numbers.tolist(), zip(places.tolist(), [*places[1:].tolist(), len(rows)])))
+    wanted = range(shards.outputs) if block == 0 else found
     ends = np.concatenate([[0], np.cumsum(rows.column("tokens").to_numpy())])
-    for number, (first, last) in enumerate(zip(places, places[1:])):
-        if first < last or block == 0:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, rows.schema) as writer:
-                writer.write_table(rows.slice(first, last - first))
-            yield number, (block, ids[ends[first] : ends[last]].tobytes(), sink.getvalue().to_pybytes())
+    for number in wanted:
+        first, last = found.get(number, (0, 0))
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows.slice(first, last - first))
+        yield number, (block, ids[ends[first] : ends[last]].tobytes(), sink.getvalue().to_pybytes())
+
+
+@functools.lru_cache(maxsize=4)
+def bounds_of(shards: Exchange) -> np.ndarray:
+    """uint64[shards]: the first key of each."""
+    return np.array([shards.bound(number, shards.levels) for number in range(shards.outputs)], np.uint64)
 
 
 def write_group(group: tuple[int, Iterable[tuple[int, bytes, bytes]]], shards: Exchange) -> None:

@@ -60,7 +60,7 @@ from jaxscale.data.verified import remove
 from jaxscale.text.document import Document
 
 MEMORY_BYTES = 256 << 20  # of one partition of a join, in each process
-NEIGHBOURS = 2  # in a bucket of near duplicates; see duplicate_pairs
+NEIGHBOURS = 2  # in a bucket of near duplicates; see pairs_of_keys
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
 
 
@@ -203,7 +203,7 @@ def leave_attached(call: Exchange) -> int:
         ranks = np.argsort(firsts, kind="stable")  # read in their order: each block is opened once
         width = 2 + record_width(join)
         signatures = join.signatures()
-        making = path.with_suffix(".making")  # mapped, since a first may have more copies than memory
+        making = path.with_suffix(".making")  # mapped: 16 bytes for each copy are in memory, not its signature too
         out = np.lib.format.open_memmap(making, "w+", np.uint64, (len(items), width))
         for begin in range(0, len(ranks), PAIRS_AT_ONCE):
             chunk = ranks[begin : begin + PAIRS_AT_ONCE]

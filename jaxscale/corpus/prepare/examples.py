@@ -12,7 +12,8 @@ from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic
-from jaxscale.text.sources.files import SourceFile, list_files
+from jaxscale.text.sources.files import SourceFile, list_files, no_text_problem
+from jaxscale.text.sources.left_out import left_out
 from jaxscale.text.sources.read import read_file
 
 WEIGHTS = "classifier.weights"
@@ -35,6 +36,7 @@ def example_files(cfg: PrepareConfig) -> list[str]:
 def files_of(cfg: PrepareConfig, kind: str) -> list[SourceFile]:
     """The files of the good or of the bad examples."""
     files, problems = list_files(getattr(cfg.classifier, kind), f"classifier.{kind}", kind)
+    problems += filter(None, map(no_text_problem, files))
     if problems:
         raise BadInput(problems[0])
     return files
@@ -47,9 +49,13 @@ def trained_filter(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress)
     path, done = folder / WEIGHTS, folder / f"{WEIGHTS}.done.json"
     if (facts := read_done(done)) is None:
         progress.begin("training the classifier", 1)
-        content, facts = train_classifier(
-            *(texts(cfg, files_of(cfg, kind)) for kind in ("good", "bad")), cfg.classifier
-        )
+        seen: Counter = Counter()
+        examples = [texts(cfg, files_of(cfg, kind), seen) for kind in ("good", "bad")]
+        try:
+            content, facts = train_classifier(*examples, cfg.classifier)
+        finally:
+            if lost := left_out(seen, seen["documents"], seen["bytes"], cfg.read.where):
+                progress.say(f"classifier: of its examples {lost.line}")
         write_bytes_atomic(path, content)
         mark_done(done, facts, [path])
         progress.end()
@@ -60,10 +66,12 @@ def trained_filter(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress)
     return facts
 
 
-def texts(cfg: PrepareConfig, files: Sequence[SourceFile]) -> Iterator[str]:
-    """The texts of the files, read by the settings of the recipe."""
+def texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -> Iterator[str]:
+    """The texts of the files, read by the settings of the recipe. seen: counts documents, bytes, what is skipped."""
     for file in files:
-        yield from (document.text for document in read_file(file, cfg.read, Counter()))
+        for document in read_file(file, cfg.read, seen):
+            seen.update(documents=1, bytes=document.size)
+            yield document.text
 
 
 def with_weights(cfg: PrepareConfig, folder: pathlib.Path) -> PrepareConfig:

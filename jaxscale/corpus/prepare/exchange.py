@@ -106,7 +106,7 @@ def ways(number: int, levels: int) -> int:
 
 def exchange(
     run_all: RunAll, whole: Exchange, merge: Callable[[Exchange], Any], last: Callable[[Exchange], Any]
-) -> list:
+) -> Iterator[Any]:
     """Yields what `last` returns for each range, in any order, after `merge` has done the levels before."""
     for level in range(1, whole.levels):
         for _ in run_all(merge, Numbered(whole._replace(level=level), whole.tasks(level))):

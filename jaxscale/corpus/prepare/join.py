@@ -1,8 +1,8 @@
 """Sort-merge join over the sketches of all blocks: items with equal keys, one key range at a time.
 
-A block is sketched wherever there is a free process; its file holds (key, item) sorted by key. A partition is a range
-of keys, so it is one slice of every file, and no file is rewritten. What is found depends neither on the number of
-partitions nor on the order in which blocks are done.
+A block is sketched wherever there is a free process; its file holds (key, item) sorted by key. exchange.py brings equal
+keys together, a range of keys to a task. What is found depends neither on the number of ranges nor on the order in
+which blocks are done.
 
 A block's number is its place in the list of files, which nobody knows when a block is sketched: files say block 0.
 An item is numbered block << 32 | its place in the block, a document's or a line's: in the order of the input, so the

@@ -42,7 +42,7 @@ class Progress:
         self.stream, self.clock = stream or sys.stdout, clock
         self.on_terminal = self.stream.isatty()
         self.title, self.total, self.done, self.since, self.shown = "", 0, 0, 0.0, 0.0
-        self.seen = self.dropped = self.bytes = self.earlier = 0
+        self.seen = self.judged = self.dropped = self.bytes = self.earlier = 0
         self.so_far: Callable[[], str] | None = None
         self.running: Callable[[], Sequence[Running]] = lambda: ()
         self.lock = threading.Lock()  # between the ticks and everything else that writes
@@ -78,7 +78,7 @@ class Progress:
         """Starts a task of `total` pieces."""
         self.end()
         self.title, self.total, self.done = title, total, 0
-        self.seen = self.dropped = self.bytes = self.earlier = 0
+        self.seen = self.judged = self.dropped = self.bytes = self.earlier = 0
         self.since = self.shown = self.clock()
         if self.on_terminal:
             self.show()
@@ -103,6 +103,7 @@ class Progress:
         for *name, number in result["tally"]["counts"] if result and fresh else ():
             if name[:2] == ["in", "read"]:
                 self.seen += number * (name[-1] == "documents")
+                self.judged += number * (name[-1] == "documents")
                 self.bytes += number * (name[-1] == "bytes")
             elif name[0] == "dropped" and name[-1] == "documents":
                 self.dropped += number
@@ -124,8 +125,8 @@ class Progress:
         size = self.bytes + sum(one.bytes for one in running)
         if seen:
             facts.append(f"{seen:,} documents ({seen / seconds:,.0f}/s, {size / 1e6 / seconds:,.1f} MB/s)")
-        if self.seen:
-            facts.append(f"{self.dropped / self.seen:.0%} dropped")
+        if self.judged:
+            facts.append(f"{self.dropped / self.judged:.0%} dropped")
         if self.so_far is not None and self.done < self.total:
             facts.append(self.so_far())
         fresh = self.done - self.earlier + sum(one.share - one.kept for one in running)  # pieces in these seconds

@@ -11,7 +11,7 @@ and written a few times, whatever its component looks like, and one range is in 
 import collections
 import heapq
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,18 @@ class Ranges:
         self.held.clear()
         self.held_bytes = 0
 
+    def parts(self, number: int) -> Iterator[np.ndarray]:
+        """The rows of a range, a bounded number at a time, which are let go: one item may have more copies than fit."""
+        for part in self.held.pop(number, ()):
+            self.held_bytes -= part.nbytes
+            yield part
+        path = self.folder / f"{number:06d}"
+        if path.exists():
+            with open(path, "rb") as file:
+                while len(part := np.fromfile(file, np.uint64, 2 * max(1, self.memory_bytes // 16))):
+                    yield part.reshape(-1, 2)
+            path.unlink()
+
     def take(self, number: int) -> np.ndarray:
         """uint64[k, 2]: the rows of a range, which are let go."""
         path = self.folder / f"{number:06d}"
@@ -68,15 +80,20 @@ class Ranges:
 
 
 def unite(
-    pairs: Iterable[np.ndarray], number: int, span: int, folder: pathlib.Path, output: pathlib.Path, memory_bytes: int
+    pairs: Iterable[np.ndarray],
+    num_pairs: int,
+    span: int,
+    folder: pathlib.Path,
+    output: pathlib.Path,
+    memory_bytes: int,
 ) -> dict[str, Any]:
     """Writes output, uint64[2, k], sorted: the items that go, and the smallest item that each is linked to.
 
-    Args: pairs: uint64[k, 2] each: an item and a smaller one. number: of all pairs, or more. span: items are below it.
+    Args: pairs: uint64[k, 2] each: an item and a smaller one. num_pairs: of all, or more. span: items are below it.
     folder: that does not exist, for what is in between.
     Returns how many groups have which size, and the keepers of the largest, as plain data.
     """
-    count = max(1, -(-number * PAIR_BYTES // memory_bytes))
+    count = max(1, -(-num_pairs * PAIR_BYTES // memory_bytes))
     edges, asked, known, answers, sizes = (
         Ranges(folder / name, count, span, memory_bytes // 8)
         for name in ("edges", "asked", "known", "answers", "sizes")
@@ -104,7 +121,8 @@ def unite(
                 file.seek(start + 8 * (column * gone + written))
                 file.write(np.ascontiguousarray(rows[:, column]))
             written += len(rows)
-            answers.add(answered(asked.take(number), rows))
+            for part in asked.parts(number):
+                answers.add(answered(part, rows))
             keepers, copies = np.unique(rows[:, 1], return_counts=True)
             sizes.add(np.stack([keepers, copies.astype(np.uint64)], axis=1))
     assert written == gone, (written, gone)

@@ -180,7 +180,7 @@ def test_progress_tells_rates_drops_and_the_time_that_is_left():
         )
     earlier = {"documents": 90, "bytes": 1_900_000}  # of 100: blocks that a killed run has left
     progress.add({"tally": {"counts": counts}, "earlier": earlier})
-    assert "110 documents (11/s, 0.2 MB/s)" in progress.line()
+    assert "110 documents (11/s, 0.2 MB/s), 25% dropped" in progress.line()
     progress.begin("pass 1: reading", 1)
     clock.now += 10  # inside the one piece there is
     with progress.ticking(lambda: "3 blocks", lambda: [Running(0.25, 0.0, 50, 1_000_000)]):
