@@ -54,6 +54,8 @@ KINDS = (
     Kind(PARSED, r"gs://|/shared/", "a bucket or a cluster's disk"),
     Kind(PARSED, r"FILE|FOLDER|\.\.\.|FLAGS|=RUN\b", "a pattern of a command"),
     Kind(PARSED, r"^jaxscale lab ", "makes dozens of runs; tests/lab/test_lab_runs.py makes a few"),
+    Kind(PARSED, r"^jaxscale bench time_to_loss ", "whole runs; tests/cli/test_bench_time.py makes short ones"),
+    Kind(PARSED, r"^jaxscale bench data --scale", "minutes; tests/cli/test_bench_scale.py measures a few documents"),
     Kind(PARSED, r"^jaxscale preflight ", "compiles for minutes; tests/cli/test_preflight_aot.py does"),
     Kind(
         PARSED,
