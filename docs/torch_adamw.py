@@ -66,7 +66,7 @@ def initialise(model: torch.nn.Module, layers: int) -> None:
 
 
 def train(model: torch.nn.Module, losses: Callable, rows: dict[str, torch.Tensor], steps: int, flags) -> None:
-    """All steps: a warmup of 5%, a cosine, clipping at a norm of 1, decay of matrices in the blocks."""
+    """All steps: a warmup of 5%, a cosine, clipping at a norm of 1, decay of all matrices but the embedding."""
     decayed = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]

@@ -103,8 +103,8 @@ class RunConfig:
         """'2 programs, ...: 8 rows in 1 microbatch, 16 rows in 2 microbatches' of a ramp; '' without one."""
         each = [*(self.with_batch(tokens) for tokens in self.ramp_tokens), self]
         told = [f"{one.rows_per_step} rows in {plural(one.train.num_microbatches, 'microbatch')}" for one in each]
-        what = "sizes" if self.seq_len_ramp else "programs"
-        return f"{len(each)} {what}, each compiled when the run comes to it: {', '.join(told)}" if each[1:] else ""
+        what = "sizes, in whole rows" if self.seq_len_ramp else "programs, each compiled when the run comes to it"
+        return f"{len(each)} {what}: {', '.join(told)}" if each[1:] else ""
 
     @property
     def row_programs(self) -> str:
@@ -308,6 +308,11 @@ def check_limit(cfg: RunConfig) -> None:
     if cfg.batch_ramp:
         raise BadInput(
             "limit.on_overrun='decay' counts steps of one size, batch_ramp has several; set limit.on_overrun to tell"
+        )
+    if cfg.seq_len_ramp:
+        raise BadInput(
+            "limit.on_overrun='decay' forecasts by the speed so far, and longer rows of seq_len_ramp are slower; set "
+            "limit.on_overrun to tell"
         )
     if not 0 <= optim.min_lr <= optim.peak_lr:
         raise BadInput(f"optim.min_lr={optim.min_lr:g} must lie between 0 and optim.peak_lr={optim.peak_lr:g}")

@@ -50,7 +50,8 @@ def test_its_amounts_resolve_and_its_warmup_is_a_small_part(name):
 @pytest.mark.parametrize("name", PATHS)
 def test_its_memory_can_be_told_without_a_device(name):
     cfg = load_config(PATHS[name])
-    a_parameter = 4 if cfg.lora.on else 16  # float32: parameter, two moments, gradient; frozen: itself alone
+    moments = 1 if cfg.optim.name == "muon" else 2
+    a_parameter = 4 if cfg.lora.on else 4 * (2 + moments)  # float32, and so are gradients; frozen: itself alone
     assert least_memory(cfg, 1).state >= a_parameter * cfg.model.num_params
 
 

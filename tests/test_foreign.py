@@ -6,7 +6,7 @@ import pytest
 from test_threats import files_that_use
 
 from jaxscale.checkpoint.lock_stores import read_owner
-from jaxscale.data.best_fit import open_plan
+from jaxscale.data.array_folder import read_folder
 from jaxscale.data.shards import read_header
 from jaxscale.monitor import records
 from jaxscale.monitor.events import read_events
@@ -26,7 +26,7 @@ OWN = {  # read what this program, or a library of ours, has just made
     "jaxscale/cli/rehearsal.py", "jaxscale/interop/post_processor.py", "jaxscale/text/chat/sandbox.py",
     "jaxscale/text/chat/jinja.py", "jaxscale/data/header.py", "jaxscale/text/tokenizer/bpe.py",
     "jaxscale/text/tokenizer/huggingface.py", "jaxscale/hosts/agree.py", "jaxscale/hosts/reports.py",
-    "jaxscale/hosts/roll_call.py",
+    "jaxscale/hosts/roll_call.py", "jaxscale/corpus/prepare/beam.py", "jaxscale/data/array_folder.py",
 }  # fmt: skip
 READERS = {
     "jaxscale/system/foreign.py",
@@ -43,8 +43,8 @@ def test_nested_json_is_told_where_a_file_must_be_good(tmp_path):
         (tmp_path / name).write_text(f"{DEEP}\n")
     with pytest.raises(BadInput, match="config.json is not valid JSON .it is nested deeper than 64 levels"):
         paths.read_json(tmp_path / "config.json")
-    with pytest.raises(BadInput, match="row plan .* cannot be read: it is nested deeper"):
-        open_plan(tmp_path)
+    with pytest.raises(BadInput, match="the index .* cannot be read: it is nested deeper"):
+        read_folder(tmp_path)
     with pytest.raises(BadInput, match="events.jsonl:1 is no event"):
         read_events(tmp_path)
     assert read_header(tmp_path / "shard.json") is None and read_owner(DEEP.encode()) is None

@@ -120,7 +120,7 @@ class BenchFlags(cluster.HostFlags):
     seq_len: int = flag(2048, "data: tokens of a row that is read", least=2)
     batch_rows: int = flag(64, "data: rows of a batch", least=2)
     scale: bool = flag(False, "data: how preparing and loading grow, from --documents tiny ones to 16 times as many")
-    documents: int = flag(25_000, "data --scale: the fewest", least=1000)
+    documents: int | None = flag(None, "data --scale: the fewest", "25_000", least=1000)
 
 
 ALL = ("config", "settings", "json", "save", "against")  # the last two are refused where they say nothing
@@ -179,9 +179,16 @@ def main(arguments: Arguments) -> None:
         record = bench_hosts.measure_hosts(flags.hosts or bench_hosts.USUAL, flags.workers)
         show(flags, record, bench_hosts.host_lines(record))
     elif what == "data" and flags.scale:
-        record = bench_scale.measure_scale(flags.documents, (lambda text: None) if flags.json else put)
+        if flags.input or flags.recipe or flags.rounds or arguments.config:
+            raise BadInput(
+                "--scale measures made-up documents by its own recipe: leave --input, --recipe, --rounds and --config "
+                "out"
+            )
+        record = bench_scale.measure_scale(flags.documents or 25_000, (lambda text: None) if flags.json else put)
         show(flags, record, bench_scale.scale_lines(record))
     elif what == "data":
+        if flags.documents:
+            raise BadInput("--documents is for jaxscale bench data --scale")
         record = data(arguments)
         show(flags, record, bench_data.data_lines(record))
     elif flags.save:

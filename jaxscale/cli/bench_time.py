@@ -31,7 +31,7 @@ SHOWN = 300  # characters of what a run that failed said
 def measure_time_to_loss(
     cfg: RunConfig, own: Sequence[str], commands: Sequence[str], *, loss: float | None, rounds: int, say: Callable
 ) -> dict[str, Any]:
-    """What --json prints: {"loss": the one to be reached, "systems": [{name, tokens, loss, seconds of each round}]}.
+    """What --json prints: {"loss": to be reached, "rounds", "systems": [{name, tokens, loss, seconds of each round}]}.
 
     Each command gets the folder of write_rows as its last argument, trains as it likes, and prints a line of JSON with
     "tokens" trained on and "loss" of the held-out rows, in nats a token. Seconds are those of the whole process: start,
@@ -55,7 +55,7 @@ def measure_time_to_loss(
                 told = f"{system['seconds'][-1]:>7,.1f} s  {record['loss']:.4f}  {system['name']}"
                 say(f"round {number} of {rounds}: {told}")
     reached = statistics.median(systems[0]["loss"]) if loss is None else loss
-    return {"loss": reached, "rounds": rounds, "config": cfg.model.name, "systems": systems}
+    return {"loss": reached, "rounds": rounds, "systems": systems}
 
 
 def write_rows(cfg: RunConfig, folder: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line
 from jaxscale.lab.sizes import train_tokens_of, wider
-from jaxscale.lab.trial import Base, Result, Trial
+from jaxscale.lab.trial import Base, Result, Trial, distinct
 from jaxscale.planning.best_size import three_ways
 from jaxscale.planning.envelope import Curve, curve_of_run, smooth
 from jaxscale.planning.loss_law import Point
@@ -37,7 +37,7 @@ def isoflop_trials(base: Base, wishes: Wishes) -> list[Trial]:
             settings["train_tokens"] = steps * sized.tokens_per_step
             at = {SIZE: sized.model.embed_dim, BUDGET: flops}
             found += [base.with_settings(settings, seed, at=at) for seed in wishes.seeds_of(1)]
-    return found
+    return distinct(found)  # two sizes may come to the same number of heads
 
 
 def point_of(result: Result) -> Point:
@@ -68,6 +68,8 @@ def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
 def conclude(results: Sequence[Result]) -> Conclusion:
     """The Conclusion of these results."""
     held = [(r, point_of(r)) for r in results if not r.diverged]
+    if not held:
+        return Conclusion(["All runs diverged."], SMALL, PREDICTED, [], (), [])
     points, budgets = [point for _, point in held], sorted({float(r.at(BUDGET)) for r, _ in held})
     curves = [curve_of(result) for result, _ in held]
     said = f"{FARTHER:g} times the largest tried"

@@ -8,7 +8,7 @@ from jaxscale.lab.estimate import Estimate, mean
 from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line
 from jaxscale.lab.isoflop import point_of
 from jaxscale.lab.sizes import larger, train_tokens_of
-from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.planning.ladder import noise_of
 from jaxscale.planning.loss_law import LossLaw, Point, Prediction, fit
 from jaxscale.reporting.tables import n
@@ -57,7 +57,8 @@ def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
 
 def ladder_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """Sizes x seeds."""
-    return [trial for times in wishes.sizes or TIMES for trial in rung(base, times, wishes.seeds_of(2))]
+    sizes = wishes.sizes or TIMES  # two may come to the same number of heads
+    return distinct([trial for times in sizes for trial in rung(base, times, wishes.seeds_of(2))])
 
 
 def target_trial(base: Base, wishes: Wishes, most: int) -> Trial:
@@ -90,13 +91,16 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
         (LAST, [r for group in rest for r in group], last),
         ("the target", held, [r for r in target if not r.diverged]),
     ):
+        if name != LAST and target and not runs:
+            verdict.append("The target diverged: nothing can be compared with what all rungs foretell.")
+            continue
         try:
             law = law_of(of)
+            one = compare(law, runs) if runs else foretold(law)
         except BadInput as error:
             verdict.append(f"Of {name} nothing is foretold: {error}.")
             continue
         laws.append(law)
-        one = compare(law, runs) if runs else foretold(law)
         tried.append(one)
         verdict.append(in_words(name, one))
     if laws:

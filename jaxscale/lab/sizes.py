@@ -23,8 +23,10 @@ def check_varied(model: ModelConfig) -> None:
 
 
 def train_tokens_of(base: Base) -> int:
-    """The tokens of the config's own run. Raises BadInput where they are not told as a number."""
+    """The tokens of the config's own run. Raises BadInput where they are not told as a number, or lie in a ramp."""
     tokens = base.cfg.train_tokens
+    if base.cfg.seq_len_ramp or base.cfg.batch_ramp:
+        raise BadInput("laws are of runs of one size of row and batch; leave seq_len_ramp and batch_ramp out")
     if not isinstance(tokens, int):
         raise BadInput(f"this experiment needs train_tokens as a number, not {tokens!r}")
     return tokens

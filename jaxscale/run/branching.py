@@ -1,5 +1,6 @@
 """Branches of a run: where one goes on with all of another's state and data, and decays its rate from there."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,8 @@ def check_branch(cfg: RunConfig, source: Source) -> None:
             f"init.what='run': {source} is not of a run, and has no position in data; use 'state' or 'params'"
         )
     there, here = run["config"], schema.to_dict(cfg)
+    with contextlib.suppress(ValueError):
+        there = schema.to_dict(schema.from_dict(RunConfig, there))  # settings newer than that run get their defaults
     if changed := [name for name in NEVER if there.get(name) != here[name]]:
         told = "; ".join(f"{name}: {there.get(name)!r} there, {here[name]!r} here" for name in changed)
         raise BadInput(

@@ -41,8 +41,8 @@ def make_train_step(
 
     clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's row filter left without
     weight, as gated_rows does. rebalance: what is done to parameters after their update, by the step's counts.
-    data_row: tokens in a row of the data, where those of the batch are cut from these. qk_clip: the same by the largest
-    scores of attention.
+    data_row: tokens in a row of the data, where those of the batch are cut from these. qk_clip: what is done to
+    parameters after all that, by the largest scores of attention.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:

@@ -148,10 +148,10 @@ def test_a_plan_that_was_cut_short_is_refused_and_named(tmp_path):
     folder = rows.arrays.folder
     open_again = lambda: rows_of(open_arrays(pathlib.Path(folder), tmp_path), rows.documents.files)
     pathlib.Path(folder, "small").write_bytes(b"\0\0")
-    with pytest.raises(ValueError, match="row plan .* cannot be read: .*small was changed after"):
+    with pytest.raises(ValueError, match="the index .* cannot be read: .*small was changed after"):
         open_again()
     pathlib.Path(folder, "small").unlink()
-    with pytest.raises(ValueError, match="row plan .* cannot be read"):
+    with pytest.raises(ValueError, match="the index .* cannot be read"):
         open_again()
 
 

@@ -88,6 +88,7 @@ def trained(settings, devices):
     return program, state, tiny.host(metrics)
 
 
+@pytest.mark.soak
 def test_the_merged_model_is_the_one_with_adapters(alone):
     program, state, _ = alone
     before, params = named(tiny.host(program.init().params)), named(tiny.host(state.params))

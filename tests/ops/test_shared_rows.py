@@ -120,6 +120,7 @@ def test_splash_of_shared_rows_is_plain_attention(form):
         np.testing.assert_allclose(got, right, rtol=1e-6, atol=5e-6)  # float32 sums taken in another order
 
 
+@pytest.mark.soak
 def test_a_splash_ring_is_no_further_from_the_truth_in_bfloat16_than_gathered_keys():
     inputs = make_inputs(1, 1024, 2, 1, 16)
     right, how = plain(inputs), dict(softcap=None, window=None, interpret=True)

@@ -94,6 +94,7 @@ def test_a_step_is_nearly_that_of_float32(name, dtype):
     assert 0 < max(jax.tree.leaves(off)) < most
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=SOAK)])
 @pytest.mark.parametrize(
     ("shape", "rules"),

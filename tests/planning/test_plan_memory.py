@@ -59,9 +59,11 @@ HELD_OUT = [
     ("llama3_8b", "v5p:4x4x4", LONG | {"seq_len": "131072", "batch_tokens": "8 rows", "mesh.context": "8"}, 11.5),
     ("llama3_8b", "v5p:4x4x4", LONG | {"seq_len": "1048576", "batch_tokens": "1 rows", "mesh.context": "64"}, 19.6),
 ]
+# The quick start when its programs were looked at, until 2026-11-25.
+THEN = {"train.num_microbatches": "2", "model.compute_dtype": "float32", "optim.name": "adamw"}
 # Without remat. From the buffer assignments of these planning/residuals.py was written; no further number was fitted.
 WITHOUT_REMAT = [
-    ("quickstart", "v5e:2x2", {}, 51.76 / 1024),
+    ("quickstart", "v5e:2x2", THEN, 51.76 / 1024),
     ("masked_lm", "v5e:2x2", {}, 65.76 / 1024),
     ("span_corruption", "v5e:2x2", {}, 100.36 / 1024),
     ("gpt2_124m", "v5e:2x4", {}, 6369.2 / 1024),
@@ -70,7 +72,7 @@ WITHOUT_REMAT = [
 # that the compiler tells has only a part of VMEM in it: 168 and 305 MiB, which the estimate is 35% and 31% above; of
 # auto at depth 4 on v5e:2x2, estimated at 355 MiB, it is 246.6; what was allocated there was not looked at.
 ON_CHIP = [
-    ("quickstart", "v5e:2x2", {"batch_tokens": "64 rows"}, (114.05 + 111.94) / 1024),
+    ("quickstart", "v5e:2x2", THEN | {"batch_tokens": "64 rows"}, (114.05 + 111.94) / 1024),
     ("span_corruption", "v5e:2x2", {"batch_tokens": "64 rows"}, (315.93 + 111.99) / 1024),
 ]
 # In stages and with shared rows, no number fitted to any: jaxscale preflight, jax 0.12.0.1, libtpu 0.0.51, 2026-11-24.
@@ -266,7 +268,9 @@ def test_parameters_flops_and_state_are_those_of_the_model(file):
     rows = {row.kind: row.num_bytes for row in plan.device.memory}
     assert rows["parameters"] == 4 * sum(leaf.size for _, leaf in named)
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state.opt_state))
-    assert rows["moments"] == state == pytest.approx(8 * plan.work.params, abs=100)
+    assert rows["moments"] == state
+    if cfg.optim.name == "adamw":
+        assert state == pytest.approx(8 * plan.work.params, abs=100)
     budget = resolve_budget(cfg, plan.data.data_tokens)
     assert (plan.work.total_steps, plan.work.tokens) == (budget.total_steps, budget.total_steps * budget.batch_tokens)
     assert sum(rows.values()) == plan.device.memory_bytes

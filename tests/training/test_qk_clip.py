@@ -85,8 +85,9 @@ def test_scores_of_heads_that_were_too_large_are_the_limit_afterwards(model):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", [dict(data=2, fsdp=2, tensor=2), dict(data=2, context=2, fsdp=2)], ids=str)
-def test_the_clip_does_not_depend_on_the_mesh(mesh):
-    own = {"optim.qk_clip": 1.0, "optim.name": "muon", "model.num_kv_heads": 4, "model.scan_layers": False}
+@pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])
+def test_the_clip_does_not_depend_on_the_mesh(mesh, heads):
+    own = {"optim.qk_clip": 1.0, "optim.name": "muon", "model.num_kv_heads": heads, "model.scan_layers": False}
     on_mesh = own | {f"mesh.{axis}": size for axis, size in mesh.items()} | {"train.num_microbatches": 2}
     (one, params), (many, found) = stepped(program(own), 3), stepped(program(on_mesh, 8), 3)
     for wanted, told in zip(one, many):
