@@ -39,6 +39,7 @@ def longer(base, times=4, **overrides):
     return load_config(f"{FILE}:{times},{base}", SMALL | overrides)
 
 
+@pytest.mark.soak
 def test_a_model_goes_on_with_rows_four_times_as_long_and_goes_out_as_it_was_trained(tmp_path):
     cfg = longer(bring_in(tmp_path))
     scaling = cfg.model.rope_scaling

@@ -60,6 +60,7 @@ def test_what_is_written_is_read_whole_and_in_parts_and_goes_away(folder):
             missing()
 
 
+@pytest.mark.soak
 def test_a_tree_of_many_objects_is_copied_and_removed(gcs):
     folder = paths.as_path("gs://bucket/run")
     for number in range(1200):

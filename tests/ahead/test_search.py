@@ -231,6 +231,7 @@ def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(
     assert back.changes["pipeline.chunks"] == 1  # or training would refuse it: nothing reads it
 
 
+@pytest.mark.soak
 def test_the_search_shares_experts_and_tries_schedules_and_says_so(topology):
     sparse = {"model.experts": dict(number=4, chosen=2, mlp_dim=8), "model.remat": "full"}
     cfg = tiny.config(sparse | {"expert.exchange": "send", "mesh.expert": 2})

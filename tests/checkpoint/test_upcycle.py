@@ -96,6 +96,7 @@ def test_so_do_the_parts_of_a_split_one_which_are_its_columns_under_one_router(d
     assert "the dense MLP in 4 parts, 2 times; their routers begin at random" in "\n".join(lines)
 
 
+@pytest.mark.soak
 def test_layers_that_are_each_by_themselves_are_numbered_from_the_first_with_experts(tmp_path):
     unrolled = DENSE | dict(scan_layers=False, num_layers=2)
     folder, params = save(tmp_path, make(unrolled))

@@ -110,6 +110,7 @@ def test_a_step_is_told_to_people_in_words(step_record):
     assert "compiled once" in text and "tokens/s" in text and "sane" in text
 
 
+@pytest.mark.soak
 def test_the_loop_saves_inside_its_segment_and_is_compared_with_the_bare_step(capsys):
     assert bench.main(["loop", "--steps=4", *TINY, *BESIDE]) == 0
     text = capsys.readouterr().out
@@ -117,6 +118,7 @@ def test_the_loop_saves_inside_its_segment_and_is_compared_with_the_bare_step(ca
     assert "95% of the bare step" in text and "for data" in text
 
 
+@pytest.mark.soak
 def test_what_surviving_costs_is_told_part_by_part(monkeypatch, capsys):
     monkeypatch.setattr(bench_survive, "SAVED_BYTES", 100_000)
     monkeypatch.setattr(bench_survive, "CALLS", 5)
@@ -244,6 +246,7 @@ def test_flags_of_bench_are_told_from_the_rest():
     assert parse(argv, bench.BenchFlags).flags.against == ("a b;; c", "d")
 
 
+@pytest.mark.soak
 def test_writing_with_a_cache_is_timed_beside_full_passes(capsys):
     tiny_model = ["model.num_layers=1", "model.embed_dim=16", "model.head_dim=8", "model.num_heads=2"]
     tiny_model += ["model.num_kv_heads=2", "model.mlp_dim=16", "model.vocab_size=32", "mesh.data=8", "mesh.fsdp=1"]
@@ -270,6 +273,7 @@ def test_the_simulator_s_unit_counts_what_each_stage_does():
     assert passes("zero_bubble", 1, 4) == pytest.approx(passes("1f1b", 1, 4) - 4)  # gradients of one turn's weights
 
 
+@pytest.mark.soak
 def test_a_step_of_each_schedule_is_timed_beside_the_simulator(monkeypatch):
     monkeypatch.setattr(bench_stages, "cuts", lambda stages: [bench_stages.Cut("1f1b", 1, 4)])
     told = []

@@ -124,6 +124,7 @@ def test_a_measured_step_is_kept_for_plans(monkeypatch, tmp_path, capsys):
     assert "measured here by jaxscale bench step --save: T" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.soak
 def test_it_answers_within_seconds_where_no_compiler_is_installed(tmp_path):
     """As a process: what it imports counts too."""
     code = (

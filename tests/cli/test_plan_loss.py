@@ -45,6 +45,7 @@ def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, co
     )
 
 
+@pytest.mark.soak
 def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config_file, tmp_path, capsys):
     folder = tmp_path / "big"
     argv = [f"--runs={runs}/*", f"--config={config_file}", f"--to={folder}"]

@@ -49,6 +49,7 @@ def test_a_text_goes_to_stdout_behind_its_prompt_and_its_speed_beside_it(workdir
     assert int(re.search("decode ([0-9]+) tokens", err)[1]) < 11  # those behind the stop text do not count
 
 
+@pytest.mark.soak
 def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(workdir, capsys, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('"a long beginning"\n{"prompt": "b"}\n\n{"text": "c"}\n')

@@ -25,6 +25,7 @@ def rewound(home, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.soak
 @pytest.mark.fault("F11")
 def test_the_steps_after_a_rewind_learn_from_the_clean_source_and_then_from_the_plan(rewound, capsys):
     found = []

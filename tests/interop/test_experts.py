@@ -209,6 +209,7 @@ def test_layers_of_small_experts_lie_together(tmp_path):
     assert len(plan_units(pairs)) == number
 
 
+@pytest.mark.soak
 def test_a_mixture_begins_a_run(tmp_path):
     config = SMALL_QWEN3 | dict(vocab_size=tiny.VOCAB, intermediate_size=32, num_experts=4)
     values = make_folder(tmp_path / "hf", config, FLOAT32)

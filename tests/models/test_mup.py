@@ -89,6 +89,7 @@ def test_eps_of_adam_shrinks_as_gradients_do():
     np.testing.assert_allclose(moved["embedding"], -updates.schedule(2) / 2, rtol=1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "settings",
     [

@@ -28,6 +28,7 @@ def why_left_out(folder, target=TARGET, **more):
     return why
 
 
+@pytest.mark.soak
 def test_finished_runs_are_read_as_they_ended(ladder):
     assert not ladder.left_out and len(ladder.rungs) == 9
     assert [rung.flops for rung in ladder.rungs] == sorted(rung.flops for rung in ladder.rungs)

@@ -234,6 +234,7 @@ def share_inside(sizes, tokens, target, ladders, draws=200):
     return held / ladders
 
 
+@pytest.mark.soak
 def test_intervals_hold_the_truth_of_most_ladders():
     # of 90%: 6 or fewer of 8 is 1 in 5, 4 1 in 200
     assert share_inside(SMALL_SIZES, SMALL_TOKENS, (1e9, 2e10), 8, draws=60) >= 0.6

@@ -37,6 +37,7 @@ def record():
     return measure_collectives(MeshConfig(tensor=2), sizes=[2**16], repeats=1)
 
 
+@pytest.mark.soak
 def test_every_kind_is_measured_along_every_axis_that_has_devices(record):
     found = [(row["axis"], row["devices"], row["collective"]) for row in record["collectives"]]
     assert found == [(axis, size, kind) for axis, size in (("fsdp", 4), ("tensor", 2)) for kind in KINDS]

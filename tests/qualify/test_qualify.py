@@ -99,6 +99,7 @@ def test_below_a_floor_it_is_not_qualified_and_says_by_how_much(tmp_path):
     assert run.qualify(machine(tmp_path, chip=H100, floors=low), only=["products"], say=lambda line: None).passed
 
 
+@pytest.mark.soak
 def test_a_probe_that_fails_is_told_ends_no_other_and_gives_exit_3(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     flags = [f"--out={tmp_path / 'out'}", "--only=storage,products", f"--saves={tmp_path / 'file'}", "--minutes=60"]

@@ -21,6 +21,7 @@ class Letters(ByteTokenizer):
         return "".join(map(str, ids))
 
 
+@pytest.mark.soak
 def test_a_sample_is_longer_than_the_rows_of_training_and_never_ends_a_document():
     shared = tiny.program()
     sample = SampleConfig(num_tokens=50, prompt="\1", temperature=9.0, top_k=0)

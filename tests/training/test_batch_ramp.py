@@ -192,6 +192,7 @@ def test_another_ramp_is_refused_like_another_batch(tmp_path, programs):
     assert longer.total_steps == resolve_budget(tiny.config(RAMP | {"train_tokens": 400 * ROW}), None).total_steps
 
 
+@pytest.mark.soak
 def test_a_document_of_a_mixture_is_traced_to_the_steps_whose_rows_have_it(tmp_path):
     for name in "ab":
         text = "".join(f"{name} line {n} of some words here\n" * 3 for n in range(150))

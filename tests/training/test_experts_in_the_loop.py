@@ -37,6 +37,7 @@ def open_mixture():
     )
 
 
+@pytest.mark.soak
 def test_counts_are_of_every_step_once_also_where_steps_are_run_again_and_a_sick_run_says_so(open_mixture, tmp_path):
     counted = []
     for stop_after in (40, 70, None):  # saved at 40 and 80; at 70 because it stops there

@@ -29,6 +29,7 @@ def trained(folder, overrides=None):
     return [(event["step"], event["what"]) for event in read_events(folder) if event["event"] == "alert"]
 
 
+@pytest.mark.soak
 def test_a_batch_of_nothing_but_nan_is_told_by_the_run_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXSCALE_SPOIL_BATCHES", "6:7:nan")
     assert trained(tmp_path / "run") == [(7, "nonfinite"), (12, "nonfinite")]
@@ -69,6 +70,7 @@ def records_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_a_spike_names_the_stage_that_began_the_batch_its_documents_and_the_command_that_lists_them(changed, capsys):
     alert = next(event for event in read_events(changed) if event.get("what") == "spike")
     assert alert["step"] == STAGE + 1 and alert["numbers"]["batch"] == STAGE

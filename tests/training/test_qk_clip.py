@@ -70,6 +70,7 @@ def test_a_step_is_that_without_a_clip_and_then_each_heads_weights_by_its_root()
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-8), found, wanted)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("model", [tiny.LLAMA, LATENT], ids=["grouped", "latent"])
 def test_scores_of_heads_that_were_too_large_are_the_limit_afterwards(model):
     limit = 1.0

@@ -30,6 +30,7 @@ def stats_of(record):
     return {name: value for name, value in record.items() if name.startswith("stats/")}
 
 
+@pytest.mark.soak
 def test_a_run_that_is_watched_at_every_step_is_the_same_bit_for_bit(tmp_path):
     states = {every: tiny.host(loop.train(open_tiny(tmp_path / str(every), every))) for every in (0, 1)}
     tiny.assert_same_bits(states[0], states[1])
