@@ -120,7 +120,7 @@ class BenchFlags(cluster.HostFlags):
     seq_len: int = flag(2048, "data: tokens of a row that is read", least=2)
     batch_rows: int = flag(64, "data: rows of a batch", least=2)
     scale: bool = flag(False, "data: how preparing and loading grow, from --documents tiny ones to 16 times as many")
-    documents: int | None = flag(None, "data --scale: the fewest", "25_000", least=1000)
+    documents: int | None = flag(None, "data --scale: the fewest", "25000", least=1000)
 
 
 ALL = ("config", "settings", "json", "save", "against")  # the last two are refused where they say nothing
