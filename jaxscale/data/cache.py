@@ -287,7 +287,8 @@ def made_folder(
             making.mkdir()
             make(making)
             if not folder.is_dir():
-                remove(folder)  # something else of this name
+                with contextlib.suppress(IsADirectoryError, PermissionError):  # another process has made it just now
+                    folder.unlink(missing_ok=True)  # something else of this name
             try:
                 os.rename(making, folder)
             except OSError:
