@@ -4,6 +4,7 @@ So RefinedWeb and FineWeb began (arXiv:2306.01116, appendix G.1), with the lists
 can be had at https://dsi.ut-capitole.fr/blacklists/ in files that are read here as they are.
 """
 
+import contextlib
 import gzip
 import hashlib
 import re
@@ -131,10 +132,8 @@ def spelt(url: str) -> tuple[str, list[str]]:
     host = host.rpartition("@")[2].lower()
     host = re.sub(r":\d*$", "", host).strip(".").removeprefix("www.")
     if not host.isascii():
-        try:
+        with contextlib.suppress(UnicodeError):  # no name that a server can have: compared as it is
             host = host.encode("idna").decode("ascii")
-        except UnicodeError:
-            pass  # no name that a server can have; compared as it is
     return host, [part for part in path.split("/") if part] + [f"?{query}"] * bool(query)
 
 
