@@ -57,10 +57,14 @@ def prepare(
 
 @contextlib.contextmanager
 def room_in(folder: pathlib.Path) -> Iterator[None]:
-    """A disk that fills up in the block ends it with exit code 14 and the way to go on."""
+    """A disk that fills up in the block ends it with exit code 14 and the way to go on, a folder that this user may not
+    write with a line."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Stop(Exit.STORAGE, f"{folder} is full; make room, and run the same command again to go on") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            place = error.filename or folder
+            raise BadInput(f"{place}: {error.strerror}; use a folder that this user may write") from None
         raise

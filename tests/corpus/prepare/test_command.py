@@ -1,6 +1,8 @@
 """`jaxscale prepare` as a person types it: what it says, where things go, and one line for each mistake."""
 
+import errno
 import json
+import os
 import pathlib
 import shutil
 
@@ -10,12 +12,13 @@ import pytest
 from gcs_emulator import Emulator, Fault
 
 from jaxscale import schema
+from jaxscale.api.corpora import room_in
 from jaxscale.cli import prepare
 from jaxscale.data.array_record import read_records
 from jaxscale.data.config import DataConfig
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.pipeline import open_data
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, Stop, verdict
 
 ROOT = pathlib.Path(prepare.__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "data").glob("*.py"))
@@ -159,3 +162,10 @@ def test_a_recipe_is_short_says_how_it_is_run_and_can_be_planned(file, tmp_path,
     given = [] if "sources" in values else [f"--input={made_text.write_jsonl(tmp_path / 'a.jsonl', ['text'])}"]
     assert prepare.main([f"--config={file}", "--plan", *given]) == 0
     assert "pass 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 14), (errno.EROFS, 2), (errno.EACCES, 2)])
+def test_a_disk_that_is_full_or_may_not_be_written_is_one_line_with_its_code(tmp_path, number, code):
+    with pytest.raises((Stop, BadInput)) as caught, room_in(tmp_path):
+        raise OSError(number, os.strerror(number), str(tmp_path / "names"))
+    assert verdict(caught.value)[0] == code and str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
