@@ -82,7 +82,7 @@ def read_hlo(
                 collectives.append(found)
             if product := product_flops(instruction, computation):
                 flops[product[0]] += product[1] * times
-            if instruction.opcode == "custom-call" and custom_target(instruction) == PALLAS:
+            if instruction.opcode == "custom-call" and custom_target(instruction).startswith(PALLAS):
                 known = kernel_flops(instruction, computation)
                 pallas += known * times
                 silent += times * (known == 0)

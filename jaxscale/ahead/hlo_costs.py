@@ -9,7 +9,7 @@ import collections
 import math
 import re
 
-from jaxscale.ahead.hlo_text import Computation, Instruction, Module, Shape
+from jaxscale.ahead.hlo_text import FUSIONS, Computation, Instruction, Module, Shape
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 # cuDNN's fused attention: 2 products forward, 5 backward (scores again, and four gradients).
@@ -18,7 +18,7 @@ CUDNN_FORWARD, CUDNN_BACKWARD = "__cudnn$fmha", "Backward"
 SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 SPLASH_FUSED_BACKWARD = 5
 HBM, HOST = 0, 5
-PALLAS = "tpu_custom_call"
+PALLAS = ("tpu_custom_call", "mosaic_gpu")
 NOTHING = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
     "partition-id", "replica-id", "optimization-barrier", "add-dependency", "domain", "async-start", "call-start",
@@ -111,11 +111,24 @@ def kernel_flops(instruction: Instruction, computation: Computation) -> float:
 
     In a scope `rows_N_of_M` (ops/exchange.py) N of the M rows that it declares are multiplied: it passes over others.
     """
+    if "hopper_" in instruction.attributes and custom_target(instruction).startswith("mosaic_gpu"):
+        return told_rows(instruction) * grouped_flops(instruction, computation)
     if match := re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', instruction.attributes):
-        told = re.search(r"\brows_(\d+)_of_(\d+)", instruction.attributes)
-        return float(match[1]) * (int(told[1]) / int(told[2]) if told else 1.0)
+        return told_rows(instruction) * float(match[1])
     name = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", f"{instruction.name} {instruction.attributes}")
     return splash_flops(name[1], instruction, computation) if name else 0.0
+
+
+def told_rows(instruction: Instruction) -> float:
+    """The share of its rows that a kernel multiplies, as its scope tells."""
+    told = re.search(r"\brows_(\d+)_of_(\d+)", instruction.attributes)
+    return int(told[1]) / int(told[2]) if told else 1.0
+
+
+def grouped_flops(instruction: Instruction, computation: Computation) -> float:
+    """FLOPs of a kernel of ops/grouped_hopper.py: (groups, rows [R, C], matrices or rows) -> [..., O]."""
+    rows = operand_shapes(instruction, computation)[1]
+    return 2.0 * math.prod(rows.dims) * instruction.shapes[0].dims[-1]
 
 
 def splash_flops(kernel: str, instruction: Instruction, computation: Computation) -> float:
@@ -167,13 +180,15 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
         return moved
     names = list(dict.fromkeys(instruction.operands))
     operands = [computation.instructions[name].shapes for name in names if name in computation.instructions]
-    if opcode == "fusion" and len(instruction.called) == 1:
+    if opcode in FUSIONS and len(instruction.called) == 1:
         inner = module.computations[instruction.called[0]]
         for number, parameter in inner.parameters.items():
             if number < len(instruction.operands):
                 source = computation.instructions[instruction.operands[number]].shapes
                 add(moved, source, read_share(module, inner, parameter))
-        for shape, written in zip(instruction.shapes, written_bytes(module, inner, instruction.shapes)):
+        # fusion-start prints ((operands), results, context)
+        results = instruction.shapes if opcode == "fusion" else instruction.elements[1]
+        for shape, written in zip(results, written_bytes(module, inner, results)):
             moved[shape.space] += written
     elif opcode in ("copy-start", "slice-start"):  # (destination, source, context) or ((source), destination, context)
         destination = instruction.elements[0 if opcode == "copy-start" else 1]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxscale.ahead.hlo_costs import PALLAS, custom_target, kernel_flops, product_flops
-from jaxscale.ahead.hlo_text import Computation, Instruction, Module
+from jaxscale.ahead.hlo_text import FUSIONS, Computation, Instruction, Module
 from jaxscale.ahead.hlo_trips import branch_shares, count_trips
 
 KERNEL = "kernel"  # the type under which FLOPs of Pallas kernels are counted
@@ -113,7 +113,7 @@ class Reader:
 
     def fusion_end(self, instruction: Instruction) -> tuple[str, str] | None:
         """('start' or 'done', channel) of a fusion that is an end of one of XLA:TPU's asynchronous fusions."""
-        for name in instruction.called if instruction.opcode == "fusion" else ():
+        for name in instruction.called if instruction.opcode in FUSIONS else ():
             inner = self.module.computations[name].instructions.values()
             ends = [FUSION_ENDS.get(custom_target(one)) for one in inner if one.opcode == "custom-call"]
             channels = [one.attribute(r"channel_id=(\d+)") for one in inner if "channel_id=" in one.attributes]
@@ -126,9 +126,9 @@ class Reader:
         found: collections.Counter[str] = collections.Counter()
         if product := product_flops(instruction, computation):
             found[product[0]] += product[1]
-        if instruction.opcode == "custom-call" and custom_target(instruction) == PALLAS:
+        if instruction.opcode == "custom-call" and custom_target(instruction).startswith(PALLAS):
             found[KERNEL] += kernel_flops(instruction, computation)
-        for name in instruction.called if instruction.opcode == "fusion" else ():
+        for name in instruction.called if instruction.opcode in FUSIONS else ():
             if name not in self.products:
                 inner = self.module.computations[name]
                 self.products[name] = collections.Counter()

@@ -14,6 +14,7 @@ OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 NAME = re.compile(r"%([\w.\-]+)")
 END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?\s*")
 BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
+FUSIONS = ("fusion", "fusion-start")  # opcodes; XLA:GPU runs some copies of slices beside other work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

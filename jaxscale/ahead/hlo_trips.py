@@ -2,7 +2,7 @@
 
 import re
 
-from jaxscale.ahead.hlo_text import Computation, Instruction, Module
+from jaxscale.ahead.hlo_text import FUSIONS, Computation, Instruction, Module
 
 SAME = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape", "optimization-barrier"}
 REACH = 64  # operands followed before giving up: real chains are under 10
@@ -33,7 +33,7 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
             for called in instruction.called:
                 if called in runs:
                     runs[called] += round(times * shares.get(called, 1))
-                    if instruction.opcode == "fusion" or name in fused:
+                    if instruction.opcode in FUSIONS or name in fused:
                         fused.add(called)
     return runs, fused, unknown
 

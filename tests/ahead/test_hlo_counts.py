@@ -251,6 +251,18 @@ def test_a_kernel_that_says_what_it_needs_is_believed_and_a_silent_one_is_told()
     assert (silent.kernel_flops, silent.silent_kernels) == (0, 1)
 
 
+@pytest.mark.parametrize(("result", "last"), [("bf16[96,32]", "bf16[4,64,32]"), ("f32[4,64,32]", "bf16[96,32]")])
+def test_a_grouped_product_for_hopper_cards_has_the_flops_of_its_rows(result, last):
+    kernel = f"""\
+  %t = s32[4,4] parameter(0)
+  %x = bf16[96,64] parameter(1)
+  %w = {last} parameter(2)
+  %y = {result} custom-call(%t, %x, %w), custom_call_target="mosaic_gpu_v2", metadata={{op_name="f/NAME/mpmd_map"}}"""
+    facts = facts_of(kernel.replace("NAME", "hopper_project_kernel"))
+    assert (facts.kernel_flops, facts.silent_kernels) == (2 * 96 * 64 * 32, 0)
+    assert facts_of(kernel.replace("NAME", "another")).silent_kernels == 1
+
+
 @pytest.mark.parametrize(
     ("line", "hbm", "host"),
     [
@@ -265,6 +277,7 @@ def test_a_kernel_that_says_what_it_needs_is_believed_and_a_silent_one_is_told()
         ("%y = f32[16] dynamic-update-slice(%a, %u, %i)", 32, 0),
         ("%y = f32[4] fusion(%a, %i), kind=kLoop, calls=%sliced", 4 + 16 + 16, 0),  # one layer of a stack
         ("%y = f32[16] fusion(%a, %u, %i), kind=kLoop, calls=%updated", 4 + 16 + 16, 0),
+        ("%y = ((f32[16], s32[]), f32[4], u32[]) fusion-start(%a, %i), kind=kLoop, calls=%sliced", 4 + 16 + 16, 0),
         ("%y = f32[4] fusion(%a, %i), kind=kLoop, calls=%slices_inside", 4 + 16 + 16, 0),
         ("%y = f32[16] fusion(%a, %u, %i), kind=kLoop, calls=%updates_inside", 4 + 16 + 16, 0),
     ],
