@@ -76,6 +76,7 @@ def test_a_model_is_of_the_size_in_its_name(name, billions):
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
+        ("olmoe_1b_7b", 6_919_161_856, 1_282_017_280),
         ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
         ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
         ("deepseek_v3", 671_026_404_352, 37_552_282_624),  # of the released files, without 58 x 256 biases of routers

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from jaxscale.ops.grouped_hopper import hopper_of_weights, hopper_project
 from jaxscale.ops.project import PRODUCT
 from jaxscale.ops.slots import LayRows, Weigh, in_slots, project_rows, weigh
 from jaxscale.units import divisors
@@ -19,6 +20,7 @@ from jaxscale.units import divisors
 LANES = 128  # of a TPU's tile: sizes of a kernel's blocks are multiples
 # Bytes of fast memory for a kernel's blocks: Mixtral's step compiled with them for v5p (libtpu 0.0.51, 2026-11-24).
 KERNEL_BYTES = 12 << 20
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in the device_kind of a card
 
 # (x_RC, w_ECO, counts_E) -> y_RO in x's dtype, and the gradient of w in w's own. Rows behind the last group have no
 # meaning, and none in the gradients. turned=True: w lies in memory as [E, O, C].
@@ -87,6 +89,11 @@ def kernel_products(*, interpret: bool = False) -> Products:
     return Products(forward, back, of_weights)
 
 
+def hopper_products() -> Products:
+    """Those of our kernels for NVIDIA's Hopper cards, of rows of 16 bits."""
+    return Products(hopper_project, functools.partial(hopper_project, turned=True), hopper_of_weights)
+
+
 def whole_tiles(x_RC: jax.Array) -> jax.Array:
     """The rows filled up to whole tiles, with rows of no group."""
     return jnp.pad(x_RC, ((0, -len(x_RC) % LANES), (0, 0)))
@@ -126,8 +133,18 @@ class ExpertKernels(NamedTuple):
     as_bits: bool = True  # whether rows are moved to experts and back as integers, which is fast on a CPU
 
 
-def choose_expert_kernels(platform: str) -> ExpertKernels:
-    """For "tpu" kernels, elsewhere slots, since XLA has no form there that leaves out what no row asks for."""
-    if platform != "tpu":
+def choose_expert_kernels(platform: str, device_kind: str, dtype: Any) -> ExpertKernels:
+    """Kernels for "tpu", and in 16 bits for Hopper cards; elsewhere slots, since XLA has no form there that leaves out
+    what no row asks for."""
+    if platform == "tpu":
+        products = kernel_products()
+    elif platform == "gpu" and is_hopper(device_kind) and jnp.dtype(dtype).itemsize == 2:
+        products = hopper_products()
+    else:
         return ExpertKernels(as_bits=platform == "cpu")
-    return ExpertKernels(functools.partial(grouped_project, kernel_products()), all_rows, weighed, as_bits=False)
+    return ExpertKernels(functools.partial(grouped_project, products), all_rows, weighed, as_bits=False)
+
+
+def is_hopper(device_kind: str) -> bool:
+    """Whether it is a card of compute capability 9.0."""
+    return any(kind in device_kind for kind in HOPPER)

@@ -100,6 +100,7 @@ KINDS = (
         SOAK, r"^jaxscale bench step .*--against=", "times two programs", more=("--steps=1", "--rounds=1", "--warmup=0")
     ),
     Kind(SOAK, r"^jaxscale qualify ", "measures for minutes", more=("--only=devices", "--devices=2")),
+    Kind(PARSED, r"^jaxscale bench step --config=configs/(olmoe|mixtral)", "a mixture of billions on a GPU"),
     Kind(SOAK, r"^jaxscale bench step --save", "times both specs", more=("--steps=1", "--warmup=0")),
     Kind(SOAK, r"^jaxscale bench collectives", "times collectives", more=("--repeats=1", "--devices=2")),
     Kind(SOAK, r"^jaxscale bench data ", "times stages", more=("--rounds=1",)),

@@ -1,0 +1,127 @@
+"""The kernels for Hopper cards, in JAX's interpreter of their dialect and by the card's own compiler."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import SingleDeviceSharding
+
+from jaxscale.ops import grouped, grouped_hopper
+from jaxscale.planning.topology import open_topology
+
+PROGRAM = """
+import jax, numpy as np, jax.numpy as jnp
+from jaxscale.ops.grouped import hopper_products, is_hopper
+
+if not is_hopper(jax.devices()[0].device_kind):
+    raise SystemExit(3)
+products = hopper_products()
+for rows, contracted, width, counts in (
+    (1000, 192, 320, [70, 0, 130, 400, 1, 0, 399]), (504, 64, 64, [1] * 400), (777, 100, 72, [300, 477]),
+):
+    own, groups = sum(counts), np.repeat(np.arange(len(counts)), counts)
+    keys = jax.random.split(jax.random.key(rows), 3)
+    of_none = (jnp.arange(rows) >= own)[:, None]
+    draw = lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)
+    x, dy = (jnp.where(of_none, jnp.nan, draw(key, rows, size)) for key, size in zip(keys, (contracted, width)))
+    w, counts = draw(keys[2], len(counts), contracted, width), jnp.asarray(counts)
+    exact = [np.asarray(array, np.float64) for array in (x[:own], w, dy[:own])]
+    dw = np.zeros(w.shape)
+    np.add.at(dw, groups, np.einsum("rc,ro->rco", exact[0], exact[2]))
+    for got, right, most in (
+        (products.forward(x, w, counts)[:own], np.einsum("rc,rco->ro", exact[0], exact[1][groups]), 3e-3),
+        (products.back(dy, w, counts)[:own], np.einsum("ro,rco->rc", exact[2], exact[1][groups]), 3e-3),
+        (products.of_weights(x, dy, counts, jnp.float32), dw, 1e-5),
+    ):
+        error = np.linalg.norm(np.asarray(got, np.float64) - right) / np.linalg.norm(right)
+        assert error < most, (rows, contracted, width, error)
+"""
+ROWS, CONTRACTED, WIDTH = 150, 64, 72  # no multiple of a tile, nor of what TMA copies
+COUNTS = [70, 0, 1, 69]  # and ten rows of none
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    if not hasattr(plgpu, "force_gpu_interpret_mode"):
+        pytest.skip("jax 0.11 is the first whose interpreter of Mosaic GPU runs these")
+    monkeypatch.setattr(grouped_hopper, "CORES", 1)
+    with plgpu.force_gpu_interpret_mode():
+        yield
+
+
+def operands():
+    keys = jax.random.split(jax.random.key(0), 3)
+    own_R1 = jnp.arange(ROWS)[:, None] < sum(COUNTS)
+    x_RC = jnp.where(own_R1, jax.random.normal(keys[0], (ROWS, CONTRACTED)), jnp.nan).astype(BF16)
+    w_ECO = jax.random.normal(keys[1], (len(COUNTS), CONTRACTED, WIDTH)).astype(BF16)
+    dy_RO = jnp.where(own_R1, jax.random.normal(keys[2], (ROWS, WIDTH)), jnp.nan).astype(BF16)
+    return x_RC, w_ECO, dy_RO
+
+
+def test_values_and_gradients_are_those_of_rows_with_their_own_matrices(interpreted):
+    x_RC, w_ECO, dy_RO = operands()
+    counts_E, own = jnp.asarray(COUNTS), sum(COUNTS)
+    groups_R = np.repeat(np.arange(len(COUNTS)), COUNTS)
+    plain = lambda x, w: jnp.einsum("RC,RCO->RO", x[:own].astype(F32), w[groups_R])
+    right, pull = jax.vjp(plain, x_RC.astype(F32), w_ECO.astype(F32))
+    dx, dw = pull(dy_RO[:own].astype(F32))
+    products = grouped.hopper_products()
+    rounding = dict(rtol=2**-8, atol=2**-6)
+    np.testing.assert_allclose(products.forward(x_RC, w_ECO, counts_E)[:own].astype(F32), right, **rounding)
+    np.testing.assert_allclose(products.back(dy_RO, w_ECO, counts_E)[:own].astype(F32), dx[:own], **rounding)
+    np.testing.assert_allclose(products.of_weights(x_RC, dy_RO, counts_E, F32), dw, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, [0, 0, 300], [128, 128, 44], [1] * 300, [0, 0, 0]])
+def test_tiles_hold_each_row_of_a_group_once(counts):
+    tiles, most = grouped_hopper.tiles_of_groups(jnp.asarray(counts), 300)
+    taken = [
+        (group, row) for group, tile, begin, end in np.asarray(tiles).T for row in range(begin, end)
+        if tile == row // grouped_hopper.TILE_R
+    ]  # fmt: skip
+    ends = np.cumsum(counts)
+    assert taken == [(g, row) for g, end in enumerate(ends) for row in range(end - counts[g], end)]
+    assert tiles.shape == (4, most)
+
+
+def test_a_card_gives_what_float64_gives():
+    if not any(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is no NVIDIA GPU on this machine")
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": ""}
+    code = subprocess.run([sys.executable, "-c", PROGRAM], env=environment).returncode
+    if code == 3:
+        pytest.skip("the GPU is no Hopper")
+    assert code == 0
+
+
+def test_hopper_cards_have_kernels_in_16_bits():
+    chosen = lambda *given: grouped.choose_expert_kernels(*given).lay_rows
+    assert chosen("gpu", "NVIDIA H200", "bfloat16") is grouped.all_rows
+    assert chosen("gpu", "NVIDIA H200", "float32") is grouped.in_slots
+    assert chosen("gpu", "NVIDIA A100-SXM4-80GB", "bfloat16") is grouped.in_slots
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
+    reason="jax's CUDA plugin, which compiles for these cards, is not installed",
+)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_the_cards_compiler_takes_them(dtype):
+    """Its memory is that of the results."""
+    device = SingleDeviceSharding(open_topology("h200:1x1").devices[0])
+    make = lambda shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+    x, w, dy, counts = make((4096, 512)), make((8, 512, 768)), make((4096, 768)), make((8,), jnp.int32)
+    products = grouped.hopper_products()
+    of_weights = lambda x, dy, counts: products.of_weights(x, dy, counts, dtype)
+    for f, given in ((products.forward, (x, w)), (products.back, (dy, w)), (of_weights, (x, dy))):
+        compiled = jax.jit(f).lower(*given, counts).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**20
