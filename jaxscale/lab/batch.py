@@ -6,7 +6,7 @@ from typing import Any
 from jaxscale import units
 from jaxscale.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line
-from jaxscale.lab.rate import BATCH, FACTORS, RATE, floor_of, over_rates
+from jaxscale.lab.rate import BATCH, FACTORS, RATE, floor_of, inside, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.planning.scaling import critical_batch as published_batch
 from jaxscale.reporting.plots import Line
@@ -51,7 +51,8 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Tokens and steps to one loss over the batch; the critical batch both ways."""
-    results = best_rates(run(batch_trials(base, wishes)), lambda r: int(r.at(BATCH)))
+    of_batch = lambda r: int(r.at(BATCH))
+    results = best_rates(inside(batch_trials(base, wishes), wishes, run, of_batch), of_batch)
     smallest = min((r for r in results if not r.diverged), key=lambda r: int(r.at(BATCH)))
     return conclude(results, run(noise_trials(base, smallest)))
 
@@ -148,4 +149,5 @@ def noise_text(still: Sequence[Result]) -> str:
         return f"The gradient noise scale at the end of training could not be told: {error}."
     steps = units.count(len(norms[0]))
     measured = f"at the end of training, from {steps} gradients of each of two batches"
-    return f"The gradient noise scale {measured}, is {tokens_text(scale)}."
+    later = "at a lower loss than that of the curves; it grows as the loss falls (arXiv:1812.06162)"
+    return f"The gradient noise scale {measured}, is {tokens_text(scale)}: {later}."

@@ -96,7 +96,7 @@ def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
     edges = [edge for _, _, edge in lowest]
     logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
     exp = lambda value: None if value is None else math.exp(value)
-    edge = max(edges, key=edges.count)
+    edge = max(sorted(edges, reverse=True), key=edges.count)  # as many inside as at an end: it may lie beyond
     ends = (None, None) if edge else (exp(logs.low), exp(logs.high))
     return Optimum(Estimate(math.exp(logs.value), *ends), values, edge)
 
@@ -197,6 +197,14 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
     return Estimate(value, *(float(np.percentile(drawn, at)) for at in (tail, 100 - tail)))
 
 
+def running_mean(values: Sequence[float], half: int) -> np.ndarray:
+    """The mean over `half` values on each side of each, as far as there are some."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    first, stop = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    return (total[stop] - total[first]) / (stop - first)
+
+
 def tokens_to(target: float, tokens: Sequence[float], losses: Sequence[float], half: int = 8) -> float | None:
     """The tokens after which the smoothed loss is at most `target` for the first time; None if it never is.
 
@@ -204,10 +212,7 @@ def tokens_to(target: float, tokens: Sequence[float], losses: Sequence[float], h
     """
     if not len(losses):
         return None
-    total = np.concatenate([[0.0], np.cumsum(losses)])
-    places = np.arange(len(losses))
-    first, stop = np.maximum(places - half, 0), np.minimum(places + half + 1, len(losses))
-    smooth = (total[stop] - total[first]) / (stop - first)
+    smooth = running_mean(losses, half)
     below = np.flatnonzero(smooth <= target)
     if not len(below):
         return None

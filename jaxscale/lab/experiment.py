@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxscale.lab.estimate import running_mean
 from jaxscale.lab.trial import Base, Result, Trial
 from jaxscale.reporting.axes import Axis, axis_over
 from jaxscale.reporting.plots import COLORS, Line, Plot, color_of
 from jaxscale.reporting.tables import Cell
 
+SMOOTHED = 40  # points of a curve to one on each side that a mean is over
 Run = Callable[[Sequence[Trial]], list[Result]]  # runs what was not run before, and reads all
 
 
@@ -84,9 +86,19 @@ def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> l
     return [line(label, points, place, "dots"), line(label, means, place)]
 
 
-def curve_line(label: str, result: Result, place: int, metric: str = "loss", by: float = 1.0, style: str = "line"):
-    """A metric over tokens, divided by `by`."""
+def curve_line(
+    label: str,
+    result: Result,
+    place: int,
+    metric: str = "loss",
+    by: float = 1.0,
+    style: str = "line",
+    smoothed: bool = False,
+) -> Line:
+    """A metric over tokens, divided by `by`. smoothed: over a twentieth of the run."""
     tokens, values = result.curve(metric)
+    if smoothed:
+        values = list(map(float, running_mean(values, max(1, len(values) // SMOOTHED))))
     return Line(label, [t / by for t in tokens], values, color_of(place % COLORS), style)
 
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxscale.lab.estimate import mean
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line
 from jaxscale.lab.sizes import train_tokens_of, wider
-from jaxscale.lab.trial import Base, Result, Trial, distinct
+from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.planning.best_size import three_ways
 from jaxscale.planning.envelope import Curve, curve_of_run, smooth
 from jaxscale.planning.loss_law import Point
@@ -104,4 +105,16 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     if lost:
         limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
     head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")
-    return Conclusion([way.text for way in ways], limits, PREDICTED, drawings, head, rows)
+    return Conclusion([lowest_text(held), *(way.text for way in ways)], limits, PREDICTED, drawings, head, rows)
+
+
+def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
+    """Which of the sizes tried ends lowest at each budget, and where it is the last of them, and so a bound."""
+    parts = []
+    for flops, runs in sorted(groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET))).items()):
+        of_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)
+        losses = {size: mean([r.loss for r in of]) for size, of in of_size.items()}
+        best = min(losses, key=lambda size: losses[size].value)
+        bound = {min(losses): "at most ", max(losses): "at least "}.get(best, "")
+        parts.append(f"{bound}{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats)")
+    return f"Of the sizes tried the lowest end is of {'; '.join(parts)}."

@@ -1,6 +1,6 @@
 """The best learning rate of each batch, for an Adam-like optimizer and for SGD: linear, a square root, or neither."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.lab.estimate import Optimum, Power, optimum, power
@@ -17,6 +17,8 @@ FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate that the square root rule gives fo
 # SGD's rates beside Adam's, whose updates have the size of the rate itself and not of the gradient: a guess, which says
 # where the search begins. A best rate at its end is called a bound.
 SGD_TIMES = 100.0
+FURTHER = 3  # rates more, at most, where a best one is the last that was tried
+STEP = 2.0  # between two of them
 FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
 RULES = {"linear": 1.0, "square root": 0.5}
 PREDICTED = (
@@ -58,6 +60,37 @@ def over_rates(
     return trials
 
 
+def inside(trials: Sequence[Trial], wishes: Wishes, run: Run, key: Callable[[Result], Any]) -> list[Result]:
+    """The results of these trials, and of further rates where the best of a group by `key` was the last tried.
+
+    Rates that a person chose are not added to.
+    """
+    results = run(trials)
+    for _ in range(0 if wishes.rates else FURTHER):
+        further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
+        if not further:
+            break
+        results = [*results, *run(further)]
+    return results
+
+
+def beyond(runs: Sequence[Result]) -> list[Trial]:
+    """A trial of each seed at a rate beyond those of the runs, where their best rate is the last; else none."""
+    rates = sorted({float(r.at(RATE)) for r in runs})
+    curves = list(over_seeds(runs, RATE).values())
+    edge = optimum(curves).edge if curves else "lowest"
+    if not edge or edge == "highest" and any(r.diverged for r in runs if float(r.at(RATE)) == rates[-1]):
+        return []
+    rate = rates[-1] * STEP if edge == "highest" else rates[0] / STEP
+    return [at_rate(trial, rate) for trial in {r.seed: r.trial for r in runs}.values()]
+
+
+def at_rate(trial: Trial, rate: float) -> Trial:
+    """The trial with another rate."""
+    settings = {RATE: rate} | floor_of(trial.base.cfg.optim, rate)
+    return trial.base.with_settings(settings, trial.seed, also=trial.overrides, at={**trial.at, RATE: rate})
+
+
 def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
     """(the best rate of runs that differ in rate and seed, cells: it, its loss, the rates at which some diverged)."""
     lost = sorted({float(r.at(RATE)) for r in runs if r.diverged})
@@ -76,7 +109,8 @@ def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """The exponent of the best rate over the batch, for each optimizer."""
-    return conclude(run(rate_trials(base, wishes)))
+    of_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
+    return conclude(inside(rate_trials(base, wishes), wishes, run, of_batch))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -98,7 +132,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             drawing(f"{name}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
         )
         best_lines.append(line(name, {batch: o.x.value for batch, o in best.items()}, place))
-        verdict.append(f"{name}: {in_words(best)}")
+        verdict.append(f"With {name} {in_words(best)}")
     drawings.append(drawing("Best rate of each batch", best_lines, "tokens a step", log_below=True, log=True))
     head = ("optimizer", "tokens a step", "best rate", "loss there", "rates that diverged")
     return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)
@@ -106,12 +140,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 def in_words(best: dict[int, Optimum]) -> str:
     """'the best rate goes with the batch to the power 0.45 (0.3 to 0.6): a square root fits, linear does not.'"""
-    inside = {batch: found for batch, found in best.items() if not found.edge}
+    told = {batch: found for batch, found in best.items() if not found.edge}
     at_edge = [f"of {count(batch)} tokens {found}" for batch, found in best.items() if found.edge]
     bounds = f" Only bounded by the rates tried: the best rate {', '.join(at_edge)}." if at_edge else ""
-    if len(inside) < 3:
-        return f"too few batches whose best rate lies inside the rates tried, {len(inside)} of 3: try more.{bounds}"
-    law: Power = power(list(inside), [found.x.value for found in inside.values()])
+    if len(told) < 3:
+        return f"too few batches have their best rate inside the rates tried, {len(told)} of 3: try more.{bounds}"
+    law: Power = power(list(told), [found.x.value for found in told.values()])
     fits = [name for name, exponent in RULES.items() if law.exponent.has(exponent)]
     misses = [name for name in RULES if name not in fits]
     rule = f"{' and '.join(fits) or 'neither rule'} fit{'s' if len(fits) < 2 else ''} within the interval"

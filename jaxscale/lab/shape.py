@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from jaxscale.lab.batch import best_rates
 from jaxscale.lab.estimate import Estimate, apart, mean
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line, mean_line
-from jaxscale.lab.rate import RATE, over_rates
+from jaxscale.lab.rate import RATE, inside, over_rates
 from jaxscale.lab.sizes import inner_flops, shaped
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.plots import COLORS
@@ -43,7 +43,7 @@ def shape_trials(base: Base, wishes: Wishes) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Which shapes are best."""
-    return conclude(run(shape_trials(base, wishes)))
+    return conclude(inside(shape_trials(base, wishes), wishes, run, lambda r: r.at(LAYERS)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

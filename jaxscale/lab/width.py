@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 from jaxscale.lab.estimate import power
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line
-from jaxscale.lab.rate import RATE, best_rate, over_rates
+from jaxscale.lab.rate import RATE, best_rate, inside, over_rates
 from jaxscale.lab.sizes import wider
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
 
 FORM, WIDTH = "parametrisation", "width"
 STANDARD, MUP = "standard", "muP"
+NAMES = {STANDARD: "Without muP", MUP: "With muP"}
 TIMES = (1, 2, 4)  # the config's width
 FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # of the config's rate
 PREDICTED = (
@@ -38,7 +39,8 @@ def width_trials(base: Base, wishes: Wishes) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """How the best rate moves with the width, with muP and without."""
-    return conclude(run(width_trials(base, wishes)))
+    of_width = lambda r: (r.at(FORM), r.at(WIDTH))
+    return conclude(inside(width_trials(base, wishes), wishes, run, of_width))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -56,15 +58,14 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             drawing(f"{form}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
         )
         bests.append(line(form, {width: found.x.value for width, found in best.items()}, place))
-        inside = {width: found.x.value for width, found in best.items() if not found.edge}
-        if len(inside) < 3:
-            verdict.append(
-                f"{form}: {len(inside)} of {len(best)} widths have their best rate inside those tried; give --rates."
-            )
+        told = {width: found.x.value for width, found in best.items() if not found.edge}
+        if len(told) < 3:
+            inner = f"{len(told)} of {len(best)} widths have their best rate inside those tried"
+            verdict.append(f"{NAMES[form]} {inner}; give --rates.")
             continue
-        law = power(list(inside), list(inside.values()))
+        law = power(list(told), list(told.values()))
         holds = "which holds no change" if law.exponent.has(0.0) else "so a rate tuned small does not hold"
-        verdict.append(f"{form}: the best rate goes with the width to the power {law.exponent}, {holds}.")
+        verdict.append(f"{NAMES[form]} the best rate goes with the width to the power {law.exponent}, {holds}.")
     drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
     limits = (*SMALL, "Three widths, at most 4 times the first; docs/explanation/mup.md has activations over 16 times.")
     return Conclusion(

@@ -38,6 +38,7 @@ def test_an_optimum_at_the_end_of_what_was_tried_is_a_bound():
     found = estimate.optimum([falling, falling])
     assert found.edge == "highest" and str(found) == "at least 0.004"
     assert estimate.optimum([{r: -y for r, y in falling.items()}]).edge == "lowest"
+    assert estimate.optimum([falling | {2e-3: 2.0}, falling]).edge == "highest"  # as many inside as at the end
 
 
 def test_a_power_is_found_with_its_interval():

@@ -44,6 +44,26 @@ def test_a_best_rate_at_the_end_of_those_tried_is_no_point_of_the_rule():
     assert "Only bounded by the rates tried" in rate.conclude(edge).verdict[0]
 
 
+def test_rates_are_added_until_the_best_lies_inside_those_tried():
+    best, tried = {"adamw": 5 * USUAL, "lion": USUAL / 100, "sgd": 1e9}, []
+    lost = lambda t: t.at["optim.peak_lr"] > 1e3 * USUAL  # of SGD, whose search ends there
+
+    def run(trials):
+        tried.extend(trials)
+        off = lambda t: math.log(t.at["optim.peak_lr"] / best[t.at["optim.name"]])
+        return [made(t, 2.0 + 0.05 * off(t) ** 2, diverged=lost(t)) for t in trials]
+
+    wishes, of_name = Wishes(names=tuple(best)), lambda r: r.at("optim.name")
+    results = rate.inside(optimizers.optimizer_trials(BASE, wishes), wishes, run, of_name)
+    rates = {name: sorted({t.at["optim.peak_lr"] for t in tried if t.at["optim.name"] == name}) for name in best}
+    assert rates["adamw"][-1] == 8 * USUAL and len(rates["adamw"]) == 6 and len(rates["lion"]) == 8
+    assert rates["sgd"][-1] == 1600 * USUAL and any(map(lost, tried))
+    assert all(t.cfg.optim.min_lr / t.cfg.optim.peak_lr == pytest.approx(0.05) for t in tried)
+    assert len(results) == len(tried) == len({t.name for t in tried})
+    mine = wishes._replace(rates=(1e-3, 2e-3, 4e-3))
+    assert len(rate.inside(optimizers.optimizer_trials(BASE, mine), mine, run, of_name)) == 3 * 3 * 2
+
+
 def batch_results(critical, least=20_000):
     """Runs whose loss falls as a power of tokens / (1 + batch / critical)."""
     found = []
@@ -91,25 +111,29 @@ def optimizer_results(speed, noise=0.0005):
 
 
 def test_an_optimizer_that_needs_half_the_tokens_is_told_so():
-    found = optimizers.conclude(optimizer_results({"adamw": 1.0, "lion": 2.0, "sgd": 1.0}))
+    found = optimizers.conclude(optimizer_results({"adamw": 1.0, "lion": 2.0, "adafactor": 1.0, "lamb": 0.5}))
     assert found.verdict[0].startswith("Held-out loss, best first: lion")
-    lion, sgd = found.verdict[1:3]
-    assert 0.45 < float(lion.split(" needs ")[1].split()[0]) < 0.56 and "better beyond what seeds differ by" in lion
-    assert "seeds differ by as much as their ends" in sgd
+    lion, adafactor, lamb = found.verdict[1:4]
+    assert 0.45 < float(lion.split(" needs ")[1].split()[0]) < 0.56 and "lower beyond noise" in lion
+    assert "no more than seeds differ by" in adafactor and "higher beyond noise; it never reached" in lamb
 
 
 def test_precision_is_measured_against_the_same_seed():
     worse = {"float32": 0.0, "bfloat16": 0.0, "fp8 products": 0.01}
-    trials = precision.precision_trials(BASE, Wishes(names=("bfloat16", "fp8 products", "float16, no scale")))
+    names = ("bfloat16", "fp8 products", "float16, no scale", precision.DYNAMIC)
     results = [
         made(t, 2.0 + 0.3 * t.seed + worse.get(t.at["precision"], 0) * 2 + noisy(t, 1e-4),
-             diverged="no scale" in t.at["precision"], metrics={"train/loss_scale": [1.0] * 40})
-        for t in trials
+             diverged="no scale" in t.at["precision"], metrics={"train/loss_scale": [2.0**28] * 3 + [2.0**24] * 37})
+        for t in precision.precision_trials(BASE, Wishes(names=names))
     ]  # fmt: skip
-    told = {line.partition(":")[0]: line for line in precision.conclude(results).verdict}
+    found = precision.conclude(results)
+    told = {line.removeprefix("With ").partition(":")[0]: line for line in found.verdict}
     assert "not told apart from it" in told["bfloat16"]
     assert "worse than it" in told["fp8 products"] and "+0.8" in told["fp8 products"]
-    assert "3 of 3 runs diverged" in told["float16, no scale"]
+    assert told["float16, no scale"].endswith(": 3 of 3 runs diverged.")
+    assert told[precision.DYNAMIC].endswith("; the scale fell from 2.68e+08 to 1.68e+07.")
+    fp8 = next(line for line in found.drawings[0].plot.lines if line.label == "fp8 products")
+    assert all(0.5 < percent < 1.5 for percent in fp8.values)  # of its training loss, beside the same seed's
 
 
 def test_clipping_that_allows_twice_the_rate_is_told_so():
@@ -129,7 +153,10 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
         batch, total = trial.cfg.tokens_per_step, trial.cfg.train_tokens
         curve = law(trial.cfg.model.num_params, np.arange(batch, total + 1, batch))
         results.append(made(trial, float(curve[-1]), curve=curve))
-    curves, parabolas, of_loss = isoflop.conclude(results).verdict
+    lowest, curves, parabolas, of_loss = isoflop.conclude(results).verdict
+    assert lowest.count(" parameters at ") == 4 and "at most" not in lowest and "at least" not in lowest
+    small = [r for r in results if r.trial.cfg.model.num_params < 300_000]
+    assert "at least 291K parameters at 3.4e+11" in isoflop.conclude(small).verdict[0]
     for text in (curves, parabolas):
         assert 0.4 < float(text.split("C ** ")[1].split()[0]) < 0.6 and "10 times the largest tried" in text, text
     assert "so the best size grows as C ** 0.5" in of_loss
