@@ -26,6 +26,12 @@ PREDICTED = (
     ("arXiv:2410.21676", "it grows with the data that a model is trained on, hardly with its size"),
 )
 
+LIMITS = (
+    *SMALL,
+    "The loss is one that every batch reached, the largest at its end: an early one for the others, soon after their "
+    "warmup, and the critical batch grows as the loss falls.",
+)
+
 
 def batch_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """Batches x rates around the square root rule x seeds, each for the same tokens."""
@@ -110,7 +116,7 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
         for b, runs in by_batch.items()
     ]  # fmt: skip
     head = ("tokens a step", "best rate tried", "held-out loss", "tokens to the loss", "steps", "FLOPs")
-    return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)
+    return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
 
 
 def of_target(batch: int, tokens: Estimate | None, run: Result) -> list:
@@ -149,5 +155,4 @@ def noise_text(still: Sequence[Result]) -> str:
         return f"The gradient noise scale at the end of training could not be told: {error}."
     steps = units.count(len(norms[0]))
     measured = f"at the end of training, from {steps} gradients of each of two batches"
-    later = "at a lower loss than that of the curves; it grows as the loss falls (arXiv:1812.06162)"
-    return f"The gradient noise scale {measured}, is {tokens_text(scale)}: {later}."
+    return f"The gradient noise scale {measured}, is {tokens_text(scale)}, at a lower loss than that of the curves."

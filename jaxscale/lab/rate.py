@@ -30,6 +30,8 @@ PREDICTED = (
     ),
 )
 
+LIMITS = (*SMALL, "The exponent's interval is of the scatter of the best rates about a line: of these batches alone.")
+
 
 def rate_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """Optimizers x batches x rates x seeds, each for the same tokens."""
@@ -135,7 +137,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         verdict.append(f"With {name} {in_words(best)}")
     drawings.append(drawing("Best rate of each batch", best_lines, "tokens a step", log_below=True, log=True))
     head = ("optimizer", "tokens a step", "best rate", "loss there", "rates that diverged")
-    return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)
+    return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
 
 
 def in_words(best: dict[int, Optimum]) -> str:

@@ -67,7 +67,11 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         holds = "which holds no change" if law.exponent.has(0.0) else "so a rate tuned small does not hold"
         verdict.append(f"{NAMES[form]} the best rate goes with the width to the power {law.exponent}, {holds}.")
     drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
-    limits = (*SMALL, "Three widths, at most 4 times the first; docs/explanation/mup.md has activations over 16 times.")
+    limits = (
+        *SMALL,
+        "Three widths, at most 4 times the first: an exponent's interval, of the scatter about a line, is wide with so "
+        "few. docs/explanation/mup.md has activations over 16 times.",
+    )
     return Conclusion(
         verdict, limits, PREDICTED, drawings, ("", "width", "best rate", "loss there", "diverged at"), rows
     )
