@@ -77,7 +77,6 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     ways = three_ways(points, curves, FARTHER * budgets[-1], said=said, budgets=budgets, within=0.25)
     bests = [(way.name, {o.flops: o.params for o in way.law.optima}) for way in ways if way.law is not None]
     places = {params: place for place, params in enumerate(sorted({curve.params for curve in curves}))}
-    of_budget = lambda flops: [(p.params, p.loss) for r, p in held if float(r.at(BUDGET)) == flops]
     drawings = [
         drawing(
             "Training loss over FLOPs, smoothed", [smooth_line(curve, places[curve.params]) for curve in curves],
@@ -85,7 +84,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         ),
         drawing(
             "Loss over size, at equal FLOPs",
-            [line(f"{flops:.2g} FLOPs", of_budget(flops), place) for place, flops in enumerate(budgets)],
+            [one for place, flops in enumerate(budgets) for one in mean_ends(held, flops, place)],
             "parameters", log_below=True, unit="nats, held out",
         ),
         drawing(
@@ -117,4 +116,14 @@ def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
         best = min(losses, key=lambda size: losses[size].value)
         bound = {min(losses): "at most ", max(losses): "at least "}.get(best, "")
         parts.append(f"{bound}{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats)")
-    return f"Of the sizes tried the lowest end is of {'; '.join(parts)}."
+    inside = any(not part.startswith("at ") for part in parts)
+    beyond = "" if inside else " None lies inside those tried: what a law says below of a best size is a guess."
+    return f"Of the sizes tried the lowest end is of {'; '.join(parts)}.{beyond}"
+
+
+def mean_ends(held: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[Line]:
+    """Loss over size at one budget: each run a point, and a line through the means."""
+    points = [(p.params, p.loss) for r, p in held if float(r.at(BUDGET)) == flops]
+    means = {size: mean([loss for at, loss in points if at == size]).value for size, _ in points}
+    label = f"{flops:.2g} FLOPs"
+    return [line(label, points, place, "dots"), line(label, means, place)]
