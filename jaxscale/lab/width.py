@@ -11,7 +11,7 @@ from jaxscale.reporting.tables import n
 
 FORM, WIDTH = "parametrisation", "width"
 STANDARD, MUP = "standard", "muP"
-NAMES = {STANDARD: "Without muP", MUP: "With muP"}
+NAMES = {STANDARD: "without muP", MUP: "with muP"}
 TIMES = (1, 2, 4)  # the config's width
 FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # of the config's rate
 PREDICTED = (
@@ -45,7 +45,7 @@ def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
 
 def conclude(results: Sequence[Result]) -> Conclusion:
     """The Conclusion of these results."""
-    verdict, drawings, rows, bests = [], [], [], []
+    verdict, drawings, rows, bests, ends = [], [], [], [], {}
     for place, (form, runs) in enumerate(groups_of(results, lambda r: r.at(FORM)).items()):
         best, lines = {}, []
         for number, (width, of_width) in enumerate(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())):
@@ -57,6 +57,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         drawings.append(
             drawing(f"{form}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
         )
+        ends[form] = {width: found.y for width, found in best.items()}
         bests.append(line(form, {width: found.x.value for width, found in best.items()}, place))
         told = {width: found.x.value for width, found in best.items() if not found.edge}
         if len(told) < 3:
@@ -66,6 +67,9 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         law = power(list(told), list(told.values()))
         holds = "which holds no change" if law.exponent.has(0.0) else "so a rate tuned small does not hold"
         verdict.append(f"{NAMES[form]} the best rate goes with the width to the power {law.exponent}, {holds}.")
+    if shared := set.intersection(*map(set, ends.values())):
+        told = " and ".join(f"{of[max(shared)]} nats {NAMES[form]}" for form, of in ends.items())
+        verdict.append(f"At a width of {max(shared)} the best rate ends at {told}.")
     drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
     limits = (
         *SMALL,

@@ -171,7 +171,8 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
         best = USUAL * 1.3 * (trial.at["width"] / 64) ** power
         loss = 2.0 + 0.05 * math.log(trial.at["optim.peak_lr"] / best) ** 2 + noisy(trial, 0.0005)
         results.append(made(trial, loss))
-    standard, mup = width.conclude(results).verdict
+    standard, mup, ends = width.conclude(results).verdict
+    assert ends.startswith("At a width of 256 the best rate ends at ") and ends.count("nats with") == 2
     assert power_in(standard) == pytest.approx(-1, abs=0.05) and "does not hold" in standard
     assert power_in(mup) == pytest.approx(0, abs=0.05) and "which holds no change" in mup
 
