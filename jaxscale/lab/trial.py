@@ -159,8 +159,17 @@ def read_result(trial: Trial, work: Any) -> Result:
     # A run that ends no better than chance learned nothing that can be compared: such rates collapse a model whose
     # norms keep it finite.
     diverged = code == Exit.NON_FINITE or loss is None or loss > CHANCE * math.log(trial.cfg.model.vocab_size)
-    seconds = math.fsum(row["step_seconds"] for row in history.rows if is_number(row.get("step_seconds")))
-    return Result(trial, str(folder), diverged, None if diverged else loss, history, seconds)
+    return Result(trial, str(folder), diverged, None if diverged else loss, history, seconds_of(history.rows))
+
+
+def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds of the steps; a row is of all steps since the one before, and tells what one took."""
+    total, before = 0.0, 0
+    for row in rows:
+        if "step_seconds" in row:
+            total += (row["step"] - before) * (row["step_seconds"] if is_number(row["step_seconds"]) else 0.0)
+            before = row["step"]
+    return total
 
 
 def groups_of(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:

@@ -12,7 +12,7 @@ from jaxscale.lab.experiment import Wishes
 from jaxscale.lab.experiments import EXPERIMENTS
 from jaxscale.lab.page import lab_page
 from jaxscale.lab.sizes import inner_flops, wider
-from jaxscale.lab.trial import Base
+from jaxscale.lab.trial import Base, seconds_of
 from jaxscale.system.exits import BadInput
 
 USUAL = BASE.cfg.optim.peak_lr
@@ -115,6 +115,12 @@ def test_an_optimizer_that_needs_half_the_tokens_is_told_so():
     assert found.verdict[0].startswith("Held-out loss, best first: lion")
     lion, adafactor, lamb = found.verdict[1:4]
     assert 0.45 < float(lion.split(" needs ")[1].split()[0]) < 0.56 and "lower beyond noise" in lion
+    every_tenth = [
+        {"step": 1, "step_seconds": None},
+        {"step": 10, "step_seconds": 0.5},
+        {"step": 12, "step_seconds": 1.0},
+    ]
+    assert seconds_of([{"step": 0}, *every_tenth]) == 9 * 0.5 + 2 * 1.0
     assert "no more than seeds differ by" in adafactor and "higher beyond noise; it never reached" in lamb
 
 
