@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.corpus.curate.duplicates import make_near_sketch
 from jaxscale.corpus.prepare.blocks import cut
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
-from jaxscale.corpus.prepare.dedup import NEIGHBOURS
+from jaxscale.corpus.prepare.dedup import find_duplicates, write_sketches
 from jaxscale.corpus.prepare.engine import make_plan, prepare
-from jaxscale.corpus.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
 from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.lookup import block_base, write_blocks
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.work import make_stage
 from jaxscale.data.config import DataConfig
@@ -103,13 +102,15 @@ def forgetful(documents: Sequence[Document]) -> list[Document]:
 
 
 def near_pass(cfg: PrepareConfig, documents: Sequence[Document], folder: str) -> None:
-    """Hashes, signatures, bands, join and verification: the whole of near_dedup."""
-    sketch, paths = make_near_sketch(cfg.near_dedup), []
+    """The whole of near_dedup as `prepare` does it: hashes, signatures, bands, join, verification, what goes."""
+    work, name, rows = tempfile.mkdtemp(dir=folder), "near_dedup", []
     for number, block in enumerate(cut(forgetful(documents), cfg.block_bytes)):
-        paths.append(pathlib.Path(folder) / f"{number}.npy")
-        write_sketch(paths[-1], sketch(block))
-    pairs = duplicate_pairs(paths, 0, 1, NEIGHBOURS)
-    components(*verified(*pairs, signature_reader(paths.__getitem__), cfg.near_dedup.threshold))
+        base = block_base(work, 0, number, 0)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        rows.append((number, 0, len(block), 0, *write_sketches(cfg, (name,), str(base), block)))
+    blocks = write_blocks(work, 0, np.array(rows, np.int64))
+    with LocalExecutor(1) as executor:
+        find_duplicates(cfg, name, pathlib.Path(work) / "join", blocks, 0, executor)
 
 
 def make_shards(cfg: PrepareConfig, stages: Sequence[str], folder: str, name: str) -> None:

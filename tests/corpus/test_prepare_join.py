@@ -8,22 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.corpus.curate.hashes import Sketch, mix
-from jaxscale.corpus.prepare import join
+from jaxscale.corpus.prepare import dedup, join
+from jaxscale.corpus.prepare.dedup import NEIGHBOURS, Join, leave_pairs, pairs_by_exchange, sketch_path
 from jaxscale.corpus.prepare.exchange import Exchange, Files, exchange, merge_records, read_records
 from jaxscale.corpus.prepare.join import (
     components,
-    duplicate_pairs,
     group_pairs,
     item_numbers,
     num_partitions,
     of_block,
     parts,
-    signature_reader,
-    unique_pairs,
-    verified,
+    sketch_between,
     write_sketch,
 )
-from jaxscale.corpus.prepare.lookup import numbered
+from jaxscale.corpus.prepare.lookup import block_base, numbered, write_blocks
 from jaxscale.corpus.prepare.unite import unite
 
 BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=12), max_size=5)
@@ -32,6 +30,28 @@ BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), ma
 def sketch_of(rows):
     keys, places = (np.array(column) for column in zip(*rows)) if rows else ([], [])
     return Sketch(mix(np.array(keys, np.uint64)), np.array(places, np.int64))
+
+
+def join_of(folder, sketches, threshold=None):
+    """A join over blocks with these sketches."""
+    name, rows = "near_dedup" if threshold else "exact_dedup", []
+    for block, sketch in enumerate(sketches):
+        base = block_base(str(folder), 0, block, 0)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        write_sketch(sketch_path(str(base), name), sketch)
+        rows.append((block, 0, 0, 0, len(sketch.keys)))
+    (folder / "pass0").mkdir(exist_ok=True)
+    blocks = write_blocks(str(folder), 0, np.array(rows, np.int64).reshape(-1, 5))
+    return Join(str(folder / "join"), str(folder), 0, name, threshold, len(blocks), blocks.total(4))
+
+
+def run_all(function, calls):
+    return list(map(function, calls))
+
+
+def pairs_in(folder):
+    found = [np.load(path) for path in sorted(folder.glob("*/*.npy"))]
+    return np.concatenate(found).tolist() if found else []
 
 
 def brute_force(blocks, neighbours):
@@ -66,28 +86,29 @@ def linked(pairs):
 
 
 @settings(max_examples=60, deadline=None)
-@given(BLOCKS, st.integers(1, 7), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_pairs_are_those_of_a_dictionary_for_any_number_of_partitions(
-    tmp_path_factory, blocks, count, neighbours, random
-):
+@given(BLOCKS.filter(len), st.integers(1, 7), st.sampled_from([None, 0.5]), st.randoms(use_true_random=False))
+def test_pairs_are_those_of_a_dictionary_for_any_number_of_ranges(tmp_path_factory, blocks, count, threshold, random):
     folder = tmp_path_factory.mktemp("sketches")
-    paths = [folder / f"{block}.npy" for block in range(len(blocks))]
-    for path, rows in random.sample(list(zip(paths, blocks)), len(blocks)):
+    for rows in blocks:
         random.shuffle(rows)
-        write_sketch(path, sketch_of(rows))
-    found = [duplicate_pairs(paths, part, count, neighbours) for part in range(count)]
-    items, firsts = unique_pairs(*(np.concatenate(column) for column in zip(*found)))
-    expected = brute_force(blocks, neighbours)
-    assert list(zip(items.tolist(), firsts.tolist())) == expected
+    whole = Exchange(join_of(folder, map(sketch_of, blocks), threshold), str(folder), len(blocks), count)
+    whole = whole._replace(out=str(folder / "pairs"))
+    found = sum(exchange(run_all, whole, merge_records, leave_pairs))
+    order = slice(None) if threshold is None else slice(None, None, -1)  # candidates are sorted by the smaller item
+    pairs = [tuple(pair[order]) for pair in pairs_in(folder / "pairs")]
+    expected = brute_force(blocks, 0 if threshold is None else NEIGHBOURS)
+    assert len(pairs) == found and sorted(set(pairs)) == expected
+    items, firsts = np.array(expected, np.uint64).reshape(-1, 2).T
     removed, keepers = components(items, firsts)
     assert dict(zip(removed.tolist(), keepers.tolist())) == linked(expected)
 
 
-def test_keys_at_the_edges_of_partitions_are_in_one_of_them(tmp_path):
+def test_keys_at_the_edges_of_ranges_are_in_one_of_them(tmp_path):
     keys = np.repeat(np.array([0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1], np.uint64), 2)
-    write_sketch(tmp_path / "0.npy", Sketch(keys, np.arange(8)))
-    found = [duplicate_pairs([tmp_path / "0.npy"], part, 2)[0] for part in range(2)]
-    assert [parts(items).places.tolist() for items in found] == [[1, 3], [5, 7]]
+    whole = Exchange(join_of(tmp_path, [Sketch(keys, np.arange(8))]), str(tmp_path), 1, 2)
+    for part, expected in enumerate([[1, 3], [5, 7]]):
+        leave_pairs(call := whole._replace(number=part))
+        assert np.load(call.path(1, part, ".npy"))[:, 0].tolist() == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).filter(lambda pair: pair[0] > pair[1]), max_size=80))
@@ -185,29 +206,26 @@ def test_a_torn_sketch_is_named(tmp_path, damage):
     write_sketch(tmp_path / "0.npy", sketch_of([(1, 0), (1, 1)]))
     (tmp_path / "0.npy").write_bytes(damage((tmp_path / "0.npy").read_bytes()))
     with pytest.raises(ValueError, match=r"0\.npy"):
-        duplicate_pairs([tmp_path / "0.npy"], 0, 1)
+        sketch_between(tmp_path / "0.npy", 0, 1)
 
 
 def test_a_file_of_other_numbers_is_no_sketch(tmp_path):
     np.save(tmp_path / "0.npy", np.zeros(3))
     with pytest.raises(ValueError, match="not the keys and items"):
-        duplicate_pairs([tmp_path / "0.npy"], 0, 1)
+        sketch_between(tmp_path / "0.npy", 0, 1)
 
 
-def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(join, "PAIRS_AT_ONCE", 2)
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 1.0])
+def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, monkeypatch, threshold):
+    monkeypatch.setattr(dedup, "PAIRS_AT_ONCE", 2)
     rng = np.random.default_rng(0)
-    paths, whole = {}, {}
-    for block in (2, 0):
-        whole[block] = rng.integers(0, 3, (5, 10)).astype(np.uint32)
-        paths[block] = tmp_path / f"{block}.npy"
-        write_sketch(paths[block], Sketch(*sketch_of([])[:2], whole[block]))
-    items = np.concatenate([item_numbers(2, [4, 0, 3, 1, 2]), item_numbers(0, [4, 3])])
-    firsts = np.concatenate([item_numbers(0, [0, 4, 1, 2, 2]), item_numbers(0, [0, 0])])
-    read = signature_reader(paths.__getitem__)
-    assert np.array_equal(read(items), np.concatenate([whole[2][[4, 0, 3, 1, 2]], whole[0][[4, 3]]]))
-    shares = (read(items) == read(firsts)).mean(1)
-    for threshold in (0.1, 0.3, 0.5, 1.0):
-        kept, _ = verified(items, firsts, read, threshold)
-        assert kept.tolist() == items[shares >= threshold - 1e-12].tolist()
-    assert len(verified(items[:0], firsts[:0], read, 0.5)[0]) == 0
+    signatures = rng.integers(0, 3, (3, 5, 9)).astype(np.uint32)  # of three blocks of five documents
+    signatures[2, 4], signatures[2, 1, :8] = signatures[0, 0], signatures[1, 1, :8]
+    blocks = [[(key, place) for place in range(5) for key in {place % 2, 7}] for _ in signatures]
+    sketches = [Sketch(*sketch_of(rows)[:2], own) for rows, own in zip(blocks, signatures)]
+    pairs_by_exchange(run_all, join_of(tmp_path, sketches, threshold))
+    of = lambda item: signatures[item >> 32, item & (1 << 32) - 1]
+    candidates = brute_force(blocks, NEIGHBOURS)
+    expected = [[a, b] for a, b in candidates if np.mean(of(a) == of(b)) >= threshold - 1e-12]
+    assert sorted(pairs_in(tmp_path / "join/pairs")) == expected
+    assert 0 < len(expected) < len(candidates)

@@ -8,9 +8,8 @@ A block's number is its place in the list of files, which nobody knows when a bl
 An item is numbered block << 32 | its place in the block, a document's or a line's: in the order of the input, so the
 first copy is the one with the smallest number.
 
-Memory, measured: duplicate_pairs holds one partition, at 37 bytes per (key, item) and 80 more per pair that it finds;
-components about 60 bytes per pair; verified two signatures per pair, for PAIRS_AT_ONCE pairs at once. The copies of
-one key are always in one partition, however many.
+Memory, measured: pairs_of_keys takes 37 bytes per (key, item) and 80 more per pair that it finds; components about 60
+bytes per pair. The copies of one key are always in one partition, however many.
 """
 
 import functools
@@ -103,28 +102,6 @@ def num_partitions(total_bytes: int, memory_bytes: int) -> int:
     return max(1, -(-total_bytes * WORK * 5 // (memory_bytes * 4)))
 
 
-def duplicate_pairs(
-    paths: Sequence[str | os.PathLike[str]], partition: int, num_partitions: int, neighbours: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """(items, firsts), uint64[k] each, sorted: for each key in the partition with several items, each later one with
-    the first one.
-
-    paths: of the sketches of blocks 0, 1, 2 ...
-    neighbours: pair each item also with this many before it of the same key. Needed where equal keys only make
-    candidates: if the first of a bucket is unlike the others, those others still meet.
-    """
-    assert 0 <= partition < num_partitions, (partition, num_partitions)
-    begin, end = ((part << 64) // num_partitions for part in (partition, partition + 1))
-    loaded = [np.zeros((2, 0), np.uint64)]
-    for block, path in enumerate(paths):
-        part = np.array(sketch_between(path, begin, end))  # copied, so that the map is closed
-        part[1] |= item_numbers(block, 0)
-        loaded.append(part)
-    keys, items = (np.concatenate([part[row] for part in loaded]) for row in (0, 1))
-    del loaded
-    return pairs_of_keys(keys, items, neighbours)
-
-
 def sketch_between(path: str | os.PathLike[str], begin: int, end: int) -> np.ndarray:
     """uint64[2, k]: keys and items of a sketch with keys from begin up to but not including end, memory-mapped."""
     sketch = open_array(path)
@@ -135,7 +112,11 @@ def sketch_between(path: str | os.PathLike[str], begin: int, end: int) -> np.nda
 
 
 def pairs_of_keys(keys: np.ndarray, items: np.ndarray, neighbours: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(items, firsts): duplicate_pairs of keys and items that lie in memory, in any order."""
+    """(items, firsts), uint64[k] each, sorted: for each key with several items, each later one with the first one.
+
+    Args: keys, items: in any order. neighbours: pair each item also with this many before it of the same key. Needed
+    where equal keys only make candidates: if the first of a bucket is unlike the others, those others still meet.
+    """
     order = np.argsort(keys)
     keys = keys[order]
     same = keys[1:] == keys[:-1]
@@ -174,7 +155,7 @@ def unique_pairs(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def group_pairs(items: Sequence[int], neighbours: int = 0) -> list[tuple[int, int]]:
-    """[(item, first)]: the pairs that duplicate_pairs makes of one key, for engines that group by key themselves."""
+    """[(item, first)]: the pairs that pairs_of_keys makes of one key, for engines that group by key themselves."""
     group = np.sort(np.fromiter(items, np.uint64))
     later, earlier = pairs_of_keys(np.zeros(len(group), np.uint64), group, neighbours)
     return list(zip(later.tolist(), earlier.tolist()))
@@ -203,25 +184,12 @@ def signature_reader(sketch_of: Callable[[int], str | os.PathLike[str]]) -> Read
     return read
 
 
-def verified(
-    items: np.ndarray, firsts: np.ndarray, signatures: ReadSignatures, threshold: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs whose documents have an estimated Jaccard similarity of at least the threshold.
-
-    The estimate is the share of equal numbers in two signatures (Broder, 1997); its standard error is at most
-    0.5 / sqrt(permutations).
-    """
-    kept = [np.zeros(0, bool)]
-    for begin in range(0, len(items), PAIRS_AT_ONCE):
-        chunk = slice(begin, begin + PAIRS_AT_ONCE)
-        left, right = signatures(items[chunk]), signatures(firsts[chunk])
-        kept.append(alike(left, right, threshold))
-    kept = np.concatenate(kept)
-    return items[kept], firsts[kept]
-
-
 def alike(left: np.ndarray, right: np.ndarray, threshold: float) -> np.ndarray:
-    """bool[n]: whether row i of both, uint32[n, permutations], is equal in at least this share of its numbers."""
+    """bool[n]: whether row i of both, uint32[n, permutations], is equal in at least this share of its numbers.
+
+    That share estimates the Jaccard similarity of two documents by their signatures (Broder, 1997); its standard error
+    is at most 0.5 / sqrt(permutations).
+    """
     return np.count_nonzero(left == right, axis=1) >= threshold * left.shape[1] - 1e-9  # 0.7 * 10 is above 7
 
 
