@@ -133,7 +133,8 @@ def test_pairs_are_united_the_same_in_many_ranges(tmp_path, number, memory):
     assert facts["largest"] == [(keeper, number + 1) for keeper, number in largest]
 
 
-def test_an_exchange_sorts_more_files_than_a_task_opens(tmp_path):
+@pytest.mark.parametrize("merges_first", [False, True])
+def test_an_exchange_sorts_more_files_than_a_task_opens(tmp_path, merges_first):
     rng, inputs, outputs = np.random.default_rng(0), 130, 5
     keys = np.sort(rng.integers(0, 1000, (inputs, 20)).astype(np.uint64), axis=1)
     for number, own in enumerate(keys):
@@ -141,6 +142,8 @@ def test_an_exchange_sorts_more_files_than_a_task_opens(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, np.stack([own, np.arange(20, dtype=np.uint64) + np.uint64(20 * number)], axis=1))
     whole = Exchange(Files(str(tmp_path / "in")), str(tmp_path), inputs, outputs, span=1000)
+    whole = whole._replace(merges_first=merges_first)
+    assert (whole.ranges(1) == 1) == merges_first  # each file is opened once
     assert whole.levels == 2 and max(whole.ranges(1), len(whole.reads()[0])) < 13
     found = list(exchange(lambda function, calls: list(map(function, calls)), whole, merge_records, read_records))
     order = np.argsort(keys.ravel(), kind="stable")  # equal keys stay in the order of the files

@@ -10,6 +10,10 @@ one range, and of their keys one part of the range, which it merges into one fil
 So every byte is read and written once a level, files grow from the size of an input to that of a range, and the number
 of files opened is linear but for the number of levels, which grows by one each time that the input grows 128 times.
 Merging keeps the order of the files, so what comes out does not depend on the levels.
+
+A level that cuts ranges in n opens each file n times, which costs much where files are many and small, as blocks are.
+Where `merges_first`, the first level therefore merges neighbouring files whole, each opened once; whoever does its
+tasks must do it in bounded memory.
 """
 
 import bisect
@@ -57,17 +61,28 @@ class Exchange(NamedTuple):
     span: int = 1 << 64  # keys are below it
     out: str = ""  # folder of what the last level leaves
     options: tuple[Any, ...] = ()  # for the last level
+    merges_first: bool = False  # where there are several levels: the first merges whole files, and cuts no range
     level: int = 1
     number: int = 0
 
     @property
     def levels(self) -> int:
         """How many there are."""
-        return next(n for n in range(1, 64) if MOST_WAYS**n >= max(self.inputs, self.outputs))
+        enough = lambda n: MOST_WAYS**n >= self.inputs and MOST_WAYS ** self.cutting(n) >= self.outputs
+        return next(n for n in range(1, 64) if enough(n))
+
+    def cutting(self, levels: int) -> int:
+        """How many of so many levels cut ranges."""
+        return levels - (self.merges_first and levels > 1)
+
+    @property
+    def cuts(self) -> int:
+        """Into how many a level cuts a range."""
+        return ways(self.outputs, self.cutting(self.levels))
 
     def ranges(self, level: int) -> int:
         """Into how many ranges the keys are cut after a level."""
-        return -(-self.outputs // ways(self.outputs, self.levels) ** (self.levels - level))
+        return -(-self.outputs // self.cuts ** (self.levels - level))
 
     def runs(self, level: int) -> int:
         """How many files there are for each of these ranges."""
@@ -79,14 +94,14 @@ class Exchange(NamedTuple):
 
     def bound(self, number: int, level: int) -> int:
         """The first key of a range after a level."""
-        first = number * ways(self.outputs, self.levels) ** (self.levels - level)
+        first = number * self.cuts ** (self.levels - level)
         return min(first, self.outputs) * self.span // self.outputs
 
     def reads(self) -> tuple[list[int], int, int]:
         """(the numbers of the files that this task reads, its first key, the key after its last)."""
         part, run = divmod(self.number, self.runs(self.level))
         before, together = self.runs(self.level - 1), ways(self.inputs, self.levels)
-        base = part // ways(self.outputs, self.levels) * before
+        base = part // self.cuts * before
         files = [base + i for i in range(run * together, min((run + 1) * together, before))]
         return files, self.bound(part, self.level), self.bound(part + 1, self.level)
 
