@@ -25,6 +25,7 @@ from jaxscale import schema
 from jaxscale.corpus.prepare.blocks import read_table, write_table
 from jaxscale.corpus.prepare.config import JOINS, PrepareConfig
 from jaxscale.corpus.prepare.join import open_array, save_whole
+from jaxscale.data.verified import remove
 from jaxscale.system.paths import read_json, write_text_atomic
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.sources.part import Part
@@ -82,6 +83,8 @@ class Pieces(Sequence[tuple[SourceFile, Part]]):
 
 def write_input(folder: pathlib.Path, cfg: PrepareConfig, pieces: Pieces) -> None:
     """Writes what tasks look up of the recipe and the input."""
+    for name in ("recipe.json", "files.arrow", "pieces.npy"):
+        remove(folder / name)  # of a process that was killed, and perhaps damaged since
     write_text_atomic(folder / "recipe.json", json.dumps(schema.to_dict(cfg), sort_keys=True))
     columns = {name: [getattr(file, name) for file in pieces.files] for name in SourceFile._fields}
     texts = {
@@ -162,6 +165,7 @@ class Blocks(Sequence[str]):
 def write_blocks(folder: str, number: int, found: np.ndarray) -> Blocks:
     """The blocks of a pass, found in any order, after they are written down for tasks."""
     rows = found[np.lexsort((found[:, 1], found[:, 0]))]
+    remove(pass_folder(folder, number) / "blocks.npy")  # as above
     save_whole(pass_folder(folder, number) / "blocks.npy", rows)
     return Blocks(folder, number, rows)
 
