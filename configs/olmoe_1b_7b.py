@@ -3,7 +3,7 @@
     jaxscale convert --from=OLMoE-1B-7B-0924 --workdir=runs/olmoe    # a folder with the model's files
     python -m jaxscale.main --config=configs/olmoe_1b_7b.py --init_from=runs/olmoe
 
-Shape: config.json of allenai/OLMoE-1B-7B-0924. All but the model is as in mixtral_8x7b.py.
+Shape: config.json of allenai/OLMoE-1B-7B-0924. All but the model and its auxiliary losses is as in mixtral_8x7b.py.
 Measured on one H200 (jax 0.11.2, 2026-11-26): 4 rows a step, 35,352 tokens/s, MFU 28.2%, 116.6 GiB; not trained.
 docs/explanation/mixtures.md#on-a-gpu has the command, and what it takes.
 Continued pretraining of one billion tokens at 40% MFU costs 12 chip-hours of TPU v5p (459 TFLOP/s).

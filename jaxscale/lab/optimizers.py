@@ -131,7 +131,9 @@ def faster_text(
             "no more than seeds differ by" if off.has(0.0) else f"{'lower' if off.value < 0 else 'higher'} beyond noise"
         )
     text = f"With {name} a run ends {off} nats beside {first}'s, {told}"
-    if name not in logs or first not in logs:
+    if first not in logs:
+        return f"{text}; not every seed of {first} came to the mean of its ends, so tokens are not compared."
+    if name not in logs:
         return f"{text}; it never reached the loss that {first} ends with."
     part = Estimate(*(None if value is None else math.exp(value) for value in apart(logs, name, first)))
     return f"{text}; it needs {part} of the tokens for the loss that {first} ends with."

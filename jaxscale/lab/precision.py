@@ -93,6 +93,8 @@ def scale_text(runs: Sequence[Result]) -> str:
     ends = [values[-1] for r in runs if (values := r.curve(LOSS_SCALE)[1])]
     if not ends:
         return "no scale was logged"
+    if min(ends) >= OVERFLOWS:
+        return f"the scale ended no lower than the {OVERFLOWS:.3g} where it began"
     low, high = f"{min(ends):.3g}", f"{max(ends):.3g}"
     return f"the scale fell from {OVERFLOWS:.3g} to {low if low == high else f'between {low} and {high}'}"
 

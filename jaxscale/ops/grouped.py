@@ -20,7 +20,7 @@ from jaxscale.units import divisors
 LANES = 128  # of a TPU's tile: sizes of a kernel's blocks are multiples
 # Bytes of fast memory for a kernel's blocks: Mixtral's step compiled with them for v5p (libtpu 0.0.51, 2026-11-24).
 KERNEL_BYTES = 12 << 20
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in the device_kind of a card
+HOPPER = 9.0  # compute capability
 
 # (x_RC, w_ECO, counts_E) -> y_RO in x's dtype, and the gradient of w in w's own. Rows behind the last group have no
 # meaning, and none in the gradients. turned=True: w lies in memory as [E, O, C].
@@ -131,20 +131,22 @@ class ExpertKernels(NamedTuple):
     lay_rows: LayRows = in_slots
     weigh: Weigh = weigh
     as_bits: bool = True  # whether rows are moved to experts and back as integers, which is fast on a CPU
+    why_slots: str = ""  # what kept a GPU from kernels
 
 
-def choose_expert_kernels(platform: str, device_kind: str, dtype: Any) -> ExpertKernels:
+def choose_expert_kernels(platform: str, device: jax.Device | None, dtype: Any) -> ExpertKernels:
     """Kernels for "tpu", and in 16 bits for Hopper cards; elsewhere slots, since XLA has no form there that leaves out
     what no row asks for."""
     if platform == "tpu":
         products = kernel_products()
-    elif platform == "gpu" and is_hopper(device_kind) and jnp.dtype(dtype).itemsize == 2:
+    elif platform == "gpu" and is_hopper(device) and jnp.dtype(dtype).itemsize == 2:
         products = hopper_products()
     else:
-        return ExpertKernels(as_bits=platform == "cpu")
+        why = "the kernels are for Hopper cards, and for bfloat16 and float16" if platform == "gpu" else ""
+        return ExpertKernels(as_bits=platform == "cpu", why_slots=why)
     return ExpertKernels(functools.partial(grouped_project, products), all_rows, weighed, as_bits=False)
 
 
-def is_hopper(device_kind: str) -> bool:
-    """Whether it is a card of compute capability 9.0."""
-    return any(kind in device_kind for kind in HOPPER)
+def is_hopper(device: jax.Device | None) -> bool:
+    """Whether it is an NVIDIA card of that generation, such as an H100 or H200."""
+    return float(getattr(device, "compute_capability", None) or 0) == HOPPER

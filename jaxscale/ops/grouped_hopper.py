@@ -25,16 +25,16 @@ STAGES = 4  # of the pipeline: 192 KiB of the 227 that a block of threads can ha
 WARPGROUPS = 2  # that multiply
 FETCH_REGISTERS = 40  # of the warpgroup that fetches: it leaves the rest to those that multiply
 ACROSS = 8  # tiles of columns that are walked before the next rows: what they share stays in the L2 cache
-CORES = 132  # streaming multiprocessors of an H100 SXM and an H200; with fewer, some have two blocks of threads
+CORES = 132  # streaming multiprocessors of an H100 SXM and an H200; with fewer, some run two blocks in turn
 SWIZZLE_BYTES, LINES = 128, 8  # of a line of shared memory; lines that are swizzled together
 
 
-def whole_tiles(x_RC: jax.Array) -> jax.Array:
+def padded_rows(x_RC: jax.Array) -> jax.Array:
     """Rows with zeros behind them: as many as TMA can copy, and of a size that tiles divide."""
     return jnp.pad(x_RC, ((0, -len(x_RC) % LINES), (0, -x_RC.shape[1] % WIDTHS)))
 
 
-def whole_matrices(w_ECO: jax.Array) -> jax.Array:
+def padded_matrices(w_ECO: jax.Array) -> jax.Array:
     """Matrices with zeros behind them, of sizes that tiles divide."""
     return jnp.pad(w_ECO, ((0, 0), (0, -w_ECO.shape[1] % WIDTHS), (0, -w_ECO.shape[2] % WIDTHS)))
 
@@ -86,7 +86,7 @@ def launch(body: Any, out: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Arra
 def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, turned: bool = False) -> jax.Array:
     """y_RO in x's dtype, of 16 bits; turned: w is [E, O, C]. Rows behind the last group are not written."""
     asked = len(x_RC), w_ECO.shape[1 if turned else 2]
-    x_RC, w_ECO = whole_tiles(x_RC), whole_matrices(w_ECO)
+    x_RC, w_ECO = padded_rows(x_RC), padded_matrices(w_ECO)
     (rows, contracted), width = x_RC.shape, w_ECO.shape[1 if turned else 2]
     tiles, most = tiles_of_groups(counts_E, rows)
     of_tile = pl.cdiv(width, TILE_O)
@@ -181,7 +181,7 @@ def write_rows(y_smem: Any, y_gmem: Any, first: Any, begin: Any, end: Any, colum
 def hopper_of_weights(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dtype: Any) -> jax.Array:
     """dw_ECO, 0 of groups without rows."""
     asked = x_RC.shape[1], dy_RO.shape[1]
-    x_RC, dy_RO = whole_tiles(x_RC), whole_tiles(dy_RO)
+    x_RC, dy_RO = padded_rows(x_RC), padded_rows(dy_RO)
     contracted, width = x_RC.shape[1], dy_RO.shape[1]
     groups = len(counts_E)
     ends_E = jnp.cumsum(counts_E)

@@ -55,7 +55,7 @@ def choose_kernels(
     attend, resolved, why_plain = choose_attention(attention, platform, needs, device)
     project = cpu_project if platform == "cpu" else einsum_project
     turn = rotate_on_tpu if platform == "tpu" else rotate
-    experts = choose_expert_kernels(platform, device.device_kind if device else "", needs.dtype)
+    experts = choose_expert_kernels(platform, device, needs.dtype)
     return Kernels(
         attend=attend, attention=resolved, why_plain=why_plain, project=project, experts=experts, rotate=turn
     )

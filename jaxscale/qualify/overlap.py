@@ -89,7 +89,11 @@ def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]
     opcode = instruction.opcode
     if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return "collective"
-    if product_flops(instruction, computation) or opcode == "custom-call" and custom_target(instruction) == PALLAS:
+    if (
+        product_flops(instruction, computation)
+        or opcode == "custom-call"
+        and custom_target(instruction).startswith(PALLAS)
+    ):
         return "product"
     if opcode in ("fusion", "call") or opcode.startswith("async"):
         return next((does[name] for name in instruction.called if name in does), "")

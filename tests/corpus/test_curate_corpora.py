@@ -8,13 +8,14 @@ import random
 import numpy as np
 import pyarrow.parquet
 import pytest
+from sketched import united
 
 from jaxscale.corpus.curate.config import ContaminationConfig, NearConfig, SubstringConfig
 from jaxscale.corpus.curate.contamination import make_contamination
 from jaxscale.corpus.curate.duplicates import make_near_sketch
 from jaxscale.corpus.curate.hashes import ngram_hashes, word_hashes
 from jaxscale.corpus.curate.substring import make_substring
-from jaxscale.corpus.prepare.join import components, duplicate_pairs, parts, signature_reader, verified, write_sketch
+from jaxscale.corpus.prepare.join import parts, write_sketch
 from jaxscale.text.document import Document
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
@@ -62,8 +63,7 @@ def test_edited_copies_of_web_pages_are_dropped_and_no_others(pages, tmp_path):
         copies.append(" ".join(words[:start] + words[start + len(words) // 16 :]))  # a sixteenth is missing
     cfg, texts = NearConfig(), pages + copies
     write_sketch(tmp_path / "0.npy", make_near_sketch(cfg)([Document(text) for text in texts]))
-    pairs = duplicate_pairs([tmp_path / "0.npy"], 0, 1, 2)
-    items, keepers = components(*verified(*pairs, signature_reader(lambda block: tmp_path / "0.npy"), cfg.threshold))
+    items, keepers = united([tmp_path / "0.npy"], cfg.threshold, 2)
     similarity = [jaccard(page, copy) for page, copy in zip(pages, copies)]
     dropped = dict(zip(parts(items).places.tolist(), parts(keepers).places.tolist()))
     sure = {len(pages) + i: i for i, value in enumerate(similarity) if value >= 0.85}

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sketched import pairs_of
 
 from jaxscale.corpus.curate.config import ExactConfig, LineConfig
 from jaxscale.corpus.curate.duplicates import cut_lines, drop_documents, lines_at, make_exact_sketch, make_line_sketch
-from jaxscale.corpus.prepare.join import duplicate_pairs, of_block, parts, write_sketch
+from jaxscale.corpus.prepare.join import of_block, parts, write_sketch
 from jaxscale.text.document import Document
 
 
@@ -20,7 +21,7 @@ def join(blocks, sketch, folder):
     paths = [folder / f"{block}.npy" for block in range(len(blocks))]
     for block, texts in enumerate(blocks):
         write_sketch(paths[block], sketch(documents_of(texts)))
-    return np.unique(duplicate_pairs(paths, 0, 1)[0])
+    return np.unique(pairs_of(paths)[0])
 
 
 def without_copies(blocks, folder, cfg):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sketched import united
 
 from jaxscale.corpus.curate.config import NearConfig
 from jaxscale.corpus.curate.duplicates import (
@@ -18,7 +19,7 @@ from jaxscale.corpus.curate.duplicates import (
     verification_curve,
 )
 from jaxscale.corpus.curate.hashes import word_hashes
-from jaxscale.corpus.prepare.join import components, duplicate_pairs, parts, signature_reader, verified, write_sketch
+from jaxscale.corpus.prepare.join import parts, write_sketch
 from jaxscale.text.document import Document
 
 pytest.importorskip("rensa", reason="near duplicates need the extra jaxscale[prepare]")
@@ -48,14 +49,11 @@ def pair(rng, similarity, words=200):
 def removed(texts, cfg, folder, blocks=3, neighbours=2):
     """The places of the texts that the whole pass drops."""
     size = -(-len(texts) // blocks)
-    paths, sketch = {}, make_near_sketch(cfg)
+    paths, sketch = [folder / f"{block}.npy" for block in range(blocks)], make_near_sketch(cfg)
     for block in range(blocks):
-        paths[block] = folder / f"{block}.npy"
         documents = [Document(text) for text in texts[block * size : (block + 1) * size]]
         write_sketch(paths[block], sketch(documents))
-    found = [duplicate_pairs(list(paths.values()), part, 2, neighbours) for part in range(2)]
-    pairs = (np.concatenate(column) for column in zip(*found))
-    items, _ = components(*verified(*pairs, signature_reader(paths.__getitem__), cfg.threshold))
+    items, _ = united(paths, cfg.threshold, neighbours)
     return (parts(items).blocks * size + parts(items).places).tolist()
 
 

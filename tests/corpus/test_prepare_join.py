@@ -1,14 +1,18 @@
 """The join on disk finds what a dictionary would, however the work is divided."""
 
 import collections
+import io
+from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.corpus.curate.hashes import Sketch, mix
 from jaxscale.corpus.prepare import dedup, join
+from jaxscale.corpus.prepare.blocks import to_table, write_table
 from jaxscale.corpus.prepare.dedup import NEIGHBOURS, Join, leave_pairs, pairs_by_exchange, sketch_path
 from jaxscale.corpus.prepare.exchange import Exchange, Files, exchange, merge_records, read_records
 from jaxscale.corpus.prepare.join import (
@@ -22,7 +26,9 @@ from jaxscale.corpus.prepare.join import (
     write_sketch,
 )
 from jaxscale.corpus.prepare.lookup import block_base, numbered, write_blocks
+from jaxscale.corpus.prepare.tokens import write_merged
 from jaxscale.corpus.prepare.unite import unite
+from jaxscale.text.document import Document
 
 BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=12), max_size=5)
 
@@ -232,3 +238,30 @@ def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, monkeypatch
     expected = [[a, b] for a, b in candidates if np.mean(of(a) == of(b)) >= threshold - 1e-12]
     assert sorted(pairs_in(tmp_path / "join/pairs")) == expected
     assert 0 < len(expected) < len(candidates)
+
+
+class Written(NamedTuple):
+    """Blocks of tokens in a folder, as an exchange takes them."""
+
+    folder: str
+    dtype: np.dtype = np.dtype(np.uint16)
+
+    def base(self, number):
+        return f"{self.folder}/{number}"
+
+
+def test_blocks_with_and_without_scores_are_merged(tmp_path):
+    """As where a stage scores one source alone, and where nothing was left of a block."""
+    for block, scores in enumerate([(), (("quality", 0.5),), (), None]):
+        documents = [] if scores is None else [Document(f"{block}{i}", scores=scores) for i in range(2)]
+        rows = to_table(documents).append_column("key", pa.array(range(block, block + len(documents)), pa.uint64()))
+        rows = rows.append_column("tokens", pa.array([block + 1] * len(documents), pa.int64()))
+        write_table(tmp_path / f"{block}.arrow", rows, packed=False)
+        np.full((block + 1) * len(documents), block, np.uint16).tofile(tmp_path / f"{block}.ids")
+    call = Exchange(Written(str(tmp_path)), str(tmp_path), 4, 1, span=8)
+    ids, rows = io.BytesIO(), io.BytesIO()
+    write_merged(call, ids, rows)
+    table = pa.ipc.open_file(pa.py_buffer(rows.getvalue())).read_all()
+    assert table.column("text").to_pylist() == ["00", "01", "10", "11", "20", "21"]
+    assert table.column("score.quality").to_pylist() == [None, None, 0.5, 0.5, None, None]
+    assert np.frombuffer(ids.getvalue(), np.uint16).tolist() == [0, 0, 1, 1, 1, 1, *[2] * 6]

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
 from jaxscale.ops.grouped import hopper_products, is_hopper
 
-if not is_hopper(jax.devices()[0].device_kind):
+if not is_hopper(jax.devices()[0]):
     raise SystemExit(3)
 products = hopper_products()
 for rows, contracted, width, counts in (
@@ -102,11 +103,14 @@ def test_a_card_gives_what_float64_gives():
     assert code == 0
 
 
-def test_hopper_cards_have_kernels_in_16_bits():
-    chosen = lambda *given: grouped.choose_expert_kernels(*given).lay_rows
-    assert chosen("gpu", "NVIDIA H200", "bfloat16") is grouped.all_rows
-    assert chosen("gpu", "NVIDIA H200", "float32") is grouped.in_slots
-    assert chosen("gpu", "NVIDIA A100-SXM4-80GB", "bfloat16") is grouped.in_slots
+def test_hopper_cards_have_kernels_in_16_bits_and_others_say_why_not():
+    hopper, ampere = (types.SimpleNamespace(compute_capability=version) for version in ("9.0", "8.0"))
+    kernels = grouped.choose_expert_kernels("gpu", hopper, "bfloat16")
+    assert kernels.lay_rows is grouped.all_rows and not kernels.why_slots
+    for device, dtype in ((hopper, "float32"), (ampere, "bfloat16"), (None, "bfloat16")):
+        kernels = grouped.choose_expert_kernels("gpu", device, dtype)
+        assert kernels.lay_rows is grouped.in_slots and "Hopper" in kernels.why_slots
+    assert not grouped.choose_expert_kernels("cpu", None, "float32").why_slots
 
 
 @pytest.mark.aot

@@ -37,6 +37,12 @@ def ns(device, op, begin, end):
     return Event(device, op, begin * 1e9, end * 1e9)
 
 
+@pytest.mark.parametrize(("target", "product"), [("tpu_custom_call", True), ("mosaic_gpu_v2", True), ("TopK", False)])
+def test_a_kernel_is_a_product(target, product):
+    call = f'  %k = f32[8,8]{{1,0}} custom-call(%y), custom_call_target="{target}"\n  ROOT %add.1'
+    assert ("k" in roles_of(ASYNC.replace("  ROOT %add.1", call)).products) == product
+
+
 def test_roles_are_read_from_the_programs_text():
     assert roles_of(ASYNC) == Roles(
         frozenset({"fusion.1"}), frozenset({"all-gather-start.1", "all-gather-done.1"}),

@@ -130,17 +130,18 @@ def write_merged(call: Exchange, ids_file: BinaryIO, rows_file: BinaryIO) -> Non
     Its files, MOST_WAYS at most, stay open meanwhile, two descriptors each.
     """
     numbers, begin, end = call.reads()
-    found = [OpenDocuments(before(call, number), call.source.dtype) for number in numbers]
-    parts = -(-len(found) // FILES_AT_ONCE)
+    parts = -(-len(numbers) // FILES_AT_ONCE)
     bounds = [begin + (end - begin) * part // parts for part in range(parts + 1)]
     with contextlib.ExitStack() as stack:
-        for documents in found:
-            stack.enter_context(documents.file)
-        writer = stack.enter_context(pa.ipc.new_file(rows_file, found[0].rows.schema))
+        opened = lambda number: stack.enter_context(OpenDocuments(before(call, number), call.source.dtype))
+        found = [opened(number) for number in numbers]
+        schema = pa.unify_schemas([documents.rows.schema for documents in found])  # some blocks have no scores
+        writer = stack.enter_context(pa.ipc.new_file(rows_file, schema))
         for first, last in zip(bounds, bounds[1:]):
             ids, rows = laid_together([documents.between(first, last) for documents in found])
             ids_file.write(np.ascontiguousarray(ids).data)
-            writer.write_table(rows.combine_chunks())
+            whole = pa.concat_tables([schema.empty_table(), rows], promote_options="default")
+            writer.write_table(whole.combine_chunks())
 
 
 def write_shard(call: Exchange, collect: Callable[[], tuple[np.ndarray, pa.Table]] | None = None) -> str:
@@ -202,7 +203,13 @@ class OpenDocuments:
         self.rows = read_table(pathlib.Path(f"{base}.arrow"))
         self.keys = self.rows.column("key").to_numpy()
         self.ends = np.cumsum(self.rows.column("tokens").to_numpy())
-        self.file = open(f"{base}.ids", "rb")  # noqa: SIM115 - by whoever made this
+        self.file = open(f"{base}.ids", "rb")
+
+    def __enter__(self) -> "OpenDocuments":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
     def between(self, begin: int, end: int) -> tuple[np.ndarray, pa.Table]:
         """(ids, rows) of the documents with keys from begin up to but not including end, copied."""
@@ -218,8 +225,7 @@ class OpenDocuments:
 
 def documents_between(base: str, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, pa.Table]:
     """(ids, rows) of the documents in BASE.ids and BASE.arrow with keys from begin up to but not including end."""
-    documents = OpenDocuments(base, dtype)
-    with documents.file:
+    with OpenDocuments(base, dtype) as documents:
         return documents.between(begin, end)
 
 
