@@ -75,6 +75,10 @@ def pipeline(body: Any, steps: Any, specs: list[Any], compute: Any) -> Any:
     )  # fmt: skip
 
 
+def idle(*_: Any, **__: Any) -> None:
+    """In place of what a pipeline runs, where only its shared memory is asked for."""
+
+
 def launch(body: Any, out: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
     """Runs a kernel on all of the card."""
     return plgpu.kernel(
@@ -99,12 +103,11 @@ def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, tu
         if turned
         else plgpu.BlockSpec((TILE_K, TILE_O), lambda k: (k, column), transforms=transforms(x_RC.dtype)),
     ]
-    nothing = lambda *_, **__: None
 
     def hopper_project_kernel(tiles_gmem, x_gmem, w_gmem, y_gmem):
         @functools.partial(
             pl.run_scoped,
-            stages=pipeline(nothing, steps, specs(0, 0), nothing).get_allocations(x_gmem, w_gmem.at[0]),
+            stages=pipeline(idle, steps, specs(0, 0), idle).get_allocations(x_gmem, w_gmem.at[0]),
             y_smem=plgpu.SMEM((WARPGROUPS, HALF, line), y_gmem.dtype, transforms=transforms(y_gmem.dtype)),
             few_smem=plgpu.SMEM((WARPGROUPS, HALF, line), y_gmem.dtype),
             collective_axes="wg",
@@ -130,24 +133,8 @@ def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, tu
                     def _(sum_ref):
                         run(sum_ref)
                         y = sum_ref[...].astype(y_gmem.dtype)
-                        for half, part in itertools.product(range(2), range(own_O // line)):
-                            first = tile * TILE_R + half * HALF
-                            columns = pl.ds(column * TILE_O + wg * own_O + part * line, line)
-                            piece = y[half * HALF : (half + 1) * HALF, part * line : (part + 1) * line]
-                            whole = (begin <= first) & (end >= first + HALF)
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-                            @pl.when(whole)
-                            def _(piece=piece, first=first, columns=columns):
-                                y_smem[wg] = piece
-                                plgpu.commit_smem()
-                                plgpu.copy_smem_to_gmem(y_smem.at[wg], y_gmem.at[pl.ds(first, HALF), columns])
-
-                            @pl.when(~whole)
-                            def _(piece=piece, first=first, columns=columns):
-                                few_smem[wg] = piece
-                                plgpu.commit_smem()
-                                write_rows(few_smem.at[wg], y_gmem, first, begin, end, columns)
+                        at = column * TILE_O + wg * own_O
+                        write_tile(y, wg, (y_smem, few_smem), y_gmem, (tile * TILE_R, at), begin, end)
 
                 @pl.when(end > begin)
                 def _():
@@ -157,9 +144,37 @@ def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, tu
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return launch(hopper_project_kernel, jax.ShapeDtypeStruct((rows, width), x_RC.dtype), tiles, x_RC, w_ECO)[
-        : asked[0], : asked[1]
-    ]
+    y_RO = launch(hopper_project_kernel, jax.ShapeDtypeStruct((rows, width), x_RC.dtype), tiles, x_RC, w_ECO)
+    return y_RO[: asked[0], : asked[1]]
+
+
+def write_tile(
+    y: Any, wg: Any, buffers: tuple[Any, Any], y_gmem: Any, at: tuple[Any, Any], begin: Any, end: Any
+) -> None:
+    """Writes a warpgroup's part of a tile, which lies at this row and column; of its rows those from begin up to end.
+
+    buffers: in shared memory, for HALF rows of a line each: one for whole halves, swizzled, and one for fewer rows,
+    since no part of eight swizzled lines can be copied alone.
+    """
+    y_smem, few_smem = buffers
+    line = y_smem.shape[-1]
+    for half, part in itertools.product(range(2), range(y.shape[1] // line)):
+        first, columns = at[0] + half * HALF, pl.ds(at[1] + part * line, line)
+        piece = y[half * HALF : (half + 1) * HALF, part * line : (part + 1) * line]
+        whole = (begin <= first) & (end >= first + HALF)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(whole)
+        def _(piece=piece, first=first, columns=columns):
+            y_smem[wg] = piece
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(y_smem.at[wg], y_gmem.at[pl.ds(first, HALF), columns])
+
+        @pl.when(~whole)
+        def _(piece=piece, first=first, columns=columns):
+            few_smem[wg] = piece
+            plgpu.commit_smem()
+            write_rows(few_smem.at[wg], y_gmem, first, begin, end, columns)
 
 
 def write_rows(y_smem: Any, y_gmem: Any, first: Any, begin: Any, end: Any, columns: Any) -> None:
@@ -194,13 +209,12 @@ def hopper_of_weights(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dt
         plgpu.BlockSpec((TILE_K, tile_C), lambda k: (first + k, at_C), transforms=transforms(x_RC.dtype)),
         plgpu.BlockSpec((TILE_K, tile_O), lambda k: (first + k, at_O), transforms=transforms(x_RC.dtype)),
     ]
-    nothing = lambda *_, **__: None
 
     def hopper_of_weights_kernel(spans_gmem, x_gmem, dy_gmem, dw_gmem):
 
         @functools.partial(
             pl.run_scoped,
-            stages=pipeline(nothing, STAGES, specs(0, 0, 0), nothing).get_allocations(x_gmem, dy_gmem),
+            stages=pipeline(idle, STAGES, specs(0, 0, 0), idle).get_allocations(x_gmem, dy_gmem),
             dw_smem=plgpu.SMEM((WARPGROUPS, own_C, line), dw_gmem.dtype, transforms=transforms(dw_gmem.dtype)),
             collective_axes="wg",
         )
@@ -235,12 +249,8 @@ def hopper_of_weights(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dt
                     def _(sum_ref):
                         run(sum_ref)
                         dw = sum_ref[...].astype(dw_gmem.dtype)
-                        for part in range(tile_O // line):
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                            dw_smem[wg] = dw[:, part * line : (part + 1) * line]
-                            plgpu.commit_smem()
-                            there = pl.ds(at_C * tile_C + wg * own_C, own_C), pl.ds(at_O * tile_O + part * line, line)
-                            plgpu.copy_smem_to_gmem(dw_smem.at[wg], dw_gmem.at[group].at[there])
+                        at = at_C * tile_C + wg * own_C, at_O * tile_O
+                        write_matrix(dw, wg, dw_smem, dw_gmem.at[group], at)
 
                 pipeline(multiply, steps, specs(first, at_C, at_O), compute)(x_gmem, dy_gmem, allocations=stages)
 
@@ -250,6 +260,16 @@ def hopper_of_weights(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dt
         hopper_of_weights_kernel, jax.ShapeDtypeStruct((groups, contracted, width), dtype), spans, x_RC, dy_RO
     )
     return dw_ECO[:, : asked[0], : asked[1]]
+
+
+def write_matrix(dw: Any, wg: Any, dw_smem: Any, dw_gmem: Any, at: tuple[Any, Any]) -> None:
+    """Writes a warpgroup's part of a matrix, which lies at this row and column."""
+    rows, line = dw_smem.shape[1:]
+    for part in range(dw.shape[1] // line):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        dw_smem[wg] = dw[:, part * line : (part + 1) * line]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(dw_smem.at[wg], dw_gmem.at[pl.ds(at[0], rows), pl.ds(at[1] + part * line, line)])
 
 
 def keep_rows(tile: Any, begin: Any, end: Any) -> None:
