@@ -95,12 +95,6 @@ class Program:
         return str(self.model.kernels.sharing)
 
     @property
-    def why_slots(self) -> str:
-        """What kept the products of experts from a GPU's kernels, or ''."""
-        mixture = self.cfg.model.active_params != self.cfg.model.num_params
-        return self.model.kernels.experts.why_slots if mixture else ""
-
-    @property
     def exchange(self) -> str:
         """How tokens and experts meet on the devices of mesh.expert, and why so, or ''."""
         return str(self.model.exchange)

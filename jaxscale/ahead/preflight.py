@@ -178,7 +178,8 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     plain += [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []
-    plain += [f"experts: their products run in slots: {program.why_slots}"] if program.why_slots else []
+    if why := program.model.why_slots:
+        plain.append(f"experts: their products run in slots: {why}")
     model = program.cfg.model
     if model.active_params != model.num_params:
         active, params = units.count(model.active_params), units.count(model.num_params)

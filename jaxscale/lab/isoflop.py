@@ -114,11 +114,11 @@ def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
         of_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)
         losses = {size: mean([r.loss for r in of]) for size, of in of_size.items()}
         best = min(losses, key=lambda size: losses[size].value)
-        bound = {min(losses): "at most ", max(losses): "at least "}.get(best, "")
-        parts.append(f"{bound}{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats)")
-    inside = any(not part.startswith("at ") for part in parts)
+        end = "" if min(losses) < best < max(losses) else ", the smallest" if best == min(losses) else ", the largest"
+        parts.append(f"{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats){end}")
+    inside = any(part.endswith(")") for part in parts)
     beyond = "" if inside else " None lies inside those tried: what a law says below of a best size is a guess."
-    return f"Of the sizes tried the lowest end is of {'; '.join(parts)}.{beyond}"
+    return f"The best of the sizes tried: {'; '.join(parts)}.{beyond}"
 
 
 def mean_ends(held: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[Line]:

@@ -119,6 +119,11 @@ class ShardedModel:
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
     @property
+    def why_slots(self) -> str:
+        """What kept the products of experts from a GPU's kernels, or ''; '' of a model without experts."""
+        return self.kernels.experts.why_slots if self.cfg.active_params != self.cfg.num_params else ""
+
+    @property
     def position_multiple(self) -> int:
         """What must divide the positions of a row, which devices share."""
         return self.context.multiple * self.tensor.size

@@ -9,6 +9,7 @@ E groups  R rows  C contracted size  O output size  T tiles of rows, one for eac
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -75,6 +76,18 @@ def pipeline(body: Any, steps: Any, specs: list[Any], compute: Any) -> Any:
     )  # fmt: skip
 
 
+def summing(shape: tuple[int, int], dtype: Any, write: Any) -> Any:
+    """What a warpgroup does with a pipeline: it sums products of this shape in registers and writes them in `dtype`."""
+
+    def compute(run):
+        @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC(shape, jnp.float32))
+        def _(sum_ref):
+            run(sum_ref)
+            write(sum_ref[...].astype(dtype))
+
+    return compute
+
+
 def idle(*_: Any, **__: Any) -> None:
     """In place of what a pipeline runs, where only its shared memory is asked for."""
 
@@ -128,19 +141,15 @@ def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, tu
                     plgpu.wgmma_wait(0)
                     return sum_ref
 
-                def compute(run):
-                    @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC((TILE_R, own_O), jnp.float32))
-                    def _(sum_ref):
-                        run(sum_ref)
-                        y = sum_ref[...].astype(y_gmem.dtype)
-                        at = column * TILE_O + wg * own_O
-                        write_tile(y, wg, (y_smem, few_smem), y_gmem, (tile * TILE_R, at), begin, end)
+                def write(y):
+                    at = tile * TILE_R, column * TILE_O + wg * own_O
+                    write_tile(y, wg, (y_smem, few_smem), y_gmem, at, begin, end)
 
                 @pl.when(end > begin)
                 def _():
-                    pipeline(multiply, steps, specs(tile, column), compute)(
-                        x_gmem, w_gmem.at[group], allocations=stages
-                    )
+                    compute = summing((TILE_R, own_O), y_gmem.dtype, write)
+                    run = pipeline(multiply, steps, specs(tile, column), compute)
+                    run(x_gmem, w_gmem.at[group], allocations=stages)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -211,7 +220,6 @@ def hopper_of_weights(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dt
     ]
 
     def hopper_of_weights_kernel(spans_gmem, x_gmem, dy_gmem, dw_gmem):
-
         @functools.partial(
             pl.run_scoped,
             stages=pipeline(idle, STAGES, specs(0, 0, 0), idle).get_allocations(x_gmem, dy_gmem),
@@ -236,29 +244,23 @@ def hopper_of_weights(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dt
 
                     @pl.when((at < begin) | (at + TILE_K > end))
                     def _():  # rows of others; both warpgroups write the same to dy
-                        keep_rows(x_own, begin - at, end - at)
-                        keep_rows(dy_smem, begin - at, end - at)
-                        plgpu.commit_smem()
+                        keep_rows((x_own, dy_smem), begin - at, end - at)
 
                     plgpu.wgmma(sum_ref, transposed(x_own), dy_smem)
                     plgpu.wgmma_wait(0)
                     return sum_ref
 
-                def compute(run):
-                    @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC((own_C, tile_O), jnp.float32))
-                    def _(sum_ref):
-                        run(sum_ref)
-                        dw = sum_ref[...].astype(dw_gmem.dtype)
-                        at = at_C * tile_C + wg * own_C, at_O * tile_O
-                        write_matrix(dw, wg, dw_smem, dw_gmem.at[group], at)
+                def write(dw):
+                    at = at_C * tile_C + wg * own_C, at_O * tile_O
+                    write_matrix(dw, wg, dw_smem, dw_gmem.at[group], at)
 
+                compute = summing((own_C, tile_O), dw_gmem.dtype, write)
                 pipeline(multiply, steps, specs(first, at_C, at_O), compute)(x_gmem, dy_gmem, allocations=stages)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    dw_ECO = launch(
-        hopper_of_weights_kernel, jax.ShapeDtypeStruct((groups, contracted, width), dtype), spans, x_RC, dy_RO
-    )
+    out = jax.ShapeDtypeStruct((groups, contracted, width), dtype)
+    dw_ECO = launch(hopper_of_weights_kernel, out, spans, x_RC, dy_RO)
     return dw_ECO[:, : asked[0], : asked[1]]
 
 
@@ -272,8 +274,10 @@ def write_matrix(dw: Any, wg: Any, dw_smem: Any, dw_gmem: Any, at: tuple[Any, An
         plgpu.copy_smem_to_gmem(dw_smem.at[wg], dw_gmem.at[pl.ds(at[0], rows), pl.ds(at[1] + part * line, line)])
 
 
-def keep_rows(tile: Any, begin: Any, end: Any) -> None:
-    """The tile with zeros in all rows but those from begin up to end."""
-    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, tile.shape, 0), plgpu.Layout.WGMMA)
-    own = (row >= begin) & (row < end)
-    tile[...] = jnp.where(own, tile[...], jnp.zeros_like(tile))
+def keep_rows(tiles: Sequence[Any], begin: Any, end: Any) -> None:
+    """Writes zeros into all rows of the tiles but those from begin up to end."""
+    for tile in tiles:
+        row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, tile.shape, 0), plgpu.Layout.WGMMA)
+        own = (row >= begin) & (row < end)
+        tile[...] = jnp.where(own, tile[...], jnp.zeros_like(tile))
+    plgpu.commit_smem()

@@ -51,8 +51,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         log(f"context: {program.sharing}")
     if program.exchange:
         log(f"expert: {program.exchange}")
-    if program.why_slots:
-        log(f"experts: their products run in slots: {program.why_slots}")
+    if program.model.why_slots:
+        log(f"experts: their products run in slots: {program.model.why_slots}")
     if program.cfg.ramp_programs:
         log(f"batch_ramp: {program.cfg.ramp_programs}")
     if program.cfg.seq_len_ramp:
