@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.ops.project import separate_on_cpu
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
@@ -33,7 +34,7 @@ def _rms_norm_backward(eps, saved, dy):
     x32, dy32 = x.astype(F32), dy.astype(F32)
     inverse = inverse_rms(x32, eps)
     unit, dunit = x32 * inverse, dy32 * widen(scale_D, x.ndim)
-    dx = inverse * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
+    dx = inverse * (dunit - unit * separate_on_cpu(jnp.mean(dunit * unit, axis=-1, keepdims=True)))
     dscale_D = jnp.sum(dy32 * unit, axis=tuple(range(x.ndim - 1)))
     return dx.astype(x.dtype), dscale_D.astype(scale_D.dtype)
 
@@ -42,8 +43,11 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def inverse_rms(x32: jax.Array, eps: float) -> jax.Array:
-    """1 / sqrt(mean(x**2) + eps), [..., 1]."""
-    return lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    """1 / sqrt(mean(x**2) + eps), [..., 1].
+
+    Apart from what it is multiplied with: XLA:CPU would write it, and the scale, out in the size of x.
+    """
+    return separate_on_cpu(lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
