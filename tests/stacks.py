@@ -51,9 +51,10 @@ def ours(mesh, rules="zero3", **settings):
     return make_optimizer(cfg, lambda step: RATE, groups, layout=layout), shardings
 
 
-def trained(mesh, rules="zero3", steps=3, **settings):
-    """(the parameters after some steps, the compiled update)."""
-    optimizer, shardings = ours(mesh, rules, **settings)
+@functools.cache
+def compiled_update(mesh, rules, settings):
+    """(step(params, state, grads), shardings of all three, the state that it begins with)."""
+    optimizer, shardings = ours(mesh, rules, **dict(settings))
 
     @functools.partial(jax.jit, out_shardings=(shardings, None))
     def step(params, state, grads):
@@ -62,7 +63,13 @@ def trained(mesh, rules="zero3", steps=3, **settings):
 
     params = jax.device_put(draw(0), shardings)
     state = optimizer.init(params)
-    compiled = step.lower(params, state, params).compile()
+    return step.lower(params, state, params).compile(), shardings, state
+
+
+def trained(mesh, rules="zero3", steps=3, **settings):
+    """(the parameters after some steps, the compiled update)."""
+    compiled, shardings, state = compiled_update(mesh, rules, tuple(settings.items()))
+    params = jax.device_put(draw(0), shardings)
     for number in range(steps):
         params, state = compiled(params, state, jax.device_put(draw(1 + number, 0.1), shardings))
     return tiny.host(params), compiled.as_text()

@@ -1,5 +1,7 @@
 """A model's window and softcap reach its attention, whatever the form."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import choose_kernels
 
 
+@functools.cache
 def model_logits(form, **settings):
     cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | {"num_layers": 1} | settings)
     kernels = choose_kernels("cpu", form, cfg.attention_needs())

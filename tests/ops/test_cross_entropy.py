@@ -66,7 +66,7 @@ def test_the_sums_are_the_parts_of_the_total():
         sums = summed_cross_entropy(h, w, targets, weights, LossSettings(chunk_tokens=9, z_loss=0.5))
         return sums.total, sums
 
-    for sums in (total_and_sums(h)[1], jax.grad(total_and_sums, has_aux=True)(h)[1]):
+    for sums in (jax.jit(total_and_sums)(h)[1], jax.jit(jax.grad(total_and_sums, has_aux=True))(h)[1]):
         np.testing.assert_allclose(sums.nats, jnp.sum(nats_BT * weights), rtol=1e-6)
         np.testing.assert_allclose(sums.z, jnp.sum(lse_BT**2 * weights), rtol=1e-6)
         np.testing.assert_allclose(sums.total, sums.nats + 0.5 * sums.z, rtol=1e-6)
@@ -87,7 +87,8 @@ def test_bfloat16_activations_give_a_float32_loss_and_weight_gradient():
     value, (dh, dw) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(h, w)
     rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
     exact = lambda h, w: whole_total(h, w, targets, weights, 0.1, None)
-    exact_value, (exact_dh, exact_dw) = jax.value_and_grad(exact, argnums=(0, 1))(h.astype(jnp.float32), rounded)
+    of_exact = jax.jit(jax.value_and_grad(exact, argnums=(0, 1)))
+    exact_value, (exact_dh, exact_dw) = of_exact(h.astype(jnp.float32), rounded)
     assert (value.dtype, dh.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(value, exact_value, rtol=1e-5)  # logits are float32 sums of the same products
     for got, right in ((dh, exact_dh), (dw, exact_dw)):  # the gradients of the logits are rounded to 8 bits
@@ -100,8 +101,9 @@ def test_tokens_of_weight_zero_change_nothing():
     loss = lambda h, w, targets: (
         summed_cross_entropy(h, w, targets, weights, LossSettings(chunk_tokens=9, z_loss=0.1)).total
     )
-    value, (dh, dw) = jax.value_and_grad(loss, argnums=(0, 1))(h, w, targets)
-    moved = jax.value_and_grad(loss, argnums=(0, 1))(h.at[:, 4:].add(1.0), w, targets.at[:, 4:].set(0))
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    value, (dh, dw) = step(h, w, targets)
+    moved = step(h.at[:, 4:].add(1.0), w, targets.at[:, 4:].set(0))
     np.testing.assert_array_equal(value, moved[0])
     np.testing.assert_array_equal(dw, moved[1][1])
     np.testing.assert_array_equal(dh[:, 4:], 0.0)
@@ -156,7 +158,7 @@ def test_float16_gradients_are_not_lost_where_the_model_is_nearly_sure():
         total = lambda h: (
             summed_cross_entropy(h, w_DV, targets_BT, weights_BT, LossSettings(chunk_tokens=8)).total * 2.0**12
         )
-        return np.asarray(jax.grad(total)(h_BTD.astype(dtype)), np.float64) / 2.0**12
+        return np.asarray(jax.jit(jax.grad(total))(h_BTD.astype(dtype)), np.float64) / 2.0**12
 
     exact, half = grad_of(jnp.float32), grad_of(jnp.float16)
     small = np.abs(exact).max()

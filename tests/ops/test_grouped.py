@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxscale.ops import grouped
 
@@ -31,10 +32,8 @@ def test_values_and_gradients_are_those_of_rows_with_their_own_matrices(counts):
     x_RC = jax.random.normal(keys[0], (ROWS, CONTRACTED))
     w_ECO = jax.random.normal(keys[1], (len(counts), CONTRACTED, WIDTH))
     dy_RO = jax.random.normal(keys[2], (ROWS, WIDTH))
-    right, pull = jax.vjp(lambda x, w: plain(x, w, counts), x_RC, w_ECO)
-    got, pull_got = jax.vjp(lambda x, w: project(x, w, jnp.asarray(counts)), x_RC, w_ECO)
-    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-4)
-    for one, other in zip(pull_got(dy_RO), pull(dy_RO)):
+    ours, by_row = lambda x, w: project(x, w, jnp.asarray(counts)), lambda x, w: plain(x, w, counts)
+    for one, other in zip(*(tiny.values_and_gradients(f, dy_RO, x_RC, w_ECO) for f in (ours, by_row)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
 
 
@@ -47,8 +46,8 @@ def test_weights_that_lie_turned_in_memory_give_the_same():
     dy_RO = jnp.where(dy_RO, jax.random.normal(keys[2], (ROWS, 2 * WIDTH)), 0.0)
     results = []
     for turned in (False, True):
-        y_RO, pull = jax.vjp(functools.partial(project, counts_E=counts_E, turned=turned), x_RC, w_ECO)
-        results.append([y_RO[:190], *(g[:190] for g in pull(dy_RO))])
+        f = functools.partial(project, counts_E=counts_E, turned=turned)
+        results.append([array[:190] for array in tiny.values_and_gradients(f, dy_RO, x_RC, w_ECO)])
     for one, other in zip(*results):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
 
@@ -57,6 +56,7 @@ def test_rows_behind_the_last_group_touch_no_gradient():
     counts_E = jnp.asarray([100, 0, 28])
     rows_R1 = jnp.arange(ROWS)[:, None] < 128
     x_RC = jnp.where(rows_R1, 1.0, jnp.inf) * jnp.ones((ROWS, CONTRACTED))
-    _, pull = jax.vjp(lambda w: project(x_RC, w, counts_E), jnp.ones((3, CONTRACTED, WIDTH)))
-    (dw_ECO,) = pull(jnp.where(rows_R1, 1.0, jnp.nan) * jnp.ones((ROWS, WIDTH)))
+    dy_RO = jnp.where(rows_R1, 1.0, jnp.nan) * jnp.ones((ROWS, WIDTH))
+    f = lambda w: project(x_RC, w, counts_E)
+    _, dw_ECO = tiny.values_and_gradients(f, dy_RO, jnp.ones((3, CONTRACTED, WIDTH)))
     np.testing.assert_array_equal(dw_ECO[:, 0, 0], [100, 0, 28])

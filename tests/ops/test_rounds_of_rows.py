@@ -24,32 +24,43 @@ COUNTS = {  # rows of each device for each expert: (counts, rounds that they nee
 }
 
 
-@pytest.mark.parametrize(("counts", "rounds"), COUNTS.values(), ids=COUNTS)
-def test_values_and_gradients_are_those_of_one_device_however_many_rounds(counts, rounds):
+@functools.cache
+def both_ways():
+    """f(weights, x_RD, weight_R, counts_PE, dy_RD) -> (values and gradients sent, those of one device, rounds)."""
     axis, gated = ExpertAxis(DEVICES), functools.partial(weigh, swiglu)
     run = functools.partial(in_slots, functools.partial(run_experts, project_rows, gated))
+    on_mesh = functools.partial(jax.shard_map, mesh=Mesh(jax.devices()[:DEVICES], "expert"), check_vma=False)
+
+    def one_device(weights, x_RD, weight_R, counts_1E):
+        y_RD, needed = exchanged(axis, run, weights, x_RD, weight_R, counts_1E[0])[:2]
+        return y_RD, needed[None]
+
+    sent = on_mesh(one_device, in_specs=P("expert"), out_specs=P("expert"))
+
+    def alone(weights, x_RD, weight_R, counts_PE):
+        parts = zip(jnp.split(x_RD, DEVICES), jnp.split(weight_R, DEVICES), counts_PE)
+        return jnp.concatenate([run(weights, *part) for part in parts])
+
+    @jax.jit
+    def both(weights, x_RD, weight_R, counts_PE, dy_RD):
+        given = weights, x_RD, weight_R
+        got, pull, needed = jax.vjp(lambda *given: sent(*given, counts_PE), *given, has_aux=True)
+        right, pull_right = jax.vjp(lambda *given: alone(*given, counts_PE), *given)
+        return (got, pull(dy_RD)), (right, pull_right(dy_RD)), needed
+
+    return both
+
+
+@pytest.mark.parametrize(("counts", "rounds"), COUNTS.values(), ids=COUNTS)
+def test_values_and_gradients_are_those_of_one_device_however_many_rounds(counts, rounds):
     keys = iter(jax.random.split(jax.random.key(0), 6))
     normal = lambda *shape: jax.random.normal(next(keys), shape)
     weights = normal(EXPERTS, EMBED, WIDTH), normal(EXPERTS, EMBED, WIDTH), normal(EXPERTS, WIDTH, EMBED)
     x_RD, dy_RD = normal(DEVICES * ROWS, EMBED), normal(DEVICES * ROWS, EMBED)
     weight_R, counts_PE = jax.random.uniform(next(keys), (DEVICES * ROWS,)), jnp.asarray(counts, jnp.int32)
-    own = P("expert")
-    on_mesh = functools.partial(jax.shard_map, mesh=Mesh(jax.devices()[:DEVICES], "expert"), check_vma=False)
-
-    def sent(weights, x_RD, weight_R):
-        f = lambda weights, x_RD, weight_R, counts_1E: exchanged(axis, run, weights, x_RD, weight_R, counts_1E[0])[0]
-        return on_mesh(f, in_specs=own, out_specs=own)(weights, x_RD, weight_R, counts_PE)
-
-    def alone(weights, x_RD, weight_R):
-        parts = zip(jnp.split(x_RD, DEVICES), jnp.split(weight_R, DEVICES), counts_PE)
-        return jnp.concatenate([run(weights, *part) for part in parts])
-
-    (got, pull), (right, pull_right) = jax.vjp(sent, weights, x_RD, weight_R), jax.vjp(alone, weights, x_RD, weight_R)
+    (got, grads), (right, grads_right), needed = both_ways()(weights, x_RD, weight_R, counts_PE, dy_RD)
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-4)
-    for one, other in zip(jax.tree.leaves(pull(dy_RD)), jax.tree.leaves(pull_right(dy_RD)), strict=True):
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_right), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-3)
-    told = lambda x_RD, weight_R, counts_1E: exchanged(axis, run, weights, x_RD, weight_R, counts_1E[0])[1][None]
-    weights = jax.tree.map(lambda w: w[: EXPERTS // DEVICES], weights)
-    needed = on_mesh(told, in_specs=own, out_specs=own)(x_RD, weight_R, counts_PE)
     assert (needed == -(-counts_PE.reshape(DEVICES, DEVICES, -1).sum(-1).max() // round_size(ROWS, DEVICES))).all()
     assert (needed >= rounds).all() and (rounds > 1) == bool((needed > 1).all())

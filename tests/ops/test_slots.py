@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxscale.models.experts import run_experts
 from jaxscale.ops import slots
@@ -99,8 +100,8 @@ def test_visits_are_of_one_expert_each_and_take_what_slots_leave():
 def test_a_bfloat16_product_is_summed_in_float32_and_its_gradient_of_weights_is_in_their_dtype():
     weights, x_RD, weight_R, dy_RD = given(4)
     x_RD, counts_E = x_RD.astype(jnp.bfloat16), jnp.asarray([150, 0, 60, 40], jnp.int32)
-    y_RD, pull = jax.vjp(lambda *args: laid(*args, counts_E), weights, x_RD, weight_R)
-    dweights, dx_RD, dweight_R = pull(y_RD)
+    f = lambda *args: laid(*args, counts_E)
+    y_RD, *dweights, dx_RD, dweight_R = tiny.values_and_gradients(f, dy_RD.astype(x_RD.dtype), weights, x_RD, weight_R)
     assert y_RD.dtype == dx_RD.dtype == jnp.bfloat16 and dweight_R.dtype == jnp.float32
     assert {w.dtype for w in dweights} == {jnp.dtype("float32")}
     right = plain([150, 0, 60, 40], weights, x_RD.astype(jnp.float32), weight_R)

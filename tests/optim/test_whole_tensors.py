@@ -18,8 +18,20 @@ REFERENCES = {
 }
 
 
+@functools.cache
 def reference(name, decays):
-    """optax's, of one tensor."""
+    """step(tensor, state, gradient) -> both anew, and the first state of a tensor: optax's, of one."""
+    tx = optax_of_one(name, decays)
+
+    @jax.jit
+    def step(own, state, grad):
+        updates, state = tx.update(grad, state, own)
+        return optax.apply_updates(own, updates), state
+
+    return step, tx.init
+
+
+def optax_of_one(name, decays):
     if name == "lamb":
         return optax.lamb(RATE, 0.9, 0.95, 1e-8, weight_decay=0.1 * decays)
     adafactor = optax.adafactor(
@@ -51,11 +63,10 @@ def test_each_tensor_of_a_stack_is_updated_as_optax_updates_it_alone(name):
     for leaf in (*AXES["blocks"], "embedding"):
         decays = leaf not in ("norm", "embedding")
         for own, *grads, after in zip(*[tensors(leaf, whole[leaf]) for whole in (*wholes, found)], strict=True):
-            tx = reference(name, decays)
-            state = tx.init(own)
+            step, init = reference(name, decays)
+            state = init(own)
             for grad in grads:
-                updates, state = tx.update(grad, state, own)
-                own = optax.apply_updates(own, updates)
+                own, state = step(own, state, grad)
             np.testing.assert_allclose(after, own, atol=1e-5, err_msg=leaf)
 
 
