@@ -115,6 +115,7 @@ def test_values_and_gradients_are_those_of_heads_written_out_one_by_one(model):
     ours = lambda params, x_BTD: nnx.merge(graphdef, params)(x_BTD, rotation, ids_BT)
     plain = lambda params, x_BTD: head_by_head(nnx.merge(graphdef, params), cfg, x_BTD, batch.positions, ids_BT)
     got, right = (tiny.values_and_gradients(f, dy_BTD, params, x_BTD) for f in (ours, plain))
+    np.testing.assert_allclose(got[0], right[0], rtol=1e-5, atol=1e-5)
     for one, other in zip(got, right, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 

@@ -64,6 +64,7 @@ def test_values_and_gradients_are_those_of_all_experts_computed_for_all_tokens(l
     ours = lambda params, x_BTD: nnx.merge(graphdef, params)(x_BTD, ids_BT)[0]
     plain = lambda params, x_BTD: computed_for_all(nnx.merge(graphdef, params), x_BTD)
     got, right = (tiny.values_and_gradients(f, dy_BTD, params, x_BTD) for f in (ours, plain))
+    np.testing.assert_allclose(got[0], right[0], rtol=1e-5, atol=1e-5)
     for one, other in zip(got, right, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 

@@ -100,10 +100,7 @@ SPLASH = {  # (softcap, window)
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(form, marks=[pytest.mark.soak] * (form == "ring, a window of several chunks")) for form in SPLASH],
-)
+@pytest.mark.parametrize("form", SPLASH)
 def test_splash_of_shared_rows_is_plain_attention(form):
     blocks = splash.Blocks((128, 256), (128, 128), (256, 128))
     softcap, window = SPLASH[form]

@@ -114,7 +114,6 @@ MESHES = [
 ]
 
 
-@pytest.mark.soak  # of one step test_on_a_mesh_whole_matrices_are_orthogonalised has seen it
 @pytest.mark.parametrize("overrides", MESHES)
 def test_a_run_is_the_same_on_every_mesh(overrides):
     muon = {"optim.name": "muon"}

@@ -70,7 +70,7 @@ WITHOUT_REMAT = [
 ]
 # Compiled when the estimate was done. Programs of a few hundred MiB: what is allocated in HBM and in VMEM. The peak
 # that the compiler tells has only a part of VMEM in it: 168 and 305 MiB, which the estimate is 35% and 31% above; of
-# auto at depth 4 on v5e:2x2, estimated at 355 MiB, it is 246.6; what was allocated there was not looked at.
+# auto at depth 4 with AdamW on v5e:2x2, estimated at 355 MiB, it is 246.6; what was allocated there was not looked at.
 ON_CHIP = [
     ("quickstart", "v5e:2x2", THEN | {"batch_tokens": "64 rows"}, (114.05 + 111.94) / 1024),
     ("span_corruption", "v5e:2x2", {"batch_tokens": "64 rows"}, (315.93 + 111.99) / 1024),
