@@ -56,6 +56,7 @@ HELD_OUT = [
     ("gemma3_4b", "v5p:2x2x2", {}, 28.13),  # docs/scale.json
     ("ladder", "v5e:2x2", {}, 13_525_504 / GIB),  # without remat, float32
     ("auto:depth=12", "v5e:2x4", {"optim.name": "adamw"}, 11_778_607_104 / GIB),  # without remat
+    ("auto:depth=12", "v5e:2x4", {}, 10.8),  # with Muon: jax 0.12.0.1, libtpu 0.0.51, 2026-11-26
     ("llama3_8b", "v5p:4x4x4", LONG | {"seq_len": "131072", "batch_tokens": "8 rows", "mesh.context": "8"}, 11.5),
     ("llama3_8b", "v5p:4x4x4", LONG | {"seq_len": "1048576", "batch_tokens": "1 rows", "mesh.context": "64"}, 19.6),
 ]
