@@ -53,7 +53,7 @@ def ours(mesh, rules="zero3", **settings):
 
 @functools.cache
 def compiled_update(mesh, rules, settings):
-    """(step(params, state, grads), shardings of all three, the state that it begins with)."""
+    """(step(params, state, grads), shardings of parameters and gradients, the first state)."""
     optimizer, shardings = ours(mesh, rules, **dict(settings))
 
     @functools.partial(jax.jit, out_shardings=(shardings, None))

@@ -103,7 +103,7 @@ def matmul_transposed(left_MC: jax.Array, right_OC: jax.Array) -> jax.Array:
 def weight_gradient(x_ABC: jax.Array, dy_MO: jax.Array) -> jax.Array:
     """x.T @ dy, float32 [C, O], where the rows M are A and B of x in order."""
     if x_ABC.dtype == dy_MO.dtype == jnp.float32:
-        # XLA:CPU turns x as it packs it: no copy, and tokens/s of `bench step --spec=M` 2% up (2 cores, 2026-11-26).
+        # XLA:CPU turns x as it packs it for the product, and writes no turned copy of it.
         x_MC = x_ABC.reshape(-1, x_ABC.shape[-1])
         return lax.dot_general(x_MC, dy_MO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     dw_CO = jnp.matmul(transposed(x_ABC), dy_MO, preferred_element_type=jnp.float32)

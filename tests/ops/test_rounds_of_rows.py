@@ -32,7 +32,7 @@ def both_ways():
     on_mesh = functools.partial(jax.shard_map, mesh=Mesh(jax.devices()[:DEVICES], "expert"), check_vma=False)
 
     def one_device(weights, x_RD, weight_R, counts_1E):
-        y_RD, needed = exchanged(axis, run, weights, x_RD, weight_R, counts_1E[0])[:2]
+        y_RD, needed = exchanged(axis, run, weights, x_RD, weight_R, counts_1E[0])
         return y_RD, needed[None]
 
     sent = on_mesh(one_device, in_specs=P("expert"), out_specs=P("expert"))

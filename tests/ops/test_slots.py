@@ -48,8 +48,7 @@ def given(experts):
 
 def both(f, weights, x_RD, weight_R, dy_RD):
     """(values, gradients of everything)"""
-    y_RD, pull = jax.vjp(f, weights, x_RD, weight_R)
-    return [y_RD, *jax.tree.leaves(pull(dy_RD))]
+    return tiny.values_and_gradients(f, dy_RD, weights, x_RD, weight_R)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
