@@ -21,8 +21,8 @@ from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
 from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
+from jaxscale.first_state import make_init
 from jaxscale.models.config import BLOCKS
-from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
 from jaxscale.models.mup_config import rate_multiplier, scales_of
@@ -47,7 +47,7 @@ from jaxscale.training.ema import init_ema
 from jaxscale.training.injected import corrupt_gradients
 from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
 from jaxscale.training.qk_clip import make_qk_clip
-from jaxscale.training.state import TrainState, init_loss_scale, init_state, is_dynamic, state_axes
+from jaxscale.training.state import TrainState, is_dynamic, state_axes
 from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
 from jaxscale.training.step import Gradients, at_state, make_gradient_norms, make_train_step
 
@@ -61,7 +61,7 @@ class Program:
     cfg: RunConfig
     model: ShardedModel
     unstaged: ShardedModel  # the model without a pipeline's stages, for all that does not train
-    init: Callable[[], TrainState]  # jitted: the whole state is born sharded
+    init: Callable[[], TrainState]  # the whole state is born sharded
     abstract_state: TrainState  # shapes, dtypes and shardings
     abstract_grads: Any  # the same, of gradients summed over all devices
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
@@ -161,7 +161,7 @@ def make_program(
         check(cfg, model)
     updates = make_updates(cfg, budget, model)
     shardings = plan_shardings(cfg, model, updates)
-    init = functools.partial(init_train_state, cfg, model, updates)
+    init, abstract_state = make_init(cfg, model, updates.optimizer, updates.groups, shardings.state)
     qk_clip = make_qk_clip(cfg.optim.qk_clip, cfg.model.layer_stacks)
     recorder = make_score_recorder if qk_clip else None
     gradients = make_gradients(cfg, model, updates.groups, shardings, recorder=recorder)
@@ -192,8 +192,8 @@ def make_program(
         smaller=make_smaller(cfg, budget, devices),
         model=model,
         unstaged=unstaged,
-        init=jax.jit(init, out_shardings=shardings.state),
-        abstract_state=with_shardings(jax.eval_shape(init), shardings.state),
+        init=init,
+        abstract_state=abstract_state,
         abstract_grads=with_shardings(trainable(model.shapes, updates.groups), shardings.grads),
         train_step=jit(
             precisely(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0, **compiled
@@ -294,20 +294,6 @@ def make_rebalance(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:
     """What moves the balance of experts, where the model has any and is learned."""
     experts = getattr(cfg.model, "experts", None)
     return None if experts is None or cfg.lora.on else functools.partial(rebalanced, rate=experts.bias_rate)
-
-
-def init_train_state(cfg: RunConfig, model: ShardedModel, updates: Updates) -> TrainState:
-    """The state before the first step."""
-    params_key, run_key = jax.random.split(jax.random.key(cfg.seed))
-    _, params, _ = split_model(model.init(params_key))
-    return init_state(
-        params,
-        updates.optimizer,
-        init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype),
-        run_key,
-        init_ema(cfg.train.ema, trainable(params, updates.groups)),
-        cfg.train.guard.window_steps,
-    )
 
 
 def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Shardings:

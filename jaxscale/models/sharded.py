@@ -21,7 +21,7 @@ from jaxscale.models.model import make_model, target_scores, token_losses
 from jaxscale.models.stages import Pieces
 from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import Kernels, choose_kernels, share_rows, with_recorder
+from jaxscale.ops.kernels import PLAIN, Kernels, choose_kernels, share_rows, with_recorder
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
@@ -94,19 +94,19 @@ class ShardedModel:
         )
 
     @functools.cached_property
-    def abstract(self) -> tuple[Any, Any, Any]:
-        """(graph definition, shapes of the parameters, their logical axes)."""
-        return split_model(jax.eval_shape(self.init, jax.random.key(0)))
+    def graphdef(self) -> nnx.GraphDef:
+        """The model's definition, which its parameters complete."""
+        return split_model(jax.eval_shape(self.init, jax.random.key(0)))[0]
 
     @property
     def shapes(self) -> Any:
         """The jax.ShapeDtypeStruct of each parameter."""
-        return self.abstract[1]
+        return abstract_params(self.cfg, self.lora)[0]
 
     @property
     def axes(self) -> Any:
         """The logical axes of each parameter."""
-        return self.abstract[2]
+        return abstract_params(self.cfg, self.lora)[1]
 
     @functools.cached_property
     def shardings(self) -> Any:
@@ -166,11 +166,12 @@ class ShardedModel:
 
         variables: differentiable(params), where a gradient is taken. tensor, recorder, learns: as for init.
         """
-        graphdef = self.abstract[0]
         learns &= bool(getattr(getattr(self.cfg, "experts", None), "capacity_factor", 0.0))
         if tensor is not None or recorder is not NO_RECORDER or learns:
             init = functools.partial(self.init, tensor=tensor, recorder=recorder, learns=learns)
             graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
+        else:
+            graphdef = self.graphdef
         variables = self.differentiable(params) if variables is None else variables
         if self.offloaded:
             return merge_model(graphdef, fetch_outside_blocks(params, variables))
@@ -192,6 +193,13 @@ class ShardedModel:
         """f(model, batch) as a function of (params, batch); what it returns has all positions."""
         run = lambda params, batch: self.context.whole(f(self.merge(params), self.context.own(batch)))
         return with_precision(self.cfg.matmul_precision, run)
+
+
+@functools.lru_cache(maxsize=16)
+def abstract_params(cfg: AnyModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
+    """(shapes, logical axes) of the parameters, which neither mesh nor kernels change."""
+    make = lambda key: make_model(cfg, key=key, kernels=PLAIN, lora=lora)
+    return split_model(jax.eval_shape(make, jax.random.key(0)))[1:]
 
 
 def shard_model(
