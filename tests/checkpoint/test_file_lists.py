@@ -52,7 +52,7 @@ def test_requests_do_not_grow_as_processes_times_files(listed):
 
 
 @pytest.mark.fault("F33")
-@pytest.mark.parametrize("shares", [1, 3, 16])
+@pytest.mark.parametrize("shares", [1, 3, pytest.param(16, marks=pytest.mark.soak)])
 def test_each_damaged_or_missing_file_is_named_by_one_process(listed, shares):
     gcs, folder = listed
     rest = f"{verify.LISTS}/{verify.REST}"

@@ -100,7 +100,9 @@ SPLASH = {  # (softcap, window)
 }
 
 
-@pytest.mark.parametrize("form", SPLASH)
+@pytest.mark.parametrize(
+    "form", [pytest.param(name, marks=pytest.mark.soak) if "several" in name else name for name in SPLASH]
+)
 def test_splash_of_shared_rows_is_plain_attention(form):
     blocks = splash.Blocks((128, 256), (128, 128), (256, 128))
     softcap, window = SPLASH[form]

@@ -104,16 +104,14 @@ def test_heads_by_themselves_are_other_matrices():
 
 MESHES = [
     {"mesh.fsdp": 2, "mesh.data": 2, "mesh.tensor": 2, "rules": "zero1"},
-    pytest.param({"mesh.fsdp": 8}, marks=pytest.mark.soak),
-    pytest.param({"mesh.fsdp": 4, "mesh.tensor": 2, "rules": "zero2"}, marks=pytest.mark.soak),
-    pytest.param(
-        {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.context": 2, "train.num_microbatches": 4, "model.remat": "full"},
-        marks=pytest.mark.soak,
-    ),
-    pytest.param({"mesh.fsdp": 8, "model.scan_layers": False}, marks=pytest.mark.soak),
+    {"mesh.fsdp": 8},
+    {"mesh.fsdp": 4, "mesh.tensor": 2, "rules": "zero2"},
+    {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.context": 2, "train.num_microbatches": 4, "model.remat": "full"},
+    {"mesh.fsdp": 8, "model.scan_layers": False},
 ]
 
 
+@pytest.mark.soak  # the update alone is, above
 @pytest.mark.parametrize("overrides", MESHES)
 def test_a_run_is_the_same_on_every_mesh(overrides):
     muon = {"optim.name": "muon"}

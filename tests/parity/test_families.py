@@ -25,7 +25,9 @@ NAMES = (
     "qwen3_moe_windows", "olmoe", "olmoe_biases", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3",
     "deepseek_v3_one_group",
 )  # fmt: skip
-LIKE = {"llama2": "llama31", "gemma3_vision": "gemma3"}  # whose text model differs in no part from this one's
+LIKE = (  # others whose text model has the same parts
+    "llama2", "gemma3_vision", "mixtral_tied", "deepseek_v2_lite", "deepseek_v3_one_group",
+)  # fmt: skip
 CASES = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE else name for name in NAMES]
 # float32 sums taken in another order, and transformers' angles of RoPE in float32.
 TOLERANCE, GRADIENT_TOLERANCE = 5e-5, 1e-5

@@ -1,5 +1,7 @@
 """What bench collectives runs, prints and refuses. Nothing here asserts a speed."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -33,12 +35,16 @@ from jaxscale.sharding.mesh import make_mesh
 
 @pytest.fixture(scope="module")
 def record():
-    """A measurement over fsdp=4 x tensor=2, made once for this file."""
-    return measure_collectives(MeshConfig(tensor=2), sizes=[2**16], repeats=1)
+    """What the command measured over data=2 x fsdp=4, made once for this file."""
+    argv = ["collectives", "--json", "--repeats=1", "--config.mesh.data=2", "--config.mesh.fsdp=4", "--megabytes=0.01"]
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert bench.main(argv) == 0
+    return json.loads(told.getvalue())
 
 
 @pytest.mark.soak
-def test_every_kind_is_measured_along_every_axis_that_has_devices(record):
+def test_every_kind_is_measured_along_every_axis_that_has_devices():
+    record = measure_collectives(MeshConfig(tensor=2), sizes=[2**16], repeats=1)
     found = [(row["axis"], row["devices"], row["collective"]) for row in record["collectives"]]
     assert found == [(axis, size, kind) for axis, size in (("fsdp", 4), ("tensor", 2)) for kind in KINDS]
     assert record["mesh"] == "fsdp=4, tensor=2" and record["devices"] == "8 x cpu"
@@ -130,12 +136,9 @@ def test_people_are_told_the_figure_of_the_table_and_who_is_slow(record):
     assert "no host is slow" in "\n".join(collective_lines(record | {"num_processes": 2, "slow": []}))
 
 
-def test_one_device_has_nothing_to_exchange(capsys):
-    argv = ["collectives", "--json", "--repeats=1", "--config.mesh.data=2", "--config.mesh.fsdp=4", "--megabytes=0.01"]
-    assert bench.main(argv) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert {row["axis"] for row in made["collectives"]} == {"data", "fsdp"} and made["processes"][0]["host"]
-    assert "nothing to exchange" in "\n".join(collective_lines(made | {"collectives": []}))
+def test_one_device_has_nothing_to_exchange(record):
+    assert {row["axis"] for row in record["collectives"]} == {"data", "fsdp"} and record["processes"][0]["host"]
+    assert "nothing to exchange" in "\n".join(collective_lines(record | {"collectives": []}))
 
 
 @pytest.mark.parametrize("text", ["", "big", "1,", "0", "-1", "0.0001"])

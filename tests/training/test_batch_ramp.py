@@ -163,6 +163,7 @@ def test_each_step_trains_on_its_batch_and_tells_so(straight):
     assert [n for n, left_out in enumerate(speeds) if left_out] == [0, 3, 5]  # what was compiled is no speed
 
 
+@pytest.mark.soak
 def test_the_losses_are_those_of_one_device(straight, tmp_path, programs):
     loop.train(open_ramp(tmp_path / "one", programs, {"mesh.data": 1, "mesh.fsdp": 1}, number=1))
     for one, many in zip(records(tmp_path / "one"), records(straight[0]), strict=True):

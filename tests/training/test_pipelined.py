@@ -80,9 +80,8 @@ def plain():
     return step({"mesh.data": 2, "mesh.fsdp": 1, "model.num_layers": 4}, 2, steps=2)
 
 
-@pytest.mark.parametrize(
-    "how", [{}, pytest.param({"pipeline.schedule": "gpipe", "pipeline.chunks": 2}, marks=pytest.mark.soak)], ids=str
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("how", [{}, {"pipeline.schedule": "gpipe", "pipeline.chunks": 2}], ids=str)
 def test_with_a_whole_head_every_bit_is_that_of_no_pipeline(plain, how):
     cut = WHOLE | how | {"mesh.data": 2, "mesh.fsdp": 1, "model.num_layers": 4}
     metrics, grads = step(cut, 4, steps=2)
