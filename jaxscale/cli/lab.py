@@ -82,7 +82,7 @@ class LabFlags:
     )
     batches: tuple[int, ...] = flag((), "rate, batch: tokens of a step", "1024,4096", read=numbers(int))
     sizes: tuple[float, ...] = flag(
-        (), "isoflop, ladder: widths, shape: layers, as times of the config's", "0.5,1,2", read=numbers(float)
+        (), "isoflop, ladder, width: widths, shape: layers, as times of the config's", "0.5,1,2", read=numbers(float)
     )
     target: float = flag(
         0.0, "ladder: trains a model of so many times the parameters of the largest rung too", "10", read=times_above_1
@@ -136,7 +136,7 @@ def check_flags(flags: LabFlags, name: str) -> None:
     """Raises BadInput for a flag that the experiment does not read."""
     read_by = {
         "rates": ("rate", "batch", "optimizers", "clipping", "width", "shape"), "batches": ("rate", "batch"),
-        "sizes": ("isoflop", "ladder", "shape"), "target": ("ladder",),
+        "sizes": ("isoflop", "ladder", "shape", "width"), "target": ("ladder",),
         "names": ("rate", "optimizers", "precision"), "vary": ("vary",),
     }  # fmt: skip
     for flag_name, experiments in read_by.items():

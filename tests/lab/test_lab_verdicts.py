@@ -190,7 +190,16 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
         best = USUAL * 1.3 * (trial.at["width"] / 64) ** power
         loss = 2.0 + 0.05 * math.log(trial.at["optim.peak_lr"] / best) ** 2 + noisy(trial, 0.0005)
         results.append(made(trial, loss))
-    standard, mup, ends = width.conclude(results).verdict
+    grown = lambda t: float(t.at["width"]) ** (0.8 if t.at["parametrisation"] == "standard" else 0.0)
+    looked_at = [
+        made(t, 5.0, curve=[5.0] * 4, metrics={f"stats/{kind}_rms/0{layer}": [1.0, 1.1, 1.2, grown(t)]
+                                               for kind in width.KINDS for layer in range(2)})
+        for t in width.coordinate_trials(BASE, Wishes())
+    ]  # fmt: skip
+    standard, mup, ends, *coordinates = width.conclude(results, looked_at).verdict
+    powers = [[float(part.split()[0]) for part in text.split("to the power ")[1:]] for text in coordinates]
+    assert powers == [pytest.approx([0.8] * 3), pytest.approx([0.0] * 3, abs=1e-9)]
+    assert {t.cfg.train_tokens for t in width.coordinate_trials(BASE, Wishes())} == {"4 steps"}
     assert ends.startswith("At a width of 256 the best rate ends at ") and ends.count("nats with") == 2
     assert power_in(standard) == pytest.approx(-1, abs=0.05) and "does not hold" in standard
     assert power_in(mup) == pytest.approx(0, abs=0.05) and "which holds no change" in mup
