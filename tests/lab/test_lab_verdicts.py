@@ -172,7 +172,11 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
         batch, total = trial.cfg.tokens_per_step, trial.cfg.train_tokens
         curve = law(trial.cfg.model.num_params, np.arange(batch, total + 1, batch))
         results.append(made(trial, float(curve[-1]), curve=curve))
-    lowest, curves, parabolas, of_loss = isoflop.conclude(results).verdict
+    lowest, curves, parabolas, of_loss, _ = isoflop.conclude(results).verdict
+    power_of = lambda cfg: cfg.train_tokens**-0.09 * cfg.model.num_params**-0.01
+    kaplan = isoflop.conclude([r._replace(loss=power_of(r.trial.cfg)) for r in results]).verdict[-1]
+    assert "losses go as C ** -0.08992" in kaplan and "parameters as D ** -0.09 (" in kaplan
+    assert kaplan.endswith("has C ** -0.050 and D ** -0.095.")
     assert lowest.count(" parameters at ") == 4 and "the smallest" not in lowest and "the largest" not in lowest
     small = [r for r in results if r.trial.cfg.model.num_params < 200_000]
     bound = isoflop.conclude(small).verdict[0]
@@ -243,7 +247,10 @@ def test_a_ladder_foretells_a_size_ten_times_as_large_and_says_where_it_does_not
     target = ladder.target_trial(BASE, wishes, results[-1].at("parameters"))
     assert 10 <= target.cfg.model.num_params / results[-1].at("parameters") < 13
     end = lambda times: [made(target, times * law(target.cfg), curve=[2.0] * (target.cfg.train_tokens // 1024))]
-    last, not_made, of_all = ladder.conclude(results).verdict
+    last, not_made, of_all, kaplan = ladder.conclude(results).verdict
+    pure = [r._replace(loss=r.at("parameters") ** -0.1) for r in results]
+    assert "along these rungs as N ** -0.1 (-0.1 to -0.1) and C ** -0.0489 (" in ladder.conclude(pure).verdict[-1]
+    assert kaplan.endswith("has N ** -0.102 by its L(N, D) and C ** -0.050 by its L(C).")
     assert "inside the interval" in last and "it was not trained (--target=10 does)" in not_made
     assert "0.3" in of_all.partition(" / N ** ")[2] and "along these tokens a parameter" in of_all
     of_target = lambda times: ladder.in_words("the target", ladder.compare(ladder.law_of(results), end(times)))
