@@ -57,7 +57,7 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Tokens and steps to one loss over the batch; the critical batch both ways."""
-    results = inside(batch_trials(base, wishes), wishes, run, of_batch)
+    results = inside(run(batch_trials(base, wishes)), wishes, run, of_batch)
     if not (best := best_rates(results, of_batch)):
         return Conclusion(["At every batch and rate a run diverged."], LIMITS, PREDICTED, [], (), [])
     return conclude(results, run(noise_trials(base, min(best, key=of_batch))))

@@ -48,7 +48,7 @@ def optimizer_trials(base: Base, wishes: Wishes) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Each optimizer at its own best rate."""
-    return conclude(inside(optimizer_trials(base, wishes), wishes, run, lambda r: r.at(OPTIMIZER)))
+    return conclude(inside(run(optimizer_trials(base, wishes)), wishes, run, lambda r: r.at(OPTIMIZER)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -68,12 +68,11 @@ def over_rates(
     return trials
 
 
-def inside(trials: Sequence[Trial], wishes: Wishes, run: Run, key: Callable[[Result], Any]) -> list[Result]:
-    """The results of these trials, and of further rates where the best of a group by `key` was the last tried.
+def inside(results: Sequence[Result], wishes: Wishes, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
+    """These results, and those of further rates where the best of a group by `key` was the last tried.
 
     Rates that a person chose are not added to.
     """
-    results = run(trials)
     for _ in range(0 if wishes.rates else FURTHER):
         further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
         if not further:
@@ -130,7 +129,7 @@ def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """The exponent of the best rate over the batch, for each optimizer."""
     of_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
-    return conclude(inside(rate_trials(base, wishes), wishes, run, of_batch))
+    return conclude(inside(run(rate_trials(base, wishes)), wishes, run, of_batch))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -43,7 +43,7 @@ def shape_trials(base: Base, wishes: Wishes) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Which shapes are best."""
-    return conclude(inside(shape_trials(base, wishes), wishes, run, lambda r: r.at(LAYERS)))
+    return conclude(inside(run(shape_trials(base, wishes)), wishes, run, lambda r: r.at(LAYERS)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -65,8 +65,9 @@ def shapes_of(base: Base, wishes: Wishes) -> Iterable[tuple[dict[str, Any], dict
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """How the best rate moves with the width, with muP and without, and how activations do."""
     of_width = lambda r: (r.at(FORM), r.at(WIDTH))
-    looked_at = run(coordinate_trials(base, wishes))
-    return conclude(inside(width_trials(base, wishes), wishes, run, of_width), looked_at)
+    trials = width_trials(base, wishes)
+    results = run([*trials, *coordinate_trials(base, wishes)])
+    return conclude(inside(results[: len(trials)], wishes, run, of_width), results[len(trials) :])
 
 
 def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusion:

@@ -54,7 +54,7 @@ def test_rates_are_added_until_the_best_lies_inside_those_tried():
         return [made(t, 2.0 + 0.05 * off(t) ** 2, diverged=lost(t)) for t in trials]
 
     wishes, of_name = Wishes(names=tuple(best)), lambda r: r.at("optim.name")
-    results = rate.inside(optimizers.optimizer_trials(BASE, wishes), wishes, run, of_name)
+    results = rate.inside(run(optimizers.optimizer_trials(BASE, wishes)), wishes, run, of_name)
     rates = {name: sorted({t.at["optim.peak_lr"] for t in tried if t.at["optim.name"] == name}) for name in best}
     assert rates["adamw"][-1] == 8 * USUAL and len(rates["adamw"]) == 6 and len(rates["lion"]) == 8
     assert rates["sgd"][-1] == 1600 * USUAL and any(map(lost, tried))
@@ -63,7 +63,7 @@ def test_rates_are_added_until_the_best_lies_inside_those_tried():
     of_muon = Base.load("configs/lab.py", {"optim.name": "muon"}).cfg.optim  # whose rate is no AdamW's
     assert rate.middle_rate(of_muon, "muon") == USUAL == 4 * rate.middle_rate(of_muon, "adamw")
     mine = wishes._replace(rates=(1e-3, 2e-3, 4e-3))
-    assert len(rate.inside(optimizers.optimizer_trials(BASE, mine), mine, run, of_name)) == 3 * 3 * 2
+    assert len(rate.inside(run(optimizers.optimizer_trials(BASE, mine)), mine, run, of_name)) == 3 * 3 * 2
 
 
 def batch_results(critical, least=20_000):
