@@ -19,6 +19,7 @@ TIMES = (1, 2, 4)  # the config's width
 FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # of the config's rate
 STEPS = 3  # updates before the coordinate check, at the config's rate without a warmup; later ones learn, and blur it
 KINDS = {"activation": "the residual stream", "attention": "what attention adds", "mlp": "what the MLP adds"}
+SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # for a legend
 PREDICTED = (
     (
         "arXiv:2203.03466",
@@ -124,7 +125,7 @@ def check(form: str, runs: Sequence[Result]) -> tuple[str, list[Line]]:
             width: mean([size_of(r, kind) for r in of_width]).value
             for width, of_width in sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())
         }
-        lines += with_points([line(f"{name}, {NAMES[form]}", sizes, place, "line" if form == MUP else "dash")])
+        lines += with_points([line(f"{SHORT[kind]}, {form}", sizes, place, "line" if form == MUP else "dash")])
         if len(sizes) > 1:
             powers.append(f"{name} to the power {power(list(sizes), list(sizes.values())).exponent}")
     return f"{NAMES[form]}, after {STEPS} steps at the config's rate, activations go with the width: " + (
