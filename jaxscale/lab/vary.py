@@ -59,7 +59,8 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             unit="nats",
         )
         drawings.insert(0, over)
-        if curves := list(over_seeds(results, names[0]).values()):
+        curves = list(over_seeds(results, names[0]).values())
+        if curves and len({r.at(names[0]) for r in results}) > 1:
             best = optimum(curves)
             how = "is only bounded by those tried" if best.edge else "by a parabola through the lowest points"
             verdict.append(f"The best {names[0]} {how}: {best}.")
