@@ -16,6 +16,7 @@ from jaxscale.hardware import host_memory_bytes
 from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.planning.scaling import rate_over_width
 from jaxscale.sampling.config import SampleConfig
 from jaxscale.unread import as_read
 
@@ -80,7 +81,7 @@ def small_model(cfg: AnyModelConfig) -> AnyModelConfig:
 
 def with_its_training(old: RunConfig, new: RunConfig, told: Collection[str]) -> RunConfig:
     """`new`, a smaller model of `old`, with as many tokens a parameter, as large a part of them for the warmup, and
-    rates that go with the inverse of the width, as Adam's do without muP (arXiv:2203.03466).
+    rates that go with the width.
 
     old: with its own train_tokens. told: settings that stay.
     """
@@ -92,7 +93,7 @@ def with_its_training(old: RunConfig, new: RunConfig, told: Collection[str]) -> 
         budget = resolve_budget(old, None)
         optim = dataclasses.replace(optim, warmup_tokens=f"{100 * budget.warmup_steps / budget.total_steps:.3g}%")
     if "optim.peak_lr" not in told and getattr(old.model, "mup", None) is None:
-        times = old.model.embed_dim / new.model.embed_dim
+        times = rate_over_width(optim.name, new.model.embed_dim / old.model.embed_dim)
         optim = dataclasses.replace(optim, peak_lr=times * optim.peak_lr, min_lr=times * optim.min_lr)
     return dataclasses.replace(new, optim=optim, **changed)
 

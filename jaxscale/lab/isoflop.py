@@ -100,7 +100,8 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     lost = len(results) - len(held)
     limits = (
         *SMALL,
-        "Rates go with the inverse of the width, under muP by its rules, and were tuned at one size alone.",
+        "Rates go with the inverse of the width (Muon's with that of its root), under muP "
+        "by its rules, and were tuned at one size alone.",
     )
     if lost:
         limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")

@@ -14,7 +14,7 @@ from jaxscale.reporting.text import count, percent
 
 LAYERS, WIDTH = "layers", "width"
 TIMES = (0.5, 1, 2, 4, 8)  # the config's layers
-FACTORS = (0.5, 1, 2, 4)  # of the config's rate by the inverse of the width
+FACTORS = (0.5, 1, 2, 4)  # of the rate that goes with the width
 PREDICTED = (
     (
         "arXiv:2001.08361, section 3.2",

@@ -17,6 +17,15 @@ WARMUP_STEPS = 2000  # arXiv:2307.09288, section 2.2; 8,000 at 405B: arXiv:2407.
 WARMUP_FROM_PARAMS = 1e9  # below it the published runs vary too much to be a rule
 
 
+def rate_over_width(optimizer: str, times: float) -> float:
+    """What the best rate is multiplied with in a model `times` as wide, without muP.
+
+    As Adam's it goes with the inverse of the width (arXiv:2203.03466); Muon's with that of its root, so that an update
+    changes what a matrix does by as much at every width (arXiv:2310.17813).
+    """
+    return times ** (-0.5 if optimizer == "muon" else -1.0)
+
+
 def is_mixture(model: ModelConfig) -> bool:
     """Whether a token goes through some of the parameters alone, so that no law in one number of them is of it."""
     return model.active_params != model.num_params

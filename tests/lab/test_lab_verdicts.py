@@ -224,6 +224,8 @@ def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
     flops = {inner_flops(r.trial.cfg.model, r.trial.cfg.seq_len) for r in results}
     under_mup = Base.load("configs/lab.py", {"model.mup.base_dim": "64"}).cfg
     assert wider(under_mup, 2)["optim.peak_lr"] == USUAL == 2 * wider(BASE.cfg, 2)["optim.peak_lr"]
+    of_muon = Base.load("configs/lab.py", {"optim.name": "muon"}).cfg
+    assert wider(of_muon, 4)["optim.peak_lr"] == USUAL / 2
     assert len({r.at("layers") for r in results}) == 5 and max(flops) < 1.005 * min(flops)
     lowest, far, spread = shape.conclude(results).verdict
     assert lowest.startswith("2 layers of 64 (width / layers 32) ends lowest") and "no other is within" in lowest
