@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 
 from jaxscale.cli import run_verb
+from jaxscale.cli.shrink import as_overrides, shrink, with_its_training
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config_file import config_name
 from jaxscale.help_text import command
@@ -75,6 +76,8 @@ class LabFlags:
 
     config: str = flag(DEFAULT, "the run that is varied", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting of it, in all runs", "VALUE", name="config.NAME")
+    small: bool = flag(False, "makes a narrow model of two layers of it, with short rows, and says what it changes")
+    layers: int | None = flag(None, "at most so many layers", "N", least=1)
     workdir: str | None = flag(None, "where runs and pages go; default runs/lab-<config>", "FOLDER")
     seeds: int = flag(0, "runs of each setting that differ in seed alone; 0: as many as the experiment has", least=0)
     rates: tuple[float, ...] = flag(
@@ -82,7 +85,7 @@ class LabFlags:
     )
     batches: tuple[int, ...] = flag((), "rate, batch: tokens of a step", "1024,4096", read=numbers(int))
     sizes: tuple[float, ...] = flag(
-        (), "isoflop, ladder: widths, shape: layers, as times of the config's", "0.5,1,2", read=numbers(float)
+        (), "isoflop, ladder, width: widths, shape: layers, as times of the config's", "0.5,1,2", read=numbers(float)
     )
     target: float = flag(
         0.0, "ladder: trains a model of so many times the parameters of the largest rung too", "10", read=times_above_1
@@ -103,7 +106,7 @@ def main(arguments: Arguments) -> int:
     """Runs the experiment and returns the exit code."""
     flags, name = arguments.flags, arguments.subverb
     check_flags(flags, name)
-    base = Base.load(flags.config, arguments.overrides)
+    base = base_of(arguments)
     work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
     wishes = Wishes(
         flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names, read_vary(flags.vary)
@@ -132,11 +135,25 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
+def base_of(arguments: Arguments) -> Base:
+    """The config of the command line, as small as it was asked for, which is said."""
+    flags, told = arguments.flags, arguments.overrides
+    base = Base.load(flags.config, told)
+    if not flags.small and flags.layers is None:
+        return base
+    cfg = shrink(base.cfg, layers=flags.layers, small=flags.small)
+    own = Base.load(flags.config, {name: value for name, value in told.items() if name != "train_tokens"}).cfg
+    changed = as_overrides(base.cfg, with_its_training(own, cfg, told))
+    if not flags.dry_run:  # whose output is commands alone, and has all settings
+        put("changed for a small model:", *(f"  {name}: {value}" for name, value in changed.items()))
+    return Base.load(flags.config, {**told, **changed})
+
+
 def check_flags(flags: LabFlags, name: str) -> None:
     """Raises BadInput for a flag that the experiment does not read."""
     read_by = {
         "rates": ("rate", "batch", "optimizers", "clipping", "width", "shape"), "batches": ("rate", "batch"),
-        "sizes": ("isoflop", "ladder", "shape"), "target": ("ladder",),
+        "sizes": ("isoflop", "ladder", "shape", "width"), "target": ("ladder",),
         "names": ("rate", "optimizers", "precision"), "vary": ("vary",),
     }  # fmt: skip
     for flag_name, experiments in read_by.items():

@@ -1,19 +1,24 @@
-"""A small model of the same kind: what makes a proof about a large config affordable on a laptop.
+"""A small model of the same kind: what makes a proof or an experiment about a large config affordable on a laptop.
 
 Kept: the kind of model and all its switches, the vocabulary, the ratio of query to key-value heads, the number of
 microbatches up to 2. Cut: layers, width, heads and their size, the row length, the rows of a batch.
 """
 
 import dataclasses
+import json
+from collections.abc import Collection
 
 from jaxscale import schema
+from jaxscale.budget import resolve_budget
 from jaxscale.config import RunConfig
 from jaxscale.data.checks import check_data
 from jaxscale.hardware import host_memory_bytes
 from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.planning.scaling import rate_over_width
 from jaxscale.sampling.config import SampleConfig
+from jaxscale.unread import as_read
 
 LARGE_PARAMS = 50_000_000
 LARGE_BATCH_TOKENS = 65_536
@@ -72,6 +77,32 @@ def small_model(cfg: AnyModelConfig) -> AnyModelConfig:
         head_dim=min(cfg.head_dim, SMALL_HEAD_DIM) if latent is None else latent.head_dim,
         mlp_dim=min(cfg.mlp_dim, max(8, cfg.mlp_dim * width // cfg.embed_dim // 8 * 8)),
     )
+
+
+def with_its_training(old: RunConfig, new: RunConfig, told: Collection[str]) -> RunConfig:
+    """`new`, a smaller model of `old`, with as many tokens a parameter, as large a part of them for the warmup, and
+    rates that go with the width.
+
+    old: with its own train_tokens. told: settings that stay.
+    """
+    tokens, optim, changed = old.train_tokens, new.optim, {}
+    if isinstance(tokens, int) and "train_tokens" not in told:
+        steps = max(1, round(tokens * new.model.num_params / old.model.num_params / new.tokens_per_step))
+        changed["train_tokens"] = steps * new.tokens_per_step
+    if isinstance(tokens, int) and "optim.warmup_tokens" not in told:
+        budget = resolve_budget(old, None)
+        optim = dataclasses.replace(optim, warmup_tokens=f"{100 * budget.warmup_steps / budget.total_steps:.3g}%")
+    if "optim.peak_lr" not in told and getattr(old.model, "mup", None) is None:
+        times = rate_over_width(optim.name, new.model.embed_dim / old.model.embed_dim)
+        optim = dataclasses.replace(optim, peak_lr=times * optim.peak_lr, min_lr=times * optim.min_lr)
+    return dataclasses.replace(new, optim=optim, **changed)
+
+
+def as_overrides(old: RunConfig, new: RunConfig) -> dict[str, str]:
+    """What differs, as settings of a command line that has those of `old`."""
+    was, now = (schema.flatten(as_read(cfg)) for cfg in (old, new))
+    changed = {name: value for name, value in now.items() if name not in was or was[name] != value}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
 
 
 def use_available_data(cfg: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -1,15 +1,15 @@
 """What a larger batch costs at the same tokens, and the critical batch, by curves and by the gradient's noise."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale import units
 from jaxscale.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line
-from jaxscale.lab.rate import BATCH, FACTORS, RATE, floor_of, inside, over_rates
+from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, curves_of, drawing, line, mean_line
+from jaxscale.lab.rate import BATCH, FACTORS, RATE, bounds, floor_of, inside, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.planning.scaling import critical_batch as published_batch
-from jaxscale.reporting.plots import Line
+from jaxscale.reporting.plots import Line, with_points
 from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count
 
@@ -57,10 +57,15 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Tokens and steps to one loss over the batch; the critical batch both ways."""
-    of_batch = lambda r: int(r.at(BATCH))
-    results = best_rates(inside(batch_trials(base, wishes), wishes, run, of_batch), of_batch)
-    smallest = min((r for r in results if not r.diverged), key=lambda r: int(r.at(BATCH)))
-    return conclude(results, run(noise_trials(base, smallest)))
+    results = inside(run(batch_trials(base, wishes)), wishes, run, of_batch)
+    if not (best := best_rates(results, of_batch)):
+        return Conclusion(["At every batch and rate a run diverged."], LIMITS, PREDICTED, [], (), [])
+    return conclude(results, run(noise_trials(base, min(best, key=of_batch))))
+
+
+def of_batch(result: Result) -> int:
+    """The tokens of a step."""
+    return int(result.at(BATCH))
 
 
 def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[Result]:
@@ -74,9 +79,10 @@ def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[
 
 
 def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
-    """results: of the best rate of each batch. still: of noise_trials, the smaller batch first."""
-    by_batch = dict(sorted(groups_of(results, lambda r: int(r.at(BATCH))).items()))
-    target = max(ending(r) for r in results) * MARGIN
+    """The Conclusion of these results, each batch at its best rate. still: of noise_trials, the smaller batch first."""
+    best, tried = best_rates(results, of_batch), dict(sorted(groups_of(results, of_batch).items()))
+    by_batch = dict(sorted(groups_of(best, of_batch).items()))
+    target = max(ending(r) for r in best) * MARGIN
     reached = {
         b: mean(found) for b, runs in by_batch.items() if (found := [t for r in runs if (t := to_loss(r, target))])
     }
@@ -92,22 +98,12 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
     except NotTold as error:
         verdict.append(f"These curves give no critical batch: {error}.")
     verdict.append(noise_text(still))
-    loss = mean([r.loss for r in results]).value
+    loss = mean([r.loss for r in best]).value
     verdict.append(
         f"Kaplan's law for the loss reached ({loss:.2f} nats, of bytes here where the law is of words' pieces): "
         f"{count(published_batch(loss))} tokens."
     )
-    fits: list[Line] = [line("seen", {b: t.value for b, t in reached.items()}, 0)]
-    if law:
-        fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
-    firsts = [runs[0] for runs in by_batch.values()]
-    curves = [curve_line(f"{count(r.at(BATCH))} tokens a step", r, i) for i, r in enumerate(firsts)]
-    steps = [curve_line(f"{count(r.at(BATCH))} tokens a step", r, i, by=r.at(BATCH)) for i, r in enumerate(firsts)]
-    drawings = [
-        drawing("Tokens to one loss", fits, "tokens a step", log_below=True, numbers="count"),
-        drawing("Training loss over tokens", curves, "tokens", unit="nats"),
-        drawing("Training loss over steps", steps, "steps of the optimizer", log_below=True, unit="nats"),
-    ]
+    verdict += bounds({f"{count(batch)} tokens": runs for batch, runs in tried.items()})
     rows = [
         [
             n(count(b)), n(f"{runs[0].at(RATE):.3g}"), n(str(mean([r.loss for r in runs]))),
@@ -116,7 +112,38 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
         for b, runs in by_batch.items()
     ]  # fmt: skip
     head = ("tokens a step", "best rate tried", "held-out loss", "tokens to the loss", "steps", "FLOPs")
-    return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
+    return Conclusion(verdict, LIMITS, PREDICTED, drawn(tried, by_batch, reached, law), head, rows)
+
+
+def drawn(
+    tried: Mapping[int, Sequence[Result]],
+    by_batch: Mapping[int, Sequence[Result]],
+    reached: Mapping[int, Estimate],
+    law: Critical | None,
+) -> list[Drawing]:
+    """The plots. tried: all runs of a batch. by_batch: those at its best rate."""
+    fits: list[Line] = with_points([line("seen", {b: t.value for b, t in reached.items()}, 0)])
+    if law:
+        fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
+    places = {batch: place for place, batch in enumerate(tried)}
+    name = lambda batch: f"{count(batch)} tokens a step"
+    curves = lambda by: [
+        one
+        for batch, runs in by_batch.items()
+        for one in curves_of(name(batch), runs, places[batch], by=by(batch), smoothed=True)
+    ]
+    rates = [one for batch, runs in tried.items() for one in mean_line(name(batch), runs, RATE, places[batch])]
+    a_token = next(iter(by_batch.values()))[0].trial.cfg.flops_per_token
+    note = f"A token takes {a_token:.3g} FLOPs at every batch, so over FLOPs the curves are the same."
+    return [
+        drawing("Tokens to one loss", fits, "tokens a step", log_below=True, numbers="count"),
+        drawing("Loss over the learning rate", rates, "learning rate", log_below=True, unit="nats, held out"),
+        drawing("Training loss over tokens, smoothed", curves(lambda _: 1), "tokens", unit="nats", note=note),
+        drawing(
+            "Training loss over steps, smoothed", curves(lambda batch: batch), "steps of the optimizer",
+            log_below=True, unit="nats",
+        ),
+    ]  # fmt: skip
 
 
 def of_target(batch: int, tokens: Estimate | None, run: Result) -> list:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.lab.estimate import mean
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, mean_line
 from jaxscale.lab.rate import RATE, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
@@ -41,9 +41,8 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         lost = [rate for rate in by_rate if rate not in steady]
         highest[name] = (max((r for r in steady if not lost or r < min(lost)), default=None), bool(lost))
         if steady:
-            best[name] = min(mean([r.loss for r in by_rate[rate]]).value for rate in steady)
-            top = by_rate[max(steady)][0]
-            norms.append(curve_line(f"{name}, rate {max(steady):.3g}", top, place, "grad_norm"))
+            best[name] = min((mean([r.loss for r in by_rate[rate]]) for rate in steady), key=lambda end: end.value)
+            norms += curves_of(f"{name}, rate {max(steady):.3g}", by_rate[max(steady)], place, "grad_norm")
         lines += mean_line(name, runs, RATE, place)
         rows += [
             [
@@ -61,7 +60,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             verdict.append(f"{name}: no run was lost up to a rate of {rate:.3g} ({bound}).")
     if len(best) == 2:
         with_it, without = best.values()
-        verdict.append(f"At its best rate a run ends at {with_it:.4f} nats with clipping, at {without:.4f} without.")
+        verdict.append(f"At its best rate a run ends at {with_it} nats with clipping, at {without} without.")
     drawings = [
         drawing("Loss over the learning rate", lines, "learning rate", log_below=True, unit="nats, held out"),
         drawing("Gradient norm before clipping", norms, "tokens", log=True),

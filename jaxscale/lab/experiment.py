@@ -1,15 +1,19 @@
 """What an experiment is asked, and what it answers."""
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxscale.lab.estimate import running_mean
 from jaxscale.lab.trial import Base, Result, Trial
 from jaxscale.reporting.axes import Axis, axis_over
-from jaxscale.reporting.plots import COLORS, Line, Plot, color_of
+from jaxscale.reporting.plots import COLORS, Band, Line, Plot, color_of
 from jaxscale.reporting.tables import Cell
 
 SMOOTHED = 40  # points of a curve to one on each side that a mean is over
+LOST = 1.5  # times log(vocabulary): a loss above it is one of a run that is lost
 Run = Callable[[Sequence[Trial]], list[Result]]  # runs what was not run before, and reads all
 
 
@@ -56,10 +60,13 @@ class Experiment(NamedTuple):
     answer: Callable[[Base, Wishes, Run], Conclusion]
 
 
-def drawing(title: str, lines: Sequence[Line], below: str, *, log_below: bool = False, **more) -> Drawing:
+def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: bool = False, **more) -> Drawing:
     """A plot over an axis of its own. log_below: that is logarithmic. more: of Plot."""
+    lines, bands = ([one for one in drawn if isinstance(one, kind)] for kind in (Line, Band))
     across = axis_over([x for line in lines for x in line.steps], log=log_below)
-    return Drawing(Plot(title=title, lines=lines, named=True, **more), across, below)
+    if bands:
+        more["note"] = " ".join([BANDS, more.get("note", "")]).strip()
+    return Drawing(Plot(title=title, lines=lines, bands=bands, named=True, **more), across, below)
 
 
 def line(label: str, points: dict[float, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"):
@@ -102,6 +109,37 @@ def curve_line(
     return Line(label, [t / by for t in tokens], values, color_of(place % COLORS), style)
 
 
+def curves_of(
+    label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
+) -> list[Line | Band]:
+    """The mean of a metric over the seeds that held, and a band; where none held, of one run as long as it did."""
+    held = [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]
+    return banded([curve_line(label, r, place, metric, by, smoothed=smoothed) for r in held])
+
+
+def until_lost(result: Result) -> Result:
+    """The result up to the first loss that is far above that of a guess: what follows would flatten other curves."""
+    rows, most = result.history.rows, LOST * math.log(result.trial.cfg.model.vocab_size)
+    kept = itertools.takewhile(lambda row: row.get("loss") is None or row["loss"] <= most, rows)
+    return result._replace(history=dataclasses.replace(result.history, rows=tuple(kept)))
+
+
+def banded(lines: Sequence[Line]) -> list[Line | Band]:
+    """The mean of lines of one label where all have a point, and a band from the lowest to the highest."""
+    if len(lines) < 2:
+        return list(lines)
+    tables = [dict(zip(line.steps, line.values)) for line in lines]
+    shared = sorted(set.intersection(*map(set, tables)))
+    columns = [[table[x] for table in tables] for x in shared]
+    label, color = lines[0].label, lines[0].color
+    means = [sum(column) / len(column) for column in columns]
+    return [
+        Band(label, shared, list(map(min, columns)), list(map(max, columns)), color),
+        lines[0]._replace(steps=shared, values=means),
+    ]
+
+
+BANDS = "Lines are means over seeds, bands reach from the lowest to the highest."
 SMALL = (
     "It holds for this model, these data and this length of training: what is best moves with all three, so the same "
     "experiment should be made at two sizes before a large run believes it.",

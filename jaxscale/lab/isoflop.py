@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale.lab.estimate import mean
+from jaxscale.lab.estimate import mean, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line
 from jaxscale.lab.sizes import train_tokens_of, wider
 from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.planning.best_size import three_ways
 from jaxscale.planning.envelope import Curve, curve_of_run, smooth
 from jaxscale.planning.loss_law import Point
+from jaxscale.planning.scaling import KAPLAN_FLOPS, KAPLAN_TOKENS
 from jaxscale.reporting.plots import Line
 from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count
@@ -93,18 +94,35 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         ),
     ]  # fmt: skip
     texts = lambda flops, p: (
-        f"{flops:.3g}", count(p.params), count(p.tokens), f"{p.tokens / p.params:.1f}", f"{p.loss:.4f}"
+        f"{flops:.3g}", count(p.params), count(p.tokens), f"{p.tokens / p.params:.2g}", f"{p.loss:.4f}"
     )  # fmt: skip
     rows = [list(map(n, texts(float(r.at(BUDGET)), p))) for r, p in held]
     lost = len(results) - len(held)
     limits = (
         *SMALL,
-        "Rates go with the inverse of the width, under muP by its rules, and were tuned at one size alone.",
+        "Rates go with the inverse of the width (Muon's with that of its root), under muP "
+        "by its rules, and were tuned at one size alone.",
     )
     if lost:
         limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
     head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")
-    return Conclusion([lowest_text(held), *(way.text for way in ways)], limits, PREDICTED, drawings, head, rows)
+    verdict = [lowest_text(held), *(way.text for way in ways), *kaplan_texts(held)]
+    return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
+
+
+def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
+    """Powers without a floor, of FLOPs and of the largest size's tokens, beside those of the laws of 2020."""
+    budgets = groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET)))
+    lowest = {flops: min(r.loss for r in runs) for flops, runs in budgets.items()}
+    largest = max(p.params for _, p in held)
+    of_tokens = [(p.tokens, p.loss) for _, p in held if p.params == largest]
+    if len(lowest) < 3 or len({tokens for tokens, _ in of_tokens}) < 3:
+        return []
+    by_flops, by_tokens = power(list(lowest), list(lowest.values())).exponent, power(*zip(*of_tokens)).exponent
+    return [
+        f"Without a floor the lowest losses go as C ** {by_flops}, and those of {count(largest)} parameters as D ** "
+        f"{by_tokens}, where arXiv:2001.08361 has C ** -{KAPLAN_FLOPS[1]:.3f} and D ** -{KAPLAN_TOKENS[1]:.3f}."
+    ]
 
 
 def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:

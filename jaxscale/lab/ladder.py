@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxscale.lab.estimate import Estimate, mean
+from jaxscale.lab.estimate import Estimate, mean, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line
 from jaxscale.lab.isoflop import point_of
 from jaxscale.lab.sizes import larger, train_tokens_of
 from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.planning.ladder import noise_of
 from jaxscale.planning.loss_law import LossLaw, Point, Prediction, fit
+from jaxscale.planning.scaling import KAPLAN_FLOPS, kaplan_loss
 from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count, percent
 from jaxscale.system.exits import BadInput
@@ -105,13 +106,16 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
         verdict.append(in_words(name, one))
     if laws:
         verdict.append(law_text(laws[-1]))
+    if len(sizes) > 2:
+        verdict.append(kaplan_text([point_of(r) for r in held]))
     lost = [r for r in (*results, *target) if r.diverged]
     limits = (
         *SMALL[:1],
         "An interval of 90% that holds once or twice is no proof that it holds nine times in ten; it knows what runs "
         "scatter by and what the exponents leave open, and not the errors of another law.",
         "Depth goes with width in whole layers, so rungs of one or two are no large model made small.",
-        "Rates go with the inverse of the width, under muP by its rules, and the batch is the same at all sizes: "
+        "Rates go with the inverse of the width (Muon's with that of its root), under muP "
+        "by its rules, and the batch is the same at all sizes: "
         "neither was tuned at each.",
         *([f"{len(lost)} of {len(results) + len(target)} runs diverged and are left out."] if lost else []),
     )
@@ -179,6 +183,17 @@ def law_text(law: LossLaw) -> str:
     return f"{text}."
 
 
+def kaplan_text(points: Sequence[Point]) -> str:
+    """Powers without a floor through the rungs, beside those of the laws of 2020 at the same sizes and tokens."""
+    sizes, losses = [p.params for p in points], [p.loss for p in points]
+    theirs = power(sizes, [kaplan_loss(p.params, p.tokens) for p in points]).exponent.value
+    by_size, by_flops = power(sizes, losses).exponent, power([p.compute for p in points], losses).exponent
+    return (
+        f"Without a floor the loss goes along these rungs as N ** {by_size} and C ** {by_flops}, where "
+        f"arXiv:2001.08361 has N ** {theirs:.3f} by its L(N, D) and C ** -{KAPLAN_FLOPS[1]:.3f} by its L(C)."
+    )
+
+
 def row_of(result: Result) -> list:
     """The cells of a run."""
     point, model = point_of(result), result.trial.cfg.model
@@ -198,7 +213,7 @@ def drawn(
     if laws:
         law, ends = laws[-1], seen + [one.point for one in tried]
         lines.append(line("law of all rungs", {p.params: law.terms.loss(p.params, p.tokens) for p in ends}, 0, "dash"))
-    at = lambda name: [(one.point.params, getattr(one.said, name)) for one in tried]
-    lines.append(line("foretold", at("middle"), 1, "dots"))
-    lines.append(line("its interval", at("low") + at("high"), 2, "dots"))
+    lines.append(line("foretold", [(one.point.params, one.said.middle) for one in tried], 1, "dots"))
+    ends = lambda one: [(one.point.params, one.said.low), (one.point.params, one.said.high)]
+    lines += [line("its interval", ends(one), 1) for one in tried]
     return [drawing("Loss over parameters", lines, "parameters", log_below=True, unit="nats, held out")]

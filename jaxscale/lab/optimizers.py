@@ -5,9 +5,9 @@ import typing
 from collections.abc import Mapping, Sequence
 
 from jaxscale.lab.batch import best_rates, ending, to_loss
-from jaxscale.lab.estimate import Estimate, apart, mean, optimum
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line, over_seeds
-from jaxscale.lab.rate import OPTIMIZER, RATE, SGD_TIMES, inside, over_rates
+from jaxscale.lab.estimate import Estimate, apart, mean
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, mean_line
+from jaxscale.lab.rate import OPTIMIZER, RATE, bounds, inside, middle_rate, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.optim.config import OptimConfig
 from jaxscale.reporting.tables import n
@@ -15,9 +15,6 @@ from jaxscale.reporting.text import count, duration
 from jaxscale.system.exits import BadInput
 
 FACTORS = (0.25, 0.5, 1, 2, 4)
-# Where the rates of an optimizer are looked for, beside those of AdamW: Lion's updates are signs, and its paper advises
-# 3 to 10 times less (arXiv:2302.06675, section 5); the others' updates have the size of Adam's, or are made so.
-TIMES = {"sgd": SGD_TIMES, "lion": 0.2}
 PREDICTED = (
     ("arXiv:2502.16982 (Muon)", "about half of AdamW's FLOPs to the same loss, of large models"),
     ("arXiv:2509.02046", "no optimizer is more than 1.4 times as fast as a tuned AdamW at 0.1B, 1.1 times at 1.2B"),
@@ -44,15 +41,14 @@ def optimizer_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """Optimizers x rates x seeds."""
     own, found = base.cfg.optim, []
     for name in names_of(wishes):
-        middle = own.peak_lr * TIMES.get(name, 1.0)
-        rates = wishes.rates or [middle * factor for factor in FACTORS]
+        rates = wishes.rates or [middle_rate(own, name) * factor for factor in FACTORS]
         found += over_rates(base, {OPTIMIZER: name}, rates, wishes.seeds_of(2))
     return found
 
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Each optimizer at its own best rate."""
-    return conclude(inside(optimizer_trials(base, wishes), wishes, run, lambda r: r.at(OPTIMIZER)))
+    return conclude(inside(run(optimizer_trials(base, wishes)), wishes, run, lambda r: r.at(OPTIMIZER)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -73,7 +69,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         "Held-out loss, best first: " + ", ".join(f"{name} {ends[name]}" for name in sorted(ends, key=ends.get)) + ".",
         *(faster_text(name, first, losses, logs) for name in best if name != first),
         *lost,
-        *edges_of(by_name),
+        *bounds(by_name),
     ]
     rows = [
         [
@@ -89,24 +85,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         drawing("Loss over the learning rate", lines, "learning rate", log_below=True, unit="nats, held out"),
         drawing(
             "Training loss, each at its best rate, smoothed",
-            [curve_line(name, runs[0], places[name], smoothed=True) for name, runs in best.items()],
+            [one for name, runs in best.items() for one in curves_of(name, runs, places[name], smoothed=True)],
             "tokens", unit="nats", focused=True,
         ),
     ]  # fmt: skip
     head = ("optimizer", "best rate tried", "held-out loss", f"tokens to {first}'s end", "seconds of steps to it")
     return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
-
-
-def edges_of(by_name: Mapping[str, Sequence[Result]]) -> list[str]:
-    """A sentence for each optimizer whose best rate is the last of those tried."""
-    found = {
-        name: optimum(curves) for name, runs in by_name.items() if (curves := list(over_seeds(runs, RATE).values()))
-    }
-    return [
-        f"With {name} the best rate is only bounded by those tried: {best}; give --rates to look further."
-        for name, best in found.items()
-        if best.edge
-    ]
 
 
 def rate_of(runs: Sequence[Result]) -> float:

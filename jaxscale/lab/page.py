@@ -68,7 +68,8 @@ def runs_table(results: Sequence[Result]) -> str:
         [r.trial.label, "diverged" if r.diverged else f"{r.loss:.4f}", Cell(escape(r.folder), "mono")] for r in results
     ]
     changed = {name: value for r in results[:1] for name, value in flatten(to_dict(r.trial.base.cfg)).items()}
-    return table(("run", "held-out loss", "folder"), rows) + (
+    runs = table(("run", "held-out loss", "folder"), rows)
+    return f"<details><summary>{len(rows)} runs, each with its end and its folder</summary>{runs}</details>" + (
         f"<details><summary>The base config, {len(changed)} settings</summary>"
         f"{table(('setting', 'value'), [(name, str(value)) for name, value in sorted(changed.items())])}</details>"
         if changed

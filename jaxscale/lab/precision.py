@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.lab.estimate import Estimate, mean, running_mean
-from jaxscale.lab.experiment import SMALL, SMOOTHED, Conclusion, Run, Wishes, curve_line, drawing
+from jaxscale.lab.experiment import SMALL, SMOOTHED, Conclusion, Run, Wishes, banded, curves_of, drawing
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.plots import Line, color_of
 from jaxscale.reporting.tables import n
@@ -61,14 +61,15 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         if name != FIRST:
             trace = f"; {scale_text(runs)}" if name == DYNAMIC else ""
             verdict.append(f"With {name}: {in_words(apart, lost, len(runs), skipped)}{trace}.")
-            curves += [line_above(name, r, exact[r.seed], place) for r in runs[:1] if r.seed in exact]
+            held = [r for r in runs if not r.diverged] or runs[:1]
+            curves += banded([line_above(name, r, exact[r.seed], place) for r in held if r.seed in exact])
         found = [r.loss for r in runs if not r.diverged]
         rows.append([
             name, n(str(mean(found)) if found else "none"),
             n("" if name == FIRST or not apart else difference(apart)), n(f"{lost} of {len(runs)}"), n(plain(skipped)),
         ])  # fmt: skip
         if name.startswith("float16"):
-            scales.append(curve_line(name, runs[0], place, LOSS_SCALE))
+            scales += curves_of(name, runs, place, LOSS_SCALE)
     drawings = [drawing("Training loss above float32's, same seed, smoothed", curves, "tokens", unit="%", zero=True)]
     if scales:
         drawings.append(drawing("The loss scale", scales, "tokens", log=True))

@@ -7,16 +7,17 @@ from jaxscale.lab.estimate import Optimum, Power, optimum, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line, mean_line, over_seeds
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.optim.config import OptimConfig
-from jaxscale.reporting.plots import Line
+from jaxscale.reporting.plots import Line, with_points
 from jaxscale.reporting.tables import Cell, n
 from jaxscale.reporting.text import count, plain
 
 RATE, BATCH, OPTIMIZER = "optim.peak_lr", "batch_tokens", "optim.name"
 TIMES = (1, 2, 4, 8)  # the config's batch
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate that the square root rule gives for a batch
-# SGD's rates beside Adam's, whose updates have the size of the rate itself and not of the gradient: a guess, which says
-# where the search begins. A best rate at its end is called a bound.
-SGD_TIMES = 100.0
+# Times AdamW's rates: where those of others are looked for; a best rate at the end of what was tried is called a bound.
+# SGD: a guess, for its updates have the size of the gradient and not of the rate. Lion: its paper advises 3 to 10 times
+# less (arXiv:2302.06675, section 5). Muon: 2 to 8 times in docs/lab.md. Others' updates have the size of Adam's.
+BESIDE_ADAMW = {"sgd": 100.0, "lion": 0.2, "muon": 4.0}
 FURTHER = 3  # rates more, at most, where a best one is the last that was tried
 STEP = 2.0  # between two of them
 FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
@@ -38,11 +39,16 @@ def rate_trials(base: Base, wishes: Wishes) -> list[Trial]:
     own, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
     for name in wishes.names or dict.fromkeys((own.name, "sgd")):
-        middle = own.peak_lr * (SGD_TIMES if name == "sgd" and own.name != "sgd" else 1)
+        middle = middle_rate(own, name)
         for batch in wishes.batches or [usual * times for times in TIMES]:
             rates = wishes.rates or [middle * (batch / usual) ** 0.5 * factor for factor in FACTORS]
             found += over_rates(base, {OPTIMIZER: name, BATCH: batch}, rates, wishes.seeds_of(2))
     return found
+
+
+def middle_rate(own: OptimConfig, name: str) -> float:
+    """Where the rates of an optimizer are looked for, by the config's rate for its own."""
+    return own.peak_lr * BESIDE_ADAMW.get(name, 1.0) / BESIDE_ADAMW.get(own.name, 1.0)
 
 
 def over_rates(
@@ -62,12 +68,11 @@ def over_rates(
     return trials
 
 
-def inside(trials: Sequence[Trial], wishes: Wishes, run: Run, key: Callable[[Result], Any]) -> list[Result]:
-    """The results of these trials, and of further rates where the best of a group by `key` was the last tried.
+def inside(results: Sequence[Result], wishes: Wishes, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
+    """These results, and those of further rates where the best of a group by `key` was the last tried.
 
     Rates that a person chose are not added to.
     """
-    results = run(trials)
     for _ in range(0 if wishes.rates else FURTHER):
         further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
         if not further:
@@ -102,6 +107,18 @@ def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
     return best, [n(text) for text in (*texts, ", ".join(map(plain, lost)) or "none")]
 
 
+def bounds(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """A sentence on the groups, by their names, whose best rate lies at the end of those tried; none without one."""
+    best = {name: best_rate(runs)[0] for name, runs in groups.items() if len({r.at(RATE) for r in runs}) > 1}
+    return bounded({name: found for name, found in best.items() if found})
+
+
+def bounded(best: Mapping[str, Optimum]) -> list[str]:
+    """As bounds(), of the best rates themselves."""
+    at_edge = [f"of {name} {found}" for name, found in best.items() if found.edge]
+    return [f"Only bounded by the rates tried: the best rate {', '.join(at_edge)}."] if at_edge else []
+
+
 def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
     """The last rate of a schedule that has one, the same part of its peak as in the config."""
     if optim.decay not in FALLING:
@@ -112,7 +129,7 @@ def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """The exponent of the best rate over the batch, for each optimizer."""
     of_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
-    return conclude(inside(rate_trials(base, wishes), wishes, run, of_batch))
+    return conclude(inside(run(rate_trials(base, wishes)), wishes, run, of_batch))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -133,7 +150,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         drawings.append(
             drawing(f"{name}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
         )
-        best_lines.append(line(name, {batch: o.x.value for batch, o in best.items()}, place))
+        best_lines += with_points([line(name, {batch: o.x.value for batch, o in best.items()}, place)])
         verdict.append(f"With {name} {in_words(best)}")
     drawings.append(drawing("Best rate of each batch", best_lines, "tokens a step", log_below=True, log=True))
     head = ("optimizer", "tokens a step", "best rate", "loss there", "rates that diverged")
@@ -143,13 +160,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 def in_words(best: dict[int, Optimum]) -> str:
     """'the best rate goes with the batch to the power 0.45 (0.3 to 0.6): a square root fits, linear does not.'"""
     told = {batch: found for batch, found in best.items() if not found.edge}
-    at_edge = [f"of {count(batch)} tokens {found}" for batch, found in best.items() if found.edge]
-    bounds = f" Only bounded by the rates tried: the best rate {', '.join(at_edge)}." if at_edge else ""
+    edges = "".join(f" {text}" for text in bounded({f"{count(batch)} tokens": o for batch, o in best.items()}))
     if len(told) < 3:
-        return f"too few batches have their best rate inside the rates tried, {len(told)} of 3: try more.{bounds}"
+        return f"too few batches have their best rate inside the rates tried, {len(told)} of 3: try more.{edges}"
     law: Power = power(list(told), [found.x.value for found in told.values()])
     fits = [name for name, exponent in RULES.items() if law.exponent.has(exponent)]
     misses = [name for name in RULES if name not in fits]
     rule = f"{' and '.join(fits) or 'neither rule'} fit{'s' if len(fits) < 2 else ''} within the interval"
     rest = f", {' and '.join(misses)} do{'es' if len(misses) == 1 else ''} not" if misses and fits else ""
-    return f"the best rate goes with the batch to the power {law.exponent}: {rule}{rest}.{bounds}"
+    return f"the best rate goes with the batch to the power {law.exponent}: {rule}{rest}.{edges}"

@@ -65,7 +65,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         curves.append(curve_line(name, result, place, style="dash"))
         tokens = result.trial.cfg.tokens_per_step
         marks.append(Mark(result.trial.kill_at * tokens, name, "trouble"))
-    drawings = [drawing("Training loss", curves, "tokens", unit="nats", marks=marks)]
+    drawings = [drawing("Training loss", curves, "tokens", unit="nats", marks=marks, note="Red: a kill.")]
     limits = ("The runs are of one machine and one version: other chips, or more of them, round sums otherwise.",)
     head = ("", "went on from step", "values compared", "values that differ")
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)

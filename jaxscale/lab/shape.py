@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from jaxscale.lab.batch import best_rates
 from jaxscale.lab.estimate import Estimate, apart, mean
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, line, mean_line
-from jaxscale.lab.rate import RATE, inside, over_rates
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, line, mean_line
+from jaxscale.lab.rate import RATE, bounds, inside, over_rates
 from jaxscale.lab.sizes import inner_flops, shaped
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.plots import COLORS
@@ -14,7 +14,7 @@ from jaxscale.reporting.text import count, percent
 
 LAYERS, WIDTH = "layers", "width"
 TIMES = (0.5, 1, 2, 4, 8)  # the config's layers
-FACTORS = (0.5, 1, 2, 4)  # of the config's rate by the inverse of the width
+FACTORS = (0.5, 1, 2, 4)  # of the rate that goes with the width
 PREDICTED = (
     (
         "arXiv:2001.08361, section 3.2",
@@ -43,7 +43,7 @@ def shape_trials(base: Base, wishes: Wishes) -> list[Trial]:
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
     """Which shapes are best."""
-    return conclude(inside(shape_trials(base, wishes), wishes, run, lambda r: r.at(LAYERS)))
+    return conclude(inside(run(shape_trials(base, wishes)), wishes, run, lambda r: r.at(LAYERS)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -55,20 +55,22 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     names = {layers: f"{layers} layer{'s' * (layers > 1)} of {runs[0].at(WIDTH)}" for layers, runs in shapes.items()}
     verdict = in_words(names, losses, {layers: ratio_of(runs[0]) for layers, runs in best.items()})
     verdict += [f"{names[layers]}: a run was lost at every rate." for layers in shapes if layers not in best]
-    rates = {layers: sorted({float(r.at(RATE)) for r in runs}) for layers, runs in shapes.items()}
-    if edge := [names[at] for at, runs in best.items() if float(runs[0].at(RATE)) in (rates[at][0], rates[at][-1])]:
-        verdict.append(f"The best rate is the last that was tried, so another may be better, of {', '.join(edge)}.")
+    verdict += bounds({names[layers]: runs for layers, runs in shapes.items()})
     flat = [r for runs in best.values() for r in runs]
     over_ratio = [line("each run", [(ratio_of(r), r.loss) for r in flat], 0, "dots")]
     over_ratio.append(line("mean", {ratio_of(runs[0]): means[at].value for at, runs in best.items()}, 0))
     over_rate = [
         one for at, (layers, runs) in enumerate(shapes.items()) for one in mean_line(names[layers], runs, RATE, at)
     ]
-    curves = [curve_line(names[layers], runs[0], at % COLORS) for at, (layers, runs) in enumerate(best.items())]
+    curves = [
+        one
+        for at, (layers, runs) in enumerate(best.items())
+        for one in curves_of(names[layers], runs, at % COLORS, smoothed=True)
+    ]
     drawings = [
         drawing("Loss over width / layers", over_ratio, "width / layers", log_below=True, unit="nats, held out"),
         drawing("Loss over the learning rate", over_rate, "learning rate", log_below=True, unit="nats, held out"),
-        drawing("Training loss, each at its best rate", curves, "tokens", unit="nats", focused=True),
+        drawing("Training loss, each at its best rate, smoothed", curves, "tokens", unit="nats", focused=True),
     ]
     rows = [[*map(n, row_of(runs[0], means[layers]))] for layers, runs in best.items()]
     head = (

@@ -8,6 +8,7 @@ from jaxscale.config import RunConfig
 from jaxscale.lab.rate import RATE, floor_of
 from jaxscale.lab.trial import Base
 from jaxscale.models.config import ModelConfig
+from jaxscale.planning.scaling import rate_over_width
 from jaxscale.system.exits import BadInput
 
 SMALL_WIDTH = 8  # widths of small models are multiples of it; those of large ones of heads that share keys and values
@@ -39,8 +40,9 @@ def of_heads(model: ModelConfig, heads: int) -> dict[str, Any]:
 
 
 def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings by dotted name, and the rate that goes with the inverse of its width; muP has its own."""
-    rate = cfg.optim.peak_lr * (1.0 if cfg.model.mup is not None else cfg.model.embed_dim / model["embed_dim"])
+    """The model's settings by dotted name, and the rate that goes with its width; muP has its own."""
+    times = model["embed_dim"] / cfg.model.embed_dim
+    rate = cfg.optim.peak_lr * (1.0 if cfg.model.mup is not None else rate_over_width(cfg.optim.name, times))
     return {f"model.{name}": value for name, value in model.items()} | {RATE: rate} | floor_of(cfg.optim, rate)
 
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from jaxscale.lab.estimate import Estimate, mean, optimum
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curve_line, drawing, mean_line, over_seeds
+from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, mean_line, over_seeds
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.plots import COLORS
 from jaxscale.reporting.tables import n
@@ -40,19 +40,30 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         verdict.append(f"Runs diverged at {'; '.join(lost)}.")
     drawings = [
         drawing(
-            "Training loss",
-            [curve_line(name, runs[0], place % COLORS) for place, (name, runs) in enumerate(groups.items())],
+            "Training loss, smoothed",
+            [
+                one
+                for place, (name, runs) in enumerate(groups.items())
+                for one in curves_of(name, runs, place % COLORS, smoothed=True)
+            ],
             "tokens", unit="nats", focused=True,
         )
     ]  # fmt: skip
     names = list(results[0].trial.at)
     if len(names) == 1 and all(is_positive(r.at(names[0])) for r in results):
         over = drawing(
-            "Held-out loss", mean_line("each run", results, names[0], 0), names[0], log_below=True, unit="nats"
+            "Held-out loss",
+            mean_line("runs, and their mean", results, names[0], 0),
+            names[0],
+            log_below=True,
+            unit="nats",
         )
         drawings.insert(0, over)
-        if curves := list(over_seeds(results, names[0]).values()):
-            verdict.append(f"The lowest point by a parabola through the best: {names[0]} = {optimum(curves)}.")
+        curves = list(over_seeds(results, names[0]).values())
+        if curves and len({r.at(names[0]) for r in results}) > 1:
+            best = optimum(curves)
+            how = "is only bounded by those tried" if best.edge else "by a parabola through the lowest points"
+            verdict.append(f"The best {names[0]} {how}: {best}.")
     return Conclusion(verdict, SMALL, (), drawings, ("setting", "held-out loss", "diverged"), rows)
 
 

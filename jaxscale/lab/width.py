@@ -1,12 +1,15 @@
-"""The best rate over widths, under muP and without: whether what is tuned small holds when large."""
+"""The best rate over widths, under muP and without: whether what is tuned small holds when large; and the coordinate
+check of arXiv:2203.03466, appendix D.1: whether the first steps make activations as large at every width."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from jaxscale.lab.estimate import power
+from jaxscale.lab.estimate import mean, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line
 from jaxscale.lab.rate import RATE, best_rate, inside, over_rates
 from jaxscale.lab.sizes import wider
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.reporting.plots import Line, with_points
 from jaxscale.reporting.tables import n
 
 FORM, WIDTH = "parametrisation", "width"
@@ -14,10 +17,14 @@ STANDARD, MUP = "standard", "muP"
 NAMES = {STANDARD: "without muP", MUP: "with muP"}
 TIMES = (1, 2, 4)  # the config's width
 FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # of the config's rate
+STEPS = 3  # updates before the coordinate check, at the config's rate without a warmup; later ones learn, and blur it
+KINDS = {"activation": "the residual stream", "attention": "what attention adds", "mlp": "what the MLP adds"}
+SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # for a legend
 PREDICTED = (
     (
         "arXiv:2203.03466",
-        "under muP the best rate is the same at every width; without it falls, for Adam, about as 1 / width",
+        "under muP the best rate is the same at every width, and so is what a step changes in activations; without, "
+        "the rate falls, for Adam, about as 1 / width, and changes grow about as the width",
     ),
     ("arXiv:2407.05872", "without muP too, a rate for each kind of matrix can hold over widths, if it is scaled right"),
 )
@@ -25,26 +32,47 @@ PREDICTED = (
 
 def width_trials(base: Base, wishes: Wishes) -> list[Trial]:
     """Parametrisations x widths x rates x seeds. Raises BadInput for a model that has no muP."""
-    own, found = base.cfg.optim, []
+    rates = wishes.rates or [base.cfg.optim.peak_lr * factor for factor in FACTORS]
+    return [
+        trial
+        for told, sizes in shapes_of(base, wishes)
+        for trial in over_rates(base, told, rates, wishes.seeds_of(2), also=sizes)
+    ]
+
+
+def coordinate_trials(base: Base, wishes: Wishes) -> list[Trial]:
+    """Parametrisations x widths x seeds, each of a few steps that are all looked at."""
+    short = {
+        "train_tokens": f"{STEPS + 1} steps", "optim.warmup_tokens": 0, "monitor.statistics_every_steps": 1,
+        "checkpoint.save_every_steps": 0, "sample.num_tokens": 0,
+    }  # fmt: skip
+    return [
+        base.with_settings(sizes | short, seed, at=told | {"steps": STEPS})
+        for told, sizes in shapes_of(base, wishes)
+        for seed in wishes.seeds_of(2)
+    ]
+
+
+def shapes_of(base: Base, wishes: Wishes) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    """(what a label says, the settings) of each parametrisation and width."""
     for form in (STANDARD, MUP):
-        for times in TIMES:
+        for times in wishes.sizes or TIMES:
             sizes = {name: value for name, value in wider(base.cfg, times).items() if name.startswith("model.")}
             if form == MUP:
                 sizes["model.mup.base_dim"] = base.cfg.model.embed_dim
-            rates = wishes.rates or [own.peak_lr * factor for factor in FACTORS]
-            told = {FORM: form, WIDTH: sizes["model.embed_dim"]}
-            found += over_rates(base, told, rates, wishes.seeds_of(2), also=sizes)
-    return found
+            yield {FORM: form, WIDTH: sizes["model.embed_dim"]}, sizes
 
 
 def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
-    """How the best rate moves with the width, with muP and without."""
+    """How the best rate moves with the width, with muP and without, and how activations do."""
     of_width = lambda r: (r.at(FORM), r.at(WIDTH))
-    return conclude(inside(width_trials(base, wishes), wishes, run, of_width))
+    trials = width_trials(base, wishes)
+    results = run([*trials, *coordinate_trials(base, wishes)])
+    return conclude(inside(results[: len(trials)], wishes, run, of_width), results[len(trials) :])
 
 
-def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results."""
+def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusion:
+    """The Conclusion of these results. looked_at: of coordinate_trials."""
     verdict, drawings, rows, bests, ends = [], [], [], [], {}
     for place, (form, runs) in enumerate(groups_of(results, lambda r: r.at(FORM)).items()):
         best, lines = {}, []
@@ -58,7 +86,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             drawing(f"{form}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
         )
         ends[form] = {width: found.y for width, found in best.items()}
-        bests.append(line(form, {width: found.x.value for width, found in best.items()}, place))
+        bests += with_points([line(form, {width: found.x.value for width, found in best.items()}, place)])
         told = {width: found.x.value for width, found in best.items() if not found.edge}
         if len(told) < 3:
             inner = f"{len(told)} of {len(best)} widths have their best rate inside those tried"
@@ -71,11 +99,41 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         told = " and ".join(f"{of[max(shared)]} nats {NAMES[form]}" for form, of in ends.items())
         verdict.append(f"At a width of {max(shared)} the best rate ends at {told}.")
     drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
+    checks = [(form, check(form, of)) for form, of in groups_of(looked_at, lambda r: r.at(FORM)).items()]
+    verdict += [text for _, (text, _) in checks]
+    drawings.append(
+        drawing(
+            f"Activations after {STEPS} steps", [one for _, (_, lines) in checks for one in lines], "width",
+            log_below=True, log=True, unit="root mean square",
+        )
+    )  # fmt: skip
     limits = (
         *SMALL,
-        "Three widths, at most 4 times the first: an exponent's interval, of the scatter about a line, is wide with so "
-        "few. docs/explanation/mup.md has activations over 16 times.",
+        "Few widths, at most some times the first: an exponent's interval, of the scatter about a line, is wide with "
+        "three of them. docs/explanation/mup.md has changes of activations over 16 times.",
     )
     return Conclusion(
         verdict, limits, PREDICTED, drawings, ("", "width", "best rate", "loss there", "diverged at"), rows
     )
+
+
+def check(form: str, runs: Sequence[Result]) -> tuple[str, list[Line]]:
+    """(a sentence on how activations go with the width, the lines of a plot of it), of one parametrisation."""
+    powers, lines = [], []
+    for place, (kind, name) in enumerate(KINDS.items()):
+        sizes = {
+            width: mean([size_of(r, kind) for r in of_width]).value
+            for width, of_width in sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())
+        }
+        lines += with_points([line(f"{SHORT[kind]}, {form}", sizes, place, "line" if form == MUP else "dash")])
+        if len(sizes) > 1:
+            powers.append(f"{name} to the power {power(list(sizes), list(sizes.values())).exponent}")
+    return f"{NAMES[form]}, after {STEPS} steps at the config's rate, activations go with the width: " + (
+        f"{', '.join(powers)}." if powers else "one width tells nothing."
+    ), lines
+
+
+def size_of(run: Result, kind: str) -> float:
+    """The root mean square of activations in the last step that was looked at, a mean over layers."""
+    last = next(row for row in reversed(run.history.rows) if any(name.startswith("stats/") for name in row))
+    return mean([value for name, value in last.items() if name.startswith(f"stats/{kind}_rms/")]).value

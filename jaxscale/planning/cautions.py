@@ -67,9 +67,18 @@ def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.
     return cost.Range(min(rates), max(rates)), lines
 
 
-def rate_outside(params: float, tokens: float, batch_tokens: float, peak_lr: float) -> Caution | None:
-    """A peak learning rate outside what was published for the size, scaled to the batch by both rules."""
+def rate_outside(
+    params: float, tokens: float, batch_tokens: float, peak_lr: float, optimizer: str = "adamw"
+) -> Caution | None:
+    """A peak learning rate outside what was published for the size, scaled to the batch by both rules.
+
+    optimizer: of scaling.TIMES_ADAMW.
+    """
     span, lines = rate_range(params, tokens, batch_tokens)
+    if (beside := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
+        low, high = beside
+        lines.append(f"these are AdamW's, and those of {optimizer} {low:.2g} to {high:.2g} times as large")
+        span = cost.Range(span.low * low, span.high * high)
     if span.low <= peak_lr <= span.high:
         return None
     side = "below" if peak_lr < span.low else "above"

@@ -20,6 +20,7 @@ import numpy as np
 from jaxscale.planning.isoflop import LEAST_GROUPS, Optimum, SizeLaw, together
 from jaxscale.planning.loss_law import SAME, Point
 from jaxscale.system.exits import BadInput
+from jaxscale.units import count
 
 AMOUNTS = 1500  # of operations, at which curves are compared: as many as in the paper
 # Width of the Gaussian window, as a part of the tokens so far. The paper's, 10 steps, is of large batches: a step of a
@@ -142,8 +143,8 @@ class Compared(NamedTuple):
             both = slice(max(at - 1, 0), at + 1)
             if not 0 < at or not np.isfinite(losses_SC[small : large + 1, both]).all():
                 left_out.append(
-                    f"{params_S[large]:.3g} parameters take over from {params_S[small]:.3g} where not all curves up to "
-                    "that size have begun, or some are over"
+                    f"{count(params_S[large])} parameters take over from {count(params_S[small])} where not all "
+                    "curves up to that size have begun, or some are over"
                 )
                 continue
             flops, params, per_token = map(

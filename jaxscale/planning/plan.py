@@ -37,6 +37,7 @@ from jaxscale.system.paths import is_remote
 from jaxscale.text.sources.files import SourceFile
 
 PLAIN_TEXT = (".txt", ".py", ".md")
+ADAMS_MOMENTS = ("adamw", "muon", "lamb")  # optimizers with a second moment of Adam's, if not for all parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,7 @@ def plan_saves(
 def find_cautions(
     plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, wishes: Wishes
 ) -> tuple[Caution, ...]:
-    """What is unwise about the plan. Rules that were found for AdamW or for decoders are asked of these alone."""
+    """What is unwise about the plan. Rules that were found for some optimizers or decoders are asked of these alone."""
     found = [
         *training_cautions(plan, cfg),
         *time_cautions(plan, cfg),
@@ -227,10 +228,10 @@ def training_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
     found = [cautions.tokens_beyond_text(work.tokens)]
     if plan.data.epochs:
         found.append(cautions.too_many_epochs(plan.data.epochs))
-    if cfg.optim.name == "adamw":
+    if cfg.optim.name in ADAMS_MOMENTS:
         found.append(cautions.warmup_too_short(work.params, work.warmup_steps, work.warmup_tokens, cfg.optim.b2))
-        if is_decoder:
-            found.append(cautions.rate_outside(*size, work.batch_tokens, cfg.optim.peak_lr))
+    if cfg.optim.name in scaling.TIMES_ADAMW and is_decoder:
+        found.append(cautions.rate_outside(*size, work.batch_tokens, cfg.optim.peak_lr, cfg.optim.name))
     if is_decoder:
         found += [cautions.tokens_of_params(*size), cautions.batch_too_large(*size, work.batch_tokens)]
     return found

@@ -17,6 +17,15 @@ WARMUP_STEPS = 2000  # arXiv:2307.09288, section 2.2; 8,000 at 405B: arXiv:2407.
 WARMUP_FROM_PARAMS = 1e9  # below it the published runs vary too much to be a rule
 
 
+def rate_over_width(optimizer: str, times: float) -> float:
+    """What the best rate is multiplied with in a model `times` as wide, without muP.
+
+    As Adam's it goes with the inverse of the width (arXiv:2203.03466); Muon's with that of its root, so that an update
+    changes what a matrix does by as much at every width (arXiv:2310.17813).
+    """
+    return times ** (-0.5 if optimizer == "muon" else -1.0)
+
+
 def is_mixture(model: ModelConfig) -> bool:
     """Whether a token goes through some of the parameters alone, so that no law in one number of them is of it."""
     return model.active_params != model.num_params
@@ -49,6 +58,11 @@ PF_DAY = 1e15 * 86_400  # operations
 KAPLAN_PARAMS, KAPLAN_TOKENS, KAPLAN_FLOPS = (8.8e13, 0.076), (5.4e13, 0.095), (3.1e8 * PF_DAY, 0.050)
 KAPLAN_BOTH = (6.4e13, 0.076, 1.8e13, 0.103)
 KAPLAN_BEST = (1.3e9, 0.73)  # parameters at one PF-day, and the exponent
+
+
+# Rates beside AdamW's, (lowest, highest) times. Lion: arXiv:2302.06675, section 5. Muon: its updates are made as large
+# as AdamW's, whose rates so serve it (arXiv:2502.16982); the best of small models were 2 to 8 times them (docs/lab.md).
+TIMES_ADAMW = {"adamw": (1.0, 1.0), "lion": (0.1, 1 / 3), "muon": (1.0, 8.0)}
 
 
 class Alternative(NamedTuple):

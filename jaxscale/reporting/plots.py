@@ -17,7 +17,7 @@ END = 0.97  # of the axis: a number centred behind it would reach out of a narro
 STEEP_PART = 0.05  # of the steps: where a loss falls by more than in all the rest
 STEPS = "steps"
 COLORS, DASHES = 8, 4  # c0 to c7 of the style, and k1 to k3 of it
-STYLES = ("faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last of these stands in the legend
+STYLES = ("band", "faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last stands in the legend
 POINTS_UP_TO = 40  # points of a line that are also shown as such
 KEPT_COLUMNS = 1400  # what the script gets, for a closer look
 
@@ -39,6 +39,7 @@ class Band(NamedTuple):
     steps: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
+    color: str = "c4"
 
 
 class Mark(NamedTuple):
@@ -92,9 +93,10 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
     below: the name of the axis below, where that is not of steps; such a plot has no zoom."""
     across = across._replace(high=max(across.high, plot.until or 0.0))
     seen = [value for line in plot.drawn if line.style != "gone" for value in of_the_axis(plot, line, across)]
-    seen += [value for band in plot.bands for value in (*band.low[len(band.low) // 20 :], band.high[-1])]
+    late = lambda values: values[len(values) // 20 :]
+    seen += [value for band in plot.bands for value in (*late(band.low), *late(band.high))]
     up = axis_over(seen, log=plot.log, zero=plot.zero)
-    lines = [f'<path class="band" d="{band_path(band, across, up)}"/>' for band in plot.bands]
+    lines = [f'<path class="band {band.color}" d="{band_path(band, across, up)}"/>' for band in plot.bands]
     lines += [f'<path class="{line.style} {line.color}" d="{line_path(line, across, up)}"/>' for line in plot.drawn]
     marks = "".join(
         f'<path class="mark {mark.kind}" d="M{x_of(mark.step, across)} 0V{HEIGHT}">'
@@ -215,9 +217,10 @@ def legend(plot: Plot) -> str:
     for line in sorted(plot.drawn, key=lambda line: line.style == "gone"):  # what counts comes first
         if line.style != "gone" or plot.explained:
             styles.setdefault((line.label, "" if line.style == "gone" else line.color), []).append(line.style)
-    # each value, and points, on a line of the same name and colour are no kind of their own
+    for band in plot.bands:
+        styles.setdefault((band.label, band.color), []).append("band")
+    # each value, points and a band about a line of the same name and colour are no kind of their own
     kinds = [(max(found, key=STYLES.index), color, label) for (label, color), found in styles.items()]
-    kinds += [("band", "", label) for label in dict.fromkeys(band.label for band in plot.bands)]
     if len(kinds) < 2 and not plot.named:
         kinds = []
     marked = {mark.kind for mark in plot.marks} if plot.explained else ()

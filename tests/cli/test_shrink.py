@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
+from jaxscale.budget import resolve_budget
+from jaxscale.cli.shrink import as_overrides, changes_text, is_large, shrink, use_available_data, with_its_training
 from jaxscale.config_file import file_text, load_config
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -40,9 +41,19 @@ def test_layers_alone_changes_nothing_else():
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_small_config_as_a_file_gives_the_same_config(tmp_path, name):
-    small = shrink(load_config(str(CONFIGS / name)), small=True)
+    cfg = load_config(str(CONFIGS / name))
+    small = shrink(cfg, small=True)
     (tmp_path / "small.py").write_text(file_text(small))
     assert load_config(str(tmp_path / "small.py")) == small
+    trained = with_its_training(cfg, small, ())
+    assert load_config(str(CONFIGS / name), as_overrides(cfg, trained)) == trained
+    per_parameter = lambda run: run.train_tokens / run.model.num_params
+    assert per_parameter(trained) == pytest.approx(per_parameter(cfg), rel=1e-3)
+    assert trained.optim.peak_lr * 128 == pytest.approx(cfg.optim.peak_lr * cfg.model.embed_dim)
+    of_run = lambda run: (budget := resolve_budget(run, None)).warmup_steps / budget.total_steps
+    assert of_run(trained) == pytest.approx(of_run(cfg), rel=0.01)
+    told = ("train_tokens", "optim.peak_lr", "optim.warmup_tokens")
+    assert with_its_training(cfg, small, told) == small
 
 
 def test_data_that_are_not_there_are_replaced_aloud():

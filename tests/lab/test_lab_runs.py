@@ -37,6 +37,15 @@ def test_a_dry_run_prints_a_command_for_each_run_that_is_not_done(tmp_path, caps
     assert left() == 3, "it diverged, which is a result"
 
 
+def test_an_experiment_on_a_large_config_may_be_made_on_a_small_one(tmp_path, capsys):
+    words = ["vary", "--config=configs/1b.py", "--small", "--config.train_tokens=100_000", f"--workdir={tmp_path}"]
+    assert main([*words, "--vary=optim.b2=0.9,0.95", "--seeds=1", "--dry_run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.startswith("python ") for line in lines)
+    for setting in ("model.embed_dim=128", "train_tokens=100_000", "optim.warmup_tokens=9.53%"):  # 1,000 steps
+        assert f"--config.{setting} " in lines[0], lines[0]
+
+
 def test_an_accelerator_takes_one_run_at_a_time():
     assert running.default_jobs("tpu") == running.default_jobs("cuda,cpu") == 1
     assert running.default_jobs("cpu") == len(os.sched_getaffinity(0))

@@ -54,14 +54,16 @@ def test_rates_are_added_until_the_best_lies_inside_those_tried():
         return [made(t, 2.0 + 0.05 * off(t) ** 2, diverged=lost(t)) for t in trials]
 
     wishes, of_name = Wishes(names=tuple(best)), lambda r: r.at("optim.name")
-    results = rate.inside(optimizers.optimizer_trials(BASE, wishes), wishes, run, of_name)
+    results = rate.inside(run(optimizers.optimizer_trials(BASE, wishes)), wishes, run, of_name)
     rates = {name: sorted({t.at["optim.peak_lr"] for t in tried if t.at["optim.name"] == name}) for name in best}
     assert rates["adamw"][-1] == 8 * USUAL and len(rates["adamw"]) == 6 and len(rates["lion"]) == 8
     assert rates["sgd"][-1] == 1600 * USUAL and any(map(lost, tried))
     assert all(t.cfg.optim.min_lr / t.cfg.optim.peak_lr == pytest.approx(0.05) for t in tried)
     assert len(results) == len(tried) == len({t.name for t in tried})
+    of_muon = Base.load("configs/lab.py", {"optim.name": "muon"}).cfg.optim  # whose rate is no AdamW's
+    assert rate.middle_rate(of_muon, "muon") == USUAL == 4 * rate.middle_rate(of_muon, "adamw")
     mine = wishes._replace(rates=(1e-3, 2e-3, 4e-3))
-    assert len(rate.inside(optimizers.optimizer_trials(BASE, mine), mine, run, of_name)) == 3 * 3 * 2
+    assert len(rate.inside(run(optimizers.optimizer_trials(BASE, mine)), mine, run, of_name)) == 3 * 3 * 2
 
 
 def batch_results(critical, least=20_000):
@@ -96,14 +98,17 @@ def test_of_each_batch_the_best_rate_counts_and_none_at_which_a_run_was_lost():
     losses = {1e-3: 2.2, 2e-3: 2.1, 4e-3: 1.9}
     lost = lambda t: t.at["optim.peak_lr"] == 4e-3 and t.seed == 1
     results = [made(t, losses[t.at["optim.peak_lr"]], diverged=lost(t)) for t in trials]
-    assert {r.at("optim.peak_lr") for r in batch.best_rates(results, lambda r: r.at("batch_tokens"))} == {2e-3}
+    assert {r.at("optim.peak_lr") for r in batch.best_rates(results, batch.of_batch)} == {2e-3}
+    found = batch.conclude(results, still_results(9_000))
+    assert found.verdict[-1] == "Only bounded by the rates tried: the best rate of 1.02K tokens at least 0.002828."
+    assert batch.answer(BASE, Wishes(), lambda trials: [made(t, 9.0, diverged=True) for t in trials]).rows == []
 
 
 def optimizer_results(speed, noise=0.0005):
     found = []
     for trial in optimizers.optimizer_trials(BASE, Wishes(names=tuple(speed))):
         name = trial.at["optim.name"]
-        off = math.log(trial.at["optim.peak_lr"] / (USUAL * optimizers.TIMES.get(name, 1.0)))
+        off = math.log(trial.at["optim.peak_lr"] / rate.middle_rate(BASE.cfg.optim, name))
         tokens = np.arange(1, 197) * 1024
         curve = 2.0 * (tokens * speed[name] / 200_000) ** -0.2 + 0.05 * off**2 + noisy(trial, noise)
         found.append(made(trial, float(curve[-1]), curve=curve))
@@ -140,8 +145,13 @@ def test_precision_is_measured_against_the_same_seed():
     assert "worse than it" in told["fp8 products"] and "+0.8" in told["fp8 products"]
     assert told["float16, no scale"].endswith(": 3 of 3 runs diverged.")
     assert told[precision.DYNAMIC].endswith("; the scale fell from 2.68e+08 to 1.68e+07.")
-    fp8 = next(line for line in found.drawings[0].plot.lines if line.label == "fp8 products")
+    fp8, band = (
+        next(one for one in drawn if one.label == "fp8 products")
+        for drawn in (found.drawings[0].plot.lines, found.drawings[0].plot.bands)
+    )
     assert all(0.5 < percent < 1.5 for percent in fp8.values)  # of its training loss, beside the same seed's
+    assert all(low < value < high for low, value, high in zip(band.low, fp8.values, band.high, strict=True))
+    assert band.color == fp8.color
 
 
 def test_clipping_that_allows_twice_the_rate_is_told_so():
@@ -149,7 +159,8 @@ def test_clipping_that_allows_twice_the_rate_is_told_so():
     lost = lambda t: t.at["optim.peak_lr"] > limits[t.at["optim.clip_norm"]]
     trials = clipping.clipping_trials(BASE, Wishes())
     results = [made(t, 2.0, diverged=lost(t), metrics={"grad_norm": [1.5] * 40}) for t in trials]
-    clipped, bare, _ = clipping.conclude(results).verdict
+    clipped, bare, ends = clipping.conclude(results).verdict
+    assert ends == "At its best rate a run ends at 2 (2 to 2) nats with clipping, at 2 (2 to 2) without."
     assert f"up to a rate of {16 * USUAL:.3g} (above that one was lost)" in clipped
     assert f"up to a rate of {4 * USUAL:.3g}" in bare
 
@@ -161,7 +172,11 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
         batch, total = trial.cfg.tokens_per_step, trial.cfg.train_tokens
         curve = law(trial.cfg.model.num_params, np.arange(batch, total + 1, batch))
         results.append(made(trial, float(curve[-1]), curve=curve))
-    lowest, curves, parabolas, of_loss = isoflop.conclude(results).verdict
+    lowest, curves, parabolas, of_loss, _ = isoflop.conclude(results).verdict
+    power_of = lambda cfg: cfg.train_tokens**-0.09 * cfg.model.num_params**-0.01
+    kaplan = isoflop.conclude([r._replace(loss=power_of(r.trial.cfg)) for r in results]).verdict[-1]
+    assert "losses go as C ** -0.08992" in kaplan and "parameters as D ** -0.09 (" in kaplan
+    assert kaplan.endswith("has C ** -0.050 and D ** -0.095.")
     assert lowest.count(" parameters at ") == 4 and "the smallest" not in lowest and "the largest" not in lowest
     small = [r for r in results if r.trial.cfg.model.num_params < 200_000]
     bound = isoflop.conclude(small).verdict[0]
@@ -179,7 +194,16 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
         best = USUAL * 1.3 * (trial.at["width"] / 64) ** power
         loss = 2.0 + 0.05 * math.log(trial.at["optim.peak_lr"] / best) ** 2 + noisy(trial, 0.0005)
         results.append(made(trial, loss))
-    standard, mup, ends = width.conclude(results).verdict
+    grown = lambda t: float(t.at["width"]) ** (0.8 if t.at["parametrisation"] == "standard" else 0.0)
+    looked_at = [
+        made(t, 5.0, curve=[5.0] * 4, metrics={f"stats/{kind}_rms/0{layer}": [1.0, 1.1, 1.2, grown(t)]
+                                               for kind in width.KINDS for layer in range(2)})
+        for t in width.coordinate_trials(BASE, Wishes())
+    ]  # fmt: skip
+    standard, mup, ends, *coordinates = width.conclude(results, looked_at).verdict
+    powers = [[float(part.split()[0]) for part in text.split("to the power ")[1:]] for text in coordinates]
+    assert powers == [pytest.approx([0.8] * 3), pytest.approx([0.0] * 3, abs=1e-9)]
+    assert {t.cfg.train_tokens for t in width.coordinate_trials(BASE, Wishes())} == {"4 steps"}
     assert ends.startswith("At a width of 256 the best rate ends at ") and ends.count("nats with") == 2
     assert power_in(standard) == pytest.approx(-1, abs=0.05) and "does not hold" in standard
     assert power_in(mup) == pytest.approx(0, abs=0.05) and "which holds no change" in mup
@@ -200,10 +224,14 @@ def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
     flops = {inner_flops(r.trial.cfg.model, r.trial.cfg.seq_len) for r in results}
     under_mup = Base.load("configs/lab.py", {"model.mup.base_dim": "64"}).cfg
     assert wider(under_mup, 2)["optim.peak_lr"] == USUAL == 2 * wider(BASE.cfg, 2)["optim.peak_lr"]
+    of_muon = Base.load("configs/lab.py", {"optim.name": "muon"}).cfg
+    assert wider(of_muon, 4)["optim.peak_lr"] == USUAL / 2
     assert len({r.at("layers") for r in results}) == 5 and max(flops) < 1.005 * min(flops)
     lowest, far, spread = shape.conclude(results).verdict
     assert lowest.startswith("2 layers of 64 (width / layers 32) ends lowest") and "no other is within" in lowest
     assert "16 layers of 16 (by 5.2" in far and "Over a factor of 96" in spread  # 0.01 * log(32)**2 of 2.3 nats
+    ends = shape.conclude([r for r in results if r.at("optim.peak_lr") * r.at("width") <= 64 * USUAL]).verdict[-1]
+    assert ends.startswith("Only bounded by the rates tried: the best rate of 1 layer of ") and "at least" in ends
     flat, spread = shape.conclude(shape_results(0.0)).verdict
     assert flat.count(" layer") >= 5 and "not told from it" in flat
     assert "one seed does not tell" in shape.conclude(shape_results(0.01, 1)).verdict[0]
@@ -221,7 +249,10 @@ def test_a_ladder_foretells_a_size_ten_times_as_large_and_says_where_it_does_not
     target = ladder.target_trial(BASE, wishes, results[-1].at("parameters"))
     assert 10 <= target.cfg.model.num_params / results[-1].at("parameters") < 13
     end = lambda times: [made(target, times * law(target.cfg), curve=[2.0] * (target.cfg.train_tokens // 1024))]
-    last, not_made, of_all = ladder.conclude(results).verdict
+    last, not_made, of_all, kaplan = ladder.conclude(results).verdict
+    pure = [r._replace(loss=r.at("parameters") ** -0.1) for r in results]
+    assert "along these rungs as N ** -0.1 (-0.1 to -0.1) and C ** -0.0489 (" in ladder.conclude(pure).verdict[-1]
+    assert kaplan.endswith("has N ** -0.102 by its L(N, D) and C ** -0.050 by its L(C).")
     assert "inside the interval" in last and "it was not trained (--target=10 does)" in not_made
     assert "0.3" in of_all.partition(" / N ** ")[2] and "along these tokens a parameter" in of_all
     of_target = lambda times: ladder.in_words("the target", ladder.compare(ladder.law_of(results), end(times)))
@@ -247,7 +278,13 @@ def test_a_sweep_names_the_lowest_and_what_seeds_do_not_tell_from_it():
     trials = vary.vary_trials(BASE, Wishes(vary=(("optim.peak_lr", tuple(ends)),)))
     first, parabola = vary.conclude([made(t, ends[t.at["optim.peak_lr"]] + noisy(t)) for t in trials]).verdict
     assert first.startswith("optim.peak_lr=2e-3 ends lowest") and "do not tell it from optim.peak_lr=4e-3" in first
-    assert "optim.peak_lr = 0.00" in parabola
+    assert parabola.startswith("The best optim.peak_lr by a parabola through the lowest points: 0.00")
+    lost = [made(t, 2.0, curve=[5.0, 6.0, 1e4, 5.0], diverged=True) for t in trials[-3:]]
+    held = [made(t, ends[t.at["optim.peak_lr"]]) for t in trials[:-3]]
+    *_, bound = vary.conclude([*held[:6], *lost]).verdict
+    assert bound == "The best optim.peak_lr is only bounded by those tried: at least 0.002."
+    plot = vary.conclude([*held, *lost]).drawings[-1].plot
+    assert [len(one.steps) for one in plot.lines] == [40, 40, 40, 2] and len(plot.bands) == 3
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to open the page in")

@@ -208,6 +208,10 @@ def test_young_and_daly_lose_the_least():
          lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-4), "by the square-root rule"),
         (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-5),
          lambda: cautions.rate_outside(7e9, 140e9, 4e6, 2e-4), "by the linear rule"),
+        (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-5, "muon"),
+         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-3, "muon"), "those of muon 1 to 8 times as large"),
+        (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-3, "lion"),
+         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 5e-5, "lion"), "those of lion 0.1 to 0.33 times as large"),
         (lambda: cautions.tokens_of_params(7e9, 69e9), lambda: cautions.tokens_of_params(7e9, 7e10), ": 21 a param"),
         (lambda: cautions.horizon_too_far(1e12, 5e11, "cosine", "the budget"),
          lambda: cautions.horizon_too_far(1e12, 1e12, "cosine", "the budget"), "100% too long"),
@@ -248,6 +252,14 @@ def test_a_caution_is_given_for_its_reason_with_a_way_out_and_a_source(bad, good
     assert good() is None
     found = bad()
     assert said in " ".join(found) and all(found)
+
+
+def test_rate_and_warmup_are_asked_of_the_optimizers_whose_rules_are_known():
+    hasty = {"optim.peak_lr": "1e-2", "optim.warmup_tokens": "10 steps"}
+    told = lambda name: [one.what for one in seven(overrides=(("optim.name", name), *hasty.items())).cautions]
+    muon, sgd = told("muon"), told("sgd")
+    assert any("peak_lr=0.01 lies above" in what for what in muon) and "the warmup of 10 steps is short" in muon
+    assert not any("peak_lr" in what or "warmup" in what for what in sgd)
 
 
 def test_both_rules_for_the_rate_agree_at_the_published_batch_and_part_from_there():

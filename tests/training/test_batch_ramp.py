@@ -20,6 +20,7 @@ from jaxscale.data.order import Batches, RowOrder, batch_index, rows_trained
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.rows import SyntheticRows
 from jaxscale.run.opening import open_run
+from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.training import loop
 from jaxscale.units import BatchSizes
@@ -51,10 +52,11 @@ def programs():
     return make
 
 
-def open_ramp(folder, make, overrides=None, number=8):
+def open_ramp(folder, make, overrides=None, number=8, replay=None):
     cfg = tiny.config(SHARDED | (overrides or {}))
     make_program = lambda cfg, budget: make(cfg, budget, jax.devices()[:number])
-    return open_run(cfg, str(folder), log=lambda text: None, make_program=make_program)
+    options = RunOptions(replay=replay)
+    return open_run(cfg, str(folder), log=lambda text: None, options=options, make_program=make_program)
 
 
 def records(folder):
@@ -179,6 +181,17 @@ def test_a_run_that_goes_on_in_its_ramp_ends_bit_for_bit_as_if_it_never_stopped(
     same = ("loss", "tokens_seen", "tokens_hash", "grad_norm", "learning_rate")
     wanted = [[record[name] for name in same] for record in records(straight[0])]
     assert [[record[name] for name in same] for record in records(tmp_path / "run")] == wanted
+
+
+@pytest.mark.soak
+def test_a_replay_leaves_out_the_batches_that_its_ramp_left_out(tmp_path, programs):
+    """One of 8 rows and one of 16: the batches behind them are as large as without, and so are all steps."""
+    loop.train(open_ramp(tmp_path / "run", programs, {"data.skip_batches": ((1, 2), (4, 5))}))
+    loop.train(open_ramp(tmp_path / "again", programs, replay=str(tmp_path / "run")))
+    first, again = records(tmp_path / "run"), records(tmp_path / "again")
+    for name in ("loss", "tokens_seen", "tokens_hash", "batch_index"):
+        assert [record[name] for record in again] == [record[name] for record in first]
+    assert [record["batch_index"] for record in first][:4] == [0, 2, 3, 5]
 
 
 def test_another_ramp_is_refused_like_another_batch(tmp_path, programs):
