@@ -92,7 +92,9 @@ class BenchFlags(cluster.HostFlags):
         'JSON with "tok_s" and, if it likes, sys, spec, dtype, loss0, lossN, rss_mb, first_step_s, gflops, params. '
         "NAME=VALUE may stand in front. For several commands give the flag again, or put ';;' between them. "
         "time_to_loss: it gets a folder with rows.npz and model.json as its last argument, trains on them, and prints "
-        'one with "tokens" and "loss"; docs/torch_adamw.py is such a program',
+        'one with "tokens" and "loss"; docs/torch_adamw.py is such a program. data: it gets a file of JSON lines with '
+        'texts, and prints one with the "seconds" of CPU time that it took and the "stages" of a recipe that it did; '
+        "docs/datatrove_rates.py is such a program",
         "'COMMAND'",
     )
     rounds: int | None = flag(
@@ -145,14 +147,14 @@ def main(arguments: Arguments) -> None:
     flags, what = arguments.flags, arguments.subverb
     for name, verbs, does in (
         ("save", ("step",), "keeps what `jaxscale bench step` measured"),
-        ("against", ("step", "time_to_loss"), "compares steps, or whole runs"),
+        ("against", ("step", "time_to_loss", "data"), "compares steps, whole runs, or stages of a recipe"),
     ):
         if what not in verbs and getattr(flags, name):
             raise BadInput(f"--{name} {does}: it is for jaxscale bench {units.or_list(list(verbs))}")
     if what == "time_to_loss":
         time_to_loss(arguments)
         return
-    if flags.against:
+    if flags.against and what == "step":
         against(arguments)
         return
     if flags.processes:
@@ -179,10 +181,10 @@ def main(arguments: Arguments) -> None:
         record = bench_hosts.measure_hosts(flags.hosts or bench_hosts.USUAL, flags.workers)
         show(flags, record, bench_hosts.host_lines(record))
     elif what == "data" and flags.scale:
-        if flags.input or flags.recipe or flags.rounds or arguments.config:
+        if flags.input or flags.recipe or flags.rounds or flags.against or arguments.config:
             raise BadInput(
-                "--scale measures made-up documents by its own recipe: leave --input, --recipe, --rounds and --config "
-                "out"
+                "--scale measures made-up documents by its own recipe: leave --input, --recipe, --rounds, --against "
+                "and --config out"
             )
         record = bench_scale.measure_scale(flags.documents or 25_000, (lambda text: None) if flags.json else put)
         show(flags, record, bench_scale.scale_lines(record))
@@ -260,7 +262,8 @@ def data(arguments: Arguments) -> dict[str, Any]:
         if flags.input:
             values["sources"] = {"text": {"files": flags.input}}
         cfg = schema.from_dict(PrepareConfig, schema.merge(values, arguments.overrides))
-    return bench_data.measure_data(cfg, seq_len=flags.seq_len, batch_rows=flags.batch_rows, rounds=flags.rounds or 3)
+    how = dict(seq_len=flags.seq_len, batch_rows=flags.batch_rows, rounds=flags.rounds or 3)
+    return bench_data.measure_data(cfg, commands=commands_of(flags), **how)
 
 
 def against(arguments: Arguments) -> None:
@@ -269,11 +272,16 @@ def against(arguments: Arguments) -> None:
     flags = arguments.flags
     if flags.save:
         raise BadInput("--save keeps what our step was measured at, and --against compares it; give one of them")
-    commands = [command.strip() for given in flags.against for command in given.split(";;")]
+    commands = commands_of(flags)
     say = (lambda text: None) if flags.json else put
     compared = bench_against.compare(own_flags(arguments.words), commands, rounds=flags.rounds or 3, say=say)
     found = compared | {"ratios": bench_against.ratios(compared)} if flags.json else compared
     show(flags, found, [] if flags.json else bench_against.compare_lines(compared))
+
+
+def commands_of(flags: BenchFlags) -> list[str]:
+    """The commands of --against."""
+    return [command.strip() for given in flags.against for command in given.split(";;")]
 
 
 def time_to_loss(arguments: Arguments) -> None:
@@ -283,7 +291,7 @@ def time_to_loss(arguments: Arguments) -> None:
         raise BadInput("time_to_loss trains a run to its end: give its --config=FILE, such as configs/quickstart.py")
     cfg = read_config(arguments)[1]
     own = [f"--config={arguments.config}", *(f"--config.{name}={text}" for name, text in arguments.overrides.items())]
-    commands = [command.strip() for given in flags.against for command in given.split(";;")]
+    commands = commands_of(flags)
     say = (lambda text: None) if flags.json else put
     how = dict(loss=flags.loss, rounds=flags.rounds or 3, say=say)
     record = bench_time.measure_time_to_loss(cfg, own, commands, **how)

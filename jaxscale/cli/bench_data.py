@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale import schema
+from jaxscale.cli.bench_against import run_one, shell_environment, split_command
 from jaxscale.corpus.prepare.blocks import cut
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.corpus.prepare.dedup import find_duplicates, write_sketches
@@ -47,8 +48,13 @@ OTHERS = (
 )
 
 
-def measure_data(cfg: PrepareConfig | None, *, seq_len: int, batch_rows: int, rounds: int) -> dict[str, Any]:
-    """Everything in one record. cfg: a recipe whose sources are measured; none: this Python's standard library."""
+def measure_data(
+    cfg: PrepareConfig | None, *, seq_len: int, batch_rows: int, rounds: int, commands: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Everything in one record. cfg: a recipe whose sources are measured; none: this Python's standard library.
+
+    commands: other programs, see in_turn_with.
+    """
     with tempfile.TemporaryDirectory() as folder:
         cfg = cfg or stdlib_recipe(pathlib.Path(folder))
         documents = read_all(cfg)
@@ -62,6 +68,7 @@ def measure_data(cfg: PrepareConfig | None, *, seq_len: int, batch_rows: int, ro
         record["near_dedup"] = rate(lambda: near_pass(cfg, documents, folder), rounds)
         for name, stages in (("curation", cfg.stages), ("shards", ())):
             record[name] = rate(lambda stages=stages, name=name: make_shards(cfg, stages, folder, name), rounds)
+        record["others"] = [in_turn_with(command, cfg, documents, folder, rounds) for command in commands]
         record["reading"] = measure_reading(f"{folder}/shards-0/manifest.json", seq_len, batch_rows, rounds)
         return record
 
@@ -94,6 +101,28 @@ def stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> C
             stage(block)
 
     return run
+
+
+def in_turn_with(
+    command: str, cfg: PrepareConfig, documents: Sequence[Document], folder: str, rounds: int
+) -> dict[str, Any]:
+    """{"command", "stages", "seconds", "ours"}: medians of CPU seconds of another program and of the same stages here.
+
+    It gets a file of JSON lines with the text of each document as its last argument, and prints a line of JSON with the
+    "seconds" of CPU time that it took and the "stages" of a recipe that it did in them. Raises BadInput otherwise.
+    """
+    file = pathlib.Path(folder) / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents), encoding="utf-8")
+    theirs, ours, runs = [], [], None
+    for _ in range(rounds):
+        found = run_one([*split_command(command), str(file)], shell_environment(), command, ("seconds",))
+        stages = found.get("stages")
+        if not isinstance(stages, list) or not stages or not all(name in STAGES for name in stages):
+            raise BadInput(f'{command}: "stages" must list some of {", ".join(STAGES)}, and is {json.dumps(stages)}')
+        runs = runs or [stage_run(cfg, name, documents) for name in stages]
+        theirs.append(found["seconds"])
+        ours.append(sum(rate(run, 1) for run in runs))
+    return dict(command=command, stages=stages, seconds=statistics.median(theirs), ours=statistics.median(ours))
 
 
 def forgetful(documents: Sequence[Document]) -> list[Document]:
@@ -193,4 +222,9 @@ def data_lines(record: dict[str, Any]) -> list[str]:
         f"  {'by Grain, as a run':<20} {read['grain_tokens_per_second'] / 1e6:,.0f} million tokens/s; first batch "
         f"{read['grain_first_batch_seconds']:.3f} s after opening"
     )
+    for other in record["others"]:
+        lines.append(
+            f"  {', '.join(other['stages'])}, in turn: {documents / other['ours']:,.0f} documents/s here, "
+            f"{documents / other['seconds']:,.0f} by {other['command']}: {other['seconds'] / other['ours']:.1f} times"
+        )
     return [*lines, OTHERS]
