@@ -23,23 +23,51 @@ pytestmark = [
 ]
 
 
-def test_shards_made_on_a_beam_runner_are_those_made_here(tmp_path):
-    texts = [made_text.text(i) for i in range(60)]
-    made_text.write_jsonl(tmp_path / "a.jsonl", [*texts, *texts[:9], *(f"{each} One more." for each in texts[20:26])])
-    contents = {}
-    for runner in ("local", "DirectRunner"):
-        output = tmp_path / runner
-        flags = [f"--input={tmp_path}/a.jsonl", f"--output={output}", f"--runner={runner}", "--config.block_bytes=4096"]
-        flags += ["--config.stages=('exact_dedup','near_dedup')", "--config.tokenizer.name=bytes"]
-        flags += ["--config.write.shard_tokens=8000"]
-        done = subprocess.run(
-            [PYTHON, "-m", "jaxscale.cli.prepare", *flags],
-            env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        files = [path for path in sorted(output.rglob("*")) if path.is_file()]
-        contents[runner] = {
-            str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
-        }
-    assert contents["local"] == contents["DirectRunner"]
-    assert sum(name.endswith(".bin") for name in contents["local"]) > 2
+WORKERS = ("--direct_running_mode=multi_processing", "--direct_num_workers=2")
+# The command, that also writes how many bytes the graph of each pipeline has.
+COUNTED = """
+import pathlib, sys
+import apache_beam as beam
+from jaxscale.cli import prepare
+sizes, end = [], beam.Pipeline.__exit__
+def measured(pipeline, *how):
+    sizes.append(len(pipeline.to_runner_api().SerializeToString()))
+    return end(pipeline, *how)
+beam.Pipeline.__exit__ = measured
+code = prepare.main(sys.argv[2:])
+pathlib.Path(sys.argv[1]).write_text(" ".join(map(str, sizes)))
+sys.exit(code)
+"""
+
+
+def prepared(folder, name, *runner, copies=1):
+    """({file: hash} of what was made, the bytes of each pipeline's graph)."""
+    file, output = folder / f"{copies}.jsonl", folder / name
+    if not file.exists():
+        texts = [made_text.text(i) for i in range(60 * copies)]
+        made_text.write_jsonl(file, [*texts, *texts[:9], *(f"{each} One more." for each in texts[20:26])])
+    flags = [f"--input={file}", f"--output={output}", "--config.block_bytes=4096"]
+    flags += ["--config.stages=('exact_dedup','near_dedup')", "--config.tokenizer.name=bytes"]
+    flags += [f"--config.write.shard_tokens={8000 * copies}"]
+    done = subprocess.run(
+        [PYTHON, "-c", COUNTED, folder / "sizes", *flags, *runner],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=1000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    files = [path for path in sorted(output.rglob("*")) if path.is_file()]
+    hashes = {str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return hashes, [int(size) for size in (folder / "sizes").read_text().split()]
+
+
+@pytest.mark.parametrize("flags", [(), WORKERS], ids=["one process", "two worker processes"])
+def test_shards_made_on_a_beam_runner_are_those_made_here(tmp_path, flags):
+    here, none = prepared(tmp_path, "here")
+    there, graphs = prepared(tmp_path, "there", "--runner=DirectRunner", "--", *flags)
+    assert here == there and graphs and not none
+    assert sum(name.endswith(".bin") for name in here) > 2
+
+
+def test_the_graph_does_not_grow_with_the_corpus(tmp_path):
+    small = prepared(tmp_path, "small", "--runner=DirectRunner")[1]
+    large = prepared(tmp_path, "large", "--runner=DirectRunner", copies=8)[1]
+    assert len(small) == len(large) and max(b - a for a, b in zip(small, large, strict=True)) < 64
