@@ -2,6 +2,7 @@
 
 import collections
 import io
+import tracemalloc
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,8 @@ from jaxscale.corpus.prepare.join import (
 from jaxscale.corpus.prepare.lookup import block_base, numbered, write_blocks
 from jaxscale.corpus.prepare.records import merged, run_between
 from jaxscale.corpus.prepare.tokens import write_merged
-from jaxscale.corpus.prepare.unite import unite
+from jaxscale.corpus.prepare.unite import even_bounds, unite
+from jaxscale.system import digest
 from jaxscale.text.document import Document
 
 BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=12), max_size=5)
@@ -146,6 +148,25 @@ def test_pairs_are_united_the_same_in_many_ranges(tmp_path, number, memory):
     assert sum(number for _, number in facts["sizes"]) == len(copies)
     largest = sorted(copies.items(), key=lambda item: (-item[1], item[0]))[:5]
     assert facts["largest"] == [(keeper, number + 1) for keeper, number in largest]
+
+
+def test_many_copies_of_one_key_are_joined_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(digest, "READ_BYTES", 1 << 16)  # of files that are hashed
+    own = Sketch(np.full(4000, 7, np.uint64), np.arange(4000), np.zeros((4000, 4), np.uint32))
+    whole = join_of(tmp_path, [own] * 20, 0.5)._replace(memory_bytes=1 << 20)
+    tracemalloc.start()
+    pairs_by_exchange(run_all, whole)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(pairs_in(tmp_path / "join/pairs")) == 3 * 80_000 - 6
+    assert peak < 4 << 20  # Python's table of names may take 2 MB more at once; a record of all at once took 300 bytes
+
+
+def test_ranges_have_as_many_pairs_though_all_are_in_one_part_of_the_input():
+    items = np.random.default_rng(0).integers(900 << 32, 910 << 32, 10_000).astype(np.uint64)
+    bounds = even_bounds([np.stack([items, items - np.uint64(1)], axis=1)], 4, 100_000 << 32)
+    counts = np.bincount(np.searchsorted(bounds, items, side="right"))[1:]
+    assert counts.sum() == 10_000 and len(counts) == 4 and counts.max() < 2500 + 1100  # and what one bin has
 
 
 @pytest.mark.parametrize("merges_first", [False, True])
