@@ -6,20 +6,21 @@ from jaxscale.corpus.prepare.join import (
     alike,
     components,
     item_numbers,
+    open_array,
     pairs_of_keys,
     signature_reader,
-    sketch_between,
+    sorted_once,
 )
 
 
 def pairs_of(paths, neighbours=0):
     """(items, firsts) of the sketches of blocks 0, 1, 2 ..."""
-    loaded = [np.zeros((2, 0), np.uint64)]
+    loaded = [np.zeros((0, 2), np.uint64)]
     for block, path in enumerate(paths):
-        part = np.array(sketch_between(path, 0, 1 << 64))
-        part[1] |= item_numbers(block, 0)
+        part = np.array(open_array(path))
+        part[:, 1] |= item_numbers(block, 0)
         loaded.append(part)
-    return pairs_of_keys(*np.concatenate(loaded, axis=1), neighbours)
+    return pairs_of_keys(sorted_once(np.concatenate(loaded)), neighbours).T
 
 
 def united(paths, threshold, neighbours):

@@ -2,6 +2,7 @@
 
 import collections
 import io
+import tracemalloc
 from typing import NamedTuple
 
 import numpy as np
@@ -11,23 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.corpus.curate.hashes import Sketch, mix
-from jaxscale.corpus.prepare import dedup, join
+from jaxscale.corpus.prepare import join
 from jaxscale.corpus.prepare.blocks import to_table, write_table
 from jaxscale.corpus.prepare.dedup import NEIGHBOURS, Join, leave_pairs, pairs_by_exchange, sketch_path
-from jaxscale.corpus.prepare.exchange import Exchange, Files, exchange, merge_records, read_records
+from jaxscale.corpus.prepare.exchange import Exchange, Files, exchange, merge_records, runs_of
 from jaxscale.corpus.prepare.join import (
+    MEMORY_BYTES,
+    WORK,
     components,
     group_pairs,
     item_numbers,
     num_partitions,
     of_block,
     parts,
-    sketch_between,
     write_sketch,
 )
 from jaxscale.corpus.prepare.lookup import block_base, numbered, write_blocks
+from jaxscale.corpus.prepare.records import merged, run_between
 from jaxscale.corpus.prepare.tokens import write_merged
-from jaxscale.corpus.prepare.unite import unite
+from jaxscale.corpus.prepare.unite import even_bounds, unite
+from jaxscale.system import digest
 from jaxscale.text.document import Document
 
 BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=12), max_size=5)
@@ -92,18 +96,25 @@ def linked(pairs):
 
 
 @settings(max_examples=60, deadline=None)
-@given(BLOCKS.filter(len), st.integers(1, 7), st.sampled_from([None, 0.5]), st.randoms(use_true_random=False))
-def test_pairs_are_those_of_a_dictionary_for_any_number_of_ranges(tmp_path_factory, blocks, count, threshold, random):
+@given(
+    BLOCKS.filter(len), st.integers(1, 7), st.sampled_from([None, 0.5]), st.sampled_from([1, 1000, MEMORY_BYTES]),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_pairs_are_those_of_a_dictionary_for_any_number_of_ranges_and_any_memory(
+    tmp_path_factory, blocks, count, threshold, memory, random
+):
     folder = tmp_path_factory.mktemp("sketches")
     for rows in blocks:
         random.shuffle(rows)
     whole = Exchange(join_of(folder, map(sketch_of, blocks), threshold), str(folder), len(blocks), count)
-    whole = whole._replace(out=str(folder / "pairs"))
+    whole = whole._replace(out=str(folder / "pairs"), memory_bytes=memory)
     found = sum(exchange(run_all, whole, merge_records, leave_pairs))
     order = slice(None) if threshold is None else slice(None, None, -1)  # candidates are sorted by the smaller item
     pairs = [tuple(pair[order]) for pair in pairs_in(folder / "pairs")]
     expected = brute_force(blocks, 0 if threshold is None else NEIGHBOURS)
     assert len(pairs) == found and sorted(set(pairs)) == expected
+    files = [np.load(path).tolist() for path in (folder / "pairs").glob("*/*.npy")]
+    assert files == [[list(pair) for pair in sorted(set(map(tuple, file)))] for file in files]
     items, firsts = np.array(expected, np.uint64).reshape(-1, 2).T
     removed, keepers = components(items, firsts)
     assert dict(zip(removed.tolist(), keepers.tolist())) == linked(expected)
@@ -130,7 +141,7 @@ def test_pairs_are_united_the_same_in_many_ranges(tmp_path, number, memory):
     pairs = [(max(pair), min(pair)) for pair in np.random.default_rng(number).integers(0, 61, (number, 2)).tolist()]
     pairs = [pair for pair in pairs if pair[0] > pair[1]]
     rows = np.array(pairs, np.uint64).reshape(-1, 2)
-    facts = unite(np.array_split(rows, 3), len(rows), 61, tmp_path / "ranges", tmp_path / "removed.npy", memory)
+    facts = unite(lambda: np.array_split(rows, 3), len(rows), 61, tmp_path / "ranges", tmp_path / "removed.npy", memory)
     expected = linked(pairs)
     assert dict(zip(*np.load(tmp_path / "removed.npy").tolist())) == expected
     copies = collections.Counter(expected.values())
@@ -139,10 +150,31 @@ def test_pairs_are_united_the_same_in_many_ranges(tmp_path, number, memory):
     assert facts["largest"] == [(keeper, number + 1) for keeper, number in largest]
 
 
+def test_many_copies_of_one_key_are_joined_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(digest, "READ_BYTES", 1 << 16)  # of files that are hashed
+    own = Sketch(np.full(4000, 7, np.uint64), np.arange(4000), np.zeros((4000, 4), np.uint32))
+    whole = join_of(tmp_path, [own] * 20, 0.5)._replace(memory_bytes=1 << 20)
+    tracemalloc.start()
+    pairs_by_exchange(run_all, whole)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(pairs_in(tmp_path / "join/pairs")) == 3 * 80_000 - 6
+    assert peak < 4 << 20  # Python's table of names may take 2 MB more at once; a record of all at once took 300 bytes
+
+
+def test_ranges_have_as_many_pairs_though_all_are_in_one_part_of_the_input():
+    items = np.random.default_rng(0).integers(900 << 32, 910 << 32, 10_000).astype(np.uint64)
+    bounds = even_bounds([np.stack([items, items - np.uint64(1)], axis=1)], 4, 100_000 << 32)
+    counts = np.bincount(np.searchsorted(bounds, items, side="right"))[1:]
+    assert counts.sum() == 10_000 and len(counts) == 4 and counts.max() < 2500 + 1100  # and what one bin has
+
+
 @pytest.mark.parametrize("merges_first", [False, True])
 def test_an_exchange_sorts_more_files_than_a_task_opens(tmp_path, merges_first):
     rng, inputs, outputs = np.random.default_rng(0), 130, 5
-    keys = np.sort(rng.integers(0, 1000, (inputs, 20)).astype(np.uint64), axis=1)
+    keys = rng.integers(0, 1000, (inputs, 20)).astype(np.uint64)
+    keys[:, 10:] = 500  # of which there are more than a task holds
+    keys.sort(axis=1)
     for number, own in enumerate(keys):
         path = numbered(tmp_path / "in", number, ".npy")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +183,10 @@ def test_an_exchange_sorts_more_files_than_a_task_opens(tmp_path, merges_first):
     whole = whole._replace(merges_first=merges_first)
     assert (whole.ranges(1) == 1) == merges_first  # each file is opened once
     assert whole.levels == 2 and max(whole.ranges(1), len(whole.reads()[0])) < 13
-    found = list(exchange(lambda function, calls: list(map(function, calls)), whole, merge_records, read_records))
+    whole = whole._replace(memory_bytes=16 * WORK * 30)
+    taken = [list(merged(runs_of(call), 30)) for call in exchange(run_all, whole, merge_records, lambda call: call)]
+    assert max(len(part) for parts in taken for part in parts) <= 30
+    found = [np.concatenate(parts) for parts in taken]
     order = np.argsort(keys.ravel(), kind="stable")  # equal keys stay in the order of the files
     assert np.array_equal(np.concatenate(found), np.stack([keys.ravel()[order], order.astype(np.uint64)], axis=1))
     assert [int(part[0, 0]) // 200 for part in found] == list(range(outputs))
@@ -169,7 +204,8 @@ def test_one_key_gives_the_same_pairs_by_itself(items, neighbours):
     group = sorted(items)
     expected = {(b, group[0]) for b in group[1:]}
     expected |= {(group[i], group[j]) for i in range(len(group)) for j in range(max(0, i - neighbours), i)}
-    assert group_pairs(items, neighbours) == sorted(expected)
+    found = np.concatenate([*group_pairs(np.array(items, np.uint64), neighbours, 4)])
+    assert {(later, first) for later, first in found.tolist()} == expected
 
 
 def test_an_item_number_is_in_the_order_of_the_input_and_can_be_taken_apart():
@@ -215,24 +251,23 @@ def test_a_torn_sketch_is_named(tmp_path, damage):
     write_sketch(tmp_path / "0.npy", sketch_of([(1, 0), (1, 1)]))
     (tmp_path / "0.npy").write_bytes(damage((tmp_path / "0.npy").read_bytes()))
     with pytest.raises(ValueError, match=r"0\.npy"):
-        sketch_between(tmp_path / "0.npy", 0, 1)
+        run_between(tmp_path / "0.npy", 0, 1)
 
 
 def test_a_file_of_other_numbers_is_no_sketch(tmp_path):
     np.save(tmp_path / "0.npy", np.zeros(3))
-    with pytest.raises(ValueError, match="not the keys and items"):
-        sketch_between(tmp_path / "0.npy", 0, 1)
+    with pytest.raises(ValueError, match="not keys and items"):
+        run_between(tmp_path / "0.npy", 0, 1)
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 1.0])
-def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, monkeypatch, threshold):
-    monkeypatch.setattr(dedup, "PAIRS_AT_ONCE", 2)
+def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, threshold):
     rng = np.random.default_rng(0)
     signatures = rng.integers(0, 3, (3, 5, 9)).astype(np.uint32)  # of three blocks of five documents
     signatures[2, 4], signatures[2, 1, :8] = signatures[0, 0], signatures[1, 1, :8]
     blocks = [[(key, place) for place in range(5) for key in {place % 2, 7}] for _ in signatures]
     sketches = [Sketch(*sketch_of(rows)[:2], own) for rows, own in zip(blocks, signatures)]
-    pairs_by_exchange(run_all, join_of(tmp_path, sketches, threshold))
+    pairs_by_exchange(run_all, join_of(tmp_path, sketches, threshold)._replace(memory_bytes=3000))  # 13 at once
     of = lambda item: signatures[item >> 32, item & (1 << 32) - 1]
     candidates = brute_force(blocks, NEIGHBOURS)
     expected = [[a, b] for a, b in candidates if np.mean(of(a) == of(b)) >= threshold - 1e-12]

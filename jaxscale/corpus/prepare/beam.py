@@ -9,6 +9,7 @@ they look up what they are, so its size does not depend on the corpus.
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from jaxscale.corpus.prepare.dedup import Join
 from jaxscale.corpus.prepare.exchange import Exchange
 from jaxscale.corpus.prepare.join import alike, group_pairs, parts, save_whole
 from jaxscale.corpus.prepare.lookup import Numbered, numbered
+from jaxscale.corpus.prepare.records import in_memory
 from jaxscale.corpus.prepare.tokens import documents_between, laid_together, shard_name, write_shard
 from jaxscale.data.verified import remove
 from jaxscale.system.paths import write_text_atomic
@@ -33,6 +35,7 @@ with needs("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]',
 Signed = tuple[tuple[int, int], bytes]  # a pair, and the signature of its first
 PAIRS_IN_FILE = (1 << 10, 1 << 17)  # fewest and most, but for the last
 RESULTS_IN_FILE = 256
+AT_ONCE = 1 << 15  # pairs, with their signatures: 32 MiB of 128 permutations
 
 
 class BeamExecutor(contextlib.AbstractContextManager):
@@ -103,7 +106,7 @@ def write_results(group: tuple[int, Iterable[tuple[int, str]]], folder: str) -> 
 
 def keyed_items(block: int, join: Join) -> Iterator[tuple[int, int]]:
     """(key, item) for everything in the sketch of a block, as signed numbers: Beam knows no others."""
-    keys, items = np.ascontiguousarray(join.read(block).T).view(np.int64)
+    keys, items = in_memory([join.read(block)]).view(np.int64).T
     return zip(keys.tolist(), items.tolist())
 
 
@@ -117,10 +120,25 @@ def signed(pairs: np.ndarray) -> list[tuple[int, int]]:
     return [tuple(pair) for pair in np.ascontiguousarray(pairs, np.uint64).view(np.int64).tolist()]
 
 
-def pairs_in(group: tuple[int, Iterable[int]], neighbours: int) -> list[tuple[int, int]]:
-    """The pairs, still signed, of the items of one key."""
-    items = np.fromiter(group[1], np.int64).view(np.uint64)
-    return signed(np.array(group_pairs(items, neighbours), np.uint64).reshape(-1, 2))
+def pairs_in(group: tuple[int, Iterable[int]], neighbours: int) -> Iterator[tuple[int, int]]:
+    """Yields the pairs, still signed, of the items of one key, which come in any order.
+
+    None is held where only the first one is wanted; neighbours are known when all are sorted, in 16 bytes each.
+    """
+    items = group[1]
+    if not neighbours:
+        first = min(items, key=lambda item: item % (1 << 64))
+        yield from ((item, first) for item in items if item != first)
+        return
+    for pairs in group_pairs(np.fromiter(items, np.int64).view(np.uint64), neighbours, AT_ONCE):
+        yield from signed(pairs)
+
+
+def batches(group: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yields what is in a group, a bounded number at a time."""
+    left = iter(group)
+    while batch := list(itertools.islice(left, AT_ONCE)):
+        yield batch
 
 
 def with_block_of_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
@@ -130,19 +148,22 @@ def with_block_of_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
 
 def attached(group: tuple[int, Iterable[tuple[int, int]]], join: Join) -> Iterator[tuple[int, Signed]]:
     """(block of the item, (pair, signature of the first)) of the pairs whose firsts are in one block."""
-    pairs = list(group[1])
-    rows = unsigned(pairs)
-    signatures, blocks = join.signatures()(rows[:, 1]), parts(rows[:, 0]).blocks.tolist()
-    for block, pair, signature in zip(blocks, pairs, signatures):
-        yield block, (pair, signature.tobytes())
+    read = join.signatures()
+    for pairs in batches(group[1]):
+        rows = unsigned(pairs)
+        blocks = parts(rows[:, 0]).blocks.tolist()
+        for block, pair, signature in zip(blocks, pairs, read(rows[:, 1])):
+            yield block, (pair, signature.tobytes())
 
 
-def verified_pairs(group: tuple[int, Iterable[Signed]], join: Join) -> list[tuple[int, int]]:
+def verified_pairs(group: tuple[int, Iterable[Signed]], join: Join) -> Iterator[tuple[int, int]]:
     """Those of the pairs whose items are in one block that are alike."""
-    pairs, firsts = zip(*group[1])
-    own = join.signatures()(unsigned(pairs)[:, 0])
-    other = np.frombuffer(b"".join(firsts), np.uint32).reshape(own.shape)
-    return signed(unsigned(pairs)[alike(own, other, join.threshold)])
+    read = join.signatures()
+    for batch in batches(group[1]):
+        pairs, firsts = zip(*batch)
+        own = read(unsigned(pairs)[:, 0])
+        other = np.frombuffer(b"".join(firsts), np.uint32).reshape(own.shape)
+        yield from signed(unsigned(pairs)[alike(own, other, join.threshold)])
 
 
 def write_batch(pairs: Iterable[tuple[int, int]], folder: str) -> None:

@@ -8,7 +8,6 @@ work/joins/0-near_dedup/removed.npy                  uint64[2, k]: what goes, an
 Candidates are verified by two exchanges, so that whoever needs a signature has the pairs of its blocks in their order.
 """
 
-import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -34,33 +33,33 @@ from jaxscale.corpus.prepare.exchange import (
     exchange,
     leave_once,
     merge_records,
-    read_records,
-    save_new,
+    runs_of,
 )
 from jaxscale.corpus.prepare.join import (
-    PAIRS_AT_ONCE,
+    MEMORY_BYTES,
     PLACE_BITS,
+    WORK,
     alike,
     item_numbers,
     num_partitions,
     of_block,
     open_array,
-    pairs_of_keys,
+    pairs_of_parts,
     parts,
     signature_reader,
     signatures_path,
-    sketch_between,
-    unique_pairs,
+    sorted_once,
     write_sketch,
 )
 from jaxscale.corpus.prepare.lookup import COLUMNS, Blocks, blocks_of
+from jaxscale.corpus.prepare.records import Run, merged, read_parts, run_between, save_rows, save_sorted
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.unite import unite
 from jaxscale.data.verified import remove
 from jaxscale.text.document import Document
 
-MEMORY_BYTES = 256 << 20  # of one partition of a join, in each process
 NEIGHBOURS = 2  # in a bucket of near duplicates; see pairs_of_keys
+PAIRING_BYTES = 300  # of memory for each (key, item) that has copies: 250 while pairs are made, measured, and to merge
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
 
 
@@ -74,13 +73,12 @@ class Join(NamedTuple):
     threshold: float | None  # of near duplicates, which are verified
     blocks: int
     keys: int  # of all sketches
+    memory_bytes: int = MEMORY_BYTES  # of a task
 
-    def read(self, block: int, begin: int = 0, end: int = 1 << 64) -> np.ndarray:
-        """uint64[k, 2]: (key, item) of a block, sorted, with keys from begin up to end; see exchange.Source."""
+    def read(self, block: int, begin: int = 0, end: int = 1 << 64) -> Run:
+        """(key, item) of a block, with keys from begin up to end; see exchange.Source."""
         path = sketch_path(blocks_of(self.work, self.number)[block], self.name)
-        part = np.array(sketch_between(path, begin, end))  # copied, so that the map is closed
-        part[1] |= item_numbers(block, 0)  # which its own file does not know
-        return part.T
+        return run_between(path, begin, end, int(item_numbers(block, 0)))
 
     def signatures(self) -> Callable[[np.ndarray], np.ndarray]:
         """A function from items to the signatures of their documents."""
@@ -145,9 +143,9 @@ def find_duplicates(
     paths = sorted(pathlib.Path(join.pairs).glob("*/*.npy"))
     number = sum(open_array(path).shape[0] for path in paths)
     remove(folder / "ranges")  # of a process that was killed
-    pairs = (open_array(path) for path in paths)
+    pairs = lambda: (part for path in paths for part in read_parts(path, join.memory_bytes // 64))
     span = len(blocks) << PLACE_BITS
-    facts = unite(pairs, number, span, folder / "ranges", folder / "removed.npy", MEMORY_BYTES)
+    facts = unite(pairs, number, span, folder / "ranges", folder / "removed.npy", join.memory_bytes)
     mark_done(done, facts, [folder / "removed.npy"])
     for between in ("keys", "firsts", "items", "pairs", "ranges"):
         shutil.rmtree(folder / between, ignore_errors=True)
@@ -159,15 +157,14 @@ def pairs_by_exchange(run_all: RunAll, join: Join) -> None:
     is_verified = join.threshold is not None
     folder = lambda name: f"{join.folder}/{name}"
     out = folder("keys/pairs") if is_verified else join.pairs
-    count = num_partitions(16 * join.keys, MEMORY_BYTES)
-    by_key = Exchange(join, folder("keys"), join.blocks, count, out=out)
+    count = num_partitions(16 * join.keys, join.memory_bytes)
+    by_key = Exchange(join, folder("keys"), join.blocks, count, out=out, memory_bytes=join.memory_bytes)
     found = sum(exchange(run_all, by_key, merge_records, leave_pairs))
     if not is_verified:
         return
     width = 2 + record_width(join)
-    count = num_partitions(8 * width * found, MEMORY_BYTES)
-    span = join.blocks << PLACE_BITS
-    how = dict(span=span, options=(join,))
+    count = num_partitions(8 * width * found, join.memory_bytes)
+    how = dict(span=join.blocks << PLACE_BITS, options=(join,), memory_bytes=join.memory_bytes)
     by_first = Exchange(Files(out), folder("firsts"), by_key.outputs, count, out=folder("firsts/attached"), **how)
     for _ in exchange(run_all, by_first, merge_records, leave_attached):
         pass
@@ -181,55 +178,42 @@ def leave_pairs(call: Exchange) -> int:
 
     uint64[k, 2]: an item, and the first of those that have a key in common with it; the other way round for candidates.
     """
-    path = call.path(call.level, call.number, ".npy")
+    path, neighbours = call.path(call.level, call.number, ".npy"), call.source.neighbours
 
-    def write() -> int:
-        keys, items = np.ascontiguousarray(read_records(call).T)
-        pairs = np.stack(pairs_of_keys(keys, items, call.source.neighbours), axis=1)
-        if call.source.threshold is not None:
-            pairs = pairs[np.lexsort((pairs[:, 0], pairs[:, 1])), ::-1]
-        return save_new(path, pairs)
+    def parts() -> Iterator[np.ndarray]:
+        for pairs in pairs_of_parts(merged(runs_of(call), call.most(PAIRING_BYTES)), neighbours):
+            yield pairs if call.source.threshold is None else sorted_once(pairs[:, ::-1])
 
-    return leave_once(path, write)
+    return leave_once(path, lambda: save_sorted(path, parts(), call.most(WORK * 16)))
 
 
 def leave_attached(call: Exchange) -> int:
     """The last level by firsts: leaves (item, first, signature of the first), sorted by item."""
     path, (join,) = call.path(call.level, call.number, ".npy"), call.options
+    width = 2 + record_width(join)
+    most = call.most(WORK * 8 * width)
 
-    def write() -> int:
-        firsts, items = read_records(call).T
-        items, firsts = unique_pairs(items, firsts)
-        ranks = np.argsort(firsts, kind="stable")  # read in their order: each block is opened once
-        width = 2 + record_width(join)
+    def parts() -> Iterator[np.ndarray]:
         signatures = join.signatures()
-        making = path.with_suffix(".making")  # mapped: 16 bytes for each copy are in memory, not its signature too
-        out = np.lib.format.open_memmap(making, "w+", np.uint64, (len(items), width))
-        for begin in range(0, len(ranks), PAIRS_AT_ONCE):
-            chunk = ranks[begin : begin + PAIRS_AT_ONCE]
-            out[chunk] = np.column_stack([items[chunk], firsts[chunk], packed(signatures(firsts[chunk]))])
-        out.flush()
-        os.replace(making, path)
-        return len(items)
+        for pairs in merged(runs_of(call), most):
+            found = packed(signatures(pairs[:, 0])).reshape(len(pairs), width - 2)
+            yield sorted_once(np.column_stack([pairs[:, ::-1], found]))
 
-    return leave_once(path, write)
+    return leave_once(path, lambda: save_sorted(path, parts(), most))
 
 
 def leave_verified(call: Exchange) -> int:
     """The last level by items: leaves those pairs whose signatures are alike, uint64[k, 2]."""
     path, (join,) = call.path(call.level, call.number, ".npy"), call.options
 
-    def write() -> int:
-        records, signatures = read_records(call), join.signatures()
-        kept = [np.zeros((0, 2), np.uint64)]
-        for begin in range(0, len(records), PAIRS_AT_ONCE):
-            chunk = records[begin : begin + PAIRS_AT_ONCE]
-            own = signatures(chunk[:, 0])
-            other = np.ascontiguousarray(chunk[:, 2:]).view(np.uint32)[:, : own.shape[1]]
-            kept.append(chunk[alike(own, other, join.threshold), :2])
-        return save_new(path, np.concatenate(kept))
+    def parts() -> Iterator[np.ndarray]:
+        signatures = join.signatures()
+        for records in merged(runs_of(call), call.most(WORK * 8 * (2 + record_width(join)))):
+            own = signatures(records[:, 0])
+            other = np.ascontiguousarray(records[:, 2:]).view(np.uint32)[:, : own.shape[1]]
+            yield records[alike(own, other, join.threshold), :2]
 
-    return leave_once(path, write)
+    return leave_once(path, lambda: save_rows(path, parts()))
 
 
 def packed(signatures: np.ndarray) -> np.ndarray:

@@ -9,23 +9,21 @@ one range, and of their keys one part of the range, which it merges into one fil
 
 So every byte is read and written once a level, files grow from the size of an input to that of a range, and the number
 of files opened is linear but for the number of levels, which grows by one each time that the input grows 128 times.
-Merging keeps the order of the files, so what comes out does not depend on the levels.
+Records are merged in the order of their first two numbers, so what comes out does not depend on the levels.
 
 A level that cuts ranges in n opens each file n times, which costs much where files are many and small, as blocks are.
 Where `merges_first`, the first level therefore merges neighbouring files whole, each opened once; whoever does its
 tasks must do it in bounded memory.
 """
 
-import bisect
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from jaxscale.corpus.prepare.blocks import mark_done, read_done
-from jaxscale.corpus.prepare.join import open_array, save_whole
+from jaxscale.corpus.prepare.join import MEMORY_BYTES, WORK
 from jaxscale.corpus.prepare.lookup import Numbered, numbered
+from jaxscale.corpus.prepare.records import Run, merged, run_between, save_rows
 
 MOST_WAYS = 128  # files that a task opens, and ranges that a level cuts a range into
 RunAll = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]  # as of an Executor
@@ -34,11 +32,8 @@ RunAll = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]  # as of
 class Source(Protocol):
     """Names the files that come in."""
 
-    def read(self, number: int, begin: int, end: int) -> np.ndarray:
-        """uint64[k, width]: the records of a file with keys from begin up to but not including end, sorted by key.
-
-        The key is the first number of a record.
-        """
+    def read(self, number: int, begin: int, end: int) -> Run:
+        """The records of a file with keys from begin up to but not including end."""
 
 
 class Files(NamedTuple):
@@ -46,9 +41,9 @@ class Files(NamedTuple):
 
     folder: str
 
-    def read(self, number: int, begin: int, end: int) -> np.ndarray:
+    def read(self, number: int, begin: int, end: int) -> Run:
         """See Source."""
-        return records_between(numbered(self.folder, number, ".npy"), begin, end)
+        return run_between(numbered(self.folder, number, ".npy"), begin, end)
 
 
 class Exchange(NamedTuple):
@@ -62,6 +57,7 @@ class Exchange(NamedTuple):
     out: str = ""  # folder of what the last level leaves
     options: tuple[Any, ...] = ()  # for the last level
     merges_first: bool = False  # where there are several levels: the first merges whole files, and cuts no range
+    memory_bytes: int = MEMORY_BYTES  # of a task
     level: int = 1
     number: int = 0
 
@@ -110,6 +106,10 @@ class Exchange(NamedTuple):
         last = level == self.levels and self.out
         return numbered(self.out if last else f"{self.folder}/level{level}", number, ending)
 
+    def most(self, record_bytes: int) -> int:
+        """How many records a task holds that need so many bytes of memory each."""
+        return max(1, self.memory_bytes // record_bytes)
+
 
 def ways(number: int, levels: int) -> int:
     """The smallest base with which so many levels reach so far."""
@@ -129,29 +129,23 @@ def exchange(
     yield from run_all(last, Numbered(whole._replace(level=whole.levels), whole.outputs))
 
 
-def records_between(path: pathlib.Path, begin: int, end: int) -> np.ndarray:
-    """uint64[k, width]: the records of a file, uint64[n, width] and sorted, with keys from begin up to end, copied."""
-    records = open_array(path)
-    keys = records[:, 0]
-    first = bisect.bisect_left(keys, begin)  # searchsorted would first copy every key
-    return np.array(records[first : bisect.bisect_left(keys, end, lo=first)])
-
-
-def read_records(call: Exchange) -> np.ndarray:
-    """uint64[k, width]: the records of a task of an exchange of records, sorted by key; equal ones as files come."""
+def runs_of(call: Exchange) -> list[Run]:
+    """What a task of an exchange of records reads."""
     files, begin, end = call.reads()
     if call.level == 1:
-        found = [call.source.read(number, begin, end) for number in files]
-    else:
-        found = [records_between(call.path(call.level - 1, number, ".npy"), begin, end) for number in files]
-    records = np.concatenate(found)
-    return records[np.argsort(records[:, 0], kind="stable")]  # which merges what is sorted already
+        return [call.source.read(number, begin, end) for number in files]
+    return [run_between(call.path(call.level - 1, number, ".npy"), begin, end) for number in files]
 
 
 def merge_records(call: Exchange) -> None:
     """A task before the last level of an exchange of records."""
     path = call.path(call.level, call.number, ".npy")
-    leave_once(path, lambda: save_new(path, read_records(call)))
+
+    def write() -> int:
+        runs = runs_of(call)
+        return save_rows(path, merged(runs, call.most(WORK * 8 * runs[0].width)))
+
+    leave_once(path, write)
 
 
 def leave_once(path: pathlib.Path, write: Callable[[], int]) -> int:
@@ -163,9 +157,3 @@ def leave_once(path: pathlib.Path, write: Callable[[], int]) -> int:
     number = write()
     mark_done(done, {"records": number}, [path])
     return number
-
-
-def save_new(path: pathlib.Path, records: np.ndarray) -> int:
-    """How many records there are, after they are written."""
-    save_whole(path, records)
-    return len(records)

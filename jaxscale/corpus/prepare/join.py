@@ -8,14 +8,12 @@ A block's number is its place in the list of files, which nobody knows when a bl
 An item is numbered block << 32 | its place in the block, a document's or a line's: in the order of the input, so the
 first copy is the one with the smallest number.
 
-Memory, measured: pairs_of_keys takes 37 bytes per (key, item) and 80 more per pair that it finds; components about 60
-bytes per pair. The copies of one key are always in one partition, however many.
+The copies of one key are always in one partition, however many, which records.py takes a part at a time.
 """
 
-import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +24,8 @@ from jaxscale.system.paths import replacing
 
 BLOCK_BITS, PLACE_BITS = 32, 32  # 64 PiB in blocks of 16 MiB, and no block has as many lines
 MOST_BLOCKS, WAY_OUT = 1 << BLOCK_BITS, "pack small files together, or take a larger block_bytes"
-WORK = 4  # bytes of memory per byte of a partition: 64 per (key, item), so a third of them may have copies
-PAIRS_AT_ONCE = 1 << 15  # of 128 permutations: 32 MiB of signatures
-OPEN_FILES = 256  # memory maps of signatures kept open
+MEMORY_BYTES = 256 << 20  # of a partition of a join, in each process
+WORK = 4  # bytes of memory per byte of a partition
 
 ReadSignatures = Callable[[np.ndarray], np.ndarray]  # items -> uint32[items, permutations] of their documents
 
@@ -62,15 +59,14 @@ def of_block(items: np.ndarray, block: int) -> slice:
 
 
 def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
-    """Writes a block's sketch, whole or not at all: uint64[2, m] keys and items, sorted, as a .npy file.
+    """Writes a block's sketch, whole or not at all: uint64[m, 2] keys and items, sorted, as a .npy file.
 
     Signatures lie beside it (signatures_path) and are written first, so where the sketch is, they are.
     """
-    items = item_numbers(0, sketch.places)
-    order = np.lexsort((items, sketch.keys))
+    rows = np.stack([sketch.keys, item_numbers(0, sketch.places)], axis=1)
     if sketch.signatures is not None:
         save_whole(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
-    save_whole(pathlib.Path(path), np.stack([sketch.keys[order], items[order]]))
+    save_whole(pathlib.Path(path), sorted_once(rows))
 
 
 def signatures_path(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -95,78 +91,70 @@ def open_array(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:
-    """How many partitions keep the join of sketch files of total_bytes within memory_bytes; see the memory above.
+    """How many partitions keep the join of sketch files of total_bytes within memory_bytes.
 
-    Keys are hashes, so partitions are equal but for chance and for keys with very many copies: a fifth is left free.
+    Keys are hashes, so partitions are equal but for chance, for which a fifth is left free, and for keys with very many
+    copies, whose partition is taken a part at a time.
     """
     return max(1, -(-total_bytes * WORK * 5 // (memory_bytes * 4)))
 
 
-def sketch_between(path: str | os.PathLike[str], begin: int, end: int) -> np.ndarray:
-    """uint64[2, k]: keys and items of a sketch with keys from begin up to but not including end, memory-mapped."""
-    sketch = open_array(path)
-    if sketch.ndim != 2 or len(sketch) != 2 or sketch.dtype != np.uint64:
-        raise BadInput(f"{path} holds {sketch.dtype}{list(sketch.shape)}, not the keys and items of a sketch")
-    first = int(np.searchsorted(sketch[0], np.uint64(begin)))
-    return sketch[:, first : int(np.searchsorted(sketch[0], np.uint64(end - 1), side="right"))]
+def pairs_of_keys(rows: np.ndarray, neighbours: int = 0) -> np.ndarray:
+    """uint64[k, 2], sorted and each once: (item, first) of each key with several items, each later one with the first.
 
-
-def pairs_of_keys(keys: np.ndarray, items: np.ndarray, neighbours: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(items, firsts), uint64[k] each, sorted: for each key with several items, each later one with the first one.
-
-    Args: keys, items: in any order. neighbours: pair each item also with this many before it of the same key. Needed
-    where equal keys only make candidates: if the first of a bucket is unlike the others, those others still meet.
+    Args: rows: uint64[n, 2], (key, item), sorted and each once. neighbours: pair each item also with so many before it
+    of the same key. Needed where equal keys only make candidates: if the first of a bucket is unlike the others, those
+    others still meet.
     """
-    order = np.argsort(keys)
-    keys = keys[order]
-    same = keys[1:] == keys[:-1]
-    several = np.zeros(len(keys), bool)
-    several[1:] |= same
-    several[:-1] |= same
-    keys, items = keys[several], items[order[several]]  # few: only these are sorted by item too
-    del order, same, several
-    order = np.lexsort((items, keys))
-    keys, items = keys[order], items[order]
-    del order
-    once = np.ones(len(keys), bool)
-    once[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
-    keys, items = keys[once], items[once]
-    new = np.ones(len(keys), bool)
-    new[1:] = keys[1:] != keys[:-1]
-    starts = np.flatnonzero(new)
-    first = np.repeat(starts, np.diff(np.append(starts, len(keys))))
-    places = np.arange(len(keys))
+    new = np.ones(len(rows), bool)
+    new[1:] = rows[1:, 0] != rows[:-1, 0]
+    several = ~new
+    several[:-1] |= ~new[1:]
+    items, new = rows[several, 1], new[several]  # few
+    starts, places = np.flatnonzero(new), np.arange(len(items))
+    first = np.repeat(starts, np.diff(np.append(starts, len(items))))
     later, earlier = [places[~new]], [first[~new]]
     for distance in range(1, neighbours + 1):
         reach = places - distance > first  # the first itself is paired already
         later.append(places[reach])
         earlier.append(places[reach] - distance)
-    later, earlier = items[np.concatenate(later)], items[np.concatenate(earlier)]
-    return unique_pairs(later, earlier)
+    return sorted_once(np.stack([items[np.concatenate(later)], items[np.concatenate(earlier)]], axis=1))
 
 
-def unique_pairs(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs sorted by item, then first, each once."""
-    order = np.lexsort((firsts, items))
-    items, firsts = items[order], firsts[order]
-    new = np.ones(len(items), bool)
-    new[1:] = (items[1:] != items[:-1]) | (firsts[1:] != firsts[:-1])
-    return items[new], firsts[new]
+def pairs_of_parts(parts: Iterable[np.ndarray], neighbours: int = 0) -> Iterator[np.ndarray]:
+    """The pairs of each part of such rows, and of it with those before: a key may go on in the next one."""
+    before = np.zeros((0, 2), np.uint64)
+    for part in parts:
+        rows = np.concatenate([before, part])
+        yield pairs_of_keys(rows, neighbours)
+        last = rows[rows[:, 0] == rows[-1:, 0]]
+        before = np.concatenate([last[:1], last[max(1, len(last) - neighbours) :]])
 
 
-def group_pairs(items: Sequence[int], neighbours: int = 0) -> list[tuple[int, int]]:
-    """[(item, first)]: the pairs that pairs_of_keys makes of one key, for engines that group by key themselves."""
-    group = np.sort(np.fromiter(items, np.uint64))
-    later, earlier = pairs_of_keys(np.zeros(len(group), np.uint64), group, neighbours)
-    return list(zip(later.tolist(), earlier.tolist()))
+def sorted_once(rows: np.ndarray) -> np.ndarray:
+    """The rows, uint64[k, width], sorted by their first two numbers; each once, by the same two."""
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]  # which merges what is sorted already
+    same = rows[1:, 0] == rows[:-1, 0]
+    if np.any(same & (rows[1:, 1] < rows[:-1, 1])):
+        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    again = np.flatnonzero(same & (rows[1:, 1] == rows[:-1, 1])) + 1
+    return np.delete(rows, again, axis=0) if len(again) else rows
+
+
+def group_pairs(items: np.ndarray, neighbours: int, most: int) -> Iterator[np.ndarray]:
+    """Yields the pairs of one key's items, each once and in any order, of so many at a time, for engines that group."""
+    items = np.sort(items)
+    rows = (items[begin : begin + most] for begin in range(0, len(items), most))
+    yield from pairs_of_parts((np.stack([np.zeros_like(part), part], axis=1) for part in rows), neighbours)
 
 
 def signature_reader(sketch_of: Callable[[int], str | os.PathLike[str]]) -> ReadSignatures:
     """A function from items to the signatures of their documents, out of the files beside the blocks' sketches.
 
+    Each block is opened once at each call, so items should come in their order.
+
     sketch_of: the path of a block's sketch.
     """
-    open_block = functools.lru_cache(maxsize=OPEN_FILES)(lambda block: open_array(signatures_path(sketch_of(block))))
 
     def read(items: np.ndarray) -> np.ndarray:
         blocks, documents = parts(items)
@@ -175,7 +163,7 @@ def signature_reader(sketch_of: Callable[[int], str | os.PathLike[str]]) -> Read
         rows = [places for places in np.split(order, starts[1:]) if len(places)]
         signatures = None
         for places in rows:
-            found = open_block(int(blocks[places[0]]))
+            found = open_array(signatures_path(sketch_of(int(blocks[places[0]]))))
             if signatures is None:
                 signatures = np.empty((len(items), found.shape[1]), np.uint32)
             signatures[places] = found[documents[places]]

@@ -1,17 +1,18 @@
 """Connected components of more pairs of duplicates than memory holds: what goes, and the item that is kept for it.
 
-Items are cut into ranges, each of which has a file of pairs, those whose larger item is in the range. First down: a
-range's pairs are united in memory. Where they link items of lower ranges with each other, that is one more pair of a
-lower range. Of its own items each has then one smaller item that it goes with, in a lower range or, being the smallest
-that it is linked to, in this one. Then up: a range whose items' keepers are known answers those that went with one of
-them. (What Chiang et al. call time-forward processing: External-Memory Graph Algorithms, SODA 1995.) Every pair is read
-and written a few times, whatever its component looks like, and one range is in memory at a time.
+Items are cut into ranges, each of which has a file of pairs, those whose larger item is in the range, and about as many
+as another. First down: a range's pairs are united in memory. Where they link items of lower ranges with each other,
+that is one more pair of a lower range. Of its own items each has then one smaller item that it goes with, in a lower
+range or, being the smallest that it is linked to, in this one. Then up: a range whose items' keepers are known answers
+those that went with one of them. (What Chiang et al. call time-forward processing: External-Memory Graph Algorithms,
+SODA 1995.) Every pair is read and written a few times, whatever its component looks like, and one range is in memory at
+a time.
 """
 
 import collections
 import heapq
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,29 +20,25 @@ import numpy as np
 from jaxscale.corpus.prepare.join import components
 from jaxscale.system.paths import replacing
 
-PAIR_BYTES = 64  # of memory for a pair that is united, see join
+PAIR_BYTES = 128  # of memory for a pair that is united, measured
 LARGEST = 5  # groups of duplicates that a report shows
+BINS = 1 << 20  # of items, whose pairs are counted before they are cut into ranges: 8 MiB
 EDGES = (2, 3, 4, 5, 10, 100, 1000, 1 << 62)  # of a histogram of their sizes
 
 
 class Ranges:
     """Rows of numbers, uint64[k, 2], in one file for each range of the first one."""
 
-    def __init__(self, folder: pathlib.Path, count: int, span: int, memory_bytes: int):
-        self.folder, self.count, self.span, self.memory_bytes = folder, count, span, memory_bytes
+    def __init__(self, folder: pathlib.Path, bounds: np.ndarray, memory_bytes: int):
+        self.folder, self.bounds, self.memory_bytes = folder, bounds, memory_bytes  # of each range, the first key
         self.held: dict[int, list[np.ndarray]] = collections.defaultdict(list)
         self.held_bytes = 0
         folder.mkdir(parents=True)
 
-    def bound(self, number: int) -> int:
-        """The first key of a range."""
-        return number * self.span // self.count
-
     def add(self, rows: np.ndarray) -> None:
         """Takes rows in any order. They are written when there are enough of them."""
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
-        bounds = np.array([self.bound(number) for number in range(1, self.count)], np.uint64)
-        for number, part in enumerate(np.split(rows, np.searchsorted(rows[:, 0], bounds))):
+        for number, part in enumerate(np.split(rows, np.searchsorted(rows[:, 0], self.bounds[1:]))):
             if len(part):
                 self.held[number].append(part.copy())
         self.held_bytes += rows.nbytes
@@ -80,7 +77,7 @@ class Ranges:
 
 
 def unite(
-    pairs: Iterable[np.ndarray],
+    pairs: Callable[[], Iterable[np.ndarray]],
     num_pairs: int,
     span: int,
     folder: pathlib.Path,
@@ -89,25 +86,26 @@ def unite(
 ) -> dict[str, Any]:
     """Writes output, uint64[2, k], sorted: the items that go, and the smallest item that each is linked to.
 
-    Args: pairs: uint64[k, 2] each: an item and a smaller one. num_pairs: of all, or more. span: items are below it.
-    folder: that does not exist, for what is in between.
+    Args: pairs: gives uint64[k, 2] each: an item and a smaller one; called twice where there are many. num_pairs: of
+    all. span: items are below it. folder: that does not exist, for what is in between.
     Returns how many groups have which size, and the keepers of the largest, as plain data.
     """
     count = max(1, -(-num_pairs * PAIR_BYTES // memory_bytes))
+    bounds = even_bounds(pairs(), count, span) if count > 1 else np.zeros(1, np.uint64)
+    count = len(bounds)
     edges, asked, known, answers, sizes = (
-        Ranges(folder / name, count, span, memory_bytes // 8)
-        for name in ("edges", "asked", "known", "answers", "sizes")
+        Ranges(folder / name, bounds, memory_bytes // 8) for name in ("edges", "asked", "known", "answers", "sizes")
     )
-    for part in pairs:
+    for part in pairs():
         edges.add(part)
     gone = 0
     for number in reversed(range(count)):
         found = edges.take(number)
         rows = np.stack(components(found[:, 0], found[:, 1]), axis=1)
-        own = rows[:, 0] >= np.uint64(edges.bound(number))
+        own = rows[:, 0] >= bounds[number]
         edges.add(rows[~own])
         rows = rows[own]
-        final = rows[:, 1] >= np.uint64(edges.bound(number))
+        final = rows[:, 1] >= bounds[number]
         known.add(rows[final])
         asked.add(rows[~final][:, ::-1])
         gone += len(rows)
@@ -127,6 +125,18 @@ def unite(
             sizes.add(np.stack([keepers, copies.astype(np.uint64)], axis=1))
     assert written == gone, (written, gone)
     return group_facts(sizes.take(number) for number in range(count))
+
+
+def even_bounds(pairs: Iterable[np.ndarray], count: int, span: int) -> np.ndarray:
+    """uint64[at most count]: where ranges of items begin, so that each has about as many pairs, wherever they are."""
+    width = -(-span // BINS)
+    found = np.zeros(BINS, np.int64)
+    for part in pairs:
+        bins, counts = np.unique(part[:, 0] // np.uint64(width), return_counts=True)
+        found[bins.astype(np.int64)] += counts
+    passed = np.cumsum(found)
+    cuts = np.searchsorted(passed, passed[-1] * np.arange(1, count) / count, side="right")
+    return np.unique(np.append(0, cuts)).astype(np.uint64) * np.uint64(width)
 
 
 def answered(asked: np.ndarray, rows: np.ndarray) -> np.ndarray:

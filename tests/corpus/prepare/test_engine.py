@@ -36,6 +36,24 @@ BYTES = {"tokenizer": {"name": "bytes"}, "block_bytes": 4096}
 ROOT = pathlib.Path(command.__file__).parents[2]
 
 
+DYING = """
+import os, re, runpy, signal, sys
+
+def watch(event, args):
+    path = os.fsdecode(args[0]) if event in ("os.rename", "os.mkdir") else ""
+    if event == "os.rename" and ("/joins/" in path or "/shuffled/" in path) or path.endswith("/ranges"):
+        place = re.sub(r"[0-9a-f]{16}|[0-9]{6,}", "N", path.partition("/work-")[2].partition("/")[2])
+        if not chosen:
+            print("at", place, flush=True)
+        elif place == chosen:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+chosen = sys.argv.pop(1)
+sys.addaudithook(watch)
+runpy.run_module("jaxscale.cli.prepare", run_name="__main__")
+"""  # prepares, and is killed just before it gives such a file its name; or tells which they are
+
+
 def recipe(files, **values):
     sources = {"text": {"files": str(files)}}
     return schema.from_dict(PrepareConfig, {"sources": sources, "stages": (), **BYTES, **values})
@@ -340,3 +358,24 @@ def test_killed_at_random_it_comes_to_the_same_bytes(corpus, tmp_path, times):
     calm = run(cfg, tmp_path / "calm")
     publish_indexes(calm, cfg.rows, lambda line: None)  # as the command does
     assert contents(tmp_path / "killed") == contents(calm)
+
+
+@pytest.mark.soak
+def test_killed_at_every_kind_of_file_of_joins_and_shuffles_it_comes_to_the_same_bytes(corpus, tmp_path):
+    more = [made_text.text(i, words=100) for i in range(200, 360)]
+    made_text.write_jsonl(corpus.parent / "c.jsonl", more)  # so more than 128 blocks, and two levels
+    flags = [f"--input={corpus}", "--config.stages=('exact_dedup','near_dedup')", "--config.tokenizer.name=bytes"]
+    flags += ["--workers=1", "--config.block_bytes=1024", "--config.write.shard_tokens=3000"]
+
+    def until(place, name):
+        command_line = [sys.executable, "-c", DYING, place, *flags, f"--output={tmp_path / name}"]
+        return subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    told = until("", "calm").stdout.splitlines()
+    places = list(dict.fromkeys(line.removeprefix("at ") for line in told if line.startswith("at ")))
+    for place in ("keys/level1", "keys/pairs", "firsts/attached", "near_dedup/pairs", "ranges", "shuffled/level1"):
+        assert any(place in one for one in places), place
+    for place in places:
+        assert until(place, "killed").returncode == -signal.SIGKILL, place
+    assert until("nowhere", "killed").returncode == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")
