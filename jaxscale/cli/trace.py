@@ -69,10 +69,12 @@ def main(arguments: Arguments) -> int:
         characters=flags.text,
         moved=arguments.overrides,
     )
-    code = 0 if found.batch is None else remarks(found)
+    code, piece = 0 if found.batch is None else remarks(found), None
     for piece in found.pieces:
         line = piece_line(piece, found.run.ledger.corpus.seq_len, of_document=found.batch is None)
         put(json.dumps(piece.record) if flags.json else line)
+    if piece is None and found.batch is None:
+        tell(f"no step of this run, done or to come, has {flags.doc}: it is held out, or lies behind the last step")
     return code
 
 

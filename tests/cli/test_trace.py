@@ -122,7 +122,7 @@ def test_a_step_lists_its_documents_with_their_text(home, run, capsys):
     assert not any("text" in json.loads(line) for line in bare)
 
 
-def test_a_document_lists_its_steps(run, capsys):
+def test_a_document_lists_its_steps(home, run, capsys):
     by_step = {}
     for step in range(STEPS):
         for line in told(capsys, f"--workdir={run}", f"--step={step}", "--text=0", "--json"):
@@ -133,6 +133,10 @@ def test_a_document_lists_its_steps(run, capsys):
         key = lambda piece: (piece["step"], piece["row"])
         assert sorted(found, key=key) == sorted(by_step[name], key=key)
     assert told(capsys, f"--workdir={run}", f"--doc={name}")[0].startswith("step ")
+    seen = {piece["file"].rpartition("/")[2] for pieces in by_step.values() for piece in pieces}
+    never = next(file.name for file in sorted(home.glob("code*.txt")) if file.name not in seen)
+    assert trace.main([f"--workdir={run}", f"--doc={never}:0"]) == 0
+    assert f"no step of this run, done or to come, has {never}:0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
