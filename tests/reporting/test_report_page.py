@@ -258,7 +258,7 @@ def test_incidents_are_words_and_saves_in_a_row_one_line(run):
 
 def test_what_is_absent_is_said_and_what_is_abandoned_is_grey(run, tmp_path):
     page = make_page([run], now=BEGAN)
-    assert page.count('class="gone c7"') >= 3 and 'class="band"' in page and "Activations" in page
+    assert page.count('class="gone c7"') >= 3 and 'class="band c' in page and "Activations" in page
     bare = read_history(make_run(tmp_path / "bare", last=50, plain=True))
     rows = tuple({k: v for k, v in row.items() if not k.startswith(("stats/", "goodput/"))} for row in bare.rows)
     page = make_page([type(bare)(workdir="bare", rows=rows)], now=BEGAN)
