@@ -1,7 +1,8 @@
 """datatrove's rules of quality over the documents of `jaxscale bench data`, in an environment of datatrove's own:
 
 python -m venv E && E/bin/pip install 'datatrove[processing,multilingual]==0.10.1'
-jaxscale bench data --input='raw/*.jsonl' --against='E/bin/python docs/datatrove_rates.py'
+jaxscale bench data --input='raw/*.jsonl' --config.gopher_repetition.words=spacy --config.gopher_quality.words=spacy \\
+    --against='E/bin/python docs/datatrove_rates.py'
 """
 
 import json
@@ -25,6 +26,7 @@ FILTERS = {
 
 
 def main(file: str) -> None:
+    """Prints the seconds of processor time that all rules take over all documents."""
     with open(file, encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
     for rules in FILTERS.values():  # what is loaded lazily is loaded now

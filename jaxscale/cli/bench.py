@@ -99,7 +99,8 @@ class BenchFlags(cluster.HostFlags):
     )
     rounds: int | None = flag(
         None,
-        "step: turns of each with --against; survive, statistics: of each (5; survive --processes: 1)",
+        "step, time_to_loss: turns of each with --against; data: of all; survive, statistics: of each (5; survive "
+        "--processes: 1)",
         "3",
         least=1,
     )

@@ -56,6 +56,7 @@ def measure_data(
     commands: other programs, see in_turn_with.
     """
     with tempfile.TemporaryDirectory() as folder:
+        words = [split_command(command) for command in commands]  # what is wrong with one is said before all else
         cfg = cfg or stdlib_recipe(pathlib.Path(folder))
         documents = read_all(cfg)
         record: dict[str, Any] = {
@@ -68,7 +69,9 @@ def measure_data(
         record["near_dedup"] = rate(lambda: near_pass(cfg, documents, folder), rounds)
         for name, stages in (("curation", cfg.stages), ("shards", ())):
             record[name] = rate(lambda stages=stages, name=name: make_shards(cfg, stages, folder, name), rounds)
-        record["others"] = [in_turn_with(command, cfg, documents, folder, rounds) for command in commands]
+        record["others"] = [
+            in_turn_with(command, one, cfg, documents, folder, rounds) for command, one in zip(commands, words)
+        ]
         record["reading"] = measure_reading(f"{folder}/shards-0/manifest.json", seq_len, batch_rows, rounds)
         return record
 
@@ -104,7 +107,7 @@ def stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> C
 
 
 def in_turn_with(
-    command: str, cfg: PrepareConfig, documents: Sequence[Document], folder: str, rounds: int
+    command: str, words: Sequence[str], cfg: PrepareConfig, documents: Sequence[Document], folder: str, rounds: int
 ) -> dict[str, Any]:
     """{"command", "stages", "seconds", "ours"}: medians of CPU seconds of another program and of the same stages here.
 
@@ -113,13 +116,15 @@ def in_turn_with(
     """
     file = pathlib.Path(folder) / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents), encoding="utf-8")
-    theirs, ours, runs = [], [], None
+    theirs, ours, stages, runs = [], [], None, []
     for _ in range(rounds):
-        found = run_one([*split_command(command), str(file)], shell_environment(), command, ("seconds",))
-        stages = found.get("stages")
-        if not isinstance(stages, list) or not stages or not all(name in STAGES for name in stages):
-            raise BadInput(f'{command}: "stages" must list some of {", ".join(STAGES)}, and is {json.dumps(stages)}')
-        runs = runs or [stage_run(cfg, name, documents) for name in stages]
+        found = run_one([*words, str(file)], shell_environment(), command, ("seconds",))
+        named = found.get("stages")
+        if not isinstance(named, list) or not named or not all(name in STAGES for name in named):
+            raise BadInput(f'{command}: "stages" must list some of {", ".join(STAGES)}, and is {json.dumps(named)}')
+        if named != (stages or named):
+            raise BadInput(f"{command}: it did {', '.join(stages)} in one round, {', '.join(named)} in another")
+        stages, runs = named, runs or [stage_run(cfg, name, documents) for name in named]
         theirs.append(found["seconds"])
         ours.append(sum(rate(run, 1) for run in runs))
     return dict(command=command, stages=stages, seconds=statistics.median(theirs), ours=statistics.median(ours))

@@ -59,7 +59,7 @@ from jaxscale.data.verified import remove
 from jaxscale.text.document import Document
 
 NEIGHBOURS = 2  # in a bucket of near duplicates; see pairs_of_keys
-PAIRING_BYTES = 300  # of memory for each (key, item) that has copies: 250 while pairs are made, measured, and to merge
+PAIRING_BYTES = 300  # of memory for each (key, item) that has copies, measured: 250 while pairs are made; more to merge
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
 
 
@@ -143,7 +143,8 @@ def find_duplicates(
     paths = sorted(pathlib.Path(join.pairs).glob("*/*.npy"))
     number = sum(open_array(path).shape[0] for path in paths)
     remove(folder / "ranges")  # of a process that was killed
-    pairs = lambda: (part for path in paths for part in read_parts(path, join.memory_bytes // 64))
+    most = max(1, join.memory_bytes // 64)  # rows: of 16 bytes, four times in memory while they are handed out
+    pairs = lambda: (part for path in paths for part in read_parts(path, most))
     span = len(blocks) << PLACE_BITS
     facts = unite(pairs, number, span, folder / "ranges", folder / "removed.npy", join.memory_bytes)
     mark_done(done, facts, [folder / "removed.npy"])
@@ -180,11 +181,11 @@ def leave_pairs(call: Exchange) -> int:
     """
     path, neighbours = call.path(call.level, call.number, ".npy"), call.source.neighbours
 
-    def parts() -> Iterator[np.ndarray]:
+    def found_parts() -> Iterator[np.ndarray]:
         for pairs in pairs_of_parts(merged(runs_of(call), call.most(PAIRING_BYTES)), neighbours):
             yield pairs if call.source.threshold is None else sorted_once(pairs[:, ::-1])
 
-    return leave_once(path, lambda: save_sorted(path, parts(), call.most(WORK * 16)))
+    return leave_once(path, lambda: save_sorted(path, found_parts(), call.most(WORK * 16)))
 
 
 def leave_attached(call: Exchange) -> int:
@@ -193,27 +194,27 @@ def leave_attached(call: Exchange) -> int:
     width = 2 + record_width(join)
     most = call.most(WORK * 8 * width)
 
-    def parts() -> Iterator[np.ndarray]:
+    def found_parts() -> Iterator[np.ndarray]:
         signatures = join.signatures()
         for pairs in merged(runs_of(call), most):
             found = packed(signatures(pairs[:, 0])).reshape(len(pairs), width - 2)
             yield sorted_once(np.column_stack([pairs[:, ::-1], found]))
 
-    return leave_once(path, lambda: save_sorted(path, parts(), most))
+    return leave_once(path, lambda: save_sorted(path, found_parts(), most))
 
 
 def leave_verified(call: Exchange) -> int:
     """The last level by items: leaves those pairs whose signatures are alike, uint64[k, 2]."""
     path, (join,) = call.path(call.level, call.number, ".npy"), call.options
 
-    def parts() -> Iterator[np.ndarray]:
+    def found_parts() -> Iterator[np.ndarray]:
         signatures = join.signatures()
         for records in merged(runs_of(call), call.most(WORK * 8 * (2 + record_width(join)))):
             own = signatures(records[:, 0])
             other = np.ascontiguousarray(records[:, 2:]).view(np.uint32)[:, : own.shape[1]]
             yield records[alike(own, other, join.threshold), :2]
 
-    return leave_once(path, lambda: save_rows(path, parts()))
+    return leave_once(path, lambda: save_rows(path, found_parts()))
 
 
 def packed(signatures: np.ndarray) -> np.ndarray:

@@ -142,7 +142,10 @@ def sorted_once(rows: np.ndarray) -> np.ndarray:
 
 
 def group_pairs(items: np.ndarray, neighbours: int, most: int) -> Iterator[np.ndarray]:
-    """Yields the pairs of one key's items, each once and in any order, of so many at a time, for engines that group."""
+    """Yields the pairs of one key's items in any order, of so many items at a time, for engines that group.
+
+    A pair that spans two parts may come twice.
+    """
     items = np.sort(items)
     rows = (items[begin : begin + most] for begin in range(0, len(items), most))
     yield from pairs_of_parts((np.stack([np.zeros_like(part), part], axis=1) for part in rows), neighbours)

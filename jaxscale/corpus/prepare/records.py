@@ -70,7 +70,8 @@ def run_between(path: pathlib.Path, begin: int, end: int, item: int = 0) -> Run:
 def merged(runs: Sequence[Run], most: int) -> Iterator[np.ndarray]:
     """Yields the records of all runs, sorted by their first two numbers, each once, and at most so many at a time.
 
-    But equal ones, of which a run has one, are never apart.
+    But equal ones, of which a run has one, are never apart, nor are runs cut whose smallest is the median of all:
+    a part may have up to two records of each run more.
     """
     runs = [run for run in runs if run.count] or runs[:1]
     if sum(run.count for run in runs) > most and (halves := halved(runs)):
@@ -90,7 +91,7 @@ def in_memory(runs: Sequence[Run]) -> np.ndarray:
 
 
 def halved(runs: Sequence[Run]) -> tuple[list[Run], list[Run]] | None:
-    """What comes first of each run, and the rest of each; None if nothing comes first, where many are alike.
+    """What comes first of each run, and the rest of each; None if nothing comes first.
 
     They are cut at the median of their medians, so about a quarter of the records or more is on either side.
     """

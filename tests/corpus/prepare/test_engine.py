@@ -350,7 +350,7 @@ def killed_and_finished(command_line, output, times, rng):
 def test_killed_at_random_it_comes_to_the_same_bytes(corpus, tmp_path, times):
     stages = "('exact_dedup','near_dedup')"
     flags = [f"--input={corpus}", f"--config.stages={stages}", "--config.tokenizer.name=bytes"]
-    flags += ["--config.block_bytes=2048", "--config.write.shard_tokens=3000", f"--workers={1 if times == 1 else 2}"]
+    flags += ["--config.block_bytes=2048", "--config.write.shard_tokens=3000", "--workers=2"]
     command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, f"--output={tmp_path / 'killed'}"]
     killed_and_finished(command_line, tmp_path / "killed", times, random.Random(times))
     settings = {"block_bytes": 2048, "write": {"shard_tokens": 3000}}
