@@ -77,7 +77,7 @@ class LabFlags:
     config: str = flag(DEFAULT, "the run that is varied", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting of it, in all runs", "VALUE", name="config.NAME")
     small: bool = flag(False, "makes a narrow model of two layers of it, with short rows, and says what it changes")
-    layers: int | None = flag(None, "at most so many layers", "N", least=1)
+    layers: int | None = flag(None, "at most so many layers, and as many tokens a parameter", "N", least=1)
     workdir: str | None = flag(None, "where runs and pages go; default runs/lab-<config>", "FOLDER")
     seeds: int = flag(0, "runs of each setting that differ in seed alone; 0: as many as the experiment has", least=0)
     rates: tuple[float, ...] = flag(
@@ -136,17 +136,17 @@ def main(arguments: Arguments) -> int:
 
 
 def base_of(arguments: Arguments) -> Base:
-    """The config of the command line, as small as it was asked for, which is said."""
+    """The config of the command line, as small as it was asked for, which is said; what was told stays."""
     flags, told = arguments.flags, arguments.overrides
     base = Base.load(flags.config, told)
     if not flags.small and flags.layers is None:
         return base
-    cfg = shrink(base.cfg, layers=flags.layers, small=flags.small)
-    own = Base.load(flags.config, {name: value for name, value in told.items() if name != "train_tokens"}).cfg
-    changed = as_overrides(base.cfg, with_its_training(own, cfg, told))
+    cut = as_overrides(base.cfg, shrink(base.cfg, layers=flags.layers, small=flags.small, told=told))
+    cfg = with_its_training(Base.load(flags.config, {}).cfg, Base.load(flags.config, {**cut, **told}).cfg, told)
+    changed = {name: value for name, value in as_overrides(base.cfg, cfg).items() if name not in told}
     if not flags.dry_run:  # whose output is commands alone, and has all settings
         put("changed for a small model:", *(f"  {name}: {value}" for name, value in changed.items()))
-    return Base.load(flags.config, {**told, **changed})
+    return Base.load(flags.config, {**changed, **told})
 
 
 def check_flags(flags: LabFlags, name: str) -> None:

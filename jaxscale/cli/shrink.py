@@ -34,10 +34,10 @@ def is_large(cfg: RunConfig, copies: int) -> bool:
     return params > LARGE_PARAMS or cfg.tokens_per_step > LARGE_BATCH_TOKENS or 2 * state > host_memory_bytes()
 
 
-def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False) -> RunConfig:
+def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, told: Collection[str] = ()) -> RunConfig:
     """cfg with `layers` layers (at most as many as it has) and, if small, with a narrow model and short, few rows.
 
-    `small` without `layers` means two layers.
+    `small` without `layers` means two layers. told: settings whose values others go by; they may still be replaced.
     """
     layers = SMALL_LAYERS if layers is None and small else layers
     num_layers = min(layers or cfg.model.num_layers, cfg.model.num_layers)
@@ -45,10 +45,11 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False) ->
     cfg = dataclasses.replace(cfg, model=model)
     if not small:
         return cfg
-    seq_len, parts = min(cfg.seq_len, SMALL_SEQ_LEN), min(cfg.train.num_microbatches, 2)
+    seq_len = cfg.seq_len if "seq_len" in told else min(cfg.seq_len, SMALL_SEQ_LEN)
+    parts = cfg.train.num_microbatches if "train.num_microbatches" in told else min(cfg.train.num_microbatches, 2)
     return dataclasses.replace(
         cfg,
-        model=small_model(model),
+        model=small_model(model, told),
         seq_len=seq_len,
         batch_tokens=SMALL_ROWS * parts * seq_len,
         batch_ramp=(),
@@ -57,13 +58,17 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False) ->
     )
 
 
-def small_model(cfg: AnyModelConfig) -> AnyModelConfig:
-    """The model with a width of at most SMALL_EMBED and at most SMALL_HEADS key-value heads."""
-    width = min(cfg.embed_dim, SMALL_EMBED)
+def small_model(cfg: AnyModelConfig, told: Collection[str]) -> AnyModelConfig:
+    """The model with a width of at most SMALL_EMBED and at most SMALL_HEADS key-value heads, where not told."""
+
+    def at_most(name: str, most: int) -> int:
+        return getattr(cfg, name) if f"model.{name}" in told else min(getattr(cfg, name), most)
+
+    width = at_most("embed_dim", SMALL_EMBED)
     if not isinstance(cfg, LlamaConfig):
-        heads = min(cfg.num_heads, SMALL_HEADS)
+        heads = at_most("num_heads", SMALL_HEADS)
         return dataclasses.replace(cfg, num_heads=heads, embed_dim=width // heads * heads)
-    kv_heads, latent = min(cfg.num_kv_heads, SMALL_HEADS), cfg.latent
+    kv_heads, latent = at_most("num_kv_heads", SMALL_HEADS), cfg.latent
     if latent is not None:
         sizes = {name: min(getattr(latent, name), SMALL_HEAD_DIM) for name in ("nope_dim", "rope_dim", "value_dim")}
         ranks = {name: min(getattr(latent, name), width) for name in ("q_rank", "kv_rank")}
@@ -74,7 +79,7 @@ def small_model(cfg: AnyModelConfig) -> AnyModelConfig:
         embed_dim=width,
         num_kv_heads=kv_heads,
         num_heads=kv_heads * (cfg.num_heads // cfg.num_kv_heads),
-        head_dim=min(cfg.head_dim, SMALL_HEAD_DIM) if latent is None else latent.head_dim,
+        head_dim=at_most("head_dim", SMALL_HEAD_DIM) if latent is None else latent.head_dim,
         mlp_dim=min(cfg.mlp_dim, max(8, cfg.mlp_dim * width // cfg.embed_dim // 8 * 8)),
     )
 
@@ -83,7 +88,7 @@ def with_its_training(old: RunConfig, new: RunConfig, told: Collection[str]) -> 
     """`new`, a smaller model of `old`, with as many tokens a parameter, as large a part of them for the warmup, and
     rates that go with the width.
 
-    old: with its own train_tokens. told: settings that stay.
+    old: as it is without what was told. told: settings that stay.
     """
     tokens, optim, changed = old.train_tokens, new.optim, {}
     if isinstance(tokens, int) and "train_tokens" not in told:
@@ -92,9 +97,10 @@ def with_its_training(old: RunConfig, new: RunConfig, told: Collection[str]) -> 
     if isinstance(tokens, int) and "optim.warmup_tokens" not in told:
         budget = resolve_budget(old, None)
         optim = dataclasses.replace(optim, warmup_tokens=f"{100 * budget.warmup_steps / budget.total_steps:.3g}%")
-    if "optim.peak_lr" not in told and getattr(old.model, "mup", None) is None:
+    if "optim.peak_lr" not in told and getattr(new.model, "mup", None) is None:
         times = rate_over_width(optim.name, new.model.embed_dim / old.model.embed_dim)
-        optim = dataclasses.replace(optim, peak_lr=times * optim.peak_lr, min_lr=times * optim.min_lr)
+        floor = optim.min_lr if "optim.min_lr" in told else times * optim.min_lr
+        optim = dataclasses.replace(optim, peak_lr=times * optim.peak_lr, min_lr=floor)
     return dataclasses.replace(new, optim=optim, **changed)
 
 

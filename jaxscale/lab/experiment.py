@@ -13,7 +13,9 @@ from jaxscale.reporting.plots import COLORS, Band, Line, Plot, color_of
 from jaxscale.reporting.tables import Cell
 
 SMOOTHED = 40  # points of a curve to one on each side that a mean is over
-LOST = 1.5  # times log(vocabulary): a loss above it is one of a run that is lost
+# Times log(vocabulary), the loss of a guess: a loss above it is one of a run that is lost. A choice: losses of a new
+# model and of its first steps lie about that guess, and should not count.
+LOST = 1.5
 Run = Callable[[Sequence[Trial]], list[Result]]  # runs what was not run before, and reads all
 
 

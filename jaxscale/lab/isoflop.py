@@ -14,7 +14,7 @@ from jaxscale.planning.loss_law import Point
 from jaxscale.planning.scaling import KAPLAN_FLOPS, KAPLAN_TOKENS
 from jaxscale.reporting.plots import Line
 from jaxscale.reporting.tables import n
-from jaxscale.reporting.text import count
+from jaxscale.reporting.text import count, plain
 
 SIZE, BUDGET = "width", "FLOPs"
 WIDTHS = (0.5, 1, 1.5, 2, 3)  # times the config's
@@ -94,7 +94,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         ),
     ]  # fmt: skip
     texts = lambda flops, p: (
-        f"{flops:.3g}", count(p.params), count(p.tokens), f"{p.tokens / p.params:.2g}", f"{p.loss:.4f}"
+        f"{flops:.3g}", count(p.params), count(p.tokens), plain(p.tokens / p.params), f"{p.loss:.4f}"
     )  # fmt: skip
     rows = [list(map(n, texts(float(r.at(BUDGET)), p))) for r, p in held]
     lost = len(results) - len(held)

@@ -16,7 +16,8 @@ TIMES = (1, 2, 4, 8)  # the config's batch
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate that the square root rule gives for a batch
 # Times AdamW's rates: where those of others are looked for; a best rate at the end of what was tried is called a bound.
 # SGD: a guess, for its updates have the size of the gradient and not of the rate. Lion: its paper advises 3 to 10 times
-# less (arXiv:2302.06675, section 5). Muon: 2 to 8 times in docs/lab.md. Others' updates have the size of Adam's.
+# less (arXiv:2302.06675, section 5). Muon: 2, 4, 4 and 8 or more times (a bound) in docs/lab.md. Others'
+# updates have the size of Adam's.
 BESIDE_ADAMW = {"sgd": 100.0, "lion": 0.2, "muon": 4.0}
 FURTHER = 3  # rates more, at most, where a best one is the last that was tried
 STEP = 2.0  # between two of them

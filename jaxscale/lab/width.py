@@ -1,6 +1,7 @@
 """The best rate over widths, under muP and without: whether what is tuned small holds when large; and the coordinate
 check of arXiv:2203.03466, appendix D.1: whether the first steps make activations as large at every width."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from jaxscale.lab.estimate import mean, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line
 from jaxscale.lab.rate import RATE, best_rate, inside, over_rates
 from jaxscale.lab.sizes import wider
-from jaxscale.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.lab.trial import Base, Result, Trial, groups_of, is_number
 from jaxscale.reporting.plots import Line, with_points
 from jaxscale.reporting.tables import n
 
@@ -17,7 +18,7 @@ STANDARD, MUP = "standard", "muP"
 NAMES = {STANDARD: "without muP", MUP: "with muP"}
 TIMES = (1, 2, 4)  # the config's width
 FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # of the config's rate
-STEPS = 3  # updates before the coordinate check, at the config's rate without a warmup; later ones learn, and blur it
+STEPS = 3  # updates before the coordinate check: without a warmup, decaying as the config has it; later ones blur it
 KINDS = {"activation": "the residual stream", "attention": "what attention adds", "mlp": "what the MLP adds"}
 SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # for a legend
 PREDICTED = (
@@ -109,8 +110,8 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
     )  # fmt: skip
     limits = (
         *SMALL,
-        "Few widths, at most some times the first: an exponent's interval, of the scatter about a line, is wide with "
-        "three of them. docs/explanation/mup.md has changes of activations over 16 times.",
+        "An exponent's interval, of the scatter about a line, is wide with three widths. docs/explanation/mup.md has "
+        "changes of activations over 16 times the width.",
     )
     return Conclusion(
         verdict, limits, PREDICTED, drawings, ("", "width", "best rate", "loss there", "diverged at"), rows
@@ -119,21 +120,25 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
 
 def check(form: str, runs: Sequence[Result]) -> tuple[str, list[Line]]:
     """(a sentence on how activations go with the width, the lines of a plot of it), of one parametrisation."""
+    held = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
+    lost = len(runs) - len(held)
+    left_out = f" {lost} of {len(runs)} runs have none that are finite and are left out." if lost else ""
     powers, lines = [], []
     for place, (kind, name) in enumerate(KINDS.items()):
         sizes = {
             width: mean([size_of(r, kind) for r in of_width]).value
-            for width, of_width in sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())
+            for width, of_width in sorted(groups_of(held, lambda r: int(r.at(WIDTH))).items())
         }
         lines += with_points([line(f"{SHORT[kind]}, {form}", sizes, place, "line" if form == MUP else "dash")])
         if len(sizes) > 1:
             powers.append(f"{name} to the power {power(list(sizes), list(sizes.values())).exponent}")
-    return f"{NAMES[form]}, after {STEPS} steps at the config's rate, activations go with the width: " + (
-        f"{', '.join(powers)}." if powers else "one width tells nothing."
-    ), lines
+    told = f"{', '.join(powers)}." if powers else "fewer than two widths tell nothing."
+    begin = f"{NAMES[form]}, after {STEPS} steps, at the config's schedule from its rate, activations go with the width"
+    return f"{begin}: {told}{left_out}", lines
 
 
 def size_of(run: Result, kind: str) -> float:
-    """The root mean square of activations in the last step that was looked at, a mean over layers."""
-    last = next(row for row in reversed(run.history.rows) if any(name.startswith("stats/") for name in row))
-    return mean([value for name, value in last.items() if name.startswith(f"stats/{kind}_rms/")]).value
+    """The root mean square of activations after STEPS steps, a mean over layers; NaN where a run has none."""
+    of_kind = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
+    last = [value for row in run.history.rows if row["step"] > STEPS for value in of_kind(row)]
+    return mean(last).value if last and all(map(is_number, last)) else math.nan

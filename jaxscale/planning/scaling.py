@@ -61,7 +61,8 @@ KAPLAN_BEST = (1.3e9, 0.73)  # parameters at one PF-day, and the exponent
 
 
 # Rates beside AdamW's, (lowest, highest) times. Lion: arXiv:2302.06675, section 5. Muon: its updates are made as large
-# as AdamW's, whose rates so serve it (arXiv:2502.16982); the best of small models were 2 to 8 times them (docs/lab.md).
+# as AdamW's, whose rates so serve it (arXiv:2502.16982); the best
+# of small models were 2, 4, 4 and, a bound, 8 or more times them (docs/lab.md): 8 is where these end, and no limit.
 TIMES_ADAMW = {"adamw": (1.0, 1.0), "lion": (0.1, 1 / 3), "muon": (1.0, 8.0)}
 
 

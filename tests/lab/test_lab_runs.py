@@ -2,13 +2,14 @@
 
 import json
 import os
+import shlex
 
 import pytest
 from made_results import BASE
 
 from jaxscale.cli.lab import main
 from jaxscale.lab import running
-from jaxscale.lab.trial import folder_of, outcome_of, read_result
+from jaxscale.lab.trial import Base, folder_of, outcome_of, read_result
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 SMALL = ["--config=configs/lab.py", "--config.train_tokens=20 steps", "--config.eval.num_rows=8"]
@@ -44,6 +45,16 @@ def test_an_experiment_on_a_large_config_may_be_made_on_a_small_one(tmp_path, ca
     assert len(lines) == 2 and all(line.startswith("python ") for line in lines)
     for setting in ("model.embed_dim=128", "train_tokens=100_000", "optim.warmup_tokens=9.53%"):  # 1,000 steps
         assert f"--config.{setting} " in lines[0], lines[0]
+    told = ["model.embed_dim=256", "model.num_layers=4", "seq_len=128", "optim.min_lr=1e-5"]
+    words = ["vary", "--config=configs/1b.py", "--small", *(f"--config.{one}" for one in told), f"--workdir={tmp_path}"]
+    assert main([*words, "--vary=optim.b2=0.9", "--seeds=1", "--dry_run"]) == 0
+    line = capsys.readouterr().out
+    settings = dict(word.removeprefix("--config.").split("=", 1) for word in shlex.split(line) if "--config." in word)
+    small, own = (Base.load("configs/1b.py", each).cfg for each in (settings, {}))
+    assert all(f"--config.{one} " in line for one in told) and line.count("embed_dim=") == 1, line
+    assert small.optim.peak_lr == pytest.approx(own.optim.peak_lr * own.model.embed_dim / 256)
+    ratio = own.train_tokens / own.model.num_params
+    assert small.train_tokens / small.model.num_params == pytest.approx(ratio, rel=1e-3)
 
 
 def test_an_accelerator_takes_one_run_at_a_time():

@@ -1,5 +1,6 @@
 """The verdict of every experiment on results with a known answer, and its page in a browser."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -178,6 +179,12 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
     assert "losses go as C ** -0.08992" in kaplan and "parameters as D ** -0.09 (" in kaplan
     assert kaplan.endswith("has C ** -0.050 and D ** -0.095.")
     assert lowest.count(" parameters at ") == 4 and "the smallest" not in lowest and "the largest" not in lowest
+    few = min(results, key=lambda r: r.trial.cfg.model.num_params)
+    long = few._replace(
+        history=dataclasses.replace(few.history, rows=[{"step": 1, "tokens_seen": 5_234_000, "loss": 2}])
+    )
+    [*_, ratio, _] = isoflop.conclude([long]).rows[0]
+    assert ratio.html == f"{5_234_000 / few.trial.cfg.model.num_params:.1f}" == "119.8"
     small = [r for r in results if r.trial.cfg.model.num_params < 200_000]
     bound = isoflop.conclude(small).verdict[0]
     assert "141K parameters at 3.4e+11 FLOPs" in bound and "the largest." in bound and "None lies inside" in bound
@@ -203,6 +210,14 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
     standard, mup, ends, *coordinates = width.conclude(results, looked_at).verdict
     powers = [[float(part.split()[0]) for part in text.split("to the power ")[1:]] for text in coordinates]
     assert powers == [pytest.approx([0.8] * 3), pytest.approx([0.0] * 3, abs=1e-9)]
+    lost = lambda r, **stats: r._replace(
+        history=dataclasses.replace(r.history, rows=({"step": 4, "loss": 5.0, **stats},))
+    )
+    broken = [lost(looked_at[0], **{"stats/mlp_rms/00": None}), lost(looked_at[1]), *looked_at[2:]]
+    left_out = width.conclude(results, broken).verdict[-2]
+    assert left_out.endswith(" 2 of 6 runs have none that are finite and are left out.") and "nan" not in left_out
+    nothing = width.conclude(results, list(map(lost, looked_at))).verdict[-1]
+    assert "fewer than two widths tell nothing. 6 of 6 runs" in nothing
     assert {t.cfg.train_tokens for t in width.coordinate_trials(BASE, Wishes())} == {"4 steps"}
     assert ends.startswith("At a width of 256 the best rate ends at ") and ends.count("nats with") == 2
     assert power_in(standard) == pytest.approx(-1, abs=0.05) and "does not hold" in standard

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 
 import pytest
@@ -137,24 +136,6 @@ def test_a_small_machine_that_was_measured_predicts_its_steps():
     card = dataclasses.replace(one, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
     wished = make_plan(cfg, measured_machine(card), Wishes(mfu=0.4), measured=[card])
     assert wished.time.speed.mfu == (0.4, 0.4) and "MFU: as given by --mfu" in "\n".join(plan_lines(wished))
-
-
-def test_measurements_are_kept_and_a_damaged_file_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert measured.read_measured() == []
-    one = Measured("T", "cpu", "cpu", 1, 2**34, "float32", 1e11, 1.0, 1e11, "2026-11-20", {"jax": "0"})
-    measured.keep_measured(one)
-    measured.keep_measured(dataclasses.replace(one, spec="S"))
-    measured.keep_measured(newer := dataclasses.replace(one, date="2026-11-21"))  # in the place of the first
-    assert [found.spec for found in measured.read_measured()] == ["S", "T"]
-    assert newer in measured.read_measured()
-    other = dataclasses.replace(one, device_kind="TPU v5", date="2026-11-22")
-    assert measured.newest_machine([*measured.read_measured(), other]) == [other]
-    damaged = [{"spec": "T"}, *(vars(one) | change for change in ({"flops_per_second": "x"}, {"date": None}))]
-    for each in [*damaged, vars(one) | {"num_devices": 0}, vars(one) | {"pass_flops": math.nan}]:
-        measured.measured_file().write_text(json.dumps({"format": measured.FORMAT, "measured": [each]}))
-        with pytest.raises(BadInput, match="measured.json is no file of measurements"):
-            measured.read_measured()
 
 
 def test_a_smaller_model_reaches_the_same_loss_with_more_tokens():

@@ -1,5 +1,9 @@
 """What qualify measured on chips of a kind stands in plans in the place of published ranges."""
 
+import dataclasses
+import json
+import math
+
 import pytest
 
 from jaxscale import config_file
@@ -7,6 +11,7 @@ from jaxscale.api import planning as api
 from jaxscale.planning import measured as kept
 from jaxscale.planning.plan import Wishes
 from jaxscale.planning.reached import reached_on
+from jaxscale.system.exits import BadInput
 
 SEVEN = config_file.load_config("configs/7b.py", {})
 H100 = "NVIDIA H100 80GB HBM3"
@@ -62,3 +67,20 @@ def test_what_was_kept_before_is_still_read():
     kept.write_json(kept.measured_file(), {"format": 2, "measured": [old]})
     (one,) = kept.read_measured()
     assert one.by == "jaxscale bench step --save" and one.save_bytes_per_second is None
+
+
+def test_measurements_are_kept_and_a_damaged_file_is_named():
+    assert kept.read_measured() == []
+    one = kept.Measured("T", "cpu", "cpu", 1, 2**34, "float32", 1e11, 1.0, 1e11, "2026-11-20", {"jax": "0"})
+    kept.keep_measured(one)
+    kept.keep_measured(dataclasses.replace(one, spec="S"))
+    kept.keep_measured(newer := dataclasses.replace(one, date="2026-11-21"))  # in the place of the first
+    assert [found.spec for found in kept.read_measured()] == ["S", "T"]
+    assert newer in kept.read_measured()
+    other = dataclasses.replace(one, device_kind="TPU v5", date="2026-11-22")
+    assert kept.newest_machine([*kept.read_measured(), other]) == [other]
+    damaged = [{"spec": "T"}, *(vars(one) | change for change in ({"flops_per_second": "x"}, {"date": None}))]
+    for each in [*damaged, vars(one) | {"num_devices": 0}, vars(one) | {"pass_flops": math.nan}]:
+        kept.measured_file().write_text(json.dumps({"format": kept.FORMAT, "measured": [each]}))
+        with pytest.raises(BadInput, match="measured.json is no file of measurements"):
+            kept.read_measured()
