@@ -78,6 +78,8 @@ def check_verb(words: list[str]) -> None:
 
 def check_settings(verb: str, flags: list[str]) -> None:
     """Builds the config that the command names with the settings that it gives."""
+    if verb == "bench" and flags[:1] == ["data"]:  # its settings are a recipe's
+        verb, flags = "prepare", [flag.replace("--recipe=", "--config=", 1) for flag in flags]
     file = next((flag.removeprefix("--config=") for flag in flags if flag.startswith("--config=")), "")
     values = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags if flag.startswith("--config."))
     same = [(name, f"--{short}=") for short, name in config_file.SAME if verb == "train" and short != "skip-data"]
