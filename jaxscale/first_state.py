@@ -31,14 +31,14 @@ def make_init(
     groups: a Group for each parameter. shardings: of the state; each array is born with its own.
     """
     places, tree = jax.tree.flatten(shardings.params)
-    params_key, run_key = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(cfg.seed))))
+    keys = lambda: jax.random.split(jax.random.key(cfg.seed))  # of the parameters and of the run
 
     def state_of(params: Any) -> TrainState:
         return init_state(
             params,
             optimizer,
             init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype),
-            jax.random.wrap_key_data(run_key),
+            keys()[1],
             init_ema(cfg.train.ema, trainable(params, groups)),
             cfg.train.guard.window_steps,
         )
@@ -49,7 +49,8 @@ def make_init(
         return state_of(params if cfg.train.ema.on else device_zeros(params))._replace(params=None)
 
     def init() -> TrainState:
-        params = tree.unflatten(drawn_params(cfg.model, cfg.lora, tuple(places))(params_key))
+        draw = drawn_params(cfg.model, cfg.lora, tuple(places))
+        params = tree.unflatten(draw(np.asarray(jax.random.key_data(keys()[0]))))
         return beside(params)._replace(params=params)
 
     return init, with_shardings(jax.eval_shape(state_of, model.shapes), shardings)
