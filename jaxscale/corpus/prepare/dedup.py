@@ -143,7 +143,7 @@ def find_duplicates(
     paths = sorted(pathlib.Path(join.pairs).glob("*/*.npy"))
     number = sum(open_array(path).shape[0] for path in paths)
     remove(folder / "ranges")  # of a process that was killed
-    most = max(1, join.memory_bytes // 64)  # rows: of 16 bytes, four times in memory while they are handed out
+    most = max(1, join.memory_bytes // (WORK * 16))
     pairs = lambda: (part for path in paths for part in read_parts(path, most))
     span = len(blocks) << PLACE_BITS
     facts = unite(pairs, number, span, folder / "ranges", folder / "removed.npy", join.memory_bytes)
