@@ -72,7 +72,7 @@ def read_samples(
             yield document, write_pair(Pair("", document.text), template.begin)
         return
     with readable(file.path, cfg, skipped):
-        for offset, number, line, record in json_records(file.path, cfg, skipped):
+        for offset, number, line, record, _ in json_records(file.path, cfg, skipped):
             written = write_sound(record, file.path, number, cfg, template, guard, skipped)
             if written is None:
                 continue

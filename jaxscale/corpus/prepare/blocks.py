@@ -44,7 +44,8 @@ def to_table(documents: Sequence[Document], *, with_text: bool = True) -> pa.Tab
     if with_text:
         columns["text"] = pa.array([clean(document.text) for document in documents], pa.large_string())
     for name in TEXTS[1:]:
-        columns[name] = pa.array([clean(getattr(document, name)) for document in documents], pa.string())
+        words = [getattr(document, name) for document in documents]
+        columns[name] = pa.array(words if "".join(words).isascii() else [clean(word) for word in words], pa.string())
     columns["offset"] = pa.array([document.offset for document in documents], pa.int64())
     scores = [dict(document.scores) for document in documents]
     for name in sorted({name for held in scores for name in held}):

@@ -26,7 +26,7 @@ from jaxscale.data.shards import ShardWriter, dtype_for
 from jaxscale.data.verified import remove
 from jaxscale.system.paths import replacing, sync_folder, write_bytes_atomic
 from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.base import Tokenizer, frame_documents
+from jaxscale.text.tokenizer.base import Tokenizer, cut_at, frame_documents
 from jaxscale.text.tokenizer.load import load_tokenizer
 
 FILES_AT_ONCE = 16  # so many files' worth of tokens in memory while files are merged: 128 MB of blocks of 16 MiB
@@ -236,7 +236,7 @@ def laid_together(found: Sequence[tuple[np.ndarray, pa.Table]]) -> tuple[np.ndar
         return found[0]
     parts: list[np.ndarray] = []
     for ids, rows in some:
-        parts += np.split(ids, np.cumsum(rows.column("tokens").to_numpy())[:-1])
+        parts += cut_at(ids, rows.column("tokens").to_numpy())
     rows = pa.concat_tables([rows for _, rows in some], promote_options="default")
     order = np.argsort(rows.column("key").to_numpy(), kind="stable")
     return np.concatenate([parts[i] for i in order]), rows.take(order)

@@ -25,21 +25,24 @@ NO_JSON = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # what `loads` r
 
 def json_records(
     path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
-) -> Iterator[tuple[int, int, bytes, Any]]:
-    """Yields (byte, number of the line, the line, its value) of each line that is not blank.
+) -> Iterator[tuple[int, int, bytes, Any, bool]]:
+    """Yields (byte, number of the line, the line, its value, whether UTF-8 holds it) of each line that is not blank.
 
-    The value of a line that is not UTF-8 is the line, unless cfg says to repair it.
+    The value of a line that is not UTF-8 is the line, unless cfg says to repair it. False, too, of one that was looked
+    at twice: it may have half a surrogate pair, which `loads` refuses.
 
     Raises: BadInput naming file and line for one that is not JSON, if cfg says to stop.
     """
     for offset, number, line in read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin):
+        sound = True
         try:
             record = loads(line)
         except NO_JSON:
+            sound = False
             rest = line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line
             record = second_look(rest, cfg, skipped, f"{path} {at(number, part)}")
         if record is not MISSING:
-            yield offset, number, line, record
+            yield offset, number, line, record, sound
 
 
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
@@ -48,9 +51,9 @@ def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = W
     Raises: BadInput naming file and line for one that is not an object, or lacks the text field or has no text in it.
     """
     text_field, word_fields = cfg.text_field, cfg.word_fields
-    for offset, number, line, record in json_records(path, cfg, skipped, part):
-        text = record.get(text_field) if type(record) is dict else None
-        if type(text) is str and is_utf8(text):  # nearly every line
+    for offset, number, line, record, sound in json_records(path, cfg, skipped, part):
+        text = record.get(text_field) if sound and type(record) is dict else None
+        if type(text) is str:  # nearly every line
             yield offset, number, text, words_of(record, word_fields, line)
         else:
             yield from record_text(record, offset, number, line, cfg, skipped, f"{path} {at(number, part)}")
@@ -80,7 +83,7 @@ def record_text(
 
 
 def loads(line: bytes) -> Any:
-    """The value of a line. Raises NO_JSON, also for what only the other parser understands."""
+    """The value of a line, whose texts UTF-8 holds. Raises NO_JSON, also for what only the other parser understands."""
     if orjson is not None:
         return orjson.loads(line)
     if b"\\ud" in line or b"\\uD" in line:
@@ -147,7 +150,9 @@ def words_of(record: dict[str, Any], fields: Words, line: bytes = b"") -> Words:
 def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:
     """A field as text: '' if it is absent, null or no plain value."""
     value = record.get(field)
-    if value is None and "." in field:
+    if value is None:
+        if "." not in field:
+            return ""
         value = field_of(record, field)
     if type(value) is float and line and orjson is not None:  # perhaps a whole number of more than 64 bits
         with contextlib.suppress(*NO_JSON):

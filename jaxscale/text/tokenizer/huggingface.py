@@ -115,7 +115,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
         with self._works():
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+            return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
 
     def _works(self) -> contextlib.AbstractContextManager[None]:
         """Around what the package does with a text: some files are read, and encode none."""
