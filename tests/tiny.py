@@ -10,12 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxscale import schema
 from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
+from jaxscale.models.layers import split_model
+from jaxscale.models.model import make_model
+from jaxscale.ops.kernels import PLAIN, Kernels
 
 ROWS, SEQ_LEN, VOCAB = 16, 16, 64
 
@@ -103,6 +107,11 @@ def values_and_gradients(f: Callable, dy: Any, *given: Any) -> list[jax.Array]:
         return y, pull(dy)
 
     return jax.tree.leaves(jax.jit(both)(dy, *given))
+
+
+def graphdef(cfg: Any, kernels: Kernels = PLAIN) -> nnx.GraphDef:
+    """What merge_model completes with parameters, none of which is drawn for it."""
+    return split_model(jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=kernels), jax.random.key(0)))[0]
 
 
 def host(tree: Any) -> Any:

@@ -106,8 +106,9 @@ def test_the_listed_documents_are_the_tokens_of_the_batch(folder, packing, mixtu
             assert shown == [letter for letter in written[row] if letter]
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat"])
-@pytest.mark.parametrize("mixture", [None, {"0": {"web": 1.0}, "9 steps": {"web": 0.4, "books": 0.6}}], ids=["", "mix"])
+@pytest.mark.parametrize(
+    ("packing", "mixture"), [("best_fit", {"0": {"web": 1.0}, "9 steps": {"web": 0.4, "books": 0.6}}), ("concat", None)]
+)
 def test_the_steps_of_a_document_are_those_that_list_it(folder, packing, mixture):
     skipped = [(2, 4), (10, 11)]
     ledger = open_ledger(folder, packing, mixture, skipped)

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from twins import twins
 
 from jaxscale.hosts import watchdog as module
 from jaxscale.hosts.config import HangConfig
@@ -162,7 +163,7 @@ STANDSTILLS = {
 
 
 @pytest.mark.fault("F8")
-@pytest.mark.parametrize("how", STANDSTILLS)
+@pytest.mark.parametrize("how", twins([*STANDSTILLS], "asleep", "in C, with the lock of Python"))
 def test_a_real_process_ends_with_code_15_wherever_it_stands_still(tmp_path, how):
     program = (
         "import ctypes, dataclasses, sys, time\n"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from twins import twins
 
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import dropout, merge_model, split_model
@@ -113,13 +114,20 @@ def assert_close(left, right, rtol):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.soak), "attention"])
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    twins(
+        [(name, remat) for name in MODELS for remat in ("full", "dots", "attention")],
+        ("llama", "full"),
+        ("gpt2", "attention"),
+    ),
+)
 def test_what_is_computed_again_does_not_change_values_or_gradients(name, remat):
     arguments = parameters(name), tiny.packed_batch(1, rows=4), jax.random.key(0)
     assert_close(loss_and_gradient(name, remat=remat)(*arguments), loss_and_gradient(name)(*arguments), 1e-5)
 
 
-@pytest.mark.parametrize(("name", "remat"), [("llama", "full"), ("gpt2", "none")])
+@pytest.mark.parametrize(("name", "remat"), twins([("llama", "full"), ("gpt2", "none")], ("llama", "full")))
 def test_unrolled_layers_equal_scanned_ones(name, remat):
     batch = tiny.packed_batch(1, rows=4)
     stacked, unrolled = parameters(name), parameters(name, scan_layers=False)

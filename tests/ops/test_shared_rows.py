@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from twins import twins
 
 from jaxscale.ops.attention import long, ring_splash, ring_walk, shared_rows, splash, splash_tables, xla
 from jaxscale.ops.attention.largest import largest_score, score_bound
@@ -74,7 +75,8 @@ CASES = {  # devices, (B, T, N, K, H, V of values), softcap, window
     "a window of several chunks": (4, (1, 128, 4, 4, 8), 2.0, 40),
 }
 SLOW = {("gather, plain", "softcap, all devices"), ("ulysses", "a short window"), ("ulysses", "softcap, all devices")}
-SLOW |= {("ring", "a short window"), ("neighbours, plain", "a short window"), ("gather, plain", "a short window")}
+SLOW |= {("ring", "causal"), ("ring", "softcap, all devices"), ("ring", "a short window")}
+SLOW |= {("neighbours, plain", "a short window"), ("gather, plain", "a short window")}
 WAYS = [
     pytest.param(form, case, marks=[pytest.mark.soak] * ((form, case) in SLOW))
     for form in FORMS
@@ -100,9 +102,7 @@ SPLASH = {  # (softcap, window)
 }
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(name, marks=pytest.mark.soak) if "several" in name else name for name in SPLASH]
-)
+@pytest.mark.parametrize("form", twins([*SPLASH], "gather", "neighbours"))
 def test_splash_of_shared_rows_is_plain_attention(form):
     blocks = splash.Blocks((128, 256), (128, 128), (256, 128))
     softcap, window = SPLASH[form]

@@ -8,6 +8,7 @@ import optax
 import pytest
 import tiny
 from stacks import AXES, RATE, draw, losses, on_mesh, trained
+from twins import twins
 
 from jaxscale.optim.config import OptimConfig
 
@@ -73,7 +74,14 @@ def test_each_tensor_of_a_stack_is_updated_as_optax_updates_it_alone(name):
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize(
     ("shape", "rules"),
-    [(dict(fsdp=8), "zero3"), (dict(data=2, fsdp=2, tensor=2), "zero1"), (dict(fsdp=2, tensor=2, expert=2), "zero2")],
+    twins(
+        [
+            (dict(fsdp=8), "zero3"),
+            (dict(data=2, fsdp=2, tensor=2), "zero1"),
+            (dict(fsdp=2, tensor=2, expert=2), "zero2"),
+        ],
+        (dict(data=2, fsdp=2, tensor=2), "zero1"),
+    ),
 )
 def test_on_a_mesh_whole_tensors_are_looked_at(name, shape, rules):
     found, _ = trained(on_mesh(shape), rules, **({"name": name} | REFERENCES[name]))

@@ -13,8 +13,8 @@ import tiny
 
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import make_model, summed_loss
+from jaxscale.models.layers import merge_model
+from jaxscale.models.model import summed_loss
 from jaxscale.ops.attention import xla
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.training.statistics import named
@@ -37,8 +37,7 @@ def largest_scores(cfg, params, *, window=None, softcap=None):
         q_BTNH, k_BSKH = (jnp.asarray(x, jnp.float32) for x in (q_BTNH, k_BSKH))
         return plain(q_BTNH, k_BSKH, v_BSKH, segments, **how)
 
-    model = make_model(cfg, key=jax.random.key(0), kernels=dataclasses.replace(PLAIN, attend=attend))
-    graphdef, _, _ = split_model(model)
+    graphdef = tiny.graphdef(cfg, dataclasses.replace(PLAIN, attend=attend))
     summed_loss(merge_model(graphdef, params), jax.tree.map(jnp.asarray, BATCH), None, {})
     return found
 

@@ -5,6 +5,7 @@ import re
 import jax
 import pytest
 import tiny
+from twins import twins
 
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
@@ -18,7 +19,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", twins([*MODELS], "llama", "encoder"))
 def test_the_operations_of_a_step_say_which_part_they_belong_to(name):
     cfg = tiny.config(MODELS[name] | {"train.num_microbatches": 2})
     program = make_program(cfg, resolve_budget(cfg, None), jax.devices()[:2])
