@@ -32,7 +32,8 @@ CONTENT = {
     "num_documents": int, **COUNTS,
 }  # fmt: skip
 SHARD = {"name": str, "tokens": int, "documents": int, "files": dict, **COUNTS}
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # never a path: a manifest may come from anywhere
+# Of a shard, with a numbered folder where there are many. No other path: a manifest may come from anywhere.
+SHARD_NAME = re.compile(r"(?:[0-9]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 WAY_OUT = "prepare the set again, or bring the file back"
 SHOWN = 3  # problems listed one by one
 
@@ -56,7 +57,7 @@ class Manifest:
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
-        """{file name: (bytes, sha256)} of everything in the set but the manifest, the shards' files first."""
+        """{path below the set's folder: (bytes, sha256)} of everything but the manifest, the shards' files first."""
         found = {name: file for shard in self.shards for name, file in shard["files"].items()}
         if self.content["tokenizer"]["file"]:
             found[self.content["tokenizer"]["file"]] = self.content["tokenizer"]
@@ -135,15 +136,16 @@ def set_fingerprint(entries: Sequence[Mapping[str, Any]]) -> str:
 def listed(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
     """The entry of one shard."""
     base = folder / name
-    if not PLAIN_NAME.fullmatch(name) or shard.header["bin"] != f"{name}.bin":
+    if not SHARD_NAME.fullmatch(name) or shard.header["bin"] != f"{base.name}.bin":
         raise BadInput(f"{base}.json: a shard of a set has a plain name and its .bin beside it")
     if sum(file["documents"] for file in shard.header["files"]) != shard.header["num_documents"]:
         raise BadInput(f"{base}.json: its 'files' do not account for its {shard.header['num_documents']:,} documents")
-    files = {Path(path).name: (os.path.getsize(path), sha256) for _, path, sha256 in shard_files(Path(f"{base}.json"))}
-    for ending in ("", *ENDINGS.values()):  # of an older header that does not know the hash of each
-        path = f"{base}{ending or '.json'}"
-        if Path(path).name not in files and os.path.exists(path):
-            files[Path(path).name] = (os.path.getsize(path), file_sha256(path))
+    place = lambda path: str(Path(path).relative_to(folder))
+    files = {place(path): (os.path.getsize(path), sha256) for _, path, sha256 in shard_files(Path(f"{base}.json"))}
+    for ending in (".json", *ENDINGS.values()):  # of an older header that does not know the hash of each
+        path = f"{base}{ending}"
+        if place(path) not in files and os.path.exists(path):
+            files[place(path)] = (os.path.getsize(path), file_sha256(path))
     return {
         "name": name,
         "tokens": shard.header["num_tokens"],
@@ -202,7 +204,7 @@ def parse_manifest(path: str, content: Any) -> Manifest:
             raise BadInput(f"{path} has no good 'shards[{i}]'; {WAY_OUT}")
         needed = [f"{shard['name']}{ending}" for ending in (".json", ".bin", ".idx", ".src")]
         allowed = {f"{shard['name']}{ending}" for ending in (".json", *ENDINGS.values())}
-        good = PLAIN_NAME.fullmatch(shard["name"]) and set(needed) <= shard["files"].keys() <= allowed
+        good = SHARD_NAME.fullmatch(shard["name"]) and set(needed) <= shard["files"].keys() <= allowed
         if not good or not all(map(is_listed_file, shard["files"].values())):
             raise BadInput(f"{path} has no good 'files' of shard {shard['name']!r}; {WAY_OUT}")
     if not content["shards"] or len({shard["name"] for shard in content["shards"]}) != len(content["shards"]):
@@ -313,7 +315,7 @@ def open_set(manifest: Manifest, place: Callable[[str], str] | None = None) -> l
         shard = open_shard(Path(header_path), with_token_bytes=False, parts=parts)
         found = [shard.header[key] for key in ("num_tokens", "num_documents", "max_id", "text_bytes")]
         listed = [entry[key] for key in ("tokens", "documents", "max_id", "text_bytes")]
-        is_other = shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{name}.bin"
+        is_other = shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{Path(name).name}.bin"
         if is_other or found != listed:
             raise BadInput(f"{header_path} is not the shard that {manifest.path} lists; {WAY_OUT}")
         if listed_table := files.get(table := f"{name}{ENDINGS['token_bytes']}"):

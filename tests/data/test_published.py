@@ -14,22 +14,23 @@ from jaxscale.data.shards import ShardWriter, fetch_indexes, read_lineage
 from jaxscale.data.token_files import open_remote_set
 from jaxscale.system.storage import open_bucket
 
+PARTS = ["part-0", "part-1", "0/part-2"]  # as in a set of more shards than one folder should hold
+
 
 def write_set(folder, shards=3, tokens=20_000):
-    folder.mkdir()
-    for number in range(shards):
-        writer = ShardWriter(folder, f"part-{number}", vocab_size=60_000, eos_id=0, sources=["web"])
+    (folder / "0").mkdir(parents=True)
+    for number, part in enumerate(PARTS[:shards]):
+        writer = ShardWriter((folder / part).parent, f"part-{number}", vocab_size=60_000, eos_id=0, sources=["web"])
         ids = np.random.default_rng(number).integers(1, 60_000, tokens)
-        for part in np.split(ids, 4):
-            writer.add(part, "web")
+        for document in np.split(ids, 4):
+            writer.add(document, "web")
         tokenizer = {"name": "gone", "eos_token": "", "vocab_size": 60_000, "fingerprint": "f"}
         files = [{"name": f"part-{number}", "source": "web", "documents": 4}]
         header = {"tokenizer": tokenizer, "eos_id": 0, "text_bytes": 9, "skipped": {}, "files": files}
         writer.finish(np.ones(60_000, np.int32), header, lineage())
     tokenizer = folder / "some.json"
     tokenizer.write_text("{}")
-    names = [f"part-{number}" for number in range(shards)]
-    return write_manifest(folder, names, recipe={}, tokenizer_file=tokenizer)
+    return write_manifest(folder, PARTS[:shards], recipe={}, tokenizer_file=tokenizer)
 
 
 def lineage():
@@ -59,11 +60,11 @@ def test_a_published_set_is_the_local_one_and_nothing_else(gcs, published, tmp_p
 def test_publishing_again_sends_only_what_is_missing(gcs, published, tmp_path):
     del gcs.objects["b", "out/part-1.idx"], gcs.objects["b", "out/manifest.json"]
     gcs.put("b", "out/part-0.src", b"torn")
-    gcs.put("b", "out/part-2.src", b"\1" * 8)  # as long as the right one
+    gcs.put("b", "out/0/part-2.src", b"\1" * 8)  # as long as the right one
     said = []
     publish(tmp_path / "set", "gs://b/out", say=said.append)
     assert said[-1] == "  4 files sent, 16 were there"
-    assert gcs.get("b", "out/part-2.src") == (tmp_path / "set" / "part-2.src").read_bytes()
+    assert gcs.get("b", "out/0/part-2.src") == (tmp_path / "set" / "0/part-2.src").read_bytes()
     assert gcs.get("b", "out/part-0.src") == (tmp_path / "set" / "part-0.src").read_bytes()
 
 
@@ -111,9 +112,9 @@ def test_a_remote_set_gives_the_same_tokens_and_fetches_them_when_they_are_read(
     cache = shard_cache(str(tmp_path / "cache"), 400_000)
     shards = open_remote_set("gs://b/out/manifest.json", cache)
     assert not [name for name in gcs.names("b") if name.endswith((".bin", ".parquet")) and gcs.requests(name)]
-    local = [np.fromfile(tmp_path / "set" / f"part-{i}.bin", "<u2").tolist() for i in range(3)]
+    local = [np.fromfile(tmp_path / "set" / f"{PARTS[i]}.bin", "<u2").tolist() for i in range(3)]
     assert ids_of(shards[1:2]) == local[1:2]
-    assert [bool(gcs.requests(f"out/part-{i}.bin")) for i in range(3)] == [False, True, False]
+    assert [bool(gcs.requests(f"out/{PARTS[i]}.bin")) for i in range(3)] == [False, True, False]
     assert ids_of(shards) == local
     assert [shard.fingerprint for shard in shards] == [shard["fingerprint"] for shard in published.shards]
     assert Path(shards[0].header["tokenizer"]["name"]).read_text() == "{}"
@@ -128,7 +129,7 @@ def test_a_remote_set_is_read_through_faults_to_the_same_tokens(gcs, published, 
     gcs.faults += [Fault("status", path="manifest", status=429), *kinds]
     shards = open_remote_set("gs://b/out/manifest.json", cache)
     tokens = [cache.ids(*parse(shard.bin_path), shard.header["dtype"])[0 : 1 << 30].tolist() for shard in shards]
-    assert tokens == [np.fromfile(tmp_path / "set" / f"part-{i}.bin", "<u2").tolist() for i in range(3)]
+    assert tokens == [np.fromfile(tmp_path / "set" / f"{PARTS[i]}.bin", "<u2").tolist() for i in range(3)]
     cache.close()
 
 
@@ -151,11 +152,11 @@ def test_a_part_of_a_remote_set_that_is_missing_is_named(gcs, published, tmp_pat
 
 @pytest.mark.fault("H10")
 def test_a_remote_shard_edited_after_the_manifest_is_refused_and_named(gcs, published, tmp_path):
-    content = bytearray(gcs.get("b", "out/part-2.bin"))
+    content = bytearray(gcs.get("b", "out/0/part-2.bin"))
     content[5] ^= 1
-    gcs.put("b", "out/part-2.bin", content)
+    gcs.put("b", "out/0/part-2.bin", content)
     cache = shard_cache(str(tmp_path / "cache"), 1_000_000)
-    with pytest.raises(ValueError, match="gs://b/out/part-2.bin arrived 3 times with another sha256"):
+    with pytest.raises(ValueError, match="gs://b/out/0/part-2.bin arrived 3 times with another sha256"):
         ids_of(open_remote_set("gs://b/out/manifest.json", cache))
     cache.close()
 

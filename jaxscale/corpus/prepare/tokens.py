@@ -24,12 +24,13 @@ from jaxscale.corpus.prepare.lookup import Blocks, blocks_of, recipe_of
 from jaxscale.data.header import tokenizer_header
 from jaxscale.data.shards import ShardWriter, dtype_for
 from jaxscale.data.verified import remove
-from jaxscale.system.paths import replacing, sync_folder, write_bytes_atomic
+from jaxscale.system.paths import make_private, replacing, sync_folder, write_bytes_atomic
 from jaxscale.text.document import Document
 from jaxscale.text.tokenizer.base import Tokenizer, cut_at, frame_documents
 from jaxscale.text.tokenizer.load import load_tokenizer
 
 FILES_AT_ONCE = 16  # so many files' worth of tokens in memory while files are merged: 128 MB of blocks of 16 MiB
+SHARDS_IN_FOLDER = 1000  # five files each: what is more lies in folders below the manifest's, this many in each
 MEASURED = 20  # documents of each block, chosen by the shuffle, on which the tokenizer is measured
 
 
@@ -103,8 +104,9 @@ def make_exchange(blocks: Blocks, count: int) -> Exchange:
 
 
 def shard_name(number: int, count: int) -> str:
-    """'shard-00001-of-00042'."""
-    return f"shard-{number:05d}-of-{count:05d}"
+    """'shard-00001-of-00042'; of more shards than one folder should hold, '00003/shard-03000-of-04200'."""
+    folder = f"{number // SHARDS_IN_FOLDER:05d}/" if count > SHARDS_IN_FOLDER else ""
+    return f"{folder}shard-{number:05d}-of-{count:05d}"
 
 
 def shards_by_exchange(run_all: RunAll, whole: Exchange) -> Iterator[str]:
@@ -150,18 +152,18 @@ def write_shard(call: Exchange, collect: Callable[[], tuple[np.ndarray, pa.Table
     collect: gives what is in it, instead of the files of the exchange.
     """
     work, name = pathlib.Path(call.source.folder), shard_name(call.number, call.outputs)
-    folder = work / "shards"
-    final = folder / name
-    done = folder / f"{name}.done.json"
-    if final.is_dir() and read_done(done, final, work.parent) is not None:
+    final = work / "shards" / name
+    folder, plain_name = final.parent, final.name
+    done = folder / f"{plain_name}.done.json"
+    if final.is_dir() and read_done(done, final, (work.parent / name).parent) is not None:
         return name  # some of its files may have been moved out before
     remove(final)
     folder.mkdir(parents=True, exist_ok=True)
-    making = pathlib.Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))  # another may be making the same
+    making = pathlib.Path(tempfile.mkdtemp(prefix=f".{plain_name}.", dir=folder))  # another may be making the same
     ids, rows = collect() if collect else gather(call)
     cfg, tokenizer = recipe_of(call.source.folder), call.source.tokenizer
     ends = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
-    writer = ShardWriter(making, name, **ends, sources=tuple(cfg.sources))
+    writer = ShardWriter(making, plain_name, **ends, sources=tuple(cfg.sources))
     lengths = rows.column("tokens").to_numpy()
     numbers = pc.index_in(rows.column("source"), pa.array(tuple(cfg.sources))).to_numpy()
     writer.add_block(ids, lengths, numbers)
@@ -170,7 +172,7 @@ def write_shard(call: Exchange, collect: Callable[[], tuple[np.ndarray, pa.Table
         "eos_id": tokenizer.eos_id,
         "text_bytes": int(pc.sum(rows.column("bytes")).as_py() or 0),
         "skipped": {},
-        "files": [{"name": name, "source": "", "documents": len(rows)}],
+        "files": [{"name": plain_name, "source": "", "documents": len(rows)}],
     }
     writer.finish(tokenizer.token_bytes, header, lineage=rows.drop_columns(["key", "tokens", "source", "bytes"]))
     mark_done(done, {}, sorted(making.iterdir()), making)
@@ -245,7 +247,10 @@ def laid_together(found: Sequence[tuple[np.ndarray, pa.Table]]) -> tuple[np.ndar
 def move_out(folder: pathlib.Path, names: Sequence[str], output: pathlib.Path) -> None:
     """Moves the finished shards from work/shards/NAME to the output; once more, it does what is left to do."""
     for name in names:
-        source = folder / "shards" / name
+        source, target = folder / "shards" / name, (output / name).parent
+        if not target.is_dir():
+            make_private(target, output.stat().st_mode & 0o777)
         for path in sorted(source.iterdir(), key=lambda path: path.suffix == ".json"):  # headers last
-            path.rename(output / path.name)
-    sync_folder(output)
+            path.rename(target / path.name)
+    for target in {(output / name).parent for name in names} | {output}:
+        sync_folder(target)

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,7 +24,7 @@ import pytest
 from jaxscale import schema
 from jaxscale.cli import prepare as command
 from jaxscale.corpus.indexes import publish_indexes
-from jaxscale.corpus.prepare import engine, lookup, work
+from jaxscale.corpus.prepare import engine, lookup, tokens, work
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import LOCK, make_plan, prepare
 from jaxscale.corpus.prepare.local import LocalExecutor
@@ -106,6 +107,21 @@ def test_without_stages_every_token_of_every_document_is_written_once(corpus, te
     assert Counter(bytes(ids[:-1]).decode() for *_, ids in found) == Counter(texts)
     assert {ids[-1] for *_, ids in found} == {256}
     assert all(max(ids[:-1]) < 256 for *_, ids in found)
+
+
+def test_many_shards_lie_in_folders_of_bounded_size_and_hold_the_same(corpus, tmp_path, monkeypatch):
+    cfg = recipe(corpus, write={"shard_tokens": 9000}, rows={"seq_len": 64})
+    flat = run(cfg, tmp_path / "flat")
+    monkeypatch.setattr(tokens, "SHARDS_IN_FOLDER", 2)
+    made = run(cfg, tmp_path / "made")
+    assert documents_in(made) == documents_in(flat)
+    names = [shard["name"] for shard in check_manifest(made / "manifest.json", deep=True).shards]
+    count = len(names)
+    assert count > 4 and names == [f"{i // 2:05d}/shard-{i:05d}-of-{count:05d}" for i in range(count)]
+    assert {path.parent.name for path in made.rglob("shard-*")} == {name[:5] for name in names}
+    moved = {re.sub(r"\d{5}/", "", name): sha256 for name, sha256 in contents(made).items()}
+    same = moved.keys() - {"manifest.json"}
+    assert {name: moved[name] for name in same} == {name: contents(flat)[name] for name in same}
 
 
 def test_each_document_leads_back_to_its_place_in_its_file(corpus, tmp_path):
