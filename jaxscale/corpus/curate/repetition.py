@@ -21,22 +21,30 @@ POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 
 def make_repetition(cfg: RepetitionConfig) -> Stage:
     """A stage that drops what breaks one of Gopher's rules of repetition."""
 
+    rules = cfg, cfg.top, cfg.duplicate
+
     def repetition(documents: Sequence[Document]) -> list[Outcome]:
         return [
-            outcome_of(document, repetition_fault(document.text, stats, cfg))
+            outcome_of(document, repetition_fault(document.text, stats, *rules))
             for document, stats in zip(documents, stats_of(documents, cfg.words))
         ]
 
     return repetition
 
 
-def repetition_fault(text: str, stats: TextStats, cfg: RepetitionConfig) -> str:
-    """The first rule that the text breaks, or ""."""
+def repetition_fault(
+    text: str,
+    stats: TextStats,
+    cfg: RepetitionConfig,
+    top: Sequence[tuple[int, float]],
+    duplicate: Sequence[tuple[int, float]],
+) -> str:
+    """The first rule that the text breaks, or "". top, duplicate: those of cfg, which are made once."""
     if not text or text.isspace():
         return "repetition: no text"
     fault = line_fault(text, cfg)
-    fault = fault or (top_fault(stats, len(text), cfg.top) if cfg.top else "")
-    return fault or (duplicate_fault(stats, len(text), cfg.duplicate) if cfg.duplicate else "")
+    fault = fault or (top_fault(stats, len(text), top) if top else "")
+    return fault or (duplicate_fault(stats, len(text), duplicate) if duplicate else "")
 
 
 def said_again(parts: Sequence[str]) -> tuple[int, int]:
@@ -66,11 +74,12 @@ def line_fault(text: str, cfg: RepetitionConfig) -> str:
 
 def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
     """The rule on the most frequent sequence of words that is broken, or "". At least two words."""
-    ends = np.zeros(stats.total + 1, np.int64)
-    np.cumsum(stats.lengths, out=ends[1:])
-    pairs = sequences(stats.hashes, 2)
+    ends, pairs = stats.ends, sequences(stats.hashes, 2)
     ordered = np.sort(pairs)
-    often = int(np.diff(np.flatnonzero(ordered[1:] != ordered[:-1]), prepend=-1, append=len(ordered) - 1).max())
+    lasts = np.flatnonzero(ordered[1:] != ordered[:-1])  # of each kind of pair but the last kind
+    often = len(ordered) - 1 - int(lasts[-1]) if len(lasts) else len(ordered)
+    if len(lasts):
+        often = max(often, 1 + int(lasts[0]), int((lasts[1:] - lasts[:-1]).max(initial=0)))
     for n, most in rules:
         if stats.total < n:
             break
@@ -98,8 +107,7 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
     twice = ordered[1:] == ordered[:-1]
     if not (repeats := np.count_nonzero(twice)):
         return ""
-    ends = np.zeros(stats.total + 1, np.int64)
-    np.cumsum(stats.lengths, out=ends[1:])
+    ends = stats.ends
     if repeats * int((ends[shortest:] - ends[:-shortest]).max()) <= allowed:  # as if all were the longest
         return ""
     places = np.flatnonzero(among(keys, ordered[1:][twice]))

@@ -118,6 +118,11 @@ class TextStats:
         """Words, marks included."""
         return len(self.hashes)
 
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """int64[n + 1]: characters of the words before each, and of all."""
+        return np.concatenate([ZERO, self.lengths.cumsum(dtype=np.int64)])
+
 
 def stats_of(documents: Sequence[Document], words: WordKind = "spacy") -> list[TextStats]:
     """The statistics of each document, made for all together where they are not there yet: several times faster."""
@@ -261,16 +266,17 @@ def _spaced_batch(texts: Sequence[str]) -> list[TextStats]:
     inside = KINDS.take(codes, mode="clip") != SPACE
     edges = 1 + np.flatnonzero(inside[1:] != inside[:-1])
     starts, lasts = edges[::2], edges[1::2] - 1
-    sums = (codes * up[: len(codes)] * inside).cumsum()
-    hashes = _mixed((sums.take(lasts) - sums.take(starts - 1)) * down.take(starts))
-    letters = letter_table().take(codes).cumsum()
-    alphabetic = np.concatenate([ZERO, (letters.take(lasts) > letters.take(starts - 1)).cumsum()])
-    ends = np.concatenate([ZERO, (lasts - starts + 1).cumsum()])
+    if not len(starts):
+        return [TextStats(np.zeros(0, np.uint64), np.zeros(0, np.int32), 0, 0, 0) for _ in texts]
+    hashes = _mixed(np.add.reduceat(codes * up[: len(codes)] * inside, starts) * down.take(starts))
+    alphabetic = np.concatenate([ZERO, np.logical_or.reduceat(letter_table().take(codes), starts).cumsum()])
+    sizes = lasts - starts + 1
+    lengths, ends = sizes.astype(np.int32), np.concatenate([ZERO, sizes.cumsum()])
     places = np.searchsorted(starts, np.cumsum([1, *(len(text) + 1 for text in texts)])).tolist()
     return [
         TextStats(
             hashes[a:b],
-            np.diff(ends[a : b + 1]).astype(np.int32),
+            lengths[a:b],
             b - a,
             int(ends[b] - ends[a]),
             int(alphabetic[b] - alphabetic[a]),
