@@ -159,7 +159,7 @@ def test_any_other_code_and_an_early_death_end_the_job(slurm, tmp_path, code, mi
 
 def test_a_cancelled_job_saves_and_stays_out_of_the_queue(slurm, tmp_path):
     saved = tmp_path / "saved"  # a file: srun is told to end too, and may leave before it has passed a line on
-    program = stand_in(tmp_path, f"trap 'touch {saved}; exit 10' TERM", "echo begun", "sleep 60 &", "wait")
+    program = stand_in(tmp_path, f"trap ': >{saved}; exit 10' TERM", "echo begun", "sleep 60 &", "wait")
     job = Job(slurm, tmp_path, "--config=c", JAXSCALE_PYTHON=program)
     job.wait_for(60, lambda: "begun" in job.text())
     command("scancel", job.number, env=job.env)
