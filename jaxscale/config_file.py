@@ -51,13 +51,14 @@ def file_text(cfg: RunConfig) -> str:
 
 def check_no_secrets(settings: dict[str, Any]) -> None:
     """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
-    for name, value in settings.items():
+    cleaned = redacted([[value, name] for name, value in settings.items()])  # at once: it looks at the environment
+    for (name, value), clean in zip(settings.items(), cleaned):
         # eos_token and its like are words of a vocabulary; a token that opens doors is known by its form
         if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
             raise BadInput(
                 f"{name} holds a secret, as it is named; libraries read secrets from the environment, where they belong"
             )
-        if redacted([value, name]) != [value, name]:
+        if clean != [value, name]:
             raise BadInput(
                 f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
                 "libraries read secrets from the environment, where they belong"

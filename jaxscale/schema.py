@@ -25,6 +25,7 @@ from jaxscale.system.exits import BadInput
 T = TypeVar("T")
 MOST_INTEGER = 2**63 - 1  # of a setting: what arrays and files count with
 LONGEST_SHOWN = 80  # characters of a value in an error
+hints_of = functools.cache(typing.get_type_hints)  # dozens of times a config
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False, read_if: str = "") -> Any:
@@ -61,7 +62,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         way = as_dict(path) if path and isinstance(values, str) else ""
         raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{way}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for key in values:
         if key not in fields:
             raise BadInput(f"{join(path, key)} is not a setting of {cls.__name__}{suggestion(str(key), cls, path)}")
@@ -133,7 +134,7 @@ def describe_groups(
 
     only_if: under which conditions the group itself is read; the help ends with a setting's.
     """
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         conditions = (*only_if, *read_conditions(cls, field, path))
         groups = [option for option in options(hints[field.name]) if dataclasses.is_dataclass(option)]
@@ -162,7 +163,7 @@ def named_hint(hint: Any) -> Any:
 
 def changeable(cls: type, path: str = "") -> set[str]:
     """Dotted names of the settings, or groups of settings, that may differ when a run goes on from a checkpoint."""
-    names, hints = set(), typing.get_type_hints(cls)
+    names, hints = set(), hints_of(cls)
     for field in dataclasses.fields(cls):
         if field.metadata.get("may_change"):
             names.add(join(path, field.name))
@@ -292,12 +293,12 @@ def choose_group(groups: list[type], value: Any, path: str) -> type:
 
 def group_name(group: type) -> str:
     """The text that its `name: Literal[...]`, or `kind`, allows."""
-    return typing.get_args(typing.get_type_hints(group)[group_tag(group)])[0]
+    return typing.get_args(hints_of(group)[group_tag(group)])[0]
 
 
 def group_tag(group: type) -> str:
     """The setting that tells a group from others: name, or kind."""
-    return "name" if "name" in typing.get_type_hints(group) else "kind"
+    return "name" if "name" in hints_of(group) else "kind"
 
 
 def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
