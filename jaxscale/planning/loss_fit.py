@@ -161,8 +161,11 @@ class Problem(NamedTuple):
 
 def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
     """float64[draws, 1 + powers, points]: log of E and of each term at each point."""
-    slopes, x = np.pad(thetas[:, 1 + len(x) :], ((0, 0), (1, 0))), np.pad(x, ((1, 0), (0, 0)))
-    return thetas[:, : len(x), None] - slopes[:, :, None] * x
+    levels = 1 + len(x)
+    terms = np.empty((len(thetas), levels, x.shape[1]))
+    terms[:, 0] = thetas[:, :1]
+    terms[:, 1:] = thetas[:, 1:levels, None] - thetas[:, levels:, None] * x
+    return terms
 
 
 def grid(powers: int, least: float, mean: float) -> np.ndarray:
