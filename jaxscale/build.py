@@ -309,7 +309,7 @@ def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Sha
     )
     for setting, field in OFFLOADED.items():
         if getattr(cfg.optim, setting):
-            state = state._replace(**{field: on_host(getattr(state, field))})
+            state = state._replace(**{field: on_host(getattr(state, field), but=is_balance)})
     return Shardings(state, grads, model.rows_sharding, replicated(mesh))
 
 

@@ -352,11 +352,6 @@ def check_experts(cfg: RunConfig) -> None:
             f"model.matmul_dtype={model.matmul_dtype!r} is not built for model.experts; set it to 'none', for all "
             "products in compute_dtype"
         )
-    elif cfg.optim.offload_params:
-        raise BadInput(
-            "optim.offload_params=true cannot go with model.experts, whose balance is moved on the device; set it to "
-            "false, or use optim.offload_moments"
-        )
 
 
 def check_qk_clip(cfg: RunConfig) -> None:

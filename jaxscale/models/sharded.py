@@ -174,7 +174,7 @@ class ShardedModel:
             graphdef = self.graphdef
         variables = self.differentiable(params) if variables is None else variables
         if self.offloaded:
-            return merge_model(graphdef, fetch_outside_blocks(params, variables))
+            return merge_model(graphdef, fetch_outside_blocks(params, variables, self.cfg.layer_stacks))
         return merge_model(graphdef, self.batch_axes.narrowed(variables, self.axes, self.cfg.compute_dtype))
 
     @property

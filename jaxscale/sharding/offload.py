@@ -1,6 +1,8 @@
 """Arrays that live in the host's memory between steps: how they are placed there, and how a step reads them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -27,9 +29,11 @@ def check_host_memory(setting: str, mesh: Mesh) -> None:
         )
 
 
-def on_host(shardings: Any) -> Any:
-    """The same shardings in the host's memory, but for scalars."""
-    return jax.tree.map(lambda place: place.with_memory_kind(HOST) if len(place.spec) else place, shardings)
+def on_host(shardings: Any, but: Callable[[str], bool] = lambda name: False) -> Any:
+    """The same shardings in the host's memory, but for scalars, and leaves whose dotted names `but` holds of."""
+    dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    put = lambda path, place: place.with_memory_kind(HOST) if len(place.spec) and not but(dotted(path)) else place
+    return jax.tree_util.tree_map_with_path(put, shardings)
 
 
 def is_on_host(x: Any) -> bool:
@@ -55,13 +59,13 @@ def device_zeros(params: Any) -> Any:
     return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), params)
 
 
-def fetch_outside_blocks(params: dict, zeros: dict) -> dict:
-    """Parameters for a model whose gather is fetch_then(...): those of the blocks stay offloaded, the others are
-    fetched."""
+def fetch_outside_blocks(params: dict, zeros: dict, stacks: Collection[str]) -> dict:
+    """Parameters for a model whose gather is fetch_then(...): those of these stacks of blocks stay offloaded, the
+    others are fetched."""
     offloaded = jax.tree.map(Offloaded, params, zeros)
     is_offloaded = lambda leaf: isinstance(leaf, Offloaded)
     fetched = lambda tree: jax.tree.map(lambda leaf: fetch(leaf.weight, leaf.zeros), tree, is_leaf=is_offloaded)
-    return {name: tree if name == "blocks" else fetched(tree) for name, tree in offloaded.items()}
+    return {name: tree if name in stacks else fetched(tree) for name, tree in offloaded.items()}
 
 
 def fetch_then(gather: Gather) -> Gather:
