@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -150,7 +151,7 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     assert stop.value.code is Exit.PEER_LOST
 
 
-programs = functools.lru_cache(4)(lambda budget: make_program(tiny.config(LONG), budget))
+programs = functools.lru_cache(4)(lambda budget: make_program(tiny.config(LONG), budget, jax.devices()[:1]))
 
 
 def train(folder, overrides=IN_TIME, *, clock=None, stop_after=None, replay=None):

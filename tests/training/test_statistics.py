@@ -109,7 +109,7 @@ def test_numbers_are_those_of_a_plain_computation(one_device):
         total, _ = summed_loss(plain_model(cfg, params), jax.tree.map(jnp.asarray, BATCH), None, {})
         return total / BATCH.weights.sum()
 
-    grads = jax.grad(mean_loss)(params)
+    grads = jax.jit(jax.grad(mean_loss))(params)
     state, _ = program.train_step(state, tiny.on_mesh(program, BATCH))
     after = unrolled(tiny.host(state.params), cfg.num_layers)
     updates, weights = (

@@ -28,7 +28,7 @@ VALUES = tiny.VALUES | dict(
 SOAK = pytest.mark.soak
 POINTS = [  # for JAXSCALE_TERM_AT, and the newest step that is saved then, where that is certain
     pytest.param("restore:1", None, id="the first state", marks=SOAK),
-    pytest.param("eval:1", None, id="the validation before the first step"),
+    pytest.param("eval:1", None, id="the validation before the first step", marks=SOAK),
     pytest.param("compile:1", 1, id="the first step, while it compiles", marks=SOAK),
     pytest.param("data:3", 3, id="a wait for data", marks=SOAK),
     pytest.param("step:5", None, id="a step", marks=SOAK),
