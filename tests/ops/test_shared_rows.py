@@ -75,6 +75,7 @@ CASES = {  # devices, (B, T, N, K, H, V of values), softcap, window
 }
 SLOW = {("gather, plain", "softcap, all devices"), ("ulysses", "a short window"), ("ulysses", "softcap, all devices")}
 SLOW |= {("ring", "a short window"), ("neighbours, plain", "a short window"), ("gather, plain", "a short window")}
+SLOW |= {("ring", "softcap, all devices")}
 WAYS = [
     pytest.param(form, case, marks=[pytest.mark.soak] * ((form, case) in SLOW))
     for form in FORMS
@@ -101,7 +102,7 @@ SPLASH = {  # (softcap, window)
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(name, marks=pytest.mark.soak) if "several" in name else name for name in SPLASH]
+    "form", [name if name in ("neighbours", "ring") else pytest.param(name, marks=pytest.mark.soak) for name in SPLASH]
 )
 def test_splash_of_shared_rows_is_plain_attention(form):
     blocks = splash.Blocks((128, 256), (128, 128), (256, 128))

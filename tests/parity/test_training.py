@@ -26,7 +26,7 @@ def full_rows(tokens_BU):
     return Batch(inputs_BT, tokens_BU[:, 1:], positions_BT, ones_BT, ones_BT.astype(np.float32))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     start, reference = parity.load("llama"), parity.load("llama_training")
     told, batches = reference.config, reference["batches"]
