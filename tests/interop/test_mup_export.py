@@ -28,7 +28,7 @@ TOKENS_BT = tiny.packed_batch(0).tokens[:4]
 def run(tmp_path_factory):
     """(the work folder, its parameters) of a run with muP."""
     folder, cfg = tmp_path_factory.mktemp("mup") / "run", tiny.config(OVERRIDES)
-    params = split_model(make_model(cfg.model, key=jax.random.key(0), kernels=PLAIN))[1]
+    params = jax.jit(lambda: made(cfg.model)[1])()
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     checkpoints.save(3, {"params": params}, {"config": schema.to_dict(cfg), "step": 3})
     checkpoints.wait()
@@ -36,9 +36,14 @@ def run(tmp_path_factory):
     return folder, params
 
 
+def made(cfg):
+    """(graphdef, parameters) of a new model, to be traced."""
+    return split_model(make_model(cfg, key=jax.random.key(0), kernels=PLAIN))[:2]
+
+
 def computed(cfg, params):
-    graphdef = split_model(make_model(cfg, key=jax.random.key(0), kernels=PLAIN))[0]
-    return np.asarray(logits(merge_model(graphdef, params), TOKENS_BT))
+    graphdef = jax.eval_shape(lambda: made(cfg))[0]
+    return np.asarray(jax.jit(lambda params: logits(merge_model(graphdef, params), TOKENS_BT))(params))
 
 
 def test_it_goes_out_as_a_llama_with_the_same_logits_and_comes_in_without(run, tmp_path):

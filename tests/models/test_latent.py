@@ -47,6 +47,7 @@ def two_steps(settings, devices, first=None):
 
 
 MESHES = {
+    "tensor": (LATENT, {"mesh.tensor": 2}),
     "fsdp x tensor": (LATENT, {"mesh.fsdp": 2, "mesh.tensor": 2}),
     "experts, fsdp x tensor": (DEEPSEEK, {"mesh.fsdp": 2, "mesh.tensor": 2}),
     "context x tensor": (LATENT, {"mesh.context": 2, "mesh.tensor": 2}),
@@ -59,7 +60,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    "cut", [cut if cut == "fsdp x tensor" else pytest.param(cut, marks=pytest.mark.soak) for cut in MESHES]
+    "cut", [cut if cut == "tensor" else pytest.param(cut, marks=pytest.mark.soak) for cut in MESHES]
 )
 def test_losses_and_gradients_are_those_of_one_device(cut):
     model, mesh = MESHES[cut]

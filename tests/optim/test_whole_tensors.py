@@ -70,10 +70,21 @@ def test_each_tensor_of_a_stack_is_updated_as_optax_updates_it_alone(name):
             np.testing.assert_allclose(after, own, atol=1e-5, err_msg=leaf)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+PLACES = [
+    (dict(fsdp=8), "zero3"),
+    (dict(data=2, fsdp=2, tensor=2), "zero1"),
+    (dict(fsdp=2, tensor=2, expert=2), "zero2"),
+]
+QUICK = {("lamb", "zero3"), ("adafactor", "zero1"), ("adafactor", "zero2"), ("lamb", "zero1")}
+
+
 @pytest.mark.parametrize(
-    ("shape", "rules"),
-    [(dict(fsdp=8), "zero3"), (dict(data=2, fsdp=2, tensor=2), "zero1"), (dict(fsdp=2, tensor=2, expert=2), "zero2")],
+    ("name", "shape", "rules"),
+    [
+        pytest.param(name, *place, marks=[pytest.mark.soak] * ((name, place[1]) not in QUICK))
+        for name in REFERENCES
+        for place in PLACES
+    ],
 )
 def test_on_a_mesh_whole_tensors_are_looked_at(name, shape, rules):
     found, _ = trained(on_mesh(shape), rules, **({"name": name} | REFERENCES[name]))

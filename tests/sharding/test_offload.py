@@ -110,7 +110,7 @@ def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
 
 
 def test_a_step_that_is_not_ok_leaves_parameters_on_the_host_as_they_were():
-    program = tiny.program({"optim.offload_params": True}, 8)
+    program = tiny.program({"optim.offload_params": True}, 2)
     state = program.init()
     norm = state.params["final_norm"]
     broken = jax.device_put(np.full(norm.shape, np.inf, np.float32), norm.sharding)
@@ -136,8 +136,8 @@ def test_a_step_that_is_not_ok_leaves_moments_on_the_host_as_they_were():
 
 @pytest.mark.parametrize(("setting", "field"), [("offload_moments", "opt_state"), ("offload_params", "params")])
 def test_a_checkpoint_of_what_is_on_the_host_comes_back_to_the_host(setting, field, tmp_path):
-    program = tiny.program({f"optim.{setting}": True}, 8)
-    assert jax.tree.structure(program.abstract_state) == jax.tree.structure(tiny.program({}, 8).abstract_state)
+    program = tiny.program({f"optim.{setting}": True}, 2)
+    assert jax.tree.structure(program.abstract_state) == jax.tree.structure(tiny.program({}, 2).abstract_state)
     state = program.init()
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(1, state, {"step": 1})

@@ -18,7 +18,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The layers of the encoder are those of gpt2.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "encoder" else name for name in MODELS]
+)
 def test_the_operations_of_a_step_say_which_part_they_belong_to(name):
     cfg = tiny.config(MODELS[name] | {"train.num_microbatches": 2})
     program = make_program(cfg, resolve_budget(cfg, None), jax.devices()[:2])

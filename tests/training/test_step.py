@@ -16,7 +16,7 @@ MESHES = [
     pytest.param({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8, marks=pytest.mark.soak),
     pytest.param({"rules": "zero3"}, 8, marks=pytest.mark.soak),  # the rules of mesh.tensor below
     ({"rules": "zero2", "mesh.data": 2, "mesh.fsdp": 4, "train.num_microbatches": 2}, 8),
-    ({"rules": "zero1"}, 8),
+    pytest.param({"rules": "zero1"}, 8, marks=pytest.mark.soak),
     ({"mesh.tensor": 2, "train.num_microbatches": 4}, 8),
     pytest.param({"train.num_microbatches": 4}, 1, marks=pytest.mark.soak),
     ({"mesh.fsdp": 2, "model.remat": "full", "model.row_parts": 2}, 2),
@@ -48,7 +48,12 @@ def column(seen, name):
     return [metrics[name] for metrics in seen]
 
 
-@pytest.mark.parametrize("remat", get_args(RematName))
+TRACED = ("none", "full", "minimal")  # of the others each keeps other activations, and no weight either
+
+
+@pytest.mark.parametrize(
+    "remat", [name if name in TRACED else pytest.param(name, marks=pytest.mark.soak) for name in get_args(RematName)]
+)
 def test_gathered_weights_are_gathered_again_for_the_backward_pass(remat):
     names = {"model.remat": remat} | ({"model.remat_save": ("query",)} if remat == "save" else {})
     program = tiny.program({"model.embed_dim": 32, "model.num_layers": 3, **names}, 8)
