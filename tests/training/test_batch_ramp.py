@@ -34,6 +34,7 @@ RAMP = QUIET | {
     "train_tokens": 312 * ROW,
     "optim.warmup_tokens": 40 * ROW,
     "train.num_microbatches": 4,
+    "optim.name": "sgd",
 }
 ROWS = [8] * 3 + [16] * 2 + [32] * 8
 SHARDED = RAMP | {"mesh.data": 2, "mesh.fsdp": 1}
