@@ -99,7 +99,7 @@ def test_attention_for_long_rows_needs_memory_in_proportion_to_the_row():
 @pytest.mark.parametrize(
     "shape, settings",
     [
-        ((2, 256, 2, 2, 16, 0), {}),
+        pytest.param((2, 256, 2, 2, 16, 0), {}, marks=pytest.mark.soak),
         ((1, 200, 4, 2, 16, 0), {"window": 70, "softcap": 2.0}),  # filled up to whole blocks; grouped heads
     ],
     ids=["whole blocks", "window, softcap, groups, a shorter row"],

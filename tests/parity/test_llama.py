@@ -16,7 +16,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", [*FORMS][:2] + [pytest.param("recomputed", marks=pytest.mark.soak), "cpu"])
+@pytest.mark.parametrize(
+    "form", ["scanned", "cpu", *[pytest.param(form, marks=pytest.mark.soak) for form in ("unrolled", "recomputed")]]
+)
 def test_logits_loss_and_gradients_are_those_of_transformers(form, parity):
     reference, (changes, kernels) = parity.load("llama"), FORMS[form]
     cfg = parity.config(reference.config, **changes)

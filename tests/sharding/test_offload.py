@@ -37,7 +37,8 @@ def memory_kinds(tree):
 @pytest.mark.parametrize(
     ("overrides", "num_devices"),
     [
-        ({}, 2),
+        ({"optim.name": "sgd"}, 2),
+        pytest.param({}, 2, marks=pytest.mark.soak),
         pytest.param(
             {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "optim.name": "lion", "train.num_microbatches": 2},
             8,
@@ -54,7 +55,7 @@ def memory_kinds(tree):
             marks=pytest.mark.soak,
         ),
     ],
-    ids=["adamw", "lion", "frozen"],
+    ids=["sgd", "adamw", "lion", "frozen"],
 )
 def test_moments_on_the_host_train_to_the_same_numbers(overrides, num_devices):
     plain, losses = run(overrides, num_devices)
@@ -110,7 +111,7 @@ def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
 
 
 def test_a_step_that_is_not_ok_leaves_parameters_on_the_host_as_they_were():
-    program = tiny.program({"optim.offload_params": True}, 2)
+    program = tiny.program({"optim.offload_params": True, "optim.name": "sgd"}, 2)
     state = program.init()
     norm = state.params["final_norm"]
     broken = jax.device_put(np.full(norm.shape, np.inf, np.float32), norm.sharding)
