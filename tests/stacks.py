@@ -42,36 +42,42 @@ def on_mesh(shape):
     return make_mesh(MeshConfig(**({"fsdp": 1} | shape)), jax.devices()[: 8 if shape else 1])
 
 
-def ours(mesh, rules="zero3", **settings):
+def some(tree, leaves):
+    """The tree with these leaves of its blocks alone; with all of them, where none are named."""
+    return tree | {"blocks": {name: tree["blocks"][name] for name in leaves or tree["blocks"]}}
+
+
+def ours(mesh, rules="zero3", leaves=(), **settings):
     """(the optimizer, shardings of the moments) on a mesh."""
     cfg = OptimConfig(**{"clip_norm": 0.0, **settings})
-    shardings = tree_shardings(mesh, AXES, RULES[rules].moments)
-    layout = Layout(AXES, jax.tree.map(lambda place: place.spec, shardings), mesh)
-    groups = assign_groups(AXES, (), cfg.weight_decay, cfg.weight_decay_all)
+    axes = some(AXES, leaves)
+    shardings = tree_shardings(mesh, axes, RULES[rules].moments)
+    layout = Layout(axes, jax.tree.map(lambda place: place.spec, shardings), mesh)
+    groups = assign_groups(axes, (), cfg.weight_decay, cfg.weight_decay_all)
     return make_optimizer(cfg, lambda step: RATE, groups, layout=layout), shardings
 
 
 @functools.cache
-def compiled_update(mesh, rules, settings):
+def compiled_update(mesh, rules, leaves, settings):
     """(step(params, state, grads), shardings of parameters and gradients, the first state)."""
-    optimizer, shardings = ours(mesh, rules, **dict(settings))
+    optimizer, shardings = ours(mesh, rules, leaves, **dict(settings))
 
     @functools.partial(jax.jit, out_shardings=(shardings, None))
     def step(params, state, grads):
         updates, state = optimizer.update(grads, state, params, step=0)
         return optax.apply_updates(params, updates), state
 
-    params = jax.device_put(draw(0), shardings)
+    params = jax.device_put(some(draw(0), leaves), shardings)
     state = optimizer.init(params)
     return step.lower(params, state, params).compile(), shardings, state
 
 
-def trained(mesh, rules="zero3", steps=3, **settings):
+def trained(mesh, rules="zero3", steps=3, leaves=(), **settings):
     """(the parameters after some steps, the compiled update)."""
-    compiled, shardings, state = compiled_update(mesh, rules, tuple(settings.items()))
-    params = jax.device_put(draw(0), shardings)
+    compiled, shardings, state = compiled_update(mesh, rules, leaves, tuple(settings.items()))
+    params = jax.device_put(some(draw(0), leaves), shardings)
     for number in range(steps):
-        params, state = compiled(params, state, jax.device_put(draw(1 + number, 0.1), shardings))
+        params, state = compiled(params, state, jax.device_put(some(draw(1 + number, 0.1), leaves), shardings))
     return tiny.host(params), compiled.as_text()
 
 

@@ -99,6 +99,11 @@ def on_mesh(program: Program, batch: Batch) -> Batch:
     return jax.device_put(batch, program.batch_sharding)
 
 
+def placed(program: Program, state: Any) -> Any:
+    """What its init() would give, of the first state of the same model on other devices: nothing is drawn again."""
+    return jax.device_put(host(state), jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state))
+
+
 def values_and_gradients(f: Callable, dy: Any, *given: Any) -> list[jax.Array]:
     """f(*given) and the gradients of all that is given, for dy: compiled, for one operation at a time is slow."""
 

@@ -49,7 +49,13 @@ def test_a_span_scores_as_if_it_were_alone(model):
 
 
 @pytest.mark.parametrize(
-    "mesh, batch_tokens", [({"data": 8}, 64), ({"fsdp": 4, "tensor": 2}, 1024), ({"data": 2, "tensor": 2}, 1)], ids=str
+    "mesh, batch_tokens",
+    [
+        pytest.param({"data": 8}, 64, marks=pytest.mark.soak),
+        ({"fsdp": 4, "tensor": 2}, 1024),
+        pytest.param({"data": 2, "tensor": 2}, 1, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_numbers_depend_neither_on_the_mesh_nor_on_the_batch(folder, model, mesh, batch_tokens):
     spans = make_spans(40)

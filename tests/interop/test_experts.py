@@ -158,7 +158,7 @@ def test_experts_that_are_not_those_of_the_config_are_refused(tmp_path, change, 
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_trained_mixture_goes_out_and_comes_back(tmp_path, scan):
     """Written by Orbax from eight devices, in pieces that hold several layers and experts."""
     wide = dict(embed_dim=64, head_dim=16, qk_norm=True, scan_layers=scan, num_layers=3)

@@ -28,7 +28,7 @@ TOKENS_BT = tiny.packed_batch(0).tokens[:4]
 def run(tmp_path_factory):
     """(the work folder, its parameters) of a run with muP."""
     folder, cfg = tmp_path_factory.mktemp("mup") / "run", tiny.config(OVERRIDES)
-    params = split_model(make_model(cfg.model, key=jax.random.key(0), kernels=PLAIN))[1]
+    params = jax.jit(lambda key: split_model(make_model(cfg.model, key=key, kernels=PLAIN))[1])(jax.random.key(0))
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     checkpoints.save(3, {"params": params}, {"config": schema.to_dict(cfg), "step": 3})
     checkpoints.wait()

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -65,7 +66,7 @@ def losses(path, rows):
     """Cross-entropy of each target, float32."""
     source = open_source(str(path))
     cfg, config = read_model_config(source, "float32"), source.record["run"]["config"]
-    mesh = make_mesh(MeshConfig())
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     sharded = shard_model(cfg, mesh, config["rules"], lora=schema.convert(config["lora"], LoraConfig, "lora"))
     params = restore_params(source.checkpoints, source.step, source.record["leaves"], sharded, "params", "")
     model = LoadedModel(cfg, 16, params, mesh, None, 0, "", {}, sharded, None)

@@ -9,20 +9,30 @@ import pytest
 import tiny
 
 from jaxscale import schema
+from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import choose_kernels
 
 
-@functools.cache
-def model_logits(form, **settings):
+def made(form, **settings):
+    """(graphdef, parameters) of a new model, to be traced."""
     cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | {"num_layers": 1} | settings)
     kernels = choose_kernels("cpu", form, cfg.attention_needs())
+    return split_model(make_model(cfg, key=jax.random.key(0), kernels=kernels))[:2]
+
+
+@functools.cache
+def parameters():
+    return jax.jit(lambda: made("xla")[1])()
+
+
+@functools.cache
+def model_logits(form, **settings):
     batch = tiny.packed_batch(0, rows=2)
-    run = lambda key: logits(
-        make_model(cfg, key=key, kernels=kernels), batch.tokens, batch.positions, batch.segment_ids
-    )
-    return np.asarray(jax.jit(run)(jax.random.key(0)))
+    graphdef = jax.eval_shape(lambda: made(form, **settings))[0]
+    run = lambda params: logits(merge_model(graphdef, params), batch.tokens, batch.positions, batch.segment_ids)
+    return np.asarray(jax.jit(run)(parameters()))
 
 
 def test_settings_of_attention_change_the_model_alike_in_every_form():

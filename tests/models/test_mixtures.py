@@ -3,6 +3,8 @@
 B batch  T position  D embed  E experts  F width of an expert  L layers
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,14 +34,15 @@ def model(experts, **more):
     return {"model": tiny.LLAMA | {"experts": experts} | more}
 
 
-def two_steps(settings, devices):
-    """(metrics of the second step, gradients and parameters after it)"""
+def two_steps(settings, devices, first=None):
+    """(metrics of the second step, gradients and parameters after it, the first state)"""
     cfg = tiny.config(BASE | settings)
     program = make_program(cfg, resolve_budget(cfg, None), jax.devices()[:devices])
-    state = program.init()
+    first = tiny.host(program.init()) if first is None else first
+    state = tiny.placed(program, first)
     for n in range(2):
         state, metrics = program.train_step(state, tiny.on_mesh(program, tiny.packed_batch(n)))
-    return tiny.host(metrics), tiny.host((state.opt_state, state.params))
+    return tiny.host(metrics), tiny.host((state.opt_state, state.params)), first
 
 
 def computed_for_all(mlp: SparseMlp, x_BTD):
@@ -83,17 +86,29 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
+def deepseek(first_dense):
+    """Two layers of experts, behind so many without."""
+    return model(DEEPSEEK | {"first_dense": first_dense}, num_layers=2 + first_dense)
+
+
+@functools.cache
+def on_one(first_dense):
+    return two_steps(deepseek(first_dense), 1)
+
+
+@pytest.fixture
 def alone():
-    return two_steps(model(DEEPSEEK, num_layers=3), 1)
+    return on_one(0)
 
 
 @pytest.mark.parametrize(
     "cut", [cut if cut == "rows sent, fsdp, tensor" else pytest.param(cut, marks=pytest.mark.soak) for cut in MESHES]
 )
-def test_losses_gradients_and_balance_are_those_of_one_device(alone, cut):
-    many, after = two_steps(model(DEEPSEEK, num_layers=3) | MESHES[cut], 4 if "four" in cut else 8)
-    one, one_after = alone
+def test_losses_gradients_and_balance_are_those_of_one_device(cut):
+    dense = int(cut != "rows sent, fsdp, tensor")
+    one, one_after, first = on_one(dense)
+    settings = deepseek(dense) | MESHES[cut]
+    many, after, _ = two_steps(settings, 4 if "four" in cut else 8, first)
     rounds = {EXPERT_ROUNDS} if MESHES[cut].get("expert.exchange") == "send" else set()
     assert one.keys() | rounds == many.keys() and set(LOSSES) < one.keys()
     if rounds:  # of two layers, microbatches and halves of their rows, and the four devices that have rows of their own
@@ -108,7 +123,7 @@ def test_losses_gradients_and_balance_are_those_of_one_device(alone, cut):
 
 
 def test_counts_are_of_text_alone_and_move_the_bias(alone):
-    metrics, (_, params) = alone
+    metrics, (_, params), _ = alone
     text = int((tiny.packed_batch(1).segment_ids > 0).sum())
     counts_LE = metrics[EXPERT_COUNTS]
     assert counts_LE.shape == (2, 8) and (counts_LE.sum(axis=1) == 2 * text).all()
@@ -120,12 +135,12 @@ def test_counts_are_of_text_alone_and_move_the_bias(alone):
     assert np.abs(np.round(first_LE)).max() == 1
 
 
-def test_a_token_changes_nothing_of_another_row():
-    program = tiny_program(model(EXPERTS))
+def test_a_token_changes_nothing_of_another_row(alone):
+    program = tiny_program(deepseek(0))
     batch = tiny.packed_batch(0)
     other = batch._replace(tokens=np.where(np.arange(16)[:, None] == 3, (batch.tokens + 1) % 64, batch.tokens))
-    params = program.init().params
-    losses = [np.asarray(jax.jit(program.model.token_losses)(params, tiny.on_mesh(program, b))) for b in (batch, other)]
+    measure, params = jax.jit(program.model.token_losses), alone[2].params
+    losses = [np.asarray(measure(params, b)) for b in (batch, other)]
     same = np.arange(16) != 3
     np.testing.assert_array_equal(losses[0][same], losses[1][same])
     assert (losses[0][3] != losses[1][3]).any()

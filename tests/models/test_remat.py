@@ -122,7 +122,7 @@ def test_dots_keeps_the_products_of_weights():
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        ("gpt2", {"remat": "minimal"}),
+        pytest.param("gpt2", {"remat": "minimal"}, marks=pytest.mark.soak),
         ("llama", {"remat": "save", "remat_save": ("key",), "remat_offload": ("block_input", "mlp_gate")}),
         ("gpt2", {"remat": "attention", "remat_offload": ("attention_out",)}),
         ("llama", {"remat": "full", "remat_offload": ("block_input",), "scan_layers": False}),

@@ -76,8 +76,10 @@ def draw_inputs(ids_BT, N=4, K=2, H=8):
 ROWS = [[1] * 5 + [2] * 1 + [3] * 4 + [0] * 2, [1] * 2 + [2] * 10]  # 4 documents, the last of them padding, and 2
 
 
-@pytest.mark.parametrize("documents", [3, 1], ids=["one round holds all", "three rounds"])
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    ("window", "documents"),
+    [(None, 3), (3, 1), *[pytest.param(*case, marks=pytest.mark.soak) for case in ((None, 1), (3, 3))]],
+)
 def test_packed_attention_is_plain_attention_also_of_rows_with_more_documents_than_a_round_holds(documents, window):
     attend = cudnn_packed.make_attend(window=window, kernel=plain_kernel(window), documents=documents)
     assert_equal_to_plain(attend, draw_inputs(ROWS), window=window)

@@ -36,7 +36,9 @@ def whole_total(h_BTD, w_DV, targets_BT, weights_BT, z_loss, softcap):
     return jnp.sum(weights_BT * nats_BT) + z_loss * jnp.sum(weights_BT * lse_BT**2)
 
 
-@pytest.mark.parametrize(("z_loss", "softcap"), twins([(0.0, None), (0.1, None), (0.0, 3.0), (0.1, 3.0)], (0.1, 3.0)))
+@pytest.mark.parametrize(
+    ("z_loss", "softcap"), twins([(0.0, None), (0.1, None), (0.0, 3.0), (0.1, 3.0)], (0.0, None), (0.1, 3.0))
+)
 @pytest.mark.parametrize("chunk_tokens", [1, 9, 12, 1000])
 def test_chunked_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens, z_loss, softcap):
     h, w, targets, weights = make_inputs()

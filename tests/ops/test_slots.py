@@ -31,13 +31,14 @@ run = functools.partial(run_experts, slots.project_rows, functools.partial(slots
 laid = functools.partial(slots.in_slots, run)
 
 
-def plain(counts, weights, x_RD, weight_R):
+def plain(weights, x_RD, weight_R, counts_E):
     """Rows one by one, each with the matrices of its expert; zeros behind them."""
-    gate, up, down = (w[np.repeat(np.arange(len(counts)), counts)] for w in weights)
-    x_RD, weight_R = x_RD[: sum(counts)], weight_R[: sum(counts)]
+    row_R, end_E = jnp.arange(ROWS), jnp.cumsum(counts_E)
+    expert_R = jnp.minimum(jnp.sum(row_R[:, None] >= end_E[None], axis=1), len(end_E) - 1)
+    gate, up, down = (w[expert_R] for w in weights)
     product = functools.partial(jnp.einsum, "RC,RCO->RO")
     y_RD = product(jax.nn.silu(product(x_RD, gate)) * product(x_RD, up) * weight_R[:, None], down)
-    return jnp.pad(y_RD, ((0, ROWS - sum(counts)), (0, 0)))
+    return jnp.where(row_R[:, None] < end_E[-1], y_RD, 0.0)
 
 
 def given(experts):
@@ -47,19 +48,19 @@ def given(experts):
     return weights, normal(ROWS, EMBED), jax.random.uniform(next(keys), (ROWS,)), normal(ROWS, EMBED)
 
 
-def both(f, weights, x_RD, weight_R, dy_RD):
-    """(values, gradients of everything)"""
-    return tiny.values_and_gradients(f, dy_RD, weights, x_RD, weight_R)
+@functools.partial(jax.jit, static_argnums=0)
+def both(f, weights, x_RD, weight_R, dy_RD, counts_E):
+    """(values, gradients of everything), compiled once for all counts of so many experts."""
+    return tiny.values_and_gradients(lambda *args: f(*args, counts_E), dy_RD, weights, x_RD, weight_R)
 
 
 @pytest.mark.parametrize("name", twins([*COUNTS], *(set(COUNTS) - {"all of one", "one of each"})))
 def test_values_and_gradients_are_those_of_a_plain_loop(name):
     counts = COUNTS[name]
     counts_E = jnp.asarray(counts, jnp.int32)
-    ours = jax.jit(functools.partial(both, lambda *args: laid(*args, counts_E)))
     with jax.default_matmul_precision("highest"):
-        right = jax.jit(functools.partial(both, functools.partial(plain, counts)))(*given(len(counts)))
-        for one, other in zip(ours(*given(len(counts))), right, strict=True):
+        got, right = (both(f, *given(len(counts)), counts_E) for f in (laid, plain))
+        for one, other in zip(got, right, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * max(np.abs(other).max(), 1))
 
 
@@ -67,12 +68,11 @@ def test_values_and_gradients_are_those_of_a_plain_loop(name):
 def test_what_is_no_number_stays_with_its_expert_and_behind_the_last_row_anything_may_lie(bad):
     weights, x_RD, weight_R, dy_RD = given(4)
     counts_E = jnp.asarray([60, 0, 130, 50], jnp.int32)
-    f = jax.jit(functools.partial(both, lambda *args: laid(*args, counts_E)))
-    right = f(weights, x_RD, weight_R, dy_RD)
+    right = both(laid, weights, x_RD, weight_R, dy_RD, counts_E)
     spoiled = (slice(60, 190), slice(240, ROWS))  # all of expert 2; no expert's
     for rows in spoiled:
         x_RD, dy_RD, weight_R = x_RD.at[rows].set(bad), dy_RD.at[rows].set(bad), weight_R.at[rows].set(bad)
-    got = f(weights, x_RD, weight_R, dy_RD)
+    got = both(laid, weights, x_RD, weight_R, dy_RD, counts_E)
     for one, other in zip((got[0], got[4], got[5]), (right[0], right[4], right[5]), strict=True):
         np.testing.assert_array_equal(one[:60], other[:60])
         np.testing.assert_array_equal(one[190:], other[190:])
@@ -101,9 +101,9 @@ def test_visits_are_of_one_expert_each_and_take_what_slots_leave():
 def test_a_bfloat16_product_is_summed_in_float32_and_its_gradient_of_weights_is_in_their_dtype():
     weights, x_RD, weight_R, dy_RD = given(4)
     x_RD, counts_E = x_RD.astype(jnp.bfloat16), jnp.asarray([150, 0, 60, 40], jnp.int32)
-    f = lambda *args: laid(*args, counts_E)
-    y_RD, *dweights, dx_RD, dweight_R = tiny.values_and_gradients(f, dy_RD.astype(x_RD.dtype), weights, x_RD, weight_R)
+    dy_RD = dy_RD.astype(x_RD.dtype)
+    y_RD, *dweights, dx_RD, dweight_R = both(laid, weights, x_RD, weight_R, dy_RD, counts_E)
     assert y_RD.dtype == dx_RD.dtype == jnp.bfloat16 and dweight_R.dtype == jnp.float32
     assert {w.dtype for w in dweights} == {jnp.dtype("float32")}
-    right = plain([150, 0, 60, 40], weights, x_RD.astype(jnp.float32), weight_R)
+    right = plain(weights, x_RD.astype(jnp.float32), weight_R, counts_E)
     np.testing.assert_allclose(y_RD.astype(jnp.float32), right, atol=1e-2 * np.abs(right).max())

@@ -85,10 +85,11 @@ SOAK = pytest.mark.soak
     ],
 )
 def test_a_step_is_nearly_that_of_float32(name, dtype):
-    settings = dict(name=name, moment_dtype=dtype)
-    first, plain_first = (trained(on_mesh({}), steps=1, **kept)[0] for kept in (settings, dict(name=name)))
+    few = dict(name=name, leaves=("wq", "norm"))  # cut in blocks and not
+    settings = few | dict(moment_dtype=dtype)
+    first, plain_first = (trained(on_mesh({}), steps=1, **kept)[0] for kept in (settings, few))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), first, plain_first)  # nothing was kept yet
-    third, plain = (trained(on_mesh({}), steps=3, **kept)[0] for kept in (settings, dict(name=name)))
+    third, plain = (trained(on_mesh({}), steps=3, **kept)[0] for kept in (settings, few))
     off = jax.tree.map(lambda a, b: np.sqrt(np.mean((a - b) ** 2)) / 0.01, third, plain)
     most = {"bfloat16": 0.05, "int8": 0.25}[dtype] * (3 if name == "lion" else 1)  # of a sign, all or nothing
     assert 0 < max(jax.tree.leaves(off)) < most

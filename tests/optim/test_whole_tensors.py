@@ -71,17 +71,15 @@ def test_each_tensor_of_a_stack_is_updated_as_optax_updates_it_alone(name):
             np.testing.assert_allclose(after, own, atol=1e-5, err_msg=leaf)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+ZERO3, ZERO1 = (dict(fsdp=8), "zero3"), (dict(data=2, fsdp=2, tensor=2), "zero1")
+ZERO2 = (dict(fsdp=2, tensor=2, expert=2), "zero2")
+PLACES = [ZERO3, ZERO1, ZERO2]
+QUICK = [("lamb", *ZERO3), ("adafactor", *ZERO1), ("adafactor", *ZERO2), ("scaled", *ZERO1)]
+
+
 @pytest.mark.parametrize(
-    ("shape", "rules"),
-    twins(
-        [
-            (dict(fsdp=8), "zero3"),
-            (dict(data=2, fsdp=2, tensor=2), "zero1"),
-            (dict(fsdp=2, tensor=2, expert=2), "zero2"),
-        ],
-        (dict(data=2, fsdp=2, tensor=2), "zero1"),
-    ),
+    ("name", "shape", "rules"),
+    twins([(name, *place) for name in REFERENCES for place in PLACES], *QUICK),
 )
 def test_on_a_mesh_whole_tensors_are_looked_at(name, shape, rules):
     found, _ = trained(on_mesh(shape), rules, **({"name": name} | REFERENCES[name]))

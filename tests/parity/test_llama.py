@@ -16,7 +16,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["scanned", "cpu", *[pytest.param(form, marks=pytest.mark.soak) for form in ("unrolled", "recomputed")]]
+)
 def test_logits_loss_and_gradients_are_those_of_transformers(form, parity):
     reference, (changes, kernels) = parity.load("llama"), FORMS[form]
     cfg = parity.config(reference.config, **changes)
@@ -37,7 +39,9 @@ def test_packed_documents_are_read_as_transformers_reads_each_alone(parity):
     np.testing.assert_allclose(ours.logits, reference["packed_logits"], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("chunk_tokens", [4096, 16], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    "chunk_tokens", [pytest.param(4096, id="whole", marks=pytest.mark.soak), pytest.param(16, id="chunked")]
+)
 def test_soft_cap_and_z_loss_are_what_torch_makes_of_them(chunk_tokens, parity):
     reference, start = parity.load("llama_capped"), parity.load("llama")
     cap, z_loss = reference.config["logit_soft_cap"], reference.config["z_loss"]

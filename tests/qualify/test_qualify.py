@@ -27,7 +27,7 @@ import ml_collections
 def get_config():
     c = ml_collections.ConfigDict()
     c.seq_len, c.batch_tokens, c.train_tokens = 16, "8 rows", "100 steps"
-    c.mesh, c.rules = dict(fsdp=-1), "zero3"
+    c.mesh, c.rules, c.optim = dict(fsdp=-1), "zero3", dict(name="sgd")
     c.model = dict(name="llama", vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8,
                    mlp_dim=16, attention="xla")
     c.data = dict(name="synthetic")

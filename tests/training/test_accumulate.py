@@ -3,6 +3,8 @@
 B batch  T position
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,12 +23,14 @@ def summed_loss(params, batch, key):
     return loss + 0.5 * aux, {"loss": loss, "aux": aux}
 
 
-def run(num_microbatches, batch, loss_fn=summed_loss, **more):
-    batch = jax.tree.map(jnp.asarray, batch)
-    call = lambda params, batch: accumulate(
-        loss_fn, params, batch, jax.random.key(0), num_microbatches=num_microbatches, **more
-    )
-    return jax.jit(call)(PARAMS, batch)
+@functools.cache
+def compiled(num_microbatches, loss_fn, **more):
+    settings = dict(num_microbatches=num_microbatches, **more)
+    return jax.jit(lambda params, batch: accumulate(loss_fn, params, batch, jax.random.key(0), **settings))
+
+
+def run(num_microbatches, batch, loss_fn=summed_loss, params=PARAMS, **more):
+    return compiled(num_microbatches, loss_fn, **more)(params, jax.tree.map(jnp.asarray, batch))
 
 
 def uneven_batch():
@@ -48,7 +52,7 @@ def test_the_gradient_is_that_of_the_mean_over_real_tokens():
     batch = uneven_batch()
     means, grads = run(4, batch)
     mean = lambda params: summed_loss(params, batch, None)[0] / batch.weights.sum()
-    np.testing.assert_allclose(grads["w"], jax.grad(mean)(PARAMS)["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grads["w"], jax.jit(jax.grad(mean))(PARAMS)["w"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(means["objective"], means["loss"] + 0.5 * means["aux"], rtol=1e-6)
     assert means["real_tokens"] == batch.weights.sum()
 
@@ -68,8 +72,7 @@ def test_a_batch_of_padding_has_no_gradient(num_microbatches):
 
 def test_sums_are_float32_whatever_the_parameters_are():
     half = {"w": PARAMS["w"].astype(jnp.bfloat16)}
-    batch = jax.tree.map(jnp.asarray, uneven_batch())
-    _, grads = accumulate(summed_loss, half, batch, jax.random.key(0), num_microbatches=4)
+    _, grads = run(4, uneven_batch(), params=half)
     assert grads["w"].dtype == jnp.float32
 
 

@@ -34,9 +34,10 @@ RAMP = QUIET | {
     "train_tokens": 312 * ROW,
     "optim.warmup_tokens": 40 * ROW,
     "train.num_microbatches": 4,
+    "optim.name": "sgd",
 }
 ROWS = [8] * 3 + [16] * 2 + [32] * 8
-SHARDED = RAMP | {"mesh.data": 4, "mesh.fsdp": 2}
+SHARDED = RAMP | {"mesh.data": 2, "mesh.fsdp": 1}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def programs():
     return make
 
 
-def open_ramp(folder, make, overrides=None, number=8, replay=None):
+def open_ramp(folder, make, overrides=None, number=2, replay=None):
     cfg = tiny.config(SHARDED | (overrides or {}))
     make_program = lambda cfg, budget: make(cfg, budget, jax.devices()[:number])
     options = RunOptions(replay=replay)
@@ -142,7 +143,7 @@ def test_microbatches_that_a_size_does_not_fit_are_not_proposed():
 
 
 def test_a_size_that_the_devices_do_not_divide_is_named():
-    cfg = tiny.config(SHARDED | {"batch_ramp": (("4 rows", "17%"),)})
+    cfg = tiny.config(RAMP | {"mesh.data": 4, "mesh.fsdp": 2, "batch_ramp": (("4 rows", "17%"),)})
     with pytest.raises(BadInput, match="^batch_ramp, batches of 4 rows: train.num_microbatches=1 leaves 4 rows for 8"):
         make_program(cfg, resolve_budget(cfg, None))
 

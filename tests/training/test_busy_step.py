@@ -15,7 +15,7 @@ from jaxscale.run.opening import open_run
 from jaxscale.training import loop
 
 # a program of its own: jax compiles again under a transfer guard, and test_step.py counts compilations
-MESH = {"mesh.tensor": 2, "train.num_microbatches": 4, "seed": 2}
+MESH = {"mesh.fsdp": 2, "seed": 2}
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 STEPS = 4
 
@@ -23,7 +23,7 @@ STEPS = 4
 @pytest.fixture
 def run(tmp_path):
     """A run of the tiny program, compiled before the test begins."""
-    program = tiny.program(MESH, 8)
+    program = tiny.program(MESH, 2)
     cfg = tiny.config(QUIET | MESH | {"train_tokens": f"{STEPS} steps", "checkpoint.save_every_steps": 0})
     state, _ = program.train_step(program.init(), tiny.on_mesh(program, tiny.packed_batch(0)))
     jax.block_until_ready(state)
@@ -31,7 +31,7 @@ def run(tmp_path):
 
 
 def test_every_array_of_the_state_is_written_in_the_place_of_the_old_one():
-    program = tiny.program(MESH, 8)
+    program = tiny.program(MESH, 2)
     compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     leaves = jax.tree.leaves(program.abstract_state)
     header = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", compiled.as_text())[1]
@@ -43,7 +43,7 @@ def test_every_array_of_the_state_is_written_in_the_place_of_the_old_one():
 
 
 def test_the_old_state_is_gone_after_a_step():
-    program = tiny.program(MESH, 8)
+    program = tiny.program(MESH, 2)
     state = program.init()
     program.train_step(state, tiny.on_mesh(program, tiny.packed_batch(0)))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))

@@ -17,6 +17,7 @@ from jaxscale.training.statistics import named
 BATCH = tiny.packed_batch(0, seq_len=32)
 BASE = {"seq_len": 32, "batch_tokens": 16 * 32, "model.attention": "blockwise", "optim.name": "sgd", "optim.b1": 1e-30}
 SHARED = BASE | {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2, "train.num_microbatches": 2}
+PAIRS = SHARED | {"mesh.tensor": 1}  # on 4 devices
 GPT2 = tiny.GPT2 | {"dropout": 0.3}
 
 
@@ -29,7 +30,8 @@ def step(model, overrides, num_devices):
 
 
 WAYS = {  # (model, how many devices share it)
-    "gather": (tiny.LLAMA, {}),
+    "gather": (tiny.LLAMA, {"mesh.tensor": 1}),
+    "gather, tensor": (tiny.LLAMA, {}),
     "ulysses": (tiny.LLAMA, {"context.attention": "ulysses", "mesh.tensor": 1, "mesh.fsdp": 4}),
     "ring": (tiny.LLAMA, {"context.attention": "ring"}),
     "windows in some layers": (tiny.RELATIVE, {"mesh.tensor": 1, "mesh.fsdp": 4}),
@@ -45,7 +47,7 @@ QUICK = ("gather",)
 def test_losses_gradients_and_tokens_seen_are_those_of_one_device(way):
     model, changes = WAYS[way]
     one, one_grads = step(model, BASE | {"train.num_microbatches": 2}, 1)
-    many, many_grads = step(model, SHARED | changes, 8)
+    many, many_grads = step(model, SHARED | changes, 4 if way == "gather" else 8)
     np.testing.assert_array_equal(many["tokens_seen"], one["tokens_seen"])
     assert one.keys() == many.keys() and many["real_tokens"] == one["real_tokens"]
     for name in ("loss", "objective", "grad_norm"):
@@ -56,7 +58,7 @@ def test_losses_gradients_and_tokens_seen_are_those_of_one_device(way):
 
 @pytest.fixture(scope="module")
 def programs():
-    return tiny.program(BASE | {"train.num_microbatches": 2}, 1), tiny.program(SHARED, 8)
+    return tiny.program(BASE | {"train.num_microbatches": 2}, 1), tiny.program(PAIRS, 4)
 
 
 def test_the_first_state_and_the_batch_do_not_know_who_shares_rows(programs):

@@ -1,5 +1,7 @@
 """What the guard lets through, and what the window that it judges by is made of."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,16 @@ from jaxscale.training.guard import APPLY, GOOD, NEW_LEVEL, SKIP, VERDICTS, init
 NAN, INF = float("nan"), float("inf")
 
 
+@functools.cache
+def compiled(cfg, excused, clip_norm):
+    return jax.jit(lambda state, loss, norm: inspect(cfg, state, loss, norm, excused, clip_norm=clip_norm))
+
+
 def judged(losses, norms=None, state=None, clip_norm=0.0, excused=False, **settings):
     """(verdict of each step, the last state)."""
     cfg = GuardConfig(window_steps=10, **settings)
     state = init_guard(cfg.window_steps) if state is None else state
-    step = jax.jit(lambda state, loss, norm: inspect(cfg, state, loss, norm, excused, clip_norm=clip_norm))
+    step = compiled(cfg, excused, clip_norm)
     verdicts = []
     for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True):
         ok, verdict, state = step(state, jnp.float32(loss), jnp.float32(norm))

@@ -1,15 +1,18 @@
 """A run that trains says itself what is wrong with it, and of what it says the evidence is there to be looked up."""
 
 import dataclasses
+import functools
 import json
 import random
 import shlex
 import shutil
 
+import jax
 import pytest
 import tiny
 
 from jaxscale import schema
+from jaxscale.build import make_program
 from jaxscale.cli import trace
 from jaxscale.config import RunConfig
 from jaxscale.monitor.events import Events, read_events
@@ -24,8 +27,13 @@ QUIET = {
 }  # fmt: skip
 
 
+def opened(cfg, folder, **options):
+    make = functools.partial(make_program, devices=jax.devices()[:1])
+    return open_run(cfg, str(folder), log=lambda text: None, options=RunOptions(**options), make_program=make)
+
+
 def trained(folder, overrides=None):
-    loop.train(open_run(tiny.config(QUIET | (overrides or {})), str(folder), log=lambda text: None))
+    loop.train(opened(tiny.config(QUIET | (overrides or {})), folder))
     return [(event["step"], event["what"]) for event in read_events(folder) if event["event"] == "alert"]
 
 
@@ -143,9 +151,7 @@ def test_a_run_that_goes_on_knows_what_happened_before(changed, tmp_path):
     events.close()
     cfg = schema.from_dict(RunConfig, json.loads((changed / "config.json").read_text())["config"])
     longer = dataclasses.replace(cfg, train_tokens="70 steps", optim=cfg.optim)
-    run = open_run(
-        longer, str(tmp_path / "run"), log=lambda text: None, options=RunOptions(allow_change=("train_tokens",))
-    )
+    run = opened(longer, tmp_path / "run", allow_change=("train_tokens",))
     told = [(event["event"], event["step"]) for event in run.writer.diagnosis.health.past.events]
     run.writer.close()
     assert ("hang", 58) in told and ("hang", 70) not in told

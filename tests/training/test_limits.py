@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -28,7 +29,7 @@ from jaxscale.training.services import Services
 LONG = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
     "train_tokens": "100 steps", "checkpoint.save_every_steps": 7, "checkpoint.keep_last": 9,
-    "optim.decay": "constant", "optim.decay_tokens": "6 steps",
+    "optim.decay": "constant", "optim.decay_tokens": "6 steps", "optim.name": "sgd",
 }  # fmt: skip
 IN_TIME = LONG | {"limit.deadline": "40s", "limit.on_overrun": "decay"}
 
@@ -150,7 +151,7 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     assert stop.value.code is Exit.PEER_LOST
 
 
-programs = functools.lru_cache(4)(lambda budget: make_program(tiny.config(LONG), budget))
+programs = functools.lru_cache(4)(lambda budget: make_program(tiny.config(LONG), budget, jax.devices()[:1]))
 
 
 def train(folder, overrides=IN_TIME, *, clock=None, stop_after=None, replay=None):
@@ -164,7 +165,7 @@ def train(folder, overrides=IN_TIME, *, clock=None, stop_after=None, replay=None
     run = open_run(tiny.config(overrides), str(folder), str, services=services, options=options, make_program=made)
     train_to_completion(run)
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    return tiny.host(checkpoints.restore(checkpoints.latest_step(), tiny.program().abstract_state))
+    return tiny.host(checkpoints.restore(checkpoints.latest_step(), tiny.program({"optim.name": "sgd"}).abstract_state))
 
 
 def rates(folder):

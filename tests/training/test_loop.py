@@ -24,16 +24,14 @@ QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_e
 
 def program_for(cfg, budget):
     """Runs of this module share the compiled tiny step instead of compiling their own; shapes and code are the same."""
-    made = make_program(cfg, budget)
-    shared = tiny.program({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8)
+    made, shared = make_program(cfg, budget, jax.devices()[:1]), tiny.program()
     return dataclasses.replace(
         made, init=shared.init, train_step=shared.train_step, gradient_norms=shared.gradient_norms
     )
 
 
 def open_tiny(folder, overrides=None, make=program_for):
-    mesh = {"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}
-    cfg = tiny.config(QUIET | mesh | (overrides or {}))
+    cfg = tiny.config(QUIET | (overrides or {}))
     return open_run(cfg, str(folder), log=lambda text: None, make_program=make)
 
 

@@ -27,10 +27,10 @@ def make(overrides, num_devices, model=tiny.LLAMA):
     return make_program(cfg, resolve_budget(cfg, None), jax.devices()[:num_devices])
 
 
-def step(overrides, num_devices, model=tiny.LLAMA, steps=1):
+def step(overrides, num_devices, model=tiny.LLAMA, steps=1, state=None):
     """(metrics of the last step, gradients), on the host: the momentum of 1e-30 holds the gradient and nothing else."""
     program = make(overrides, num_devices, model)
-    state = program.init()
+    state = program.init() if state is None else tiny.placed(program, state)
     for _ in range(steps):
         state, metrics = program.train_step(state, tiny.on_mesh(program, BATCH))
     return tiny.host((metrics, jax.tree.leaves(state.opt_state)))
@@ -64,8 +64,9 @@ QUICK = ("chunks",)
 def test_losses_and_gradients_are_those_of_one_device(run):
     model, settings, cut, devices = RUNS[run]
     remat = model | {"remat": "full"}
-    one, one_grads = step(settings | {"mesh.fsdp": 1}, 1, remat)
-    many, many_grads = step(settings | {"mesh.fsdp": 1} | cut, devices, remat)
+    first = tiny.host(make(settings | {"mesh.fsdp": 1}, 1, remat).init())
+    one, one_grads = step(settings | {"mesh.fsdp": 1}, 1, remat, state=first)
+    many, many_grads = step(settings | {"mesh.fsdp": 1} | cut, devices, remat, state=first)
     np.testing.assert_array_equal(many["tokens_seen"], one["tokens_seen"])
     assert one.keys() == many.keys() and many["real_tokens"] == one["real_tokens"]
     for name in ("loss", "objective", "grad_norm"):

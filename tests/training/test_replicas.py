@@ -155,7 +155,7 @@ def test_copies_stay_the_same_through_training_and_a_flip_stays_found(overrides,
 
 @pytest.mark.parametrize("rules", ["zero1", pytest.param("zero2", marks=pytest.mark.soak)])
 def test_where_each_step_renews_the_copies_a_flip_is_seen_before_it_alone_and_this_is_told(rules):
-    program = tiny.program({"rules": rules}, 8)
+    program = tiny.program(FEW | {"rules": rules}, 4)
     check, state = make_replica_check(program.mesh, program.abstract_state), program.init()
     flipped = flip_bit(state, 2, bit=20)
     assert check(flipped).devices == (2,)

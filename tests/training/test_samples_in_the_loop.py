@@ -28,10 +28,11 @@ def files(tmp_path_factory):
     return {"data.name": "files", "data.files": str(folder / "*.txt"), "data.cache_dir": str(folder / "cache")}
 
 
-def open_tiny(folder, files, overrides=None, say=lambda text: None):
+def open_tiny(folder, files, overrides=None):
     overrides = {"train_tokens": "7 steps", "model.vocab_size": 272} | SAMPLE | (overrides or {})
+    cfg = tiny.config(QUIET | MESH | files | overrides)
     make = tiny.reuse(tiny.program(MESH | {"model.vocab_size": 272}, 8))
-    return open_run(tiny.config(QUIET | MESH | files | overrides), str(folder), log=say, make_program=make)
+    return open_run(cfg, str(folder), log=lambda text: None, make_program=make)
 
 
 def lines(path):
@@ -102,7 +103,8 @@ def test_a_reader_sees_each_step_once_while_an_older_attempt_is_still_in_the_fil
 
 def test_what_cannot_write_text_says_so_at_the_start(tmp_path):
     said = []
-    run = open_tiny(tmp_path / "run", {"data.name": "synthetic"}, {"sample.every_steps": 2}, said.append)
+    cfg, make = tiny.config(QUIET | SAMPLE | {"sample.every_steps": 2}), tiny.reuse(tiny.program())
+    run = open_run(cfg, str(tmp_path / "run"), log=said.append, make_program=make)
     assert run.sample is None and "no sample: data.name='synthetic' has no tokenizer" in said
     run.writer.close()
     run.checkpoints.close()

@@ -16,9 +16,10 @@ QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows
 MESH = {"mesh.data": 4, "mesh.fsdp": 2, "train.num_microbatches": 2}
 
 
-def open_tiny(folder, every, overrides=None):
+def open_tiny(folder, every, overrides=None, program=None):
+    """A run of 7 steps, on one device unless another program is given."""
     overrides = {"train_tokens": "7 steps", "monitor.statistics_every_steps": every} | (overrides or {})
-    cfg, make = tiny.config(QUIET | MESH | overrides), tiny.reuse(tiny.program(MESH, 8))
+    cfg, make = tiny.config(QUIET | overrides), tiny.reuse(program or tiny.program())
     return open_run(cfg, str(folder), log=lambda text: None, make_program=make)
 
 
@@ -32,7 +33,9 @@ def stats_of(record):
 
 @pytest.mark.soak
 def test_a_run_that_is_watched_at_every_step_is_the_same_bit_for_bit(tmp_path):
-    states = {every: tiny.host(loop.train(open_tiny(tmp_path / str(every), every))) for every in (0, 1)}
+    program = tiny.program(MESH, 8)
+    run = lambda every: open_tiny(tmp_path / str(every), every, MESH, program)
+    states = {every: tiny.host(loop.train(run(every))) for every in (0, 1)}
     tiny.assert_same_bits(states[0], states[1])
     plain, watched = records(tmp_path / "0"), records(tmp_path / "1")
     for name in ("loss", "grad_norm", "tokens_hash"):

@@ -19,6 +19,8 @@ from jaxscale.training.stopping import terminated_well
 STEPS = 8
 VALUES = tiny.VALUES | dict(
     train_tokens=f"{STEPS} steps",
+    mesh=dict(data=8, fsdp=1),  # which compiles sooner than a state that is cut
+    optim=dict(name="sgd"),
     model=tiny.LLAMA | dict(vocab_size=272, num_layers=1),
     eval=dict(every_steps=4, num_rows=8),
     sample=dict(num_tokens=2),
@@ -28,7 +30,7 @@ VALUES = tiny.VALUES | dict(
 SOAK = pytest.mark.soak
 POINTS = [  # for JAXSCALE_TERM_AT, and the newest step that is saved then, where that is certain
     pytest.param("restore:1", None, id="the first state", marks=SOAK),
-    pytest.param("eval:1", None, id="the validation before the first step"),
+    pytest.param("eval:1", None, id="the validation before the first step", marks=SOAK),
     pytest.param("compile:1", 1, id="the first step, while it compiles", marks=SOAK),
     pytest.param("data:3", 3, id="a wait for data", marks=SOAK),
     pytest.param("step:5", None, id="a step", marks=SOAK),
