@@ -33,7 +33,9 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     cfg = parity.config(told)
     params = parity.params(cfg, start.weights)
     params["head"] = params["head"] * np.float32(told["lm_head_scale"])
-    graphdef, _, axes = split_model(make_model(cfg, key=jax.random.key(0), kernels=PLAIN))
+    graphdef, _, axes = split_model(
+        jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=PLAIN), jax.random.key(0))
+    )
 
     optim = OptimConfig(
         **{name: told[name] for name in ("peak_lr", "min_lr", "b1", "b2", "eps", "weight_decay", "clip_norm")}

@@ -54,8 +54,7 @@ def unrolled(params, layers):
 
 def plain_model(cfg, params):
     """The whole model on one device, layer by layer."""
-    model = make_model(cfg, key=jax.random.key(0), kernels=PLAIN)
-    graphdef, _, _ = split_model(model)
+    graphdef, _, _ = split_model(jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=PLAIN), jax.random.key(0)))
     return merge_model(graphdef, params)
 
 
