@@ -190,8 +190,9 @@ def test_unchanged_it_is_complete(home, copy, capsys):
     assert contents(copy) == before
 
 
-def test_more_tokens_go_on_and_the_new_horizon_and_each_change_are_told(home, finished, copy, capsys):
+def test_more_tokens_go_on_to_a_sample_and_the_new_horizon_and_each_change_are_told(home, finished, copy, capsys):
     cadence = ["--config.monitor.log_every_steps=2", "--config.eval.every_steps=0", "--config.checkpoint.keep_last=1"]
+    cadence += ["--config.sample.num_tokens=40", "--config.sample.prompt=def "]
     assert command(home, copy, f"--config.train_tokens={STEPS + 4} steps", *cadence) == 0
     out = capsys.readouterr().out
     assert f"the learning rate follows the new horizon, {STEPS + 4} steps instead of {STEPS}" in out
@@ -206,6 +207,8 @@ def test_more_tokens_go_on_and_the_new_horizon_and_each_change_are_told(home, fi
     assert set(changed) >= {"train_tokens", "monitor.log_every_steps", "checkpoint.keep_last"}
     assert changed["train_tokens"]["alters"] and not changed["monitor.log_every_steps"]["alters"]
     assert changed["train_tokens"]["learning_rate"] == pytest.approx(rates)
+    text = (copy / "sample.txt").read_text()
+    assert text.startswith("def ") and len(text) > 4 and printable(text) in out
 
 
 def test_the_way_without_a_jump_that_is_offered_has_none(home, copy, capsys):
@@ -300,13 +303,6 @@ def test_from_a_damaged_checkpoint_it_falls_back_aloud_and_ends_as_if_it_never_w
     tiny.assert_same_bits(final_state(home, copy), final_state(home, without))
 
 
-def test_a_sample_is_written_at_the_end(home, copy, capsys):
-    flags = ["--config.sample.num_tokens=40", "--config.sample.prompt=def ", f"--config.train_tokens={STEPS + 1} steps"]
-    assert command(home, copy, *flags) == 0
-    text = (copy / "sample.txt").read_text()
-    assert text.startswith("def ") and len(text) > 4 and printable(text) in capsys.readouterr().out
-
-
 def test_the_command_says_what_each_setting_is(capsys):
     assert main.main(["--help", "all"]) == 0
     out = capsys.readouterr().out
@@ -340,6 +336,7 @@ def test_a_process_that_is_told_to_stop_saves_and_leaves_with_code_10(home, tmp_
     assert len(told.splitlines()) == 1 and "Traceback" not in told
 
 
+@pytest.mark.soak  # test_preflight_command starts a process that ends so, test_exits does without one
 def test_a_wrong_setting_is_one_line_and_code_2(home, tmp_path):
     with process(
         f"--config={home / 'tiny.py'}", f"--workdir={tmp_path / 'run'}", "--config.optim.peek_lr=1"
