@@ -272,7 +272,9 @@ def test_a_start_on_a_full_disk_is_one_line_and_loses_nothing(home, copy, capsys
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert stop.value.code is Exit.STORAGE and "File too large" in str(stop.value) and "\n" not in str(stop.value)
     assert {path: when for path, when in contents(copy).items() if path in before} == before
-    assert command(home, copy, f"--config.train_tokens={STEPS + 2} steps") == 0
+    run = open_run(config(home, {"train_tokens": f"{STEPS + 4} steps"}), str(copy), lambda text: None)
+    run.writer.close()
+    assert run.start_step == STEPS
 
 
 def test_data_that_cannot_be_reached_or_kept_now_are_not_called_other_data(home, copy):
