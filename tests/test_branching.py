@@ -49,24 +49,24 @@ def records(folder):
 def test_a_branch_begins_at_step_0_and_goes_on_from_its_own_checkpoints_with_no_look_at_the_other(tmp_path):
     run(tmp_path / "old", 2)
     shutil.copytree(tmp_path / "old", tmp_path / "moved")
-    straight, said = run(tmp_path / "straight", 6, said=(said := []), from_path=str(tmp_path / "moved")), said
-    assert straight.step == 6 and f"init: params of {tmp_path}/moved/checkpoints/2" in said
-    assert [(r["step"], r["batch_index"]) for r in records(tmp_path / "straight")] == [(n + 1, n) for n in range(6)]
-    fresh = run(tmp_path / "fresh", 6)
+    straight, said = run(tmp_path / "straight", 4, said=(said := []), from_path=str(tmp_path / "moved")), said
+    assert straight.step == 4 and f"init: params of {tmp_path}/moved/checkpoints/2" in said
+    assert [(r["step"], r["batch_index"]) for r in records(tmp_path / "straight")] == [(n + 1, n) for n in range(4)]
+    fresh = run(tmp_path / "fresh", 4)
     assert not (fresh.params["head"] == straight.params["head"]).all()
 
-    run(tmp_path / "branch", 6, stop_after=2, from_path=str(tmp_path / "moved"))
+    run(tmp_path / "branch", 4, stop_after=2, from_path=str(tmp_path / "moved"))
     written = json.loads((tmp_path / "branch" / "config.json").read_text())["ancestry"]
     recorded = Checkpoints(tmp_path / "branch" / "checkpoints", CheckpointConfig()).read_run(2)["ancestry"]
     assert recorded == written and recorded[0]["step"] == 2
     shutil.rmtree(tmp_path / "moved")
-    gone_on = run(tmp_path / "branch", 6, from_path=str(tmp_path / "moved"))
+    gone_on = run(tmp_path / "branch", 4, from_path=str(tmp_path / "moved"))
     tiny.assert_same_bits(gone_on, straight)
     checkpoints = Checkpoints(tmp_path / "branch" / "checkpoints", CheckpointConfig())
-    assert checkpoints.read_run(6)["ancestry"] == recorded  # after a restart too
+    assert checkpoints.read_run(4)["ancestry"] == recorded  # after a restart too
 
     with pytest.raises(Stop, match="belongs to another config: init.from_path: ") as stop:
-        run(tmp_path / "branch", 6)
+        run(tmp_path / "branch", 4)
     assert stop.value.code is Exit.CONFIG_MISMATCH
 
 

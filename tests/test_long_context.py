@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hf_folders import LLAMA, make_folder
 
+from jaxscale import schema
+from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import convert
 from jaxscale.config_file import load_config
 from jaxscale.interop import families
@@ -65,7 +67,10 @@ def test_rows_of_a_model_whose_rope_goes_by_their_length_are_said_once_and_go_ou
         dataclasses.replace(plain, model=model)
     cfg = dataclasses.replace(plain, model=model, seq_len=96, init=dataclasses.replace(plain.init, from_path=str(base)))
     cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, num_rows=0))
-    train_to_completion(open_run(cfg, str(tmp_path / "run"), lambda line: None))
+    run = open_run(cfg, str(tmp_path / "run"), lambda line: None)
+    run.writer.close()
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", cfg.checkpoint)
+    checkpoints.save(0, run.state, {"config": schema.to_dict(cfg)}, wait=True)  # as trained by no step
     assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     back = families.read(written)[1]

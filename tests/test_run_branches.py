@@ -60,14 +60,22 @@ def trunk(tmp_path_factory):
     return folder
 
 
-def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smallest_rate(trunk, tmp_path):
+LONGER = {"train_tokens": "10 steps"}  # than the 4 steps of a decay, so that the rate is the peak's up to step 7
+
+
+@pytest.fixture(scope="module")
+def branch(trunk, tmp_path_factory):
+    """(the folder of a branch that was never stopped, its end, what was said)"""
+    folder, said = tmp_path_factory.mktemp("branches") / "branch", []
     told = branch_settings(f"{trunk}/checkpoints/4", "4 steps", {})
-    longer = told | {"train_tokens": "10 steps"}  # so that the rate is the peak's up to step 7
-    said = []
-    end = train(tmp_path / "branch", longer, said=said)
+    return folder, train(folder, told | LONGER, said=said), said
+
+
+def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smallest_rate(trunk, branch):
+    folder, end, said = branch
     assert f"init: a branch of {trunk}/checkpoints/4: goes on from step 4, with its state and its data" in said
-    tiny.assert_same_bits(state_of(tmp_path / "branch", 6), state_of(trunk, 6))
-    ours, theirs = records(tmp_path / "branch"), records(trunk)
+    tiny.assert_same_bits(state_of(folder, 6), state_of(trunk, 6))
+    ours, theirs = records(folder), records(trunk)
     assert sorted(ours) == [5, 6, 7, 8, 9, 10]
     for name in ("batch_index", "tokens_hash", "tokens_seen"):
         assert [row[name] for row in ours.values()] == [theirs[step][name] for step in ours]
@@ -75,29 +83,30 @@ def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smalle
     rates = [ours[step]["learning_rate"] for step in (7, 8, 9, 10)]
     np.testing.assert_allclose(rates, np.linspace(1e-2, 1e-3, 4), rtol=1e-6)
     assert rates[-1] == np.float32(1e-3) and end.step == 10
-    (ancestor,) = json.loads((tmp_path / "branch" / "config.json").read_text())["ancestry"]
+    (ancestor,) = json.loads((folder / "config.json").read_text())["ancestry"]
     assert (ancestor["step"], ancestor["what"], ancestor["path"]) == (4, "run", str(trunk / "checkpoints"))
 
 
-def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with_the_same_command(trunk, tmp_path):
+def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with_the_same_command(
+    trunk, branch, tmp_path
+):
     shutil.copytree(trunk, tmp_path / "trunk")
     command = functools.partial(branch_settings, str(tmp_path / "trunk"), "4 steps")
     told = command({})
     assert told["init.from_path"] == f"{tmp_path}/trunk/checkpoints/10" and told["optim.warmup_tokens"] == "2 steps"
-    shutil.rmtree(tmp_path / "trunk" / "checkpoints" / "10")
+    for step in (6, 8, 10):
+        shutil.rmtree(tmp_path / "trunk" / "checkpoints" / str(step))
     told = command({})
-    straight = train(tmp_path / "straight", told)
-    assert straight.step == 12 and sorted(records(tmp_path / "straight")) == [9, 10, 11, 12]
-
-    train(tmp_path / "branch", told, stop_after=11)
+    train(tmp_path / "branch", told | LONGER, stop_after=9)
+    assert sorted(records(tmp_path / "branch")) == [5, 6, 7, 8, 9]
     shutil.copytree(trunk / "checkpoints" / "10", tmp_path / "trunk" / "checkpoints" / "10")  # the trunk has gone on
     begun = json.loads((tmp_path / "branch" / "config.json").read_text())["config"]
     assert command(begun) == told
     shutil.rmtree(tmp_path / "trunk")
-    tiny.assert_same_bits(train(tmp_path / "branch", told), straight)
-    assert records(tmp_path / "branch")[12]["learning_rate"] == np.float32(1e-3)
+    tiny.assert_same_bits(train(tmp_path / "branch", told | LONGER), branch[1])
+    assert records(tmp_path / "branch")[10]["learning_rate"] == np.float32(1e-3)
     written = json.loads((tmp_path / "branch" / "config.json").read_text())
-    assert [one["step"] for one in written["ancestry"]] == [8], "the descent is told after a restart too"
+    assert [one["step"] for one in written["ancestry"]] == [4], "the descent is told after a restart too"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 from gcs_emulator import Emulator
+from twins import twins
 
 from jaxscale.checkpoint import folders, verify
 from jaxscale.system import paths
@@ -52,7 +53,7 @@ def test_requests_do_not_grow_as_processes_times_files(listed):
 
 
 @pytest.mark.fault("F33")
-@pytest.mark.parametrize("shares", [1, 3, pytest.param(16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("shares", twins([1, 3, 16], 3))
 def test_each_damaged_or_missing_file_is_named_by_one_process(listed, shares):
     gcs, folder = listed
     rest = f"{verify.LISTS}/{verify.REST}"

@@ -52,9 +52,9 @@ def test_every_verb_is_there():
 
 
 def test_both_doors_lead_to_the_same_verb():
-    one, other = jaxscale("verify", "--help"), jaxscale("--help", module="jaxscale.cli.verify")
+    one, other = jaxscale("watch", "--help"), jaxscale("--help", module="jaxscale.cli.watch")
     assert one.returncode == other.returncode == 0
-    assert "jaxscale verify resume --config=FILE" in one.stdout and one.stdout == other.stdout
+    assert "--workdir=" in one.stdout and one.stdout == other.stdout
     assert one.stdout.endswith(f"\n{CODES_LINE}\n")
 
 

@@ -33,8 +33,9 @@ def config(model, **values):
     return vp.settings(schema.from_dict(RunConfig, base | values))
 
 
-FEW = [Layout({"fsdp": 8}, "zero1", 1), Layout({"fsdp": 4, "tensor": 2}, "zero3", 2)]
+FEW = [Layout({"fsdp": 4, "tensor": 2}, "zero3", 2)]
 MORE = [
+    Layout({"fsdp": 8}, "zero1", 1),
     Layout({}, "zero3", 4),
     Layout({"data": 8}, "zero3", 1),
     Layout({"fsdp": 8}, "zero2", 4),

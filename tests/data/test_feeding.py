@@ -73,7 +73,7 @@ def test_the_tokens_of_an_epoch_are_those_of_the_corpus(folder, packing, mixture
     st.sampled_from(["best_fit", "concat"]),
     st.sampled_from(list(MIXTURES)),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_kills_and_other_numbers_of_hosts_change_nothing(folder, hosts, kills, packing, mixture):
     whole = open_corpus(folder, packing, mixture).batches(12)
     done = 0

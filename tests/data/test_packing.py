@@ -38,7 +38,7 @@ def slow_rows(documents, T):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T, seed):
     ids = np.split(np.arange(sum(lengths)) + 1, np.cumsum(lengths)[:-1])
     documents = [ids[d].tolist() for d in document_order(len(lengths), seed)]
@@ -51,7 +51,7 @@ def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T,
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rows_that_are_cut_are_those_that_are_packed_so_short(tmp_path_factory, lengths, short, parts):
     folder = tmp_path_factory.mktemp("rows")
     whole, wanted = (concat(folder, lengths, T, seed=2) for T in (short * parts, short))
@@ -67,7 +67,7 @@ def test_rows_that_are_cut_are_those_that_are_packed_so_short(tmp_path_factory, 
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 16))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_each_token_but_a_documents_first_is_a_target_exactly_once(tmp_path_factory, lengths, T):
     rows = concat(tmp_path_factory.mktemp("once"), lengths, T, seed=1)
     predicted = np.concatenate([rows[r].targets[rows[r].weights == 1] for r in range(len(rows))])

@@ -84,6 +84,7 @@ def files_of(folder):
 
 @pytest.mark.fault("F21")
 @pytest.mark.fault("F32")
+@pytest.mark.soak  # by default: test_lock and test_lost_folder for the lock and the saves, test_fence for all writers
 def test_a_run_that_wakes_up_in_a_folder_of_another_writes_nothing(tmp_path):
     workdir = tmp_path / "run"
     with Trainer(tmp_path, "old", workdir) as old:

@@ -4,6 +4,7 @@ left them; and continued.json: what that version wrote when it went on with them
     python tests/golden/make_earlier_version.py CHECKOUT   # made of 02ec64a, with this environment's libraries
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 
 from compare_versions import write_text
 
@@ -41,9 +43,9 @@ def get_config(source="text"):
 ONE_DEVICE = "--xla_force_host_platform_device_count=1"
 
 
-def jaxscale(folder: pathlib.Path, tree: pathlib.Path, *command: str, flags: str = ONE_DEVICE) -> None:
+def jaxscale(folder: pathlib.Path, tree: pathlib.Path, *command: str) -> None:
     """Runs a command of the version in `tree`, in the folder. Raises RuntimeError with what it printed if it fails."""
-    env = dict(PYTHONPATH=str(tree), JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    env = dict(PYTHONPATH=str(tree), JAX_PLATFORMS="cpu", XLA_FLAGS=ONE_DEVICE)
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, env=os.environ | env, capture_output=True, text=True
     )
@@ -51,11 +53,14 @@ def jaxscale(folder: pathlib.Path, tree: pathlib.Path, *command: str, flags: str
         raise RuntimeError(f"{command}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def go_on(folder: pathlib.Path, tree: pathlib.Path, flags: str = ONE_DEVICE) -> dict[str, list[dict]]:
-    """{source: what is measured of each step} of a run that is continued and of one that reads the shards."""
+def go_on(folder: pathlib.Path, train: Callable[..., object]) -> dict[str, list[dict]]:
+    """{source: what is measured of each step} of a run that is continued and of one that reads the shards.
+
+    train(*flags) is the training command, run in the folder.
+    """
     steps = "--config.train_tokens=8 steps"
-    jaxscale(folder, tree, "jaxscale.main", "--config=config.py", "--workdir=run", steps, flags=flags)
-    jaxscale(folder, tree, "jaxscale.main", "--config=config.py:shards", "--workdir=from_shards", flags=flags)
+    train("--config=config.py", "--workdir=run", steps)
+    train("--config=config.py:shards", "--workdir=from_shards")
     found = {}
     for name in ("run", "from_shards"):
         lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
@@ -76,7 +81,9 @@ def make(tree: pathlib.Path) -> None:
         shutil.rmtree(folder / "cache")
         with tarfile.open(ARCHIVE, "w:xz") as archive:
             archive.add(folder, "earlier")
-        CONTINUED.write_text(json.dumps(go_on(folder, tree), indent=1) + "\n")
+        CONTINUED.write_text(
+            json.dumps(go_on(folder, functools.partial(jaxscale, folder, tree, "jaxscale.main")), indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

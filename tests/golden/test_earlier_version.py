@@ -1,11 +1,13 @@
 """What an earlier version left is gone on with, bit for bit: work folder, checkpoint, shards and manifest."""
 
+import contextlib
 import json
 import tarfile
 
 import pytest
-from make_earlier_version import ARCHIVE, CONTINUED, HERE, go_on
-from xla_flags import xla_flags
+from make_earlier_version import ARCHIVE, CONTINUED, go_on
+
+from jaxscale import main
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +15,8 @@ def continued(tmp_path_factory):
     folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
-    return go_on(folder / "earlier", HERE.parent.parent, xla_flags(1))
+    with contextlib.chdir(folder / "earlier"):
+        return go_on(folder / "earlier", lambda *flags: main.main(flags))
 
 
 @pytest.mark.parametrize("name", ["run", "from_shards"])

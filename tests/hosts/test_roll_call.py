@@ -113,7 +113,7 @@ def test_it_listens_where_the_name_leads_and_nowhere_else(host, address, listens
 def test_the_roll_call_of_a_local_run_is_closed_to_other_machines():
     port = processes.free_ports()
     place = Place(host="localhost", port=port, num_processes=2, process_id=0, found_in="test")
-    thread = threading.Thread(target=lambda: pytest.raises(Stop, call_roll, place, FACTS, 3.0))
+    thread = threading.Thread(target=lambda: pytest.raises(Stop, call_roll, place, FACTS, 1.5))
     thread.start()
     with processes.connected(port + 1) as own:
         assert own.getpeername()[0] == "127.0.0.1"

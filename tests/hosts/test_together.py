@@ -93,6 +93,7 @@ def test_a_signal_to_one_of_two_saves_both_at_one_step_and_one_process_goes_on(h
     assert_same_run(workdir, straight)
 
 
+@pytest.mark.soak  # test_roll_call names them without a process
 def test_who_is_missing_is_named_by_the_command_itself(home, tmp_path):
     with start(3, 1, home, tmp_path / "run", "--roll_call_seconds=1", numbers=[0]) as alone:
         assert alone.codes() == [Exit.PEER_LOST] == [13]

@@ -159,7 +159,7 @@ def test_leaving_together_is_no_loss_and_the_first_leaves_last(team, code, capfd
 @pytest.mark.fault("F21")
 @pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_who_is_silent_when_jax_gives_up_is_named_by_all(team, frozen, capfd, monkeypatch):
-    monkeypatch.setattr(watch, "PING_SECONDS", 3.0)
+    monkeypatch.setattr(watch, "PING_SECONDS", 1.0)
     team.watches[frozen].hear = lambda number, message: None  # it neither hears nor answers
     team.watches[frozen].lost = lambda *name: None
     others = [number for number in range(COUNT) if number != frozen]

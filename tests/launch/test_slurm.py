@@ -62,7 +62,7 @@ def wait_for(what, seconds, condition):
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.3)
+        time.sleep(0.05)
     pytest.fail(f"after {seconds} s: {what()}")
 
 

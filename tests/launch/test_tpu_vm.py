@@ -49,7 +49,11 @@ exit "$code"
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
     """A folder that stands for the cloud: state, calls, codes, and home/ of the only worker."""
-    for name, text in (("gcloud", GCLOUD), ("python3", PYTHON), ("sleep", '#!/bin/sh\nexec /bin/sleep "0${1#10}"\n')):
+    for name, text in (
+        ("gcloud", GCLOUD),
+        ("python3", PYTHON),
+        ("sleep", '#!/bin/sh\ncase $1 in 1 | 10) set 0.05 ;; esac\nexec /bin/sleep "$1"\n'),
+    ):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(text)

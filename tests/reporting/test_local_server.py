@@ -54,7 +54,7 @@ def get(server):
 def test_idle_connections_make_room_for_one_that_asks(served):
     server, _ = served
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connect(server)) for _ in range(10 * MOST_CONNECTIONS)]
+        idle = [stack.enter_context(connect(server)) for _ in range(4 * MOST_CONNECTIONS)]
         assert get(server) == b"here"
         assert len(server.clients) <= MOST_CONNECTIONS and idle[0].recv(1) == b""
         assert threading.active_count() < 3 * MOST_CONNECTIONS
