@@ -134,7 +134,6 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"mesh.expert": 2}, "mesh.expert=2: this model has no experts"),
         ({"train.aux_losses": {"balance_loss": 0.1}}, "train.aux_losses has 'balance_loss', of experts"),
         (EXPERTS | {"model.matmul_dtype": "int8"}, "model.matmul_dtype='int8' is not built for model.experts"),
-        (EXPERTS | {"optim.offload_params": True}, "optim.offload_params=true cannot go with model.experts"),
         ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is no regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),
         ({"sample.temperature": 0}, "sample: "),
