@@ -70,6 +70,7 @@ def test_a_branch_begins_at_step_0_and_goes_on_from_its_own_checkpoints_with_no_
     assert stop.value.code is Exit.CONFIG_MISMATCH
 
 
+@pytest.mark.soak
 def test_stopped_before_its_first_checkpoint_it_begins_with_the_same_weights_again(tmp_path):
     run(tmp_path / "old", 2)
     of_old = {"init.from_path": str(tmp_path / "old")}

@@ -132,6 +132,7 @@ def test_other_data_are_refused(trunk, tmp_path):
     assert stop.value.code is Exit.DATA_MISMATCH
 
 
+@pytest.mark.soak
 def test_a_branch_that_decays_begins_where_the_rate_is_at_its_peak(tmp_path):
     train(tmp_path / "cosine", {"optim.decay": "cosine"}, stop_after=4)
     with pytest.raises(

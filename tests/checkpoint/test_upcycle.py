@@ -78,6 +78,7 @@ def test_copies_compute_what_the_dense_model_did(dense):
     np.testing.assert_array_equal(state.params["dense_blocks"]["mlp"]["up"], old["mlp"]["up"][:1])
 
 
+@pytest.mark.soak
 def test_so_do_the_parts_of_a_split_one_which_are_its_columns_under_one_router(dense):
     experts = SPLIT | dict(score="sigmoid", groups=2, groups_chosen=1)
     program = make(DENSE | dict(experts=experts), 8, mesh=dict(fsdp=2, tensor=2, expert=2))

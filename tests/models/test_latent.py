@@ -59,9 +59,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "cut", [cut if cut == "tensor" else pytest.param(cut, marks=pytest.mark.soak) for cut in MESHES]
-)
+@pytest.mark.soak  # by default tests/models/test_mixtures.py shares a model with latents among devices
+@pytest.mark.parametrize("cut", MESHES)
 def test_losses_and_gradients_are_those_of_one_device(cut):
     model, mesh = MESHES[cut]
     one, after, first = two_steps({"model": model}, 1)

@@ -26,6 +26,7 @@ EXPERTS = dict(number=8, chosen=2, mlp_dim=16)
 DEEPSEEK = EXPERTS | dict(
     shared_dim=8, first_dense=1, bias=True, score="sigmoid", scale=2.5, groups=4, groups_chosen=2, group_best=2
 )
+LATENT = dict(num_kv_heads=4, head_dim=12, latent=dict(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10))
 LOSSES = {"router_z_loss": 1e-2, "balance_loss": 1e-1, "row_balance_loss": 1e-1}
 BASE = {"optim.name": "sgd", "optim.b1": 1e-30, "train.num_microbatches": 2, "mesh.fsdp": 1, "train.aux_losses": LOSSES}
 
@@ -87,8 +88,8 @@ MESHES = {
 
 
 def deepseek(first_dense):
-    """Two layers of experts, behind so many without."""
-    return model(DEEPSEEK | {"first_dense": first_dense}, num_layers=2 + first_dense)
+    """Two layers of experts, behind so many without; attention by latents, as DeepSeek's is."""
+    return model(DEEPSEEK | {"first_dense": first_dense}, num_layers=2 + first_dense, **LATENT)
 
 
 @functools.cache

@@ -102,7 +102,7 @@ SPLASH = {  # (softcap, window)
 }
 
 
-@pytest.mark.parametrize("form", twins([*SPLASH], "neighbours", "ring"))
+@pytest.mark.parametrize("form", twins([*SPLASH], "neighbours"))
 def test_splash_of_shared_rows_is_plain_attention(form):
     blocks = splash.Blocks((128, 256), (128, 128), (256, 128))
     softcap, window = SPLASH[form]

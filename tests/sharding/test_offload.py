@@ -128,6 +128,7 @@ def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
+@pytest.mark.soak
 def test_a_step_that_is_not_ok_leaves_parameters_on_the_host_as_they_were():
     program = tiny.program({"optim.offload_params": True, "optim.name": "sgd"}, 2)
     state = program.init()

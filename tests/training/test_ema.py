@@ -108,6 +108,7 @@ def test_both_are_validated(tmp_path):
     assert last["validation_ema/loss"] == run.evaluate(state.ema)["validation/loss"]
 
 
+@pytest.mark.soak
 def test_a_sample_is_of_the_one_that_is_asked_for():
     shared, tokenizer = tiny.program({"model.vocab_size": 257}), ByteTokenizer()
     settings = ON | {"model.vocab_size": 257, "sample.num_tokens": 9, "sample.prompt": "A"}

@@ -37,7 +37,9 @@ POINTS = [  # for JAXSCALE_TERM_AT, and the newest step that is saved then, wher
     pytest.param("save:1", None, id="a save", marks=SOAK),
     pytest.param(f"data:{STEPS}", STEPS, id="the last wait for data", marks=SOAK),
     pytest.param("eval:11", STEPS, id="the last validation", marks=SOAK),  # 1 before the first step, a look after each
-    pytest.param("eval:12", STEPS, id="the last sample"),  # step for its replicas, validations after steps 4 and 8
+    pytest.param(
+        "eval:12", STEPS, id="the last sample", marks=SOAK
+    ),  # step for its replicas, validations after steps 4 and 8
 ]
 
 
