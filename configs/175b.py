@@ -1,6 +1,6 @@
 """GPT-3's shape (arXiv:2005.14165, table 2.1): 174,604,836,864 parameters. Measured: nothing yet.
 
-    python -m jaxscale.main --config=configs/175b.py --config.data.files='shards/*.bin'
+    python -m jaxscale.main --config=configs/175b.py --config.data.files='shards/manifest.json'
 
 Cost of the whole run at 40% MFU: 3.2e+23 FLOPs, 481,972 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 2,602 GiB over all chips.
@@ -25,7 +25,7 @@ def get_config():
         remat="full",
     )
     c.optim = dict(peak_lr=6e-5, min_lr=6e-6, b2=0.95, warmup_tokens=375_000_000)
-    c.data = dict(name="tokens", files="shards/*.bin")
+    c.data = dict(name="tokens", files="shards/manifest.json")
     c.eval = dict(every_steps=500, num_rows=768)
     c.checkpoint = dict(save_every_steps=250, keep_last=3, keep_every_steps=10_000)
     return c

@@ -1,6 +1,6 @@
 """A 1.1B Llama in TinyLlama's shape (arXiv:2401.02385), heads of 128: 1,126,262,784 parameters. Measured: nothing yet.
 
-    python -m jaxscale.main --config=configs/1b.py --config.data.files='shards/*.bin'
+    python -m jaxscale.main --config=configs/1b.py --config.data.files='shards/manifest.json'
 
 Cost of the whole run at 40% MFU: 1.6e+20 FLOPs, 248 chip-hours of TPU v5p (459 TFLOP/s).
 Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
@@ -21,7 +21,7 @@ def get_config():
         num_kv_heads=4, head_dim=128, mlp_dim=5632, remat="full",
     )  # fmt: skip
     c.optim = dict(peak_lr=4e-4, min_lr=4e-5, warmup_tokens="1000 steps")  # TinyLlama's rates
-    c.data = dict(name="tokens", files="shards/*.bin")
+    c.data = dict(name="tokens", files="shards/manifest.json")
     c.eval = dict(every_steps=500, num_rows=1024)
     c.checkpoint = dict(save_every_steps=500, keep_last=3, keep_every_steps=10_000)
     return c

@@ -1,7 +1,7 @@
 """Llama 3.1 405B's shape (arXiv:2407.21783, table 3): 405,853,388,800 parameters. Measured: nothing yet.
 
-    python -m jaxscale.main --config=configs/405b.py --config.data.files='shards/*.bin' --config.mesh.pipeline=8 \\
-        --config.train.num_microbatches=64
+    python -m jaxscale.main --config=configs/405b.py --config.data.files='shards/manifest.json' \\
+        --config.mesh.pipeline=8 --config.train.num_microbatches=64
 
 Cost of the whole run at 40% MFU: 3.9e+25 FLOPs, 59,570,494 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 6,048 GiB over all chips.
@@ -23,7 +23,7 @@ def get_config():
         num_kv_heads=8, head_dim=128, mlp_dim=53_248, norm_eps=1e-5, rope_base=500_000.0, remat="full",
     )  # fmt: skip
     c.optim = dict(peak_lr=8e-5, min_lr=8e-7, warmup_tokens="8000 steps")  # the paper's
-    c.data = dict(name="tokens", files="shards/*.bin")
+    c.data = dict(name="tokens", files="shards/manifest.json")
     c.eval = dict(every_steps=1000, num_rows=2048)
     c.checkpoint = dict(save_every_steps=250, keep_last=3, keep_every_steps=10_000)
     return c

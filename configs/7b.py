@@ -1,6 +1,6 @@
 """Llama-2 7B's shape (arXiv:2307.09288): 6,744,707,072 parameters. Measured: nothing yet.
 
-    python -m jaxscale.main --config=configs/7b.py --config.data.files='shards/*.bin'
+    python -m jaxscale.main --config=configs/7b.py --config.data.files='shards/manifest.json'
 
 Cost of the whole run at 40% MFU: 5.8e+21 FLOPs, 8,759 chip-hours of TPU v5p (459 TFLOP/s).
 Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
@@ -29,7 +29,7 @@ def get_config():
         num_kv_heads=32, head_dim=128, mlp_dim=11008, remat="full",
     )  # fmt: skip
     c.optim = dict(peak_lr=3e-4, min_lr=3e-5, warmup_tokens="2000 steps")  # Llama 2's
-    c.data = dict(name="tokens", files="shards/*.bin")
+    c.data = dict(name="tokens", files="shards/manifest.json")
     c.eval = dict(every_steps=500, num_rows=1024)
     c.checkpoint = dict(save_every_steps=500, keep_last=3, keep_every_steps=10_000)
     return c

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): 671,026,404,352 parameters, of which a token goes through 37,552,282,624; without the
 layer that predicts a second token. Measured: nothing yet.
 
-    python -m jaxscale.main --config=configs/deepseek_v3.py --config.data.files='shards/*.bin'
+    python -m jaxscale.main --config=configs/deepseek_v3.py --config.data.files='shards/manifest.json'
 
 Shape: transformers' DeepseekV3Config. Batch, rate and balance: section 4.2 of the report, whose batch grew to this one
 and whose rate stayed at the peak for 10T tokens. Released weights have RoPE stretched by YaRN, after all this: to go on
@@ -29,7 +29,7 @@ def get_config():
     )  # fmt: skip
     c.train = dict(aux_losses=dict(row_balance_loss=0.0001), reduce_dtype="bfloat16", num_microbatches=10)
     c.optim = dict(peak_lr=2.2e-4, min_lr=2.2e-5, decay="wsd", decay_fraction=0.29, warmup_tokens="2000 steps")
-    c.data = dict(name="tokens", files="shards/*.bin")
+    c.data = dict(name="tokens", files="shards/manifest.json")
     c.eval = dict(every_steps=1000, num_rows=2048)
     c.checkpoint = dict(save_every_steps=250, keep_last=3, keep_every_steps=10_000)
     return c

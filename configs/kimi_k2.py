@@ -1,7 +1,7 @@
 """Kimi K2's shape (arXiv:2507.20534): 1,026,408,209,408 parameters, of which a token goes through 32,861,477,888.
 Measured: nothing yet.
 
-    python -m jaxscale.main --config=configs/kimi_k2.py --config.data.files='shards/*.bin'
+    python -m jaxscale.main --config=configs/kimi_k2.py --config.data.files='shards/manifest.json'
 
 Shape: public ports of its config.json (MaxText's kimi-k2-1t.yml, NVIDIA's KimiK2Provider), which agree; the report
 rounds it to 1.04T and 32.6B. Batch, rate and tokens: its section 2.5, but by AdamW and not MuonClip, which is not here.

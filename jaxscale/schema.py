@@ -25,7 +25,7 @@ from jaxscale.system.exits import BadInput
 T = TypeVar("T")
 MOST_INTEGER = 2**63 - 1  # of a setting: what arrays and files count with
 LONGEST_SHOWN = 80  # characters of a value in an error
-hints_of = functools.cache(typing.get_type_hints)  # dozens of times a config
+hints_of = functools.cache(typing.get_type_hints)  # asked for again for every group of every config
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False, read_if: str = "") -> Any:

@@ -43,7 +43,7 @@ HANDLERS = {  # what stock Orbax looks for in a step
 MARGIN = 1.1  # names, manifests and the blocks of the file system, over the bytes of the arrays
 
 PIECE_BYTES = 64 << 20  # of an array at most, where it can be cut: what is read back at once, and by one process
-LEAST_PART_BYTES = 1 << 20  # of a copy of an array, so much is written sooner than a program is compiled
+LEAST_PART_BYTES = 1 << 20  # of an array, for a device of its own: less is written sooner than a program is compiled
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room for a file, however little it holds
 
 

@@ -137,7 +137,9 @@ def listed(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
     """The entry of one shard."""
     base = folder / name
     if not SHARD_NAME.fullmatch(name) or shard.header["bin"] != f"{base.name}.bin":
-        raise BadInput(f"{base}.json: a shard of a set has a plain name and its .bin beside it")
+        raise BadInput(
+            f"{base}.json: a shard of a set has a plain name, in a numbered folder at most, and its .bin beside it"
+        )
     if sum(file["documents"] for file in shard.header["files"]) != shard.header["num_documents"]:
         raise BadInput(f"{base}.json: its 'files' do not account for its {shard.header['num_documents']:,} documents")
     place = lambda path: str(Path(path).relative_to(folder))

@@ -48,7 +48,7 @@ class Proposal:
             "train": {"num_microbatches": self.num_microbatches},
             "model": self.model,
             "optim": {"peak_lr": self.peak_lr, "min_lr": self.peak_lr / 10, "warmup_tokens": warmup(self)},
-            "data": {"name": "tokens", "files": "shards/*.bin"},
+            "data": {"name": "tokens", "files": "shards/manifest.json"},
             "eval": {"every_steps": 500, "num_rows": 1024},
             "checkpoint": {"save_every_steps": self.save_every_steps, "keep_last": 3},
         }
@@ -154,7 +154,7 @@ def config_text(proposal: Proposal, command: str) -> str:
     size = f"{proposal.params:,} parameters on {units.count(proposal.tokens)} tokens"
     return f'''"""Llama of {size}. Measured: nothing yet.
 
-    python -m jaxscale.main --config=FILE --config.data.files='shards/*.bin'
+    python -m jaxscale.main --config=FILE --config.data.files='shards/manifest.json'
 
 Cost of the whole run: {proposal.flops:.3g} FLOPs (6 N D). Proposed by: {command}
 Batch and rate by compute (arXiv:2401.02954, equation 1); warmup and the cosine's end as arXiv:2307.09288.

@@ -1,6 +1,7 @@
 """Saving holds nobody up, and a save that fails is known one step later, with its cause, and tried again."""
 
 import contextlib
+import json
 import os
 import pathlib
 import resource
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ckpt_states import abstract, assert_same_bits, make_state, stop_of
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
@@ -52,6 +54,19 @@ def small_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size or soft, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_devices_with_copies_of_an_array_each_write_a_part_of_a_large_one_and_one_writes_a_small_one(noted, tmp_path):
+    copied = NamedSharding(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), PartitionSpec())
+    shapes = {"large": (1024, 512), "small": (1024, 511)}  # halves of 1 MiB, and of less
+    values = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    state = jax.device_put(values, copied)
+    noted.save(1, state, {"step": 1})
+    noted.wait()
+    (found,) = (tmp_path / "run" / "1" / "state" / "array_metadatas").iterdir()
+    told = [one["array_metadata"] for one in json.loads(found.read_text())["array_metadatas"]]
+    assert {one["param_name"]: tuple(one["write_shape"]) for one in told} == shapes | {"large": (512, 512)}
+    assert_same_bits(noted.restore(1, abstract(state)), state)
 
 
 def big_state(seed=0, number=500_000):

@@ -3,8 +3,6 @@
 B batch  T position  D embed  E experts  F width of an expert  L layers
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,29 +85,20 @@ MESHES = {
 }
 
 
-def deepseek(first_dense):
-    """Two layers of experts, behind so many without; attention by latents, as DeepSeek's is."""
-    return model(DEEPSEEK | {"first_dense": first_dense}, num_layers=2 + first_dense, **LATENT)
+WHOLE = model(DEEPSEEK, num_layers=3, **LATENT)  # a layer without experts, then two with; attention by latents
 
 
-@functools.cache
-def on_one(first_dense):
-    return two_steps(deepseek(first_dense), 1)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone():
-    return on_one(0)
+    return two_steps(WHOLE, 1)
 
 
 @pytest.mark.parametrize(
     "cut", [cut if cut == "rows sent, fsdp, tensor" else pytest.param(cut, marks=pytest.mark.soak) for cut in MESHES]
 )
-def test_losses_gradients_and_balance_are_those_of_one_device(cut):
-    dense = int(cut != "rows sent, fsdp, tensor")
-    one, one_after, first = on_one(dense)
-    settings = deepseek(dense) | MESHES[cut]
-    many, after, _ = two_steps(settings, 4 if "four" in cut else 8, first)
+def test_losses_gradients_and_balance_are_those_of_one_device(alone, cut):
+    one, one_after, first = alone
+    many, after, _ = two_steps(WHOLE | MESHES[cut], 4 if "four" in cut else 8, first)
     rounds = {EXPERT_ROUNDS} if MESHES[cut].get("expert.exchange") == "send" else set()
     assert one.keys() | rounds == many.keys() and set(LOSSES) < one.keys()
     if rounds:  # of two layers, microbatches and halves of their rows, and the four devices that have rows of their own
@@ -137,7 +126,7 @@ def test_counts_are_of_text_alone_and_move_the_bias(alone):
 
 
 def test_a_token_changes_nothing_of_another_row(alone):
-    program = tiny_program(deepseek(0))
+    program = tiny_program(WHOLE)
     batch = tiny.packed_batch(0)
     other = batch._replace(tokens=np.where(np.arange(16)[:, None] == 3, (batch.tokens + 1) % 64, batch.tokens))
     measure, params = jax.jit(program.model.token_losses), alone[2].params

@@ -17,7 +17,7 @@ COUNTS = {
     "none of some": [0, 200, 0, 50],
     "all of one": [0, 0, 250, 0],
     "a whole tile": [128, 0, 122, 0],
-    "a few of each of many": [5] * 50,
+    "one of each of many": [1] * 40 + [42] * 5,
 }
 
 

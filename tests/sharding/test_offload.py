@@ -13,6 +13,7 @@ from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.optim.groups import dotted
 from jaxscale.optim.streamed import DEVICE, HOST, streamed
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator
@@ -35,10 +36,12 @@ EXPERTS = dict(number=8, chosen=2, mlp_dim=16, shared_dim=8, first_dense=1, bias
 MIXTURE = {"model": tiny.LLAMA | {"experts": EXPERTS, "num_layers": 3}, "mesh.expert": 2, "mesh.fsdp": 2}
 
 
-def without_balance(tree):
-    """All leaves but those that the step moves by its counts, on the device."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [leaf for path, leaf in leaves if not is_balance(jax.tree_util.keystr(path, simple=True, separator="."))]
+def apart(tree):
+    """(all leaves but those that the step moves by its counts, and these, which stay on the device)"""
+    found = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        found[is_balance(dotted(path))].append(leaf)
+    return found
 
 
 def memory_kinds(tree):
@@ -108,8 +111,9 @@ def test_parameters_on_the_host_train_to_the_same_numbers(overrides, num_devices
     for moments in ("device", "pinned_host"):
         settings = {"optim.offload_params": True, "optim.offload_moments": moments == "pinned_host"}
         offloaded, same_losses = run(overrides | settings, num_devices)
-        assert memory_kinds(without_balance(offloaded.params)) == {"pinned_host"}
-        assert memory_kinds(without_balance(offloaded.opt_state)) == {moments}
+        learned, balance = apart(offloaded.params)
+        assert memory_kinds(learned) == {"pinned_host"} and memory_kinds(balance) <= {"device"}
+        assert memory_kinds(apart(offloaded.opt_state)[0]) == {moments}
         np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
         for left, right in zip(jax.tree.leaves(offloaded), jax.tree.leaves(plain), strict=True):
             np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)  # the same sums, fused otherwise
@@ -128,10 +132,12 @@ def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
-@pytest.mark.soak
 def test_a_step_that_is_not_ok_leaves_parameters_on_the_host_as_they_were():
-    program = tiny.program({"optim.offload_params": True, "optim.name": "sgd"}, 2)
+    mixture = {"model": tiny.LLAMA | {"experts": EXPERTS | {"first_dense": 0}}, "mesh.fsdp": 2}
+    cfg = tiny.config(mixture | {"optim.offload_params": True, "optim.name": "sgd"})
+    program = make_program(cfg, resolve_budget(cfg, None), jax.devices()[:2])
     state = program.init()
+    assert [memory_kinds(part) for part in apart(state.params)] == [{"pinned_host"}, {"device"}]
     norm = state.params["final_norm"]
     broken = jax.device_put(np.full(norm.shape, np.inf, np.float32), norm.sharding)
     state = state._replace(params=state.params | {"final_norm": broken})

@@ -29,6 +29,7 @@ CASES = {
     "ul2 in one row": (tiny.GPT2 | dict(max_seq_len=64), dict(name="ul2", layout="one_row", mode_ids=MODES, **SPANS)),
 }
 MESHES = {"one": {}, "fsdp and tensor": {"mesh.fsdp": 4, "mesh.tensor": 2}, "data": {"mesh.data": 8, "mesh.fsdp": 1}}
+MESHES["parameters on the host"] = MESHES["fsdp and tensor"] | {"optim.offload_params": True}
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +86,9 @@ def test_the_loss_of_the_other_layouts_falls(case, text_file):
 
 
 @pytest.mark.soak
-def test_eight_devices_train_as_one_does(text_file):
-    one, many = (losses("span_corruption", mesh, 3, text_file) for mesh in ("one", "fsdp and tensor"))
+@pytest.mark.parametrize("mesh", ["fsdp and tensor", "parameters on the host"])
+def test_eight_devices_train_as_one_does(text_file, mesh):
+    one, many = (losses("span_corruption", mesh, 3, text_file) for mesh in ("one", mesh))
     np.testing.assert_allclose(many, one, rtol=1e-5)  # float32 sums taken in another order
 
 

@@ -153,8 +153,7 @@ def test_copies_stay_the_same_through_training_and_a_flip_stays_found(overrides,
     assert program.train_step._cache_size() == before  # a flipped state is placed like any other
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("rules", ["zero1", "zero2"])
+@pytest.mark.parametrize("rules", ["zero1", pytest.param("zero2", marks=pytest.mark.soak)])
 def test_where_each_step_renews_the_copies_a_flip_is_seen_before_it_alone_and_this_is_told(rules):
     program = tiny.program(FEW | {"rules": rules}, 4)
     check, state = make_replica_check(program.mesh, program.abstract_state), program.init()

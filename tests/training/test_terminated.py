@@ -28,7 +28,9 @@ VALUES = tiny.VALUES | dict(
     monitor=dict(tensorboard=False, progress="off", statistics_every_steps=0),
 )
 SOAK = pytest.mark.soak
-POINTS = [  # for JAXSCALE_TERM_AT, and the newest step that is saved then, where that is certain
+# For JAXSCALE_TERM_AT, and the newest step that is saved then, where that is certain. Validations are one before the
+# first step, a look after each step for its replicas, and those after steps 4 and 8.
+POINTS = [
     pytest.param("restore:1", None, id="the first state", marks=SOAK),
     pytest.param("eval:1", None, id="the validation before the first step", marks=SOAK),
     pytest.param("compile:1", 1, id="the first step, while it compiles", marks=SOAK),
@@ -36,10 +38,8 @@ POINTS = [  # for JAXSCALE_TERM_AT, and the newest step that is saved then, wher
     pytest.param("step:5", None, id="a step", marks=SOAK),
     pytest.param("save:1", None, id="a save", marks=SOAK),
     pytest.param(f"data:{STEPS}", STEPS, id="the last wait for data", marks=SOAK),
-    pytest.param("eval:11", STEPS, id="the last validation", marks=SOAK),  # 1 before the first step, a look after each
-    pytest.param(
-        "eval:12", STEPS, id="the last sample", marks=SOAK
-    ),  # step for its replicas, validations after steps 4 and 8
+    pytest.param("eval:11", STEPS, id="the last validation", marks=SOAK),
+    pytest.param("eval:12", STEPS, id="the last sample"),
 ]
 
 

@@ -69,7 +69,7 @@ from jaxscale.text.tokenizer.train import train_tokenizer
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
 LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else
 FORMAT = 2  # raised when the same recipe would give other bytes
-LAYOUT = 3  # of the work folder: one that an earlier version began is not gone on with
+LAYOUT = 4  # of the work folder: one that an earlier version began is not gone on with
 
 
 class Plan(NamedTuple):

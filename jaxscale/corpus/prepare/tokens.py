@@ -104,7 +104,7 @@ def make_exchange(blocks: Blocks, count: int) -> Exchange:
 
 
 def shard_name(number: int, count: int) -> str:
-    """'shard-00001-of-00042'; of more shards than one folder should hold, '00003/shard-03000-of-04200'."""
+    """'shard-00001-of-00042'; where there are too many for one folder, '00003/shard-03000-of-04200'."""
     folder = f"{number // SHARDS_IN_FOLDER:05d}/" if count > SHARDS_IN_FOLDER else ""
     return f"{folder}shard-{number:05d}-of-{count:05d}"
 

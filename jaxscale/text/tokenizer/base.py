@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 def cut_at(ids: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """The ids of each document, of so many laid end to end: np.split in a sixth of the time."""
+    """The ids of each document, of so many laid end to end. np.split does more for each slice."""
     ends = np.cumsum(lengths).tolist()
     return [ids[begin:end] for begin, end in zip([0, *ends], ends)]
 
