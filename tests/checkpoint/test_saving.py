@@ -66,7 +66,8 @@ def test_devices_with_copies_of_an_array_each_write_a_part_of_a_large_one_and_on
     (found,) = (tmp_path / "run" / "1" / "state" / "array_metadatas").iterdir()
     told = [one["array_metadata"] for one in json.loads(found.read_text())["array_metadatas"]]
     assert {one["param_name"]: tuple(one["write_shape"]) for one in told} == shapes | {"large": (512, 512)}
-    assert_same_bits(noted.restore(1, abstract(state)), state)
+    restored = noted.restore(1, state)
+    assert all(np.array_equal(restored[name], values[name]) for name in values)
 
 
 def big_state(seed=0, number=500_000):
