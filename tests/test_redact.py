@@ -238,7 +238,7 @@ def get_config():
 
 @pytest.mark.fault("F29", "H6", "H7")
 def test_a_secret_in_the_environment_of_a_run_is_in_none_of_its_files(tmp_path, monkeypatch, capfd):
-    """A whole run, its checkpoints read byte for byte, with documents that hold a page of script and the secret."""
+    """A whole run on documents that hold script, its checkpoints read byte for byte."""
     for number in range(12):
         (tmp_path / f"{number:02}.txt").write_text(f"{SCRIPT} {number} " * 9)
     values = tiny.VALUES | dict(

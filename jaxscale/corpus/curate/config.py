@@ -1,6 +1,7 @@
 """Settings of the stages of curation, but for those of personal data, which pii.py checks by its own rules."""
 
 import dataclasses
+import functools
 import re
 from typing import Any, Literal
 
@@ -108,13 +109,13 @@ class RepetitionConfig:
     def __post_init__(self):
         check_fractions(self, *(field.name for field in dataclasses.fields(self) if field.name != "words"))
 
-    @property
+    @functools.cached_property
     def top(self) -> list[tuple[int, float]]:
         """(words, threshold) of the rules for the most frequent sequence that are on."""
         pairs = ((2, self.max_top_2gram), (3, self.max_top_3gram), (4, self.max_top_4gram))
         return [(n, most) for n, most in pairs if most is not None]
 
-    @property
+    @functools.cached_property
     def duplicate(self) -> list[tuple[int, float]]:
         """(words, threshold) of the rules for repeated sequences that are on."""
         pairs = ((n, getattr(self, f"max_duplicate_{n}gram")) for n in range(5, 11))

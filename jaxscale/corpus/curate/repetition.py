@@ -21,30 +21,22 @@ POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 
 def make_repetition(cfg: RepetitionConfig) -> Stage:
     """A stage that drops what breaks one of Gopher's rules of repetition."""
 
-    rules = cfg, cfg.top, cfg.duplicate
-
     def repetition(documents: Sequence[Document]) -> list[Outcome]:
         return [
-            outcome_of(document, repetition_fault(document.text, stats, *rules))
+            outcome_of(document, repetition_fault(document.text, stats, cfg))
             for document, stats in zip(documents, stats_of(documents, cfg.words))
         ]
 
     return repetition
 
 
-def repetition_fault(
-    text: str,
-    stats: TextStats,
-    cfg: RepetitionConfig,
-    top: Sequence[tuple[int, float]],
-    duplicate: Sequence[tuple[int, float]],
-) -> str:
-    """The first rule that the text breaks, or "". top, duplicate: those of cfg, which are made once."""
+def repetition_fault(text: str, stats: TextStats, cfg: RepetitionConfig) -> str:
+    """The first rule that the text breaks, or ""."""
     if not text or text.isspace():
         return "repetition: no text"
     fault = line_fault(text, cfg)
-    fault = fault or (top_fault(stats, len(text), top) if top else "")
-    return fault or (duplicate_fault(stats, len(text), duplicate) if duplicate else "")
+    fault = fault or (top_fault(stats, len(text), cfg.top) if cfg.top else "")
+    return fault or (duplicate_fault(stats, len(text), cfg.duplicate) if cfg.duplicate else "")
 
 
 def said_again(parts: Sequence[str]) -> tuple[int, int]:

@@ -1,9 +1,6 @@
-"""A preparation gives the same shards for the same recipe, whoever does the work and however often it is killed."""
+"""A preparation gives the same shards for the same recipe, whoever does the work."""
 
-import contextlib
 import gzip
-import hashlib
-import io
 import json
 import os
 import pathlib
@@ -11,95 +8,23 @@ import random
 import re
 import resource
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import made_text
 import numpy as np
 import pytest
+from prepared import contents, documents_in, recipe, run
 
 from jaxscale import schema
 from jaxscale.cli import prepare as command
-from jaxscale.corpus.indexes import publish_indexes
 from jaxscale.corpus.prepare import engine, lookup, tokens, work
 from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import LOCK, make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress, read_running
+from jaxscale.corpus.prepare.engine import LOCK, make_plan
+from jaxscale.corpus.prepare.progress import read_running
 from jaxscale.data.manifest import check_manifest
-from jaxscale.data.shards import open_shard, read_lineage
 from jaxscale.system.paths import locked
 
-BYTES = {"tokenizer": {"name": "bytes"}, "block_bytes": 4096}
 ROOT = pathlib.Path(command.__file__).parents[2]
-
-
-DYING = """
-import os, re, runpy, signal, sys
-
-def watch(event, args):
-    path = os.fsdecode(args[0]) if event in ("os.rename", "os.mkdir") else ""
-    if event == "os.rename" and ("/joins/" in path or "/shuffled/" in path) or path.endswith("/ranges"):
-        place = re.sub(r"[0-9a-f]{16}|[0-9]{6,}", "N", path.partition("/work-")[2].partition("/")[2])
-        if not chosen:
-            print("at", place, flush=True)
-        elif place == chosen:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-chosen = sys.argv.pop(1)
-sys.addaudithook(watch)
-runpy.run_module("jaxscale.cli.prepare", run_name="__main__")
-"""  # prepares, and is killed just before it gives such a file its name; or tells which they are
-
-
-def recipe(files, **values):
-    sources = {"text": {"files": str(files)}}
-    return schema.from_dict(PrepareConfig, {"sources": sources, "stages": (), **BYTES, **values})
-
-
-def run(cfg, output, workers=1, **options):
-    with LocalExecutor(workers) as executor:
-        prepare(make_plan(cfg), output, executor, Progress(io.StringIO()), **options)
-    return output
-
-
-def contents(folder):
-    """{file: sha256} of everything in a folder."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def documents_in(folder):
-    """[(source, file, offset, id, ids)] of all shards in order."""
-    found = []
-    for entry in json.loads((folder / "manifest.json").read_text())["shards"]:
-        shard = open_shard(folder / f"{entry['name']}.json")
-        ids = np.fromfile(shard.bin_path, shard.header["dtype"])
-        lineage = read_lineage(shard).to_pylist()
-        names = [shard.header["sources"][i] for i in shard.source_ids]
-        bounds = zip(shard.offsets[:-1], shard.offsets[1:])
-        found += [
-            (name, row["file"], row["offset"], row["id"], ids[a:b].tolist())
-            for name, row, (a, b) in zip(names, lineage, bounds)
-        ]
-    return found
-
-
-@pytest.fixture(scope="module")
-def texts():
-    made = [made_text.text(i, words=60 + 7 * (i % 11)) for i in range(120)]
-    return [*made, *made[10:20], *(f"{each} One more." for each in made[30:36])]  # exact and near duplicates
-
-
-@pytest.fixture
-def corpus(tmp_path, texts):
-    (tmp_path / "raw").mkdir()
-    made_text.write_jsonl(tmp_path / "raw" / "a.jsonl", texts[: len(texts) // 2])
-    made_text.write_jsonl(tmp_path / "raw" / "b.jsonl", texts[len(texts) // 2 :])
-    return tmp_path / "raw" / "*.jsonl"
 
 
 def test_without_stages_every_token_of_every_document_is_written_once(corpus, texts, tmp_path):
@@ -275,16 +200,6 @@ def test_a_line_is_kept_once_though_its_first_document_is_a_near_duplicate(tmp_p
     assert sum(text.count(line) for text in left) == 1
 
 
-def group_of(leader):
-    """Numbers of the living processes of a group."""
-    found = []
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            found += [int(folder.name)] if int(fields[2]) == leader and fields[0] != "Z" else []
-    return found
-
-
 def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path):
     out = run(recipe(corpus), tmp_path / "out", keep_work=True)
     (work,) = out.glob("work-*")
@@ -337,72 +252,3 @@ def test_a_piece_that_was_ended_keeps_its_finished_blocks_and_tells_how_far_it_i
 def test_where_nothing_is_left_it_says_why(corpus, tmp_path):
     with pytest.raises(ValueError, match="no document is left after .*language: not wanted"):
         run(recipe(corpus, stages=("language",), language={"keep": ("zh",)}), tmp_path / "out")
-
-
-def killed_and_finished(command_line, output, times, rng):
-    """Runs the command, kills it with -9 after its first piece, then at random, `times` times, and lets it finish.
-
-    The first time the parent is killed alone, and its workers must end by themselves.
-    """
-    for number in range(times):
-        process = subprocess.Popen(command_line, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
-        while number == 0 and process.poll() is None and not list(output.glob("work-*/pass0/*")):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.3, 8) if number else 0)
-        if number == 0:
-            workers_end(process)
-        else:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        assert not (output / "manifest.json").exists() or check_manifest(output / "manifest.json", deep=True)
-    subprocess.run(command_line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=300)
-
-
-def workers_end(process):
-    """Kills the leader of a group alone, and fails unless the others end too."""
-    deadline = time.monotonic() + 60
-    while len(group_of(process.pid)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(group_of(process.pid)) > 2
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 60
-    while group_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not group_of(process.pid)
-
-
-@pytest.mark.fault("F23")
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.soak)])
-def test_killed_at_random_it_comes_to_the_same_bytes(corpus, tmp_path, times):
-    stages = "('exact_dedup','near_dedup')"
-    flags = [f"--input={corpus}", f"--config.stages={stages}", "--config.tokenizer.name=bytes"]
-    flags += ["--config.block_bytes=2048", "--config.write.shard_tokens=3000", "--workers=2"]
-    command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, f"--output={tmp_path / 'killed'}"]
-    killed_and_finished(command_line, tmp_path / "killed", times, random.Random(times))
-    settings = {"block_bytes": 2048, "write": {"shard_tokens": 3000}}
-    cfg = recipe(corpus, stages=("exact_dedup", "near_dedup"), **settings)
-    calm = run(cfg, tmp_path / "calm")
-    publish_indexes(calm, cfg.rows, lambda line: None)  # as the command does
-    assert contents(tmp_path / "killed") == contents(calm)
-
-
-@pytest.mark.soak
-def test_killed_at_every_kind_of_file_of_joins_and_shuffles_it_comes_to_the_same_bytes(corpus, tmp_path):
-    more = [made_text.text(i, words=100) for i in range(200, 360)]
-    made_text.write_jsonl(corpus.parent / "c.jsonl", more)  # so more than 128 blocks, and two levels
-    flags = [f"--input={corpus}", "--config.stages=('exact_dedup','near_dedup')", "--config.tokenizer.name=bytes"]
-    flags += ["--workers=1", "--config.block_bytes=1024", "--config.write.shard_tokens=3000"]
-
-    def until(place, name):
-        command_line = [sys.executable, "-c", DYING, place, *flags, f"--output={tmp_path / name}"]
-        return subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-    told = until("", "calm").stdout.splitlines()
-    places = list(dict.fromkeys(line.removeprefix("at ") for line in told if line.startswith("at ")))
-    for place in ("keys/level1", "keys/pairs", "firsts/attached", "near_dedup/pairs", "ranges", "shuffled/level1"):
-        assert any(place in one for one in places), place
-    for place in places:
-        assert until(place, "killed").returncode == -signal.SIGKILL, place
-    assert until("nowhere", "killed").returncode == 0
-    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")
