@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from gcs_emulator import Emulator
 
 from jaxscale import schema
+from jaxscale.api import corpora
 from jaxscale.corpus.curate.classifier import COLUMN, TOO_LOW, make_classifier, places_of, read_model, train_classifier
 from jaxscale.corpus.curate.filter_config import ClassifierConfig
 from jaxscale.corpus.curate.hashes import word_hashes
@@ -67,7 +69,7 @@ def test_a_score_is_the_logistic_function_of_the_mean_weight_and_a_threshold_dro
     assert places == sorted(min(19, int(score * 20)) for score in scores[1:3])
 
 
-def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_number_of_processes(tmp_path):
+def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_number_of_processes(tmp_path, monkeypatch):
     for name, texts in (("good", GOOD), ("bad", BAD), ("raw", [*GOOD[:40], *BAD[:40]])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     learned = {"good": (f"{tmp_path}/good.jsonl",), "bad": (f"{tmp_path}/bad.jsonl",), "min_score": 0.5, **SMALL}
@@ -89,6 +91,10 @@ def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_numb
     )
     report = (tmp_path / "trained" / "report.html").read_text()
     assert "what thresholds keep" in report and "bad examples" in report and TOO_LOW in report
+    with Emulator() as gcs:  # what was learned goes to a bucket with the set
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.endpoint)
+        corpora.prepare(recipe(), "gs://b/set", work_dir=str(tmp_path / "trained"))
+        assert gcs.get("b", "set/classifier.weights") == (tmp_path / "trained/classifier.weights").read_bytes()
     key = make_plan(recipe()).key
     (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "another"}) + "\n")
     assert make_plan(recipe()).key != key
