@@ -28,6 +28,7 @@ from jaxscale.ops.routing import (
     Routes,
     in_order,
     route,
+    router_logits,
     score_ranges,
     sort_rows,
     taken_alone,
@@ -76,9 +77,8 @@ class SparseMlp(nnx.Module):
     @jax.named_scope("router")
     def routes(self, x_nD: jax.Array) -> Routes:
         """The experts of each token, by float32 products."""
-        logit_nE = jnp.matmul(x_nD.astype(F32), self.router[...], precision=lax.Precision.HIGHEST)
         bias_E = None if self.router_bias is None else self.router_bias[...]
-        return route(self.form, logit_nE, bias_E)
+        return route(self.form, router_logits(x_nD, self.router[...]), bias_E)
 
     def kept(self, routes: Routes, segment_ids_BT: jax.Array) -> jax.Array | None:
         """Which choices have room at their expert; None where there is no limit."""

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from jaxscale.ops.config import RouterForm
-from jaxscale.ops.routing import in_order, route, sort_rows, to_rows, to_tokens
+from jaxscale.ops.routing import in_order, route, router_logits, sort_rows, stable_order, to_rows, to_tokens
 
 
 def chosen(form, logits, bias=None):
@@ -63,3 +63,22 @@ def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen, a
     np.testing.assert_allclose(got[0], right[0], rtol=1e-5, atol=1e-6)
     for one, other in zip(got, right, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("end", [7, 2**30])  # the second: too large for a number and its place in one int32
+def test_numbers_are_sorted_and_equals_stay_in_their_order(end):
+    number_R = jnp.asarray(np.random.default_rng(0).choice([0, 3, 6, end - 1], 500), jnp.int32)
+    np.testing.assert_array_equal(stable_order(number_R, end), np.argsort(number_R, kind="stable"))
+
+
+@pytest.mark.parametrize("tokens", [64, 61])  # the second is no whole number of parts
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_a_router_are_those_of_one_product(tokens, dtype):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    x_nD, w_DE, dlogit_nE = draw(tokens, 24).astype(dtype), draw(24, 5), draw(tokens, 5)
+    plain = lambda x_nD, w_DE: jnp.matmul(x_nD.astype(jnp.float32), w_DE, precision="highest")
+    got, right = (tiny.values_and_gradients(f, dlogit_nE, x_nD, w_DE) for f in (router_logits, plain))
+    for one, other in zip(got, right, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-5, atol=1e-5)
