@@ -17,7 +17,7 @@ from shell_blocks import ROOT
 from jaxscale import config_file
 
 SECONDS = 1200  # for one command, where others keep the machine busy
-OTHER = """print('{"tok_s": 1000.0}')"""
+OTHER = """print('{"tok_s": 1000.0, "seconds": 1.0, "stages": ["c4"]}')"""
 SMALLER = """
 big = get_config
 
@@ -48,14 +48,16 @@ def home(tmp_path):
     """What a reader would have: the repository's files, text of their own, another program, a ladder of runs."""
     for name in ("README.md", "configs", "docs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for folder in ("corpus", "raw"):
+    for folder in ("corpus", "raw", "code"):
         (tmp_path / folder).mkdir()
-    texts = [made_text.text(seed, words=300) for seed in range(60)]
+    texts, code = ([made_text.text(seed, words=300) for seed in range(begin, begin + 60)] for begin in (0, 100))
     for place, text in enumerate(texts):
         (tmp_path / "corpus" / f"{place:02}.txt").write_text(text)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "corpus" / "all.jsonl").write_text(lines)
-    (tmp_path / "raw" / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    lines, more = ("".join(json.dumps({"text": text}) + "\n" for text in some) for some in (texts, code))
+    for place in ("corpus/all.jsonl", "raw.jsonl"):
+        (tmp_path / place).write_text(lines)
+    for place, content in (("raw", lines), ("code", more)):
+        (tmp_path / place / "all.jsonl.gz").write_bytes(gzip.compress(content.encode()))
     (tmp_path / "other.py").write_text(OTHER)
     for width in (64, 96, 128):
         for tokens in (200_000, 400_000, 800_000):
@@ -83,17 +85,13 @@ def test_the_how_to_of_data_runs_word_for_word(home):
     (home / "configs").mkdir()
     (home / "configs" / "data").symlink_to(ROOT / "configs" / "data")
     (home / "configs" / "1b.py").write_text((ROOT / "configs" / "1b.py").read_text() + SMALLER)
-    (home / "code").mkdir()
-    texts = [made_text.text(seed, words=200) for seed in range(100, 140)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (home / "code" / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     said = []
     for command in commands():
         if command.page == "docs/howto/prepare_data.md" and command.words[0] != "pip":
             done = run(command.words, home)
             assert done.returncode == 0, (str(command), done.stdout[-2000:], done.stderr[-2000:])
             said.append(done.stdout + done.stderr)
-    assert len(said) == 5 and "rows web 0.8, code 0.2" in said[-1] and "in tokens web 0." in said[-1]
+    assert len(said) == 6 and "rows web 0.8, code 0.2" in said[-1] and "in tokens web 0." in said[-1]
 
 
 @pytest.mark.soak
