@@ -42,8 +42,8 @@ RECIPE: dict[str, Any] = {
 def measure_scale(documents: int, say: Callable[[str], None]) -> dict[str, Any]:
     """{"prepare": records, "loader": records}, each of `documents`, 4 and 16 times as many.
 
-    A record of prepare: documents, and stages, each with cpu_seconds, of which kernel_seconds are the system's for it,
-    seconds, memory_bytes and files opened.
+    A record of prepare: documents, and stages, each with cpu_seconds (of which kernel_seconds in the kernel), seconds,
+    memory_bytes and files opened.
     """
     sizes, found = [documents * times for times in TIMES], []
     for number in sizes:
