@@ -124,7 +124,7 @@ def stable_order(number_R: jax.Array, end: int) -> jax.Array:
 
 
 def inverse(order_R: jax.Array) -> jax.Array:
-    """place_R: where each of them is. A CPU writes it in a fortieth of the time of sorting; elsewhere neither was timed."""
+    """place_R: where each of them is. Written in a fortieth of the time of sorting on a CPU; others were not timed."""
     written = lambda order_R: jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(order_R), dtype=order_R.dtype))
     return lax.platform_dependent(order_R, cpu=written, default=lambda order_R: jnp.argsort(order_R).astype(jnp.int32))
 
