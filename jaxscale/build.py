@@ -22,7 +22,7 @@ from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
 from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
 from jaxscale.first_state import make_init
-from jaxscale.models.config import BLOCKS
+from jaxscale.models.config import BLOCKS, keeps_mlp
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
 from jaxscale.models.mup_config import rate_multiplier, scales_of
@@ -224,10 +224,15 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> Compil
     """What the step is compiled with. loops: whether there is a loop in each layer."""
     device, model = mesh.devices.flat[0], cfg.model
     branches = model.attention_needs().mixed is not None
-    fetch_ahead = not (loops or branches or getattr(model, "experts", None))
-    network = groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1
+    experts = getattr(model, "experts", None) is not None
     return compiler_options(
-        device.platform, device.device_kind, cfg.compiler, os.environ, fetch_ahead=fetch_ahead, network=network
+        device.platform,
+        device.device_kind,
+        cfg.compiler,
+        os.environ,
+        fetch_ahead=not (loops or branches or experts),
+        network=groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1,
+        kept_kernels=experts and keeps_mlp(model),
     )
 
 

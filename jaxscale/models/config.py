@@ -241,6 +241,12 @@ def check_positive(cfg: ModelConfig, *names: str) -> None:
             raise BadInput(f"{name}={getattr(cfg, name)} must be at least 1")
 
 
+def keeps_mlp(cfg: ModelConfig) -> bool:
+    """Whether what the first products of MLPs give is kept on the device for the backward pass."""
+    kept = cfg.remat_save if cfg.remat == "save" else SAVED.get(cfg.remat, (MLP_UP,))
+    return not {MLP_GATE, MLP_UP}.isdisjoint(set(kept) - set(cfg.remat_offload))
+
+
 def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...], names: tuple[str, ...]) -> None:
     """Raises BadInput for a list that the policy does not read, or a name that the model does not give.
 

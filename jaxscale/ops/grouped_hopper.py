@@ -61,7 +61,8 @@ def tiles_of_groups(counts_E: jax.Array, rows: int) -> tuple[jax.Array, int]:
     tiles_E = jnp.where(counts_E > 0, -(-ends_E // TILE_R) - first_E, 0)
     last_E = jnp.cumsum(tiles_E)
     number_T = jnp.arange(most, dtype=jnp.int32)
-    group_T = jnp.minimum(jnp.searchsorted(last_E, number_T, side="right"), len(counts_E) - 1)
+    group_T = jnp.searchsorted(last_E, number_T, side="right", method="compare_all")  # at once: no loop on the card
+    group_T = jnp.minimum(group_T, len(counts_E) - 1)
     tile_T = first_E[group_T] + number_T - (last_E - tiles_E)[group_T]
     begin_T = jnp.maximum(starts_E[group_T], tile_T * TILE_R)
     end_T = jnp.where(number_T < last_E[-1], jnp.minimum(ends_E[group_T], (tile_T + 1) * TILE_R), begin_T)

@@ -58,7 +58,7 @@ def route(form: RouterForm, logit_nE: jax.Array, bias_E: jax.Array | None = None
     wanted_nE = lax.stop_gradient(score_nE)
     wanted_nE = within_groups(form, wanted_nE if bias_E is None else wanted_nE + bias_E[None])
     expert_nk = lax.top_k(wanted_nE, form.chosen)[1].astype(jnp.int32)
-    weight_nk = jnp.take_along_axis(score_nE, expert_nk, axis=1)
+    weight_nk = scores_of(score_nE, expert_nk)
     if form.normalised:
         # Sigmoids of all chosen may be as good as 0; DeepSeek-V3's code adds as much.
         weight_nk = weight_nk / (jnp.sum(weight_nk, axis=1, keepdims=True) + 1e-20)
@@ -66,6 +66,24 @@ def route(form: RouterForm, logit_nE: jax.Array, bias_E: jax.Array | None = None
     if form.score == "sigmoid":
         share_nE = score_nE / (jnp.sum(score_nE, axis=1, keepdims=True) + 1e-20)
     return Routes(expert_nk, weight_nk * form.scale, logit_nE, share_nE)
+
+
+@jax.custom_vjp
+def scores_of(score_nE: jax.Array, expert_nk: jax.Array) -> jax.Array:
+    """score_nk of these experts, of which a token has each once at most."""
+    return jnp.take_along_axis(score_nE, expert_nk, axis=1)
+
+
+def _scores_backward(saved, dscore_nk):
+    expert_nk, num_experts = saved
+    # A scatter as JAX has it would be slow: XLA:GPU sums products of a whole expert's width inside of it (2026-11-26).
+    chosen_nkE = jax.nn.one_hot(expert_nk, num_experts, dtype=bool)
+    return jnp.sum(jnp.where(chosen_nkE, dscore_nk[..., None], 0), axis=1), None
+
+
+scores_of.defvjp(
+    lambda score_nE, expert_nk: (scores_of(score_nE, expert_nk), (expert_nk, score_nE.shape[1])), _scores_backward
+)
 
 
 def score_ranges(form: RouterForm, routes: Routes) -> jax.Array:
@@ -110,8 +128,9 @@ def sort_rows(expert_nk: jax.Array, num_experts: int) -> Sorted:
     past the last expert, which have none."""
     expert_R = expert_nk.reshape(-1)
     order_R = stable_order(expert_R, num_experts + 1)
-    ends_E = jnp.searchsorted(expert_R[order_R], jnp.arange(num_experts), side="right").astype(jnp.int32)
-    return Sorted(order_R, inverse(order_R), jnp.diff(ends_E, prepend=0))
+    # compare_all: one pass over the rows, where a binary search would be a loop of small kernels, in every layer.
+    ends_E = jnp.searchsorted(expert_R[order_R], jnp.arange(num_experts), side="right", method="compare_all")
+    return Sorted(order_R, inverse(order_R), jnp.diff(ends_E.astype(jnp.int32), prepend=0))
 
 
 def stable_order(number_R: jax.Array, end: int) -> jax.Array:

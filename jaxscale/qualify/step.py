@@ -19,6 +19,8 @@ from jaxscale.config_file import config_name
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.rows import SyntheticRows
 from jaxscale.hardware import find_chip
+from jaxscale.models import AnyModelConfig
+from jaxscale.models.llama import HEAD_STD
 from jaxscale.monitor.machine import memory_metrics
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
@@ -66,7 +68,7 @@ COMMON = {
     "data.name": "synthetic",
 }
 LONGEST_DATA = 10**12  # tokens of an epoch, for a horizon in epochs: the time of a step does not depend on it
-NEAR_NATS = 0.5  # a new model's loss is log(vocabulary) to within this, with the usual small initial logits
+NEAR_NATS = 0.5  # a new model's loss on random tokens is random_loss() to within this
 
 
 def read_config(arguments: Arguments) -> tuple[str, RunConfig]:
@@ -133,7 +135,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "device_peak_mb": memory["device_peak_bytes"] and round(memory["device_peak_bytes"] / 2**20),
         "loss0": round(losses[0], 4),
         "lossN": round(losses[-1], 4),
-        "log_vocab": round(math.log(cfg.model.vocab_size), 4),
+        "random_loss": round(random_loss(cfg.model), 4),
         "params": cfg.model.num_params,
         "active_params": cfg.model.active_params,
         "rows": cfg.rows_per_step,
@@ -199,11 +201,16 @@ def process_age() -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-def loss_problem(first: float | None, last: float | None, log_vocab: float) -> str | None:
-    """What is wrong with losses on random tokens, or None: they start, and must stay, near log(vocabulary)."""
+def random_loss(model: AnyModelConfig) -> float:
+    """A new model's loss on random tokens [nats]: log(vocabulary), and half the variance of its logits."""
+    return math.log(model.vocab_size) + model.embed_dim * HEAD_STD**2 / 2
+
+
+def loss_problem(first: float | None, last: float | None, expected: float) -> str | None:
+    """What is wrong with losses on random tokens, or None: they start, and must stay, near random_loss()."""
     for what, loss in (("first", first), ("last", last)):
-        if loss is not None and not (math.isfinite(loss) and abs(loss - log_vocab) < NEAR_NATS):
-            return f"the {what} loss is {loss:.4g} and should be near log(vocabulary) = {log_vocab:.4g}"
+        if loss is not None and not (math.isfinite(loss) and abs(loss - expected) < NEAR_NATS):
+            return f"the {what} loss is {loss:.4g} and should be near {expected:.4g}, as of a new model"
     return None
 
 
@@ -220,7 +227,7 @@ def step_lines(record: dict[str, Any]) -> list[str]:
     first = "unknown" if record["first_step_s"] is None else f"{record['first_step_s']} s"
     mfu = "" if record["mfu"] is None else f", MFU {record['mfu']:.1%}"
     times = {1: "once", 2: "twice"}.get(record["compiled_times"], f"{record['compiled_times']} times")
-    problem = loss_problem(record["loss0"], record["lossN"], record["log_vocab"])
+    problem = loss_problem(record["loss0"], record["lossN"], record["random_loss"])
     commit = record["git_commit"]
     return [
         f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens a step, "
@@ -235,7 +242,7 @@ def step_lines(record: dict[str, Any]) -> list[str]:
         f"step was compiled {times}; first step done {first} after process start",
         f"  peak memory {record['rss_mb']:,} MiB"
         + ("" if record["device_peak_mb"] is None else f", on a device {record['device_peak_mb']:,} MiB"),
-        f"  loss {record['loss0']} to {record['lossN']}, log(vocabulary) {record['log_vocab']}: {problem or 'sane'}",
+        f"  loss {record['loss0']} to {record['lossN']}, expected {record['random_loss']}: {problem or 'sane'}",
         "  "
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
         + f"; {'commit ' + commit if commit else 'no commit'}; {record['date']}",

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -11,11 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
+from jaxscale.budget import resolve_budget
+from jaxscale.build import make_program
 from jaxscale.ops import grouped, grouped_hopper
 from jaxscale.planning.topology import open_topology
+from jaxscale.sharding.compiler_options import SLICE_FUSION
 
 PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
@@ -113,11 +118,14 @@ def test_hopper_cards_have_kernels_in_16_bits_and_others_say_why_not():
     assert not grouped.choose_expert_kernels("cpu", None, "float32").why_slots
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(
+needs_plugin = pytest.mark.skipif(
     not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
     reason="jax's CUDA plugin, which compiles for these cards, is not installed",
 )
+
+
+@pytest.mark.aot
+@needs_plugin
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_the_cards_compiler_takes_them(dtype):
     """Its memory is that of the results."""
@@ -129,3 +137,20 @@ def test_the_cards_compiler_takes_them(dtype):
     for f, given in ((products.forward, (x, w)), (products.back, (dy, w)), (of_weights, (x, dy))):
         compiled = jax.jit(f).lower(*given, counts).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.aot
+@needs_plugin
+@pytest.mark.parametrize(("option", "times"), [({}, 3), ({f"compiler.{SLICE_FUSION}": True}, 5)])
+def test_a_loop_that_keeps_what_a_kernel_gives_runs_it_once(option, times):
+    """Of a layer forward there are gate, up and down; XLA would run the first two again, to keep them."""
+    values = {
+        "model.num_layers": 2, "model.embed_dim": 256, "model.num_heads": 2, "model.num_kv_heads": 2, "seq_len": 256,
+        "model.head_dim": 128, "model.compute_dtype": "bfloat16", "model.attention": "auto", "model.remat": "minimal",
+        "model.experts": dict(number=8, chosen=2, mlp_dim=256), "batch_tokens": "8 rows",
+    }  # fmt: skip
+    cfg = tiny.config(values | option)
+    program = make_program(cfg, resolve_budget(cfg, None), open_topology("h200:1x1").devices)
+    text = program.train_step.lower(program.abstract_state, program.abstract_batch).compile().as_text()
+    kernels = re.findall(r'custom-call\(.*"mosaic_gpu.*op_name="([^"]*)"', text)
+    assert sum("/jvp()/" in name and "hopper_project" in name for name in kernels) == times, kernels

@@ -19,6 +19,7 @@ from jaxscale.sharding.compiler_options import (
     OVERLAP,
     PIPELINE,
     PIPELINED_GATHER,
+    SLICE_FUSION,
     TABLE,
     check_options,
     compiler_options,
@@ -29,7 +30,7 @@ from jaxscale.sharding.mesh import make_mesh
 GPU = [row for row in TABLE if row.devices == ("gpu",)]
 SCHEDULER, (GATHER, AHEAD) = "xla_gpu_enable_latency_hiding_scheduler", PIPELINED_GATHER
 APART = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-USUAL = {row.name: row.value for row in GPU if row.name != OVERLAP}
+USUAL = {row.name: row.value for row in GPU if row.name not in (OVERLAP, SLICE_FUSION)}
 
 
 def test_a_platform_gets_its_own_rows():
@@ -68,6 +69,25 @@ def test_weights_that_come_over_the_network_have_more_under_way_at_a_time():
 def test_weights_come_over_the_network_where_fsdp_crosses_between_nodes(machine, mesh, network):
     options = choose_options(tiny.config({}), make_mesh(MeshConfig(**mesh), open_machine(machine).devices))
     assert (OVERLAP in options.values) == network
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        ({"remat": "minimal"}, True),
+        ({"remat": "none"}, True),
+        ({"remat": "dots"}, True),
+        ({"remat": "save", "remat_save": ("mlp_gate",)}, True),
+        ({"remat": "save", "remat_save": ("attention_out",)}, False),
+        ({"remat": "full"}, False),
+        ({"remat": "none", "experts": None}, False),
+    ],
+)
+def test_kernels_of_experts_run_once_also_where_a_loop_keeps_what_they_give(model, kept):
+    model = {"experts": dict(number=4, chosen=2, mlp_dim=16)} | model
+    values = {f"model.{name}": value for name, value in model.items()}
+    options = choose_options(tiny.config(values), make_mesh(MeshConfig(), open_machine("h100:1x1").devices))
+    assert options.values.get(SLICE_FUSION) == (False if kept else None)
 
 
 def test_every_row_says_what_it_does_and_what_was_seen():
@@ -200,7 +220,7 @@ def test_with_more_fast_memory_a_product_is_taken_in_fewer_tiles():
 @pytest.mark.aot
 def test_the_compiler_knows_the_name_of_every_row_for_gpus():
     pytest.importorskip("jax_cuda12_plugin")
-    check_options(USUAL | {OVERLAP: 16}, open_topology("h100:8").devices[0])
+    check_options(USUAL | {OVERLAP: 16, SLICE_FUSION: False}, open_topology("h100:8").devices[0])
 
 
 @pytest.mark.aot
