@@ -4,7 +4,7 @@ Measured: nothing yet.
     python -m jaxscale.main --config=configs/kimi_k2.py --config.data.files='shards/manifest.json'
 
 Shape: public ports of its config.json (MaxText's kimi-k2-1t.yml, NVIDIA's KimiK2Provider), which agree; the report
-rounds it to 1.04T and 32.6B. Batch, rate and tokens: its section 2.5, but by AdamW and not MuonClip, which is not here.
+rounds it to 1.04T and 32.6B. Batch, rate and tokens: its section 2.5, but by AdamW and not MuonClip.
 Released weights have RoPE stretched by YaRN, and are not converted here: nobody has compared them.
 Cost of the whole run at 40% MFU: 3.2e+24 FLOPs, 4,818,366 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 15,295 GiB over all chips.

@@ -214,6 +214,8 @@ def test_windows_are_those_of_the_layers_and_come_back(hf, window, every, first)
         (dict(model_type="deepseek_v3", attention_bias=True), "attention_bias=True is not supported"),
         (dict(model_type="deepseek_v3", quantization_config=dict(quant_method="fp8")), "quantization_config is"),
         (dict(model_type="deepseek_v3", n_shared_experts=0), "n_shared_experts=0 is not supported"),
+        (dict(model_type="deepseek_v3", topk_group=None), "topk_group=null is not supported where experts are chosen"),
+        (dict(model_type="deepseek_v2", topk_method="group_limited_greedy"), "n_group=null is not supported"),
         (dict(model_type="deepseek_v3", q_lora_rank=0), "q_lora_rank=0 is not supported; null"),
         (dict(model_type="deepseek_v3", rope_scaling=YARN | dict(mscale_all_dim=1.0)), "mscale_all_dim=1.0 is not"),
         (dict(model_type="deepseek_v2", norm_topk_prob=True), "norm_topk_prob=True is not supported for deepseek_v2"),

@@ -58,6 +58,7 @@ def test_a_model_of_ours_goes_out_as_the_first_family_that_says_it_all(cfg, mode
         (dict(norm_placement="both", tied_embeddings=True), "model.norm_placement='both'"),
         (dict(experts=dataclasses.replace(EXPERTS, bias=True, shared_dim=4)),
          "has model.experts.shared_dim=4, model.experts.bias=True; the families"),
+        (dict(experts=dataclasses.replace(EXPERTS, groups=2, groups_chosen=1)), "has model.experts.groups=2"),
         (DEEPSEEK_KIND, "no Hugging Face family has model.latent.kv_rank=6"),
         (DEEPSEEK_KIND | dict(experts=dataclasses.replace(SHARED, shared_dim=25)), "has model.experts.shared_dim=25;"),
         (dict(experts=dataclasses.replace(EXPERTS, normalised=False)), "model.experts.normalised=False"),

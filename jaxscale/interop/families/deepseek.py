@@ -90,6 +90,14 @@ def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
     )
 
 
+def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups of experts. Raises BadInput where config.json has null."""
+    for key in ("n_group", "topk_group"):
+        if hf[key] is None:
+            raise BadInput(f"config.json: {key}=null is not supported where experts are chosen within groups")
+    return dict(groups=hf["n_group"], groups_chosen=hf["topk_group"])
+
+
 def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """The keys of both families, of a model without latents or experts such that it is seen to be another one. What no
     family says is seen to be lost, as shared experts of no whole number are."""
@@ -107,21 +115,19 @@ def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
 
 def v2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Softmax scores as they are, from all experts or from those of the groups with the best ones."""
-    groups = {}
-    if hf["topk_method"] == "group_limited_greedy":
-        groups = dict(groups=hf["n_group"], groups_chosen=hf["topk_group"])
+    groups = group_settings(hf) if hf["topk_method"] == "group_limited_greedy" else {}
     return latent_settings(hf) | dict(experts=expert_settings(hf, normalised=False, **groups))
 
 
 def v2_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """The inverse."""
-    limited = cfg.experts is not None and cfg.experts.groups > 1
-    return shared_keys(cfg) | dict(topk_method="group_limited_greedy" if limited else "greedy")
+    shared = shared_keys(cfg)
+    return shared | dict(topk_method="group_limited_greedy" if shared.get("n_group", 1) > 1 else "greedy")
 
 
 def v3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Sigmoid scores, and a bias by which experts are chosen."""
-    groups = dict(groups=hf["n_group"], groups_chosen=hf["topk_group"], group_best=2)
+    groups = group_settings(hf) | dict(group_best=2)
     scores = dict(score="sigmoid", normalised=hf["norm_topk_prob"] or False, bias=True)
     return latent_settings(hf) | dict(experts=expert_settings(hf, **groups, **scores))
 
