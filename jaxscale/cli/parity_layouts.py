@@ -8,6 +8,7 @@ from jaxscale.sharding.config import PipelineConfig
 
 NUM_DEVICES, MOST_DEVICES = 8, 16  # for most layouts, and for four axes
 MICROBATCHES = (1, 2, 4)
+AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # and expert, of mixtures
 WAYS = ("gather", "ulysses", "ring")  # of context.attention
 WHOLE = PipelineConfig(head="whole")
 WIDTH = 58  # of a layout's name
@@ -55,7 +56,7 @@ def all_layouts(tensor: int, *, experts: bool = False) -> list[Layout]:
         *[tensor_layout(tensor, parts) for parts in (1, 2)],
         *shared_rows(),
         *staged(),
-        *together(),
+        *together((1, 4) if experts else (4,)),
         *(shared_experts() if experts else []),
     ]
 
@@ -89,12 +90,12 @@ def staged() -> list[Layout]:
     ]
 
 
-def together() -> list[Layout]:
-    """Every pair of axes, and four of them at a time."""
-    pairs = itertools.combinations(("pipeline", "data", "fsdp", "context", "tensor"), 2)
+def together(microbatches: tuple[int, ...]) -> list[Layout]:
+    """Every pair of axes, with each number of microbatches, and four of them at a time."""
+    pairs = itertools.combinations(AXES, 2)
     cube = {"pipeline": 2, "context": 2, "tensor": 2}
     return [
-        *[Layout({one: 2, other: 2}, "zero3", 4) for one, other in pairs],
+        *[Layout({one: 2, other: 2}, "zero3", n) for one, other in pairs for n in microbatches],
         Layout({"pipeline": 2, "fsdp": 4}, "zero1", 4, stages=WHOLE),
         Layout(cube | {"fsdp": 2}, "zero3", 4),
         Layout(cube | {"data": 2}, "zero2", 4, stages=WHOLE),
@@ -103,11 +104,9 @@ def together() -> list[Layout]:
 
 def shared_experts() -> list[Layout]:
     """Devices that share experts, alone and beside each other axis, and four axes at a time."""
-    forms = ("gather", "send")
-    sent = [{"expert": 2, other: 2} for other in ("pipeline", "data", "fsdp", "context", "tensor")]
+    meshes = [{"expert": 4}, *({"expert": 2, other: 2} for other in AXES)]
     return [
-        *[Layout({"expert": 4}, "zero3", parts, exchange=form) for form in forms for parts in (1, 4)],
-        *[Layout(mesh, "zero3", 4, exchange="send") for mesh in sent],
+        *[Layout(mesh, "zero3", n, exchange=form) for mesh in meshes for form in ("gather", "send") for n in (1, 4)],
         Layout({"fsdp": 2, "expert": 4}, "zero1", 2, exchange="send"),
         Layout({"pipeline": 2, "fsdp": 2, "expert": 2, "tensor": 2}, "zero3", 4, exchange="send"),
     ]

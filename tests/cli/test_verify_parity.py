@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxscale import schema
 from jaxscale.cli import verify_parity as vp
 from jaxscale.cli.attempt import PATIENCE, simulated
-from jaxscale.cli.parity_layouts import Layout, tensor_layout
+from jaxscale.cli.parity_layouts import Layout, shared_experts, tensor_layout
 from jaxscale.config import RunConfig
 from jaxscale.qualify.compilations import CompileLog
 from jaxscale.sharding.config import PipelineConfig
@@ -58,11 +58,15 @@ STAGED = [
     Layout({"pipeline": 2, "fsdp": 4}, "zero1", 4),
     Layout({"pipeline": 2, "context": 2, "tensor": 2}, "zero3", 4),
 ]
+MIXTURE = LLAMA | dict(experts=dict(number=8, chosen=2, mlp_dim=16, bias=True), remat="full")
+EXPERTS = [layout for layout in shared_experts() if len(layout.mesh) > 1 and layout.num_microbatches == 1]
 PROOFS = [
     pytest.param(LLAMA, FEW, id="llama"),
     pytest.param(LLAMA, MORE, id="llama, more", marks=pytest.mark.soak),
     pytest.param(LLAMA, SHARED, id="llama, shared rows", marks=pytest.mark.soak),
     pytest.param(LLAMA, STAGED, id="llama, stages", marks=pytest.mark.soak),
+    pytest.param(MIXTURE, [Layout({"expert": 2, "fsdp": 2}, "zero3", 2, exchange="send")], id="a mixture"),
+    pytest.param(MIXTURE, EXPERTS, id="a mixture, more", marks=pytest.mark.soak),
     pytest.param(GPT2, GPT2_LAYOUTS, id="gpt2", marks=pytest.mark.soak),
 ]
 

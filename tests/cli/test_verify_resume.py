@@ -37,15 +37,21 @@ def get_config():
 """
 
 
-@pytest.fixture
-def config(tmp_path):
-    """A tiny GPT-2 with dropout, so that the random key matters, on a text of some epochs."""
+MIXTURE = CONFIG.replace("gpt2", "llama").replace(
+    "max_seq_len=32, dropout=0.1",
+    "num_kv_heads=2, head_dim=16, mlp_dim=64, experts=dict(number=8, chosen=2, mlp_dim=16, bias=True, bias_rate=0.01)",
+)
+
+
+@pytest.fixture(params=[CONFIG, MIXTURE], ids=["gpt2", "a mixture, whose bias moves"])
+def config(request, tmp_path):
+    """A tiny GPT-2 with dropout, so that the random key matters, on a text of some epochs; or experts in balance."""
     folder = tmp_path
     words = [f"word {i * i % 97}\n" * (1 + i % 5) for i in range(40)]
     for number in range(8):
         (folder / f"{number}.txt").write_text("".join(words[number::8]))
     file = folder / "tiny.py"
-    file.write_text(CONFIG.replace("{files!r}", repr(str(folder / "*.txt"))))
+    file.write_text(request.param.replace("{files!r}", repr(str(folder / "*.txt"))))
     return file
 
 

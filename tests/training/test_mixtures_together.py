@@ -32,18 +32,32 @@ def make(settings, devices):
 def test_what_else_a_run_has_goes_with_experts(settings):
     program = make(settings, 4)
     state, batch = program.init(), tiny.on_mesh(program, tiny.packed_batch(0))
-    numbers = named(jax.device_get(program.statistics(state, batch)))
-    assert all(map(np.isfinite, numbers.values())) and numbers["stats/grad_norm/00"] > 0
-    before = tiny.host(state.params)
+    alone = make(settings | {"mesh.expert": 1, "mesh.data": 1, "expert.exchange": "auto"}, 1)
+    of_one = (alone.init(), tiny.on_mesh(alone, tiny.packed_batch(0)))
+    numbers, right = (
+        named(jax.device_get(one.statistics(*given))) for one, given in ((program, (state, batch)), (alone, of_one))
+    )
+    assert numbers.keys() == right.keys() and numbers["stats/grad_norm/00"] > 0
+    rounding = 1e-2 if settings is HALF else 1e-4
+    for name, number in numbers.items():
+        np.testing.assert_allclose(number, right[name], rtol=rounding, err_msg=name)
+    seen = [tiny.host(state.params)]
     for _ in range(2):
         state, metrics = program.train_step(state, batch)
         assert not metrics["skipped"] and np.isfinite(metrics["grad_norm"])
-    assert make_replica_check(program.mesh, program.abstract_state)(state).same
-    after = tiny.host(state.params)
+        seen.append(tiny.host(state.params))
+    before, between, after = seen
+    check = make_replica_check(program.mesh, program.abstract_state)
+    assert check(state).same
+    if program.cfg.model.scan_layers:
+        assert not any(check(with_one_changed(state, name)).same for name in ("gate", "router", "router_bias"))
     assert any((now != then).any() for now, then in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))
     if settings is HALF:
-        means = tiny.host(state.ema)
-        assert np.isfinite(means["blocks"]["mlp"]["gate"]).all()
+        of_steps = lambda *params: params[0] * 0.81 + params[1] * 0.09 + params[2] * 0.1  # decay 0.9
+        right = jax.tree.map(of_steps, before, between, after)
+        for name in ("gate", "down", "router"):
+            mean, other = (tree["blocks"]["mlp"][name] for tree in (tiny.host(state.ema), right))
+            np.testing.assert_allclose(mean, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.soak
@@ -78,6 +92,35 @@ def test_a_run_goes_on_with_more_and_fewer_devices_that_share_experts(tmp_path):
     found, wanted = (lines(folder) for folder in (workdir, straight))
     assert [line["tokens_hash"] for line in found] == [line["tokens_hash"] for line in wanted]
     np.testing.assert_allclose([one["loss"] for one in found], [one["loss"] for one in wanted], rtol=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("exchange", ["gather", "send"])
+def test_a_router_that_is_no_number_moves_nothing(exchange):
+    program = make({"expert.exchange": exchange}, 4)
+    batch, state = tiny.on_mesh(program, tiny.packed_batch(0)), program.init()
+    params = state.params["blocks"]["mlp"]
+    router = params["router"].at[0, 0, 3].set(np.nan)
+    state = with_mlp(state, router=jax.device_put(router, params["router"].sharding))
+    before = tiny.host(state.params)
+    state, metrics = program.train_step(state, batch)
+    assert metrics["skipped"]
+    tiny.assert_same_bits(tiny.host(state.params), before)
+
+
+def with_mlp(state, **changed):
+    """The state with other arrays in its mixtures."""
+    blocks = state.params["blocks"]
+    return state._replace(params=state.params | {"blocks": blocks | {"mlp": blocks["mlp"] | changed}})
+
+
+def with_one_changed(state, name):
+    """The state, one number of it changed on one device alone."""
+    array = state.params["blocks"]["mlp"][name]
+    parts = [np.array(shard.data) for shard in array.addressable_shards]
+    parts[3].flat[0] += 1e-3
+    parts = [jax.device_put(part, shard.device) for part, shard in zip(parts, array.addressable_shards, strict=True)]
+    return with_mlp(state, **{name: jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)})
 
 
 def lines(workdir):
