@@ -22,11 +22,12 @@ from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
 from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
 from jaxscale.first_state import make_init
-from jaxscale.models.config import BLOCKS, keeps_mlp
+from jaxscale.models.config import BLOCKS, MLP_GATE, MLP_UP, saved_names
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
 from jaxscale.models.mup_config import rate_multiplier, scales_of
 from jaxscale.models.sharded import ShardedModel, SharedRows, shard_model
+from jaxscale.ops.grouped import choose_expert_kernels
 from jaxscale.ops.kernels import make_recorder, make_score_recorder
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
@@ -224,7 +225,8 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> Compil
     """What the step is compiled with. loops: whether there is a loop in each layer."""
     device, model = mesh.devices.flat[0], cfg.model
     branches = model.attention_needs().mixed is not None
-    experts = getattr(model, "experts", None) is not None
+    experts, saved = getattr(model, "experts", None) is not None, saved_names(model)
+    has_kernels = experts and not choose_expert_kernels(device.platform, device, model.compute_dtype).why_slots
     return compiler_options(
         device.platform,
         device.device_kind,
@@ -232,7 +234,7 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> Compil
         os.environ,
         fetch_ahead=not (loops or branches or experts),
         network=groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1,
-        kept_kernels=experts and keeps_mlp(model),
+        kept_kernels=has_kernels and (saved is None or not saved.isdisjoint((MLP_GATE, MLP_UP))),
     )
 
 

@@ -5,6 +5,7 @@
   jaxscale bench survive              what guard, watchdog, lock, fingerprints and saves cost, beside the step; with
                                       --processes=4, how long a run stands still when one of four is killed
   jaxscale bench statistics           what looking at each layer costs (monitor.statistics_every_steps), beside the step
+  jaxscale bench experts              a mixture's layer (spec M, or --config=FILE) beside a dense one of equal FLOPs
   jaxscale bench sample               tokens/s that are written with a cache of keys and values, beside full passes
   jaxscale bench stages               a pipeline's schedules on simulated devices, beside the simulator of their tables
   jaxscale bench time_to_loss         a whole run (--config=FILE) beside other programs that train on the same rows
@@ -30,6 +31,7 @@ from jaxscale import schema, units
 from jaxscale.cli import (
     bench_against,
     bench_data,
+    bench_experts,
     bench_hosts,
     bench_loop,
     bench_restart,
@@ -100,7 +102,7 @@ class BenchFlags(cluster.HostFlags):
     rounds: int | None = flag(
         None,
         "step, time_to_loss: turns of each with --against; data: of all; survive, statistics: of each (5; survive "
-        "--processes: 1)",
+        "--processes: 1); experts: of each (36)",
         "3",
         least=1,
     )
@@ -134,6 +136,7 @@ SUBVERBS = {
     "survive": (*SHARED, "rounds", "processes", "kill_after"),
     "statistics": (*SHARED, "rounds"),
     "stages": SHARED,
+    "experts": (*ALL, "spec", "dtype", "rounds"),
     "time_to_loss": (*ALL, "loss", "rounds"),
     "sample": (*ALL, "spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
     "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds", "scale", "documents"),
@@ -194,6 +197,10 @@ def main(arguments: Arguments) -> None:
             raise BadInput("--documents is for jaxscale bench data --scale")
         record = data(arguments)
         show(flags, record, bench_data.data_lines(record))
+    elif what == "experts":
+        name, cfg = read_config(arguments, usual="M")
+        record = bench_experts.measure_experts(name, cfg, rounds=flags.rounds or 36)
+        show(flags, record, bench_experts.experts_lines(record))
     elif flags.save:
         save_steps(arguments)
     else:

@@ -155,7 +155,8 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
 def doubts(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
     """Why a record may not be of the same work: its losses, or its number of parameters."""
     found = []
-    problem = loss_problem(median_of(records, "loss0"), median_of(records, "lossN"), us["random_loss"])
+    losses = (median_of(records, name) for name in ("loss0", "lossN"))
+    problem = loss_problem(*losses, us["log_vocab"], us["logit_variance"])
     if problem:
         found.append(f"{name}: {problem}")
     params = records[0].get("params")

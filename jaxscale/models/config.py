@@ -241,10 +241,14 @@ def check_positive(cfg: ModelConfig, *names: str) -> None:
             raise BadInput(f"{name}={getattr(cfg, name)} must be at least 1")
 
 
-def keeps_mlp(cfg: ModelConfig) -> bool:
-    """Whether what the first products of MLPs give is kept on the device for the backward pass."""
-    kept = cfg.remat_save if cfg.remat == "save" else SAVED.get(cfg.remat, (MLP_UP,))
-    return not {MLP_GATE, MLP_UP}.isdisjoint(set(kept) - set(cfg.remat_offload))
+def saved_names(cfg: ModelConfig) -> set[str] | None:
+    """The activations of each block that the device keeps for the backward pass; None: all there are."""
+    if cfg.remat == "none":
+        return None
+    if cfg.remat == "dots":  # products of activations with weights
+        return set(cfg.activation_names) - {ATTENTION_OUT}
+    kept = cfg.remat_save if cfg.remat == "save" else SAVED[cfg.remat]
+    return ({BLOCK_INPUT, *kept} & set(cfg.activation_names)) - set(cfg.remat_offload)
 
 
 def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...], names: tuple[str, ...]) -> None:

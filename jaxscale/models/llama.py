@@ -28,7 +28,7 @@ from jaxscale.ops.rope import Rotation, make_rotation, stretched
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
-HEAD_STD = 0.02  # GPT-2's: the first loss is near log(vocabulary)
+HEAD_STD = 0.02  # GPT-2's: the first loss is log(vocabulary), and embed_dim / 5000 more
 
 
 def norm_scale(cfg: LlamaConfig, *shape: int, axes: tuple[str, ...] = ("norm",)) -> nnx.Param:

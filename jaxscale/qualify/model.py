@@ -26,7 +26,7 @@ from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.qualify.kernels import compute_dtype
 from jaxscale.qualify.overlap import overlap_figures
 from jaxscale.qualify.result import Figure, Machine, Probe, first_words
-from jaxscale.qualify.step import COMMON, SPECS, loss_problem, random_batches, random_loss, run_step
+from jaxscale.qualify.step import COMMON, SPECS, logit_variance, loss_problem, random_batches, run_step
 from jaxscale.system.exits import BadInput
 
 # Llama in TinyLlama's shape (arXiv:2401.02385) with heads of 128, and narrower ones for small memories. Rows of 4096.
@@ -108,7 +108,8 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
     )
     if peak is not None and before is not None and peak <= before:
         notes = [*notes, "memory: cannot be told, an earlier probe held more than the step"]
-    problem = loss_problem(run.losses[0], run.losses[-1], random_loss(cfg.model)) or ""
+    log_vocab = math.log(cfg.model.vocab_size)
+    problem = loss_problem(run.losses[0], run.losses[-1], log_vocab, logit_variance(cfg.model)) or ""
     probe = Probe(name="step", figures=(*figures, *overlap), notes=(what, *notes), problem=problem)
     return probe, measured_of(name, program, statistics.median(timed))
 

@@ -107,6 +107,7 @@ KINDS = (
     Kind(SOAK, r"^jaxscale qualify ", "measures for minutes", more=("--only=devices", "--devices=2")),
     Kind(PARSED, r"^jaxscale bench step --config=configs/(olmoe|mixtral)", "a mixture of billions on a GPU"),
     Kind(SOAK, r"^jaxscale bench step --save", "times both specs", more=("--steps=1", "--warmup=0")),
+    Kind(SOAK, r"^jaxscale bench experts ", "times layers", more=("--rounds=1",)),
     Kind(SOAK, r"^jaxscale bench collectives", "times collectives", more=("--repeats=1", "--devices=2")),
     Kind(
         SOAK,

@@ -114,8 +114,10 @@ def test_hopper_cards_have_kernels_in_16_bits_and_others_say_why_not():
     assert kernels.lay_rows is grouped.all_rows and not kernels.why_slots
     for device, dtype in ((hopper, "float32"), (ampere, "bfloat16"), (None, "bfloat16")):
         kernels = grouped.choose_expert_kernels("gpu", device, dtype)
-        assert kernels.lay_rows is grouped.in_slots and "Hopper" in kernels.why_slots
-    assert not grouped.choose_expert_kernels("cpu", None, "float32").why_slots
+        assert kernels.lay_rows.func is grouped.in_slots and kernels.lay_rows.args == (grouped.ON_GPU,)
+        assert "Hopper" in kernels.why_slots and not kernels.as_bits
+    on_cpu = grouped.choose_expert_kernels("cpu", None, "float32")
+    assert not on_cpu.why_slots and on_cpu.lay_rows.args == (grouped.ON_CPU,)
 
 
 needs_plugin = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.models.experts import run_experts
 from jaxscale.ops.activation import swiglu
 from jaxscale.ops.exchange import exchanged, round_size
-from jaxscale.ops.slots import in_slots, project_rows, weigh
+from jaxscale.ops.slots import ON_CPU, in_slots, project_rows, weigh
 from jaxscale.sharding.expert_axis import ExpertAxis
 
 DEVICES, EXPERTS, ROWS, EMBED, WIDTH = 4, 8, 32, 8, 16  # rows of a device
@@ -28,7 +28,7 @@ COUNTS = {  # rows of each device for each expert: (counts, rounds that they nee
 def both_ways():
     """f(weights, x_RD, weight_R, counts_PE, dy_RD) -> (values and gradients sent, those of one device, rounds)."""
     axis, gated = ExpertAxis(DEVICES), functools.partial(weigh, swiglu)
-    run = functools.partial(in_slots, functools.partial(run_experts, project_rows, gated))
+    run = functools.partial(in_slots, ON_CPU, functools.partial(run_experts, project_rows, gated))
     on_mesh = functools.partial(jax.shard_map, mesh=Mesh(jax.devices()[:DEVICES], "expert"), check_vma=False)
 
     def one_device(weights, x_RD, weight_R, counts_1E):

@@ -5,9 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxscale.ops.config import RouterForm
-from jaxscale.ops.routing import in_order, route, router_logits, sort_rows, stable_order, to_rows, to_tokens
+from jaxscale.ops.routing import (
+    in_order,
+    route,
+    router_logits,
+    scores_of,
+    sort_rows,
+    stable_order,
+    to_rows,
+    to_tokens,
+)
+
+TOKENS, EXPERTS, CHOSEN = 20, 5, 2
 
 
 def chosen(form, logits, bias=None):
@@ -63,6 +76,50 @@ def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen, a
     np.testing.assert_allclose(got[0], right[0], rtol=1e-5, atol=1e-6)
     for one, other in zip(got, right, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+choices = st.permutations(range(EXPERTS + 2)).map(lambda order: [min(e, EXPERTS) for e in order[:CHOSEN]])
+
+
+@settings(max_examples=50, deadline=None)
+@given(experts=st.lists(choices, min_size=TOKENS, max_size=TOKENS), as_bits=st.booleans())
+def test_rows_go_to_their_experts_and_back_by_inverse_permutations(experts, as_bits):
+    """Also choices without room, which have the number past the last expert and lie behind all others."""
+    rows = sort_rows(jnp.asarray(experts, jnp.int32), EXPERTS)
+    np.testing.assert_array_equal(rows.order_R[rows.place_R], np.arange(TOKENS * CHOSEN))
+    np.testing.assert_array_equal(rows.place_R[rows.order_R], np.arange(TOKENS * CHOSEN))
+    np.testing.assert_array_equal(rows.order_R, np.argsort(np.ravel(experts), kind="stable"))
+    np.testing.assert_array_equal(rows.counts_E, np.bincount(np.ravel(experts), minlength=EXPERTS + 1)[:EXPERTS])
+    x_nD = jnp.arange(3.0 * TOKENS).reshape(TOKENS, 3)
+    there = to_rows(CHOSEN, x_nD, rows, as_bits)
+    np.testing.assert_array_equal(there, np.repeat(x_nD, CHOSEN, axis=0)[rows.order_R])
+    np.testing.assert_array_equal(to_tokens(CHOSEN, there, rows, as_bits), CHOSEN * x_nD)
+
+
+def test_gradients_of_weights_are_those_of_taking_them_out():
+    rng = np.random.default_rng(0)
+    score_nE, dweight_nk = jnp.asarray(rng.normal(size=(30, 7))), jnp.asarray(rng.normal(size=(30, 3)))
+    expert_nk = jax.lax.top_k(score_nE, 3)[1]
+    forms = (lambda s: scores_of(s, expert_nk), lambda s: jnp.take_along_axis(s, expert_nk, axis=1))
+    for got, right in zip(*(tiny.values_and_gradients(f, dweight_nk, score_nE) for f in forms), strict=True):
+        np.testing.assert_array_equal(got, right)
+
+
+def test_a_token_that_is_no_number_changes_no_other():
+    rng = np.random.default_rng(0)
+    x_nD, w_DE, dweight_nk = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((16, 8), (8, 4), (16, 2)))
+
+    def run(x_nD):
+        weights = lambda x_nD: route(RouterForm(chosen=2), router_logits(x_nD, w_DE)).weight_nk
+        routes = route(RouterForm(chosen=2), router_logits(x_nD, w_DE))
+        return routes.expert_nk, routes.weight_nk, jax.vjp(weights, x_nD)[1](dweight_nk)[0]
+
+    usual = run(x_nD)
+    for bad in (jnp.nan, jnp.inf):
+        spoiled = run(x_nD.at[3, 5].set(bad))
+        for got, right in zip(spoiled, usual, strict=True):
+            np.testing.assert_array_equal(np.delete(got, 3, axis=0), np.delete(right, 3, axis=0))
+        assert ((spoiled[0][3] >= 0) & (spoiled[0][3] < 4)).all() and not np.isfinite(spoiled[1][3]).all()
 
 
 @pytest.mark.parametrize("end", [7, 2**30])  # the second: too large for a number and its place in one int32

@@ -5,11 +5,14 @@ R rows  E experts  D embed  F width of an expert
 
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from jaxscale.models.experts import run_experts
 from jaxscale.ops import slots
@@ -27,7 +30,7 @@ COUNTS = {
     "a batched product": [40, 0, 1, 1, 120, 2, 0, 9] + [10] * 8 + [7],
 }
 run = functools.partial(run_experts, slots.project_rows, functools.partial(slots.weigh, swiglu))
-laid = functools.partial(slots.in_slots, run)
+laid, laid_on_gpu = (functools.partial(slots.in_slots, sizes, run) for sizes in (slots.ON_CPU, slots.ON_GPU))
 
 
 def plain(weights, x_RD, weight_R, counts_E):
@@ -57,9 +60,10 @@ def both(f, weights, x_RD, weight_R, dy_RD, counts_E):
 def test_values_and_gradients_are_those_of_a_plain_loop(counts):
     counts_E = jnp.asarray(counts, jnp.int32)
     with jax.default_matmul_precision("highest"):
-        got, right = (both(f, *given(len(counts)), counts_E) for f in (laid, plain))
-        for one, other in zip(got, right, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * max(np.abs(other).max(), 1))
+        *found, right = (both(f, *given(len(counts)), counts_E) for f in (laid, laid_on_gpu, plain))
+        for got in found:
+            for one, other in zip(got, right, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * max(np.abs(other).max(), 1))
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -80,20 +84,22 @@ def test_what_is_no_number_stays_with_its_expert_and_behind_the_last_row_anythin
         assert not np.isfinite(one[2]).any()
 
 
-def test_visits_are_of_one_expert_each_and_take_what_slots_leave():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        counts = rng.multinomial(ROWS, rng.dirichlet(np.full(5, 0.3)))
-        size, done = int(rng.choice([8, 32, 128])), int(rng.choice([0, 40]))
-        visits = jax.device_get(slots.plan_visits(jnp.asarray(counts), ROWS, size, done))
-        ends = np.cumsum(counts)
-        met = np.full(ROWS, -1)
-        for expert, begin, end in list(zip(visits.expert_V, visits.begin_V, visits.end_V))[: visits.total]:
-            place = np.arange(begin, min(begin + size, end))
-            assert end == ends[expert] and (met[place] == -1).all() and begin >= end - counts[expert] + done
-            met[place] = expert
-        left = np.concatenate([np.where(np.arange(count) < done, -1, group) for group, count in enumerate(counts)])
-        np.testing.assert_array_equal(met, left)
+@settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    counts=st.lists(st.integers(0, 130), min_size=5, max_size=5).filter(lambda counts: sum(counts) <= ROWS),
+    spare=st.sampled_from([0, 16, 64]),
+    most=st.sampled_from([8, 32, 128]),
+)
+def test_visits_are_of_one_expert_each_and_take_what_slots_leave(counts, spare, most):
+    layout = slots.Layout(ROWS, 5, slots.Sizes(lambda share: spare, most))
+
+    def mark(expert, visits, met_R):
+        more = lambda place, met_R: place.put(met_R, place.take(met_R, jnp.int32) + 1 + expert)
+        return visits(more, met_R)
+
+    met_R = layout.past_slots(mark, jnp.asarray(counts), jnp.zeros(ROWS, jnp.uint32))
+    left = [np.where(np.arange(count) < layout.slots, 0, 1 + expert) for expert, count in enumerate(counts)]
+    np.testing.assert_array_equal(met_R, np.pad(np.concatenate(left), (0, ROWS - sum(counts))))
 
 
 def test_a_bfloat16_product_is_summed_in_float32_and_its_gradient_of_weights_is_in_their_dtype():

@@ -1,0 +1,175 @@
+"""A mixture's layer beside a dense MLP of equal FLOPs, and beside one whose experts run by jax.lax.ragged_dot: forward
+and backward of a step's tokens, the router's too.
+
+B batch  T position  D embed  E experts  n = B * T tokens  k experts of a token  R = n * k rows  C contracted  O output
+"""
+
+import dataclasses
+import datetime
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxscale.config import RunConfig
+from jaxscale.models.experts import SparseMlp
+from jaxscale.models.llama import Mlp
+from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.monitor.runinfo import run_info
+from jaxscale.ops.grouped import ExpertKernels, all_rows, weighed
+from jaxscale.ops.kernels import Kernels, choose_kernels
+from jaxscale.qualify.timing import seconds_of
+from jaxscale.sharding.tensor_axis import ONE
+from jaxscale.system.exits import BadInput
+from jaxscale.units import table
+
+SKEWED = 1.4  # rows of the busiest expert over the mean: so many a trained router gave (configs/small_mixture.py)
+NEAR = 0.05  # of it, relative
+WARM_TURNS = 3
+RAGGED_PART = 6  # ragged_dot takes so many times as long on a CPU, and so many times fewer turns
+HALVINGS, MOST_PUSH = 30, 64.0  # of the range of logits in which a push is looked for
+EVEN, RAGGED, UNEVEN = "new router", "new router, ragged_dot", f"busiest {SKEWED} times the mean"
+
+Pass = Callable[[jax.Array], Any]
+
+
+def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]:
+    """What --json prints: for each layer its seconds, and those of the dense one in the same turns.
+
+    Nothing is trained: one router is new; in the other one expert is wanted more by all tokens, until it has SKEWED
+    times the mean. Raises BadInput for a model without experts.
+    """
+    model = cfg.model
+    if getattr(model, "experts", None) is None:
+        raise BadInput(f"{name} has no experts: give --spec=M, or --config=FILE of a mixture")
+    device = jax.devices()[0]
+    kernels = choose_kernels(device.platform, model.attention, model.attention_needs(), device)
+    dense = Mlp(model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), kernels=kernels, tensor=ONE)
+    keys, shape = jax.random.split(jax.random.key(cfg.seed)), (cfg.rows_per_step, cfg.seq_len, model.embed_dim)
+    draw = lambda key: jax.random.normal(key, shape).astype(model.compute_dtype)
+    x_BTD, dy_BTD = draw(keys[0]).at[..., 0].set(1), draw(keys[1])  # a channel of ones: its router weight is a bias
+    run_dense = pass_of(dense, lambda mlp, x_BTD: (mlp(x_BTD), ()), dy_BTD)
+    alone = {EVEN: make_sparse(model, kernels, cfg.seed), UNEVEN: make_sparse(model, kernels, cfg.seed)}
+    router = pushed_router(alone[UNEVEN], x_BTD)
+    if router is None:
+        del alone[UNEVEN]
+    else:
+        alone[UNEVEN].router[...] = router
+    ragged = ExpertKernels(ragged_project, all_rows, weighed, as_bits=kernels.experts.as_bits)
+    by_ragged = {RAGGED: make_sparse(model, dataclasses.replace(kernels, experts=ragged), cfg.seed)}
+    # ragged_dot runs apart: it evicts the caches, and the layer after it would be slower.
+    layers = [
+        dict(name=name, busiest=busiest_share(mlp, x_BTD), **found)
+        for group, turns in ((alone, rounds), (by_ragged, -(-rounds // RAGGED_PART)))
+        for (name, mlp), found in zip(group.items(), beside(run_dense, sparse_passes(group, dy_BTD), x_BTD, turns))
+    ]
+    return {
+        "spec": name,
+        "dtype": model.compute_dtype,
+        "tokens": cfg.tokens_per_step,
+        "experts": model.experts.number,
+        "chosen": model.experts.chosen,
+        "mlp_dim": model.experts.mlp_dim,
+        "dense_dim": model.experts.active_dim,
+        "layers": layers,
+        "devices": f"1 x {device.device_kind}",
+        "date": datetime.date.today().isoformat(),
+        **run_info(),
+    }
+
+
+def make_sparse(model: LlamaConfig, kernels: Kernels, seed: int) -> SparseMlp:
+    """The mixture of a block, new."""
+    make = dict(rngs=nnx.Rngs(params=seed), kernels=kernels, tensor=ONE)
+    shared = Mlp(model, model.experts.shared_dim, **make) if model.experts.shared_dim else None
+    return SparseMlp(model, **make, shared=shared)
+
+
+def sparse_passes(group: Mapping[str, SparseMlp], dy_BTD: jax.Array) -> list[Pass]:
+    """pass_of() each."""
+    text_BT = jnp.ones(dy_BTD.shape[:2], jnp.int32)
+    return [pass_of(mlp, lambda mlp, x_BTD: mlp(x_BTD, text_BT), dy_BTD) for mlp in group.values()]
+
+
+def pass_of(mlp: nnx.Module, call: Callable, dy_BTD: jax.Array) -> Pass:
+    """x_BTD -> (y_BTD, its gradients, what the layer tells), compiled. call(mlp, x_BTD) -> (y_BTD, what it tells)."""
+    graphdef, params = nnx.split(mlp)
+
+    @jax.jit
+    def run(params, x_BTD, dy_BTD):
+        forward = lambda params, x_BTD: call(nnx.merge(graphdef, params), x_BTD)
+        y_BTD, pull, told = jax.vjp(forward, params, x_BTD, has_aux=True)
+        return y_BTD, pull(dy_BTD), told
+
+    return lambda x_BTD: run(params, x_BTD, dy_BTD)
+
+
+def beside(run_dense: Pass, passes: list[Pass], x_BTD: jax.Array, turns: int) -> list[dict[str, Any]]:
+    """Of each, run in turn with the dense one: turns, seconds, dense_seconds, and the ratio in a turn with its
+    quartiles."""
+    seconds_by_turn = []
+    for _ in range(WARM_TURNS + turns):
+        runs = [lambda run=run: jax.block_until_ready(run(x_BTD)) for run in (run_dense, *passes)]
+        seconds_by_turn.append([seconds_of(run)[0] for run in runs])
+    dense, *others = zip(*seconds_by_turn[WARM_TURNS:])
+    found = []
+    for own in others:
+        ratios = sorted(one / plain for one, plain in zip(own, dense, strict=True))
+        found.append(
+            {
+                "turns": turns,
+                "seconds": statistics.median(own),
+                "dense_seconds": statistics.median(dense),
+                "ratio": statistics.median(ratios),
+                "ratio_quartiles": [ratios[turns // 4], ratios[-1 - turns // 4]],
+            }
+        )
+    return found
+
+
+def ragged_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, turned: bool = False) -> jax.Array:
+    """A GroupedProject by what JAX has for it."""
+    return lax.ragged_dot(x_RC, w_ECO.astype(x_RC.dtype), counts_E)
+
+
+def busiest_share(mlp: SparseMlp, x_BTD: jax.Array) -> float:
+    """Rows of the busiest expert over the mean."""
+    expert_nk = mlp.routes(x_BTD.reshape(-1, x_BTD.shape[-1])).expert_nk
+    counts_E = jnp.bincount(expert_nk.reshape(-1), length=mlp.form.number)
+    return float(jnp.max(counts_E) / jnp.mean(counts_E))
+
+
+def pushed_router(mlp: SparseMlp, x_BTD: jax.Array) -> jax.Array | None:
+    """router_DE with which the first expert is the busiest, with SKEWED times the mean, its logits raised alike for all
+    tokens. None where that cannot be: most experts are chosen, or another has more already. The first channel of x is
+    1 everywhere; the mlp is left with some router of those tried."""
+    router_DE = mlp.router[...].at[0].set(0)
+    low, high = 0.0, MOST_PUSH
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        mlp.router[...] = router_DE.at[0, 0].set(middle)
+        low, high = (low, middle) if busiest_share(mlp, x_BTD) > SKEWED else (middle, high)
+    return mlp.router[...] if abs(busiest_share(mlp, x_BTD) / SKEWED - 1) < NEAR else None
+
+
+def experts_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    rows = [["", "busiest over mean", "turns", "ms", "dense, ms", "over dense", "half of the turns"]]
+    for layer in record["layers"]:
+        (low, high), ratio = layer["ratio_quartiles"], f"{layer['ratio']:.2f}"
+        took = [f"{layer[key] * 1e3:.1f}" for key in ("seconds", "dense_seconds")]
+        share, turns = f"{layer['busiest']:.2f}", str(layer["turns"])
+        rows.append([layer["name"], share, turns, *took, ratio, f"{low:.2f} to {high:.2f}"])
+    missing = [] if UNEVEN in [row[0] for row in rows] else [f"  {UNEVEN}: no push of one expert gives that here"]
+    return [
+        f"{record['spec']}, {record['dtype']}: a layer of {record['experts']} experts of {record['mlp_dim']}, "
+        f"{record['chosen']} for each of {record['tokens']:,} tokens, forward and backward, in turn with a dense layer "
+        f"{record['dense_dim']} wide; medians; {record['devices']}",
+        *table(rows, right=range(1, 7), indent="  "),
+        *missing,
+        "  " + ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version),
+    ]
