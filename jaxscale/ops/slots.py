@@ -223,15 +223,15 @@ def _backward(sizes, run, saved, dy_RD):
         run_own = lambda own, x_SD, weight_S: run(own, x_SD, weight_S, None)
 
         def back(place, found):
-            down, dx_R, dweight_R = found
+            dw, dx_R, dweight_R = found
             of_rows = place.take(given[0], x_RD.dtype), place.take(given[1], weight_R.dtype)
             more, dx, dweight = jax.vjp(run_own, own, *of_rows)[1](take_dy(place))
-            return jax.tree.map(jnp.add, down, more), place.put(dx_R, dx), place.put(dweight_R, dweight)
+            return jax.tree.map(jnp.add, dw, more), place.put(dx_R, dx), place.put(dweight_R, dweight)
 
         dweights, *of_rows = found
-        down, *of_rows = visits(back, (of_expert(dweights, expert), *of_rows))
+        dw, *of_rows = visits(back, (of_expert(dweights, expert), *of_rows))
         put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, expert, 0)
-        return jax.tree.map(put, dweights, down), *of_rows
+        return jax.tree.map(put, dweights, dw), *of_rows
 
     dweights, dx_R, dweight_R = layout.past_slots(past, counts_E, found)
     return dweights, from_bits(dx_R, x_RD.dtype), from_bits(dweight_R, weight_R.dtype), None

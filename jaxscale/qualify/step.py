@@ -114,7 +114,6 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         compiled = log.seconds.get(program.train_step.__name__, [])
     median = statistics.median(seconds[1 + warmup :])
     rate = cfg.tokens_per_step / median
-    device = jax.devices()[0]
     memory = memory_metrics([d.memory_stats() for d in jax.local_devices()])
     return {
         "sys": "jaxscale",
@@ -146,7 +145,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "attention": program.attention,
         "scan_layers": cfg.model.scan_layers,
         "num_microbatches": cfg.train.num_microbatches,
-        "devices": f"{program.mesh.size} x {device.device_kind}",
+        "devices": f"{program.mesh.size} x {jax.devices()[0].device_kind}",
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "huge_pages": has_huge_pages(),
         "date": datetime.date.today().isoformat(),
