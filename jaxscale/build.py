@@ -22,6 +22,7 @@ from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
 from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
 from jaxscale.first_state import make_init
+from jaxscale.hardware import Device
 from jaxscale.models.config import BLOCKS, MLP_GATE, MLP_UP, saved_names
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
@@ -146,7 +147,7 @@ class Shardings:
 
 
 def make_program(
-    cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None, *, data_row: int | None = None
+    cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None = None, *, data_row: int | None = None
 ) -> Program:
     """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet.
 
@@ -209,7 +210,7 @@ def make_program(
     )
 
 
-def make_smaller(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None) -> tuple[Program, ...]:
+def make_smaller(cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None) -> tuple[Program, ...]:
     """What the config compiles to for each size of batch_ramp and length of seq_len_ramp. Raises BadInput."""
     found, level = [], dataclasses.replace(budget, ramp=(), seq_len_ramp=())
     for _, one in stages_of_programs(cfg, budget)[:-1]:

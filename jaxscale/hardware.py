@@ -5,7 +5,21 @@ Peaks are dense bfloat16 (sparsity never counted); for cards without bfloat16, f
 
 import dataclasses
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+
+class Device(Protocol):
+    """The attributes of a jax.Device that we read. A type checker cannot use jax.Device: jaxlib has no stubs."""
+
+    id: int
+    process_index: int
+    platform: str
+    device_kind: str
+    coords: Any  # of TPUs, as is core_on_chip
+    core_on_chip: int
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Bytes in use and at most, where the platform counts them."""
 
 
 class Price(NamedTuple):

@@ -17,12 +17,19 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from jaxscale.conditions import in_words, whole_condition
 from jaxscale.system.exits import BadInput
 
-T = TypeVar("T")
+
+class Group(Protocol):
+    """A dataclass of settings."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+T = TypeVar("T", bound=Group)
 MOST_INTEGER = 2**63 - 1  # of a setting: what arrays and files count with
 LONGEST_SHOWN = 80  # characters of a value in an error
 hints_of = functools.cache(typing.get_type_hints)  # asked for again for every group of every config
@@ -56,7 +63,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+def from_dict(cls: type[T], values: object, path: str = "") -> T:
     """The dataclass `cls` built from `values`. Raises BadInput that names the setting, the value and the rule."""
     if not isinstance(values, Mapping):
         way = as_dict(path) if path and isinstance(values, str) else ""
@@ -117,8 +124,8 @@ def put(values: Any, name: str, value: Any) -> None:
 
 def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yields (dotted name, type, default, help) for every setting of `cls` and of the groups inside it."""
-    for _, *described in describe_groups(cls, path):
-        yield tuple(described)
+    for _, name, type_, default, text in describe_groups(cls, path):
+        yield name, type_, default, text
 
 
 def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]:
@@ -137,8 +144,7 @@ def describe_groups(
     hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         conditions = (*only_if, *read_conditions(cls, field, path))
-        groups = [option for option in options(hints[field.name]) if dataclasses.is_dataclass(option)]
-        named = [option for option in options(named_hint(hints[field.name])) if dataclasses.is_dataclass(option)]
+        groups, named = group_types(hints[field.name]), group_types(named_hint(hints[field.name]))
         if groups or named:
             place = join(path, field.name)
             for group in groups or named:
@@ -167,9 +173,8 @@ def changeable(cls: type, path: str = "") -> set[str]:
     for field in dataclasses.fields(cls):
         if field.metadata.get("may_change"):
             names.add(join(path, field.name))
-        for option in options(hints[field.name]):
-            if dataclasses.is_dataclass(option):
-                names |= changeable(option, join(path, field.name))
+        for group in group_types(hints[field.name]):
+            names |= changeable(group, join(path, field.name))
     return names
 
 
@@ -182,7 +187,7 @@ def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 def convert(value: Any, hint: Any, path: str) -> Any:
     """`value`, which may be command-line text, as the type `hint`. Raises BadInput naming the path and the type."""
     candidates = options(hint)
-    groups = [option for option in candidates if dataclasses.is_dataclass(option)]
+    groups = group_types(hint)
     if isinstance(value, str):
         parsed = parse_text(value, candidates)
         if str not in candidates or any(match(parsed, option, path)[0] for option in candidates if option is not str):
@@ -303,12 +308,12 @@ def group_tag(group: type) -> str:
 
 def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
     """`value`; if several dataclasses could be meant and it says no name, with the name of the field's default."""
-    several = sum(dataclasses.is_dataclass(option) for option in options(hint)) > 1
+    several = len(group_types(hint)) > 1
     value = literal(value) if several and isinstance(value, str) else value
     if several and isinstance(value, Mapping) and "name" not in value:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if dataclasses.is_dataclass(default):
-            return {"name": default.name, **value}
+            return {"name": group_name(type(default)), **value}
     return value
 
 
@@ -316,6 +321,11 @@ def options(hint: Any) -> list[Any]:
     """The members of a union, or the hint alone; Literal before str, so that text is matched most narrowly first."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return sorted(members, key=lambda member: {bool: 0, int: 1, float: 2, str: 9}.get(member, 3))
+
+
+def group_types(hint: Any) -> list[type[Any]]:
+    """The dataclasses among the members of a union, or the hint alone if it is one."""
+    return [option for option in options(hint) if isinstance(option, type) and dataclasses.is_dataclass(option)]
 
 
 def suggestion(key: str, cls: type, path: str) -> str:

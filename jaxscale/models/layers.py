@@ -31,6 +31,7 @@ from jaxscale.models.config import (
 )
 from jaxscale.models.lora import join_adapters
 from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
@@ -225,7 +226,7 @@ def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> 
     return join_adapters(jax.tree.map(whole, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
-@jax.custom_vjp
+@custom_vjp
 def settle_together(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(x, w) as they are; going backward, neither gradient is used before both are there.
 

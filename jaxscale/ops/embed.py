@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
@@ -17,7 +18,7 @@ def lookup_shared(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: Te
     return tensor.scatter_rows(lookup(table_VD, tensor.own_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def lookup(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, missing: float = math.nan) -> jax.Array:
     """dtype[B, T, D]: rows of the table; `missing` for an id that is past its end.
 

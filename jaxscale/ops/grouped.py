@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from jaxscale.hardware import Device
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.grouped_hopper import hopper_of_weights, hopper_project
 from jaxscale.ops.project import PRODUCT
 from jaxscale.ops.slots import ON_CPU, ON_GPU, LayRows, Weigh, in_slots, project_rows, weigh
@@ -50,7 +52,7 @@ def grouped_project(
     return checkpoint_name(_project(products, x_RC, w_ECO, counts_E), PRODUCT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _project(products: Products, x_RC, w_ECO, counts_E):
     return products.forward(x_RC, w_ECO.astype(x_RC.dtype), counts_E)
 
@@ -134,7 +136,7 @@ class ExpertKernels(NamedTuple):
     why_slots: str = ""  # what kept a GPU from kernels
 
 
-def choose_expert_kernels(platform: str, device: jax.Device | None, dtype: Any) -> ExpertKernels:
+def choose_expert_kernels(platform: str, device: Device | None, dtype: Any) -> ExpertKernels:
     """Kernels for "tpu", and in 16 bits for Hopper cards; elsewhere slots, since XLA has no form there that leaves out
     what no row asks for."""
     if platform == "cpu":
@@ -149,6 +151,6 @@ def choose_expert_kernels(platform: str, device: jax.Device | None, dtype: Any) 
     return ExpertKernels(functools.partial(grouped_project, products), all_rows, weighed, as_bits=False)
 
 
-def is_hopper(device: jax.Device | None) -> bool:
+def is_hopper(device: Device | None) -> bool:
     """Whether it is an NVIDIA card of that generation, such as an H100 or H200."""
     return float(getattr(device, "compute_capability", None) or 0) == HOPPER

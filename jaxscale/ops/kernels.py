@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 
+from jaxscale.hardware import Device
 from jaxscale.ops.activation import geglu_tanh, swiglu
 from jaxscale.ops.attention import Attend, choose_attention, either, xla
 from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
@@ -46,7 +47,7 @@ PLAIN = Kernels(attend=xla.make_attend(), attention="xla", project=einsum_projec
 
 
 def choose_kernels(
-    platform: str, attention: AttentionName, needs: AttentionNeeds, device: jax.Device | None = None
+    platform: str, attention: AttentionName, needs: AttentionNeeds, device: Device | None = None
 ) -> Kernels:
     """The kernels for "cpu", "gpu" or "tpu". Raises BadInput for an attention that the platform lacks.
 
@@ -62,12 +63,12 @@ def choose_kernels(
 
 
 def share_rows(
-    kernels: Kernels, sharing: Sharing, needs: AttentionNeeds, context: ContextAxis, device: jax.Device | None = None
+    kernels: Kernels, sharing: Sharing, needs: AttentionNeeds, context: ContextAxis, device: Device | None = None
 ) -> Kernels:
     """The kernels for devices that share rows, as they are where none do. device: one of them."""
     if not sharing.form:
         return kernels
-    own = dict(needs=needs, context=context, device_kind=device and device.device_kind)
+    own = dict(needs=needs, context=context, device_kind=device.device_kind if device else None)
     share = functools.partial(share_attention, sharing, kernels.attention, **own)
     if needs.mixed is None or sharing.form == "ulysses":  # which takes what there is for whole rows
         attend = share(kernels.attend, window=needs.window)

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.project import separate_on_cpu
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x**2) + eps) * scale (arXiv:1910.07467). x: [..., D].
 
@@ -50,7 +51,7 @@ def inverse_rms(x32: jax.Array, eps: float) -> jax.Array:
     return separate_on_cpu(lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm_heads(x_BTNH: jax.Array, scale_NH: jax.Array, eps: float, tensor: TensorAxis) -> jax.Array:
     """rms_norm of all heads of a position together (arXiv:2501.00656), of which a device has its own."""
     x32 = x_BTNH.astype(F32)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.project import cpu_project
 
 F32 = jnp.float32
@@ -51,7 +52,7 @@ def project_rows(x_SC: jax.Array, w_CO: jax.Array, counts: Any = None, *, turned
     return cpu_project("SC,CO->SO", x_SC, w_CO)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def weigh(activate: Callable, gate_SF: jax.Array, up_SF: jax.Array, weight_S: jax.Array) -> jax.Array:
     """activate(gate, up) times the rows' weights, computed in float32. The backward keeps only what is given."""
     return (activate(gate_SF.astype(F32), up_SF.astype(F32)) * weight_S[..., None]).astype(gate_SF.dtype)
@@ -176,7 +177,7 @@ class Layout(NamedTuple):
         return lax.fori_loop(0, jnp.sum(left_E > 0), of_one, so_far)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def in_slots(
     sizes: Sizes, run: RunExpert, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:

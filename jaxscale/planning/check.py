@@ -8,7 +8,7 @@ import jax
 from jaxscale import units
 from jaxscale.config import RunConfig
 from jaxscale.data.checks import check_data
-from jaxscale.hardware import find_chip, host_memory_bytes
+from jaxscale.hardware import Device, find_chip, host_memory_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.monitor.sinks import missing_packages
 from jaxscale.ops.kernels import choose_kernels
@@ -36,7 +36,7 @@ def check_machine(cfg: RunConfig, begun: bool = False) -> None:
         raise Stop(code, head + lines)
 
 
-def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str], bool]:
+def find_problems(cfg: RunConfig, devices: list[Device]) -> tuple[list[str], bool]:
     """(one line a problem, whether the state fits in memory)."""
     findings = check_hosts() + missing_packages(cfg.monitor.writers)
     kernels = check_kernels(cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix)
@@ -83,7 +83,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
     return findings
 
 
-def device_bytes(devices: list[jax.Device]) -> int | None:
+def device_bytes(devices: list[Device]) -> int | None:
     """Memory of one device; simulated CPU devices share the machine's. None where it is unknown."""
     device = next((device for device in devices if device in jax.local_devices()), devices[0])  # one that can be asked
     if device.platform == "cpu":
@@ -93,7 +93,7 @@ def device_bytes(devices: list[jax.Device]) -> int | None:
     return stats.get("bytes_limit") or (chip.hbm_bytes if chip else None)
 
 
-def memory_line(need: MemoryNeed, there: int, devices: list[jax.Device], smallest: int, remat: str) -> str:
+def memory_line(need: MemoryNeed, there: int, devices: list[Device], smallest: int, remat: str) -> str:
     """What is needed, what is there, and what to do. smallest: devices of this kind that the state alone fills."""
     parts = (
         f"memory: {units.size(need.state)} a device for the state (parameters {units.size(need.params)}, moments "

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import config_file, schema, units
 from jaxscale.command_line import Arguments
-from jaxscale.hardware import Chip, find_chip
+from jaxscale.hardware import Chip, Device, find_chip
 from jaxscale.qualify.products import product_seconds
 from jaxscale.qualify.timing import Timed, timed
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
@@ -80,7 +80,7 @@ def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats
     }
 
 
-def default_sizes(device: jax.Device) -> list[int]:
+def default_sizes(device: Device) -> list[int]:
     """Bytes of the arrays that are exchanged."""
     return [MIB, 4 * MIB, 16 * MIB] if device.platform == "cpu" else [MIB, 16 * MIB, 256 * MIB]
 
@@ -173,7 +173,7 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def time_device(device: jax.Device, repeats: int) -> tuple[float, float]:
+def time_device(device: Device, repeats: int) -> tuple[float, float]:
     """(seconds of a matrix product on this device alone, seconds of a copy of 16 MiB to it)."""
     rows = np.ones((16 * MIB // 4,), np.float32)
     copy = timed(lambda: jax.device_put(rows, device), repeats)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.hardware import Chip
+from jaxscale.hardware import Chip, Device
 from jaxscale.hosts.agree import gathered, next_key
 from jaxscale.qualify.result import NO_DATASHEET, Figure, Machine, Probe, first_words, held
 from jaxscale.qualify.timing import Timed, timed
@@ -61,12 +61,12 @@ def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float 
     return found + ([("float8_e4m3fn", chip.fp8_flops)] if chip.fp8_flops else [])
 
 
-def product_width(device: jax.Device) -> int:
+def product_width(device: Device) -> int:
     """Of the operands: a fraction of a second in all."""
     return CPU_WIDTH if device.platform == "cpu" else WIDTH
 
 
-def time_products(device: jax.Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
+def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
     """(seconds of QUEUED products of square matrices on this device alone, their operations).
 
     The numbers are random: chips draw less power, and clock higher, on constant ones.
@@ -98,7 +98,7 @@ def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
     return lax.platform_dependent(a_NN, b_NN, cpu=wide, default=lambda a_NN, b_NN: product(a_NN, b_NN, result))
 
 
-def time_memory(device: jax.Device, repeats: int = REPEATS) -> tuple[Timed, float]:
+def time_memory(device: Device, repeats: int = REPEATS) -> tuple[Timed, float]:
     """(seconds of QUEUED passes over an array that read and write all of it, the bytes that they move)."""
     num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
     x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
@@ -122,10 +122,10 @@ class DeviceTime:
     seconds: float
 
 
-TimeDevice = Callable[[jax.Device], float]
+TimeDevice = Callable[[Device], float]
 
 
-def product_seconds(device: jax.Device, repeats: int = REPEATS) -> float:
+def product_seconds(device: Device, repeats: int = REPEATS) -> float:
     """The median seconds of one product on this device alone."""
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     return time_products(device, product_width(device), dtype, repeats)[0].median / QUEUED

@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from jaxscale.config import RunConfig
-from jaxscale.hardware import Chip
+from jaxscale.hardware import Chip, Device
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.planning.reached import reached_on
 
@@ -55,7 +53,7 @@ UNWATCHED = Watchdog(None, Limits.all(0.0))
 class Machine:
     """What is qualified."""
 
-    devices: tuple[jax.Device, ...]  # of all processes
+    devices: tuple[Device, ...]  # of all processes
     chip: Chip | None  # the datasheet; None for a device that the table does not have, and for a CPU
     floors: Floors
     folder: Any  # where the result is written, on all processes

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jaxscale.hardware import Device
 from jaxscale.system.exits import BadInput
 
 Value = bool | int | float | str
@@ -214,7 +215,7 @@ def compiler_options(
     )
 
 
-def check_options(extra: Mapping[str, Value], device: jax.Device) -> None:
+def check_options(extra: Mapping[str, Value], device: Device) -> None:
     """Raises BadInput where XLA for this device refuses one: asked of it with a program of one scalar."""
     for name, value in extra.items():
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from jaxscale.hardware import Device
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.torus import widest_outermost
 from jaxscale.system.exits import BadInput
@@ -48,7 +49,7 @@ def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
     return f"sizes that divide are {or_list(divisors(num_devices))}"
 
 
-def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(cfg: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """The mesh over `devices` (all devices unless given), axes in MESH_AXES order, every axis of type Auto.
 
     Raises BadInput if the sizes do not multiply, or if an axis inside a slice or node would be longer than one.
@@ -58,7 +59,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
     return Mesh(widest_outermost(arrange(shape, devices)), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def arrange(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+def arrange(shape: dict[str, int], devices: Sequence[Device]) -> np.ndarray:
     """The devices as an array of this mesh shape, neighbours on the network next to each other where that can be.
 
     A physical axis of a torus is split between two mesh axes only where no whole axes multiply to their sizes.
@@ -83,7 +84,7 @@ def arrange(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     )
 
 
-def device_groups(devices: Sequence[jax.Device]) -> tuple[str, str, list[int]]:
+def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
     """(what a group is called, the attribute that numbers groups, the number of each device's group).
 
     Devices of several TPU slices carry slice_index, and so do running GPUs of several nodes (the runtime numbers what

@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxscale.hardware import Device
+
 Axis = str | tuple[str, ...]  # of a mesh, or several as one
 
 
@@ -117,7 +119,7 @@ def gather_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkSta
     return x
 
 
-def coordinates(device: jax.Device) -> tuple[int, ...]:
+def coordinates(device: Device) -> tuple[int, ...]:
     """Where the device is: slice, place on the torus, core."""
     return (getattr(device, "slice_index", 0), *device.coords, getattr(device, "core_on_chip", 0))
 

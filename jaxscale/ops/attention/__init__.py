@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jaxscale.hardware import Device
 from jaxscale.ops.attention import blockwise, cudnn, cudnn_packed, long, splash, xla
 from jaxscale.ops.config import AttentionName, AttentionNeeds, Mix
 from jaxscale.system.exits import BadInput
@@ -26,7 +27,7 @@ LONG_ROW = 1024
 
 
 def choose_attention(
-    name: AttentionName, platform: str, needs: AttentionNeeds, device: jax.Device | None = None
+    name: AttentionName, platform: str, needs: AttentionNeeds, device: Device | None = None
 ) -> tuple[Attend, str, str]:
     """(attend, the name that "auto" became, why "auto" had to be content with xla or "").
 
@@ -52,7 +53,7 @@ def choose_attention(
     if resolved != "cudnn":
         settings["softcap"] = needs.softcap
     if resolved == "splash":
-        settings["blocks"] = splash.blocks_for(device and device.device_kind)
+        settings["blocks"] = splash.blocks_for(device.device_kind if device else None)
     if resolved == "blockwise":
         settings["platform"] = platform
     attend = make[resolved](window=needs.window, **settings)
@@ -70,7 +71,7 @@ def make_blockwise(*, softcap: float | None, window: int | None, platform: str) 
     return lambda q_BTNH, *rest: (cached if q_BTNH.shape[1] <= LONG_ROW else linear)(q_BTNH, *rest)
 
 
-def what_lacks(name: str, needs: AttentionNeeds, device: jax.Device | None) -> str:
+def what_lacks(name: str, needs: AttentionNeeds, device: Device | None) -> str:
     """Why this form cannot serve these needs on this device, or ""."""
     if name != "xla":
         for needed, what in (
@@ -96,12 +97,12 @@ def what_lacks(name: str, needs: AttentionNeeds, device: jax.Device | None) -> s
     return ""
 
 
-def compute_capability(device: jax.Device | None) -> float:
+def compute_capability(device: Device | None) -> float:
     """Of an NVIDIA GPU; the least that cuDNN's attention runs on where no device is known."""
     return float(getattr(device, "compute_capability", None) or cudnn.LEAST_CAPABILITY)
 
 
-def reads_packed_rows(device: jax.Device | None) -> bool:
+def reads_packed_rows(device: Device | None) -> bool:
     """Whether cuDNN reads packed documents on this card; it is given a mask on others."""
     return compute_capability(device) >= cudnn_packed.LEAST_CAPABILITY
 
