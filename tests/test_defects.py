@@ -1,8 +1,12 @@
 """A defect of ours ends with its traceback and exit code 1, whatever its class and wherever it is; never as a mistake
 of the person at the keyboard."""
 
+import io
+import pathlib
 import random
+import re
 import sys
+import tokenize
 import types
 
 import numpy as np
@@ -70,3 +74,47 @@ def test_a_defect_of_ours_keeps_its_traceback_and_leaves_with_1(
         run_and_exit(main.main)
     assert error.type is not BadInput and verdict(error.value) == (Exit.ERROR, None)
     assert error.traceback[-1].name == defect.__name__
+
+
+PACKAGE = pathlib.Path(config.__file__).parent
+SPACE = (tokenize.NL, tokenize.COMMENT)
+CANDIDATE = re.compile(r"""[(\[{,:=n]\s*\(\s*[rbf]?(?:"[^"\n]*"|'[^'\n]*')\s*\)\s*[,)\]}:]""")
+
+
+def strings_that_look_like_tuples(source):
+    """Lines on which one string stands alone in parentheses as an item: `f(a, ("b"))`, where ("b",) was meant.
+
+    A string of several parts that is the whole right side of an assignment, or returned, is wrapped text.
+    """
+    if not CANDIDATE.search(source):  # the tokenizer takes 10 s for the whole package
+        return []
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in SPACE]
+    return [
+        opening.start[0]
+        for before, opening, text, closing, after in zip(tokens, tokens[1:], tokens[2:], tokens[3:], tokens[4:])
+        if (opening.string, text.type, closing.string) == ("(", tokenize.STRING, ")")
+        and before.string in ("(", "[", "{", ",", ":", "in", "=") and after.string in (",", ")", "]", "}", ":")
+    ]  # fmt: skip
+
+
+def test_no_string_in_parentheses_stands_where_a_tuple_of_strings_belongs():
+    found = {
+        f"{path.relative_to(PACKAGE)}:{line}"
+        for path in PACKAGE.rglob("*.py")
+        for line in strings_that_look_like_tuples(path.read_text(encoding="utf-8"))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('f(1, ("a"))', [1]),
+        ("x = [\n    ('a'),\n]", [2]),
+        ("if x in ('a'):\n    pass", [1]),
+        ('f(("a",), g("b"), ("c" "d"))', []),
+        ('x = (\n    "wrapped text"\n)', []),
+    ],
+)
+def test_a_string_in_parentheses_is_seen_where_a_tuple_could_be_meant(source, lines):
+    assert strings_that_look_like_tuples(source) == lines

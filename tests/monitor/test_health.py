@@ -8,6 +8,7 @@ import pytest
 from recorded_runs import replay
 
 from jaxscale import schema
+from jaxscale.monitor.alerts import facts_of_finding, message_of
 from jaxscale.monitor.config import RULES, HealthConfig
 from jaxscale.monitor.health import ALL, Health, RunFacts, facts_of
 from jaxscale.monitor.health.course_rules import band_at
@@ -35,6 +36,21 @@ def test_every_rule_has_words_and_a_name_by_which_it_is_switched_off():
     assert {rule.kind for rule in ALL} == set(RULES) == set(WORDS)
     for words in WORDS.values():
         assert words.causes and words.advice and words.sources
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_advice_and_sources_of_every_rule_are_tuples_of_whole_texts(kind):
+    words = WORDS[kind]
+    for texts in (words.advice, words.sources):
+        assert isinstance(texts, tuple) and all(len(text) > 1 for text in texts)
+
+
+def test_the_alert_for_nan_names_its_threshold_once_as_a_whole_text():
+    records = [record(step) for step in range(1, 20)] + [record(20) | {"loss": None, "nonfinite": ["loss"]}]
+    finding = next(finding for finding in replay(records, (), HealthConfig(), FACTS) if finding.kind == "nonfinite")
+    rule = "common rules: a norm that is NaN is an alarm; stop at NaN"
+    assert message_of(finding).splitlines()[-1] == f"Thresholds: {rule}"
+    assert facts_of_finding(finding)["sources"] == [rule]
 
 
 def test_a_spike_is_told_once_and_once_more_when_it_is_over():

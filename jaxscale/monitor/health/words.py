@@ -39,7 +39,7 @@ WORDS = {
             "compute in bfloat16 or float32 in place of float16, and try model.embed_compute_dtype=float32",
             "the guard skips such steps; too many in a row rewind the run, or end it with exit 17",
         ),
-        ("common rules: a norm that is NaN is an alarm; stop at NaN"),
+        ("common rules: a norm that is NaN is an alarm; stop at NaN",),
     ),
     "spike": Words(
         (BATCH, WARMUP, STAGE, RATE, GRADIENT, RETURN, NUMERICS),
