@@ -43,6 +43,9 @@ class Chip:
     ici_dims: int = 0  # dimensions of the torus that the fast links form; 0 for a switch, which serves any pair
     dcn_bandwidth: float | None = None  # bytes/s out of one device to other slices (TPU) or hosts (GPU); one direction
     devices_per_host: int = 8
+    single_host_devices: int = (
+        0  # slices of up to this many devices are one host, though larger ones have smaller hosts
+    )
     host_bytes: int | None = None  # the host's memory, divided by its devices: what offloading can at most use
     int8_flops: float | None = None  # dense; None: no faster than bfloat16, or no source
     fp8_flops: float | None = None
@@ -50,10 +53,16 @@ class Chip:
     fp16_flops: float | None = None  # dense, of the matrix units; None: no source (TPUs have none)
     fp32_flops: float | None = None  # of the vector units, not TF32
     bfloat16: bool = True  # False: the card computes in float16 or float32
+    architecture: str = ""  # published MFU is compared within one architecture only
     devices_per_chip: int = 1  # JAX devices that one chip, which is what is paid for, appears as
     watts: float | None = None  # of one chip or board at full load
     watts_source: str = ""
     price: Price | None = None  # of one chip
+
+    def num_hosts(self, num_devices: int) -> int:
+        """Hosts (VMs) of one slice, or of GPUs in full hosts, with this many devices."""
+        per_host = self.devices_per_host
+        return 1 if num_devices <= max(per_host, self.single_host_devices) else -(-num_devices // per_host)
 
 
 # Google's pages give ICI as "bidirectional": both directions of all links. One direction is half of it.
@@ -83,16 +92,24 @@ NEBIUS = "nebius.com/prices, HGX H200, as transcribed by tgarg01/silybench-data"
 H100 = Chip(
     "H100 SXM", 989.4e12, 80 * 10**9, 3.35e12, "NVIDIA H100 datasheet",
     ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
-    fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0,
+    fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0, architecture="Hopper",
     watts_source="NVIDIA H100 datasheet; arXiv:2407.21783, section 3.3.1", price=Price(3.99, "2026-09-20", LAMBDA),
 )  # fmt: skip
 A100 = Chip(
     "A100 40GB", 312e12, 40 * 10**9, 1.555e12, "NVIDIA A100 datasheet",
     ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
-    fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet",
+    fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet", architecture="A100",
     price=Price(1.99, "2026-09-20", LAMBDA),
 )  # fmt: skip
 CHIPS = {
+    "TPU v3": Chip(
+        "TPU v3", 123e12 / 2, 32 * 2**30 // 2, 900e9 / 2, CLOUD + ", per chip; a JAX device is one of its two cores",
+        ici_bandwidth=4 * 656e9 / 8 / 2, ici_dims=2,
+        links_source="IEEE Micro 41(2), 2021, on TPUv2 and TPUv3: 4 links of 656 Gb/s a direction, from memory and "
+        "not checked; no DCN figure found",
+        devices_per_chip=2, watts=262.0,
+        watts_source="cloud.google.com/tpu/docs/v3: measured min/mean/max 123/220/262 W",
+    ),
     "TPU v4": Chip(
         "TPU v4", 275e12, 32 * 2**30, 1.2e12, CLOUD,
         ici_bandwidth=300e9, ici_dims=3, devices_per_host=4, int8_flops=275e12,
@@ -103,6 +120,7 @@ CHIPS = {
     "TPU v5 lite": Chip(
         "TPU v5e", 197e12, 16 * 2**30, 0.819e12, CLOUD,
         ici_bandwidth=200e9, ici_dims=2, dcn_bandwidth=6.4e12 / 8 / 256, devices_per_host=4,
+        single_host_devices=8,  # machine type ct5lp-hightpu-8t
         host_bytes=512 * 2**30 // 8, int8_flops=393e12,
         links_source=CLOUD + ": ICI 400 GB/s both directions, DCN 6.4 Tb/s for 256 chips, 512 GiB for 8 chips",
         price=Price(1.20, GOOGLE_DATE, GOOGLE_PRICE),
@@ -117,6 +135,7 @@ CHIPS = {
     "TPU v6 lite": Chip(
         "TPU v6e", 918e12, 32 * 2**30, 1.64e12, CLOUD,
         ici_bandwidth=400e9, ici_dims=2, dcn_bandwidth=100e9 / 8, devices_per_host=4,
+        single_host_devices=8,  # machine type ct6e-standard-8t
         host_bytes=720 * 10**9 // 4, int8_flops=1836e12, fp8_flops=918e12,
         links_source=CLOUD + ": ICI 800 GB/s both directions, DCN 100 Gb/s, 720 GB for 4 chips",
         price=Price(2.70, GOOGLE_DATE, GOOGLE_PRICE),
@@ -137,7 +156,17 @@ CHIPS = {
         "B200 SXM", 2250e12, 180 * 10**9, 8.0e12, "glennklockwood.com/garden/processors/B200, HGX at 1,000 W; 180 GB",
         ici_bandwidth=900e9, dcn_bandwidth=50e9, int8_flops=4500e12, fp8_flops=4500e12, links_source=BLACKWELL_LINKS,
         fp16_flops=2250e12, fp32_flops=80e12, watts=1000.0, watts_source="glennklockwood.com/garden/processors/B200",
-        price=Price(6.69, "2026-09-20", LAMBDA),
+        architecture="Blackwell", price=Price(6.69, "2026-09-20", LAMBDA),
+    ),
+    "NVIDIA GB200": Chip(
+        "GB200", 360e15 / 72 / 2, 186 * 10**9, 8.0e12,
+        "NVIDIA GB200 NVL72 page, of 72 GPUs: 360 PFLOPS of bfloat16 with sparsity, 13.4 TB, 576 TB/s",
+        ici_bandwidth=900e9, dcn_bandwidth=50e9, devices_per_host=4, fp8_flops=720e15 / 72 / 2,
+        links_source="NVLink as B200, counted inside a tray of 4 GPUs only, though it joins the 72 of a rack; one "
+        "400 Gb/s port for each GPU: NVIDIA GB200 NVL72 reference architecture, from memory and not checked",
+        fp16_flops=360e15 / 72 / 2, fp32_flops=80e12, watts=1200.0,
+        watts_source="verda.com/blog/gb300-nvl72-architecture",
+        architecture="Blackwell",
     ),
     "NVIDIA A100-SXM4-40GB": A100,
     "NVIDIA A100-SXM4-80GB": dataclasses.replace(
@@ -149,10 +178,20 @@ CHIPS = {
         fp16_flops=125e12, fp32_flops=15.7e12, bfloat16=False, watts=300.0, watts_source="NVIDIA V100 datasheet",
         price=Price(0.79, "2026-09-20", LAMBDA),
     ),
+    "Tesla P100-PCIE-16GB": Chip(
+        "P100", 18.7e12, 16 * 10**9, 0.732e12, "NVIDIA P100 PCIe datasheet (float16, without matrix units)",
+        fp16_flops=18.7e12, fp32_flops=9.3e12, bfloat16=False, watts=250.0, watts_source="NVIDIA P100 PCIe datasheet",
+    ),
     "Tesla T4": Chip(
         "T4", 65e12, 16 * 10**9, 0.32e12, "NVIDIA T4 datasheet (float16)", int8_flops=130e12,
         fp16_flops=65e12, fp32_flops=8.1e12, bfloat16=False, watts=70.0, watts_source="NVIDIA T4 datasheet",
         price=Price(0.35, GOOGLE_DATE, GOOGLE_CARD),
+    ),
+    "NVIDIA A10G": Chip(
+        "A10G", 70e12, 24 * 10**9, 0.6e12,
+        "NVIDIA A10G datasheet, as quoted by baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-inference",
+        fp16_flops=70e12, fp32_flops=35e12, watts=300.0,
+        watts_source="gist.github.com/shashankprasanna/10ebe6dc1ba1d8d93db17da4e2cc890e, TDP from nvidia-smi",
     ),
     "NVIDIA L4": Chip(
         "L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet", watts=72.0, watts_source="aiwiki.ai/wiki/nvidia_l4",

@@ -76,8 +76,9 @@ class PlanFlags:
     config: str = flag("", None, "FILE")
     topology: str | None = flag(
         None,
-        "as in preflight: v5p:4x4x8, v5p-256 (TensorCores), 2*v6e:16x16, h100:32x8 (hosts x cards); also b200, v100, "
-        "t4, l4; here: this machine, once `jaxscale qualify` or `jaxscale bench step --save` measured it",
+        "as in preflight: v5p:4x4x8, v5p-256 (TensorCores), 2*v6e:16x16, h100:32x8 (hosts x cards); also v3-8, gb200, "
+        "b200, v100, p100, t4, l4, a10g; here: this machine, once `jaxscale qualify` or `jaxscale bench step --save` "
+        "measured it",
         "NAME",
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")

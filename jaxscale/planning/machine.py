@@ -51,7 +51,7 @@ class StandIn:
 
 
 def open_machine(text: str) -> Topology:
-    """The machine that a name stands for, with stand-ins as its devices. Names are preflight's, and b200, v100, t4, l4.
+    """The machine that a name stands for, with stand-ins as its devices. Names are those of topology.PLANNED.
 
     Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
     """
@@ -67,9 +67,10 @@ def open_machine(text: str) -> Topology:
 def slices(name: TopologyName, kind: str) -> Topology:
     """TPU slices, their chips in the order in which libtpu lists them."""
     x_size, y_size, z_size = (*name.shape, 1, 1)[:3]
-    per_host, cores = CHIPS[kind].devices_per_host, CHIPS[kind].devices_per_chip
+    cores = CHIPS[kind].devices_per_chip
     of_slice = math.prod(name.shape) * cores
-    hosts_of_slice = -(-of_slice // per_host)
+    hosts_of_slice = CHIPS[kind].num_hosts(of_slice)
+    per_host = -(-of_slice // hosts_of_slice)
     devices: list[Any] = []
     for number in range(name.num_slices):
         for place in range(of_slice):

@@ -1,4 +1,4 @@
-"""What large runs reached of their chips' peak, with sources: what `plan` expects where nothing was measured.
+"""Published MFU of large runs, with sources: the range that `plan` uses where nothing was measured.
 
 A share is MFU: the model's operations over the dense bfloat16 peak of hardware.py. Where a source gives TFLOP/s they
 are divided by that peak; where it gives chip-hours, 6 N D is divided by them, which leaves attention out and may have
@@ -7,6 +7,7 @@ lost time in it. Runs in 8 bits are left out. tests/planning/test_reached.py doe
 
 from typing import NamedTuple
 
+from jaxscale.hardware import CHIPS, Chip
 from jaxscale.planning.cost import Range
 
 MAXTEXT = "github.com/AI-Hypercomputer/maxtext, MaxText/configs/{}/README.md"
@@ -87,25 +88,31 @@ ROWS = (
     Reached("H100 SXM", "gpt-oss-120b, 64 cards", 0.155, 0.155, BRIDGE, True),
 )  # fmt: skip
 
-# Whose rows stand in where a chip has none of its own: the chip that is built most alike.
-DENSE_LIKE = {"A100 40GB": "A100 80GB"}
-MIXTURES_LIKE = {"TPU v4": "TPU v5p", "TPU v5e": "TPU v6e"}
-LIKE_GPU = "H100 SXM"  # of any other card
+# The range of chips whose architecture has no published run: chosen to be wide, measured by nobody.
+ASSUMED = Range(0.1, 0.6)
 
 
-def rows_for(chip: str, mixture: bool = False) -> tuple[Reached, ...]:
-    """The rows that a run on such chips is expected by: of the chip, or of the one that stands in for it."""
-    of = lambda name: tuple(row for row in ROWS if (row.chip, row.mixture) == (name, mixture))
-    like = (MIXTURES_LIKE if mixture else DENSE_LIKE).get(chip, LIKE_GPU)
-    return of(chip) or of(like)
+def rows_for(chip: Chip, mixture: bool = False) -> tuple[Reached, ...]:
+    """Published runs on this chip; if there are none, on chips of its architecture. Empty: none are known."""
+    names = {other.name for other in CHIPS.values() if chip.architecture and other.architecture == chip.architecture}
+    of = lambda among: tuple(row for row in ROWS if row.chip in among and row.mixture == mixture)
+    return of({chip.name}) or of(names)
 
 
-def reached_on(chip: str, mixture: bool = False) -> tuple[Range, str]:
-    """(lowest and highest MFU of the rows for a chip, the runs that they are of and where they were published)."""
-    rows = rows_for(chip, mixture)
-    low, high = min(rows, key=lambda row: row.low), max(rows, key=lambda row: row.high)
+def reached_on(chip: Chip, mixture: bool = False) -> tuple[Range, str]:
+    """(lowest and highest published MFU for the chip, which runs reached them and where they were published).
+
+    Chips whose architecture has no published run get ASSUMED, and the text says that none is known.
+    """
     kind = "mixtures of experts" if mixture else "dense models"
-    told = f"{low.low:.1%} to {high.high:.1%}: published of {kind} on {rows[0].chip}"
-    if rows[0].chip != chip:
-        told += f", for none was found of {chip}"
-    return Range(low.low, high.high), f"{told}; {low.run} ({low.source}) and {high.run} ({high.source})"
+    rows = rows_for(chip, mixture)
+    if not rows:
+        assumed = (
+            f"no published MFU of {kind} on {chip.name} is known; {ASSUMED.low:.0%} to {ASSUMED.high:.0%} is assumed"
+        )
+        return ASSUMED, f"{assumed}: measure it with `jaxscale bench step --save` there, or give --mfu"
+    low, high = min(rows, key=lambda row: row.low), max(rows, key=lambda row: row.high)
+    source = f"{low.low:.1%} to {high.high:.1%}: published of {kind} on {rows[0].chip}"
+    if rows[0].chip != chip.name:
+        source += f", of the same architecture as {chip.name}"
+    return Range(low.low, high.high), f"{source}; {low.run} ({low.source}) and {high.run} ({high.source})"

@@ -120,7 +120,7 @@ def usual_mfu(
     measured: of the kind of chip; the one counts whose pass is nearest in size, a device for a device.
     """
     if not measured:
-        return reached_on(topology.chip.name, mixture)
+        return reached_on(topology.chip, mixture)
     sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
     wanted = math.log(pass_flops / len(topology.devices)) if pass_flops else max(sizes.values())
     near = min(measured, key=lambda one: abs(sizes[id(one)] - wanted))

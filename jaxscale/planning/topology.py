@@ -49,9 +49,13 @@ FAMILIES = {
     "a100-40gb": Family("NVIDIA A100-SXM4-40GB", 0),
     "a100-80gb": Family("NVIDIA A100-SXM4-80GB", 0),
 }
-# Cards that can be planned for, and that the compiler ahead has no description of.
+# Chips that can be planned for but not compiled for.
 PLANNED_ONLY = {
+    "v3": Family("TPU v3", 2, 2, 1024),
+    "gb200": Family("NVIDIA GB200", 0),
     "b200": Family("NVIDIA B200", 0),
+    "a10g": Family("NVIDIA A10G", 0),
+    "p100": Family("Tesla P100-PCIE-16GB", 0),
     "v100": Family("Tesla V100-SXM2-16GB", 0),
     "t4": Family("Tesla T4", 0),
     "l4": Family("NVIDIA L4", 0),
@@ -60,7 +64,6 @@ PLANNED = FAMILIES | PLANNED_ONLY
 ALIASES = {
     "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "a100": "a100-80gb",
 }  # fmt: skip
-CARDS_PER_HOST = 8  # HGX and DGX boards hold 4 or 8; more share no NVLink switch in these generations
 MAX_CHIPS = 65_536  # of all slices; the most published are 50,944, in 199 of v5e (Google Cloud's blog, November 2023)
 MAX_HOSTS = 4096  # beyond any cluster of these cards that is rented; a typing error more likely
 
@@ -131,8 +134,9 @@ def tpu_devices(name: TopologyName) -> list[Any]:
         options["num_slices"] = name.num_slices
     if name.family == "v4":
         options["chip_config_name"] = "megacore"  # one device a chip, as Cloud TPU's runtime gives them
-    if math.prod(name.shape) == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)  # else libtpu wants whole hosts of 2x2
+    chip = CHIPS[FAMILIES[name.family].device_kind]
+    if chip.num_hosts(math.prod(name.shape) * chip.devices_per_chip) == 1:
+        options["chips_per_host_bounds"] = (*name.shape, 1)[:3]  # libtpu's default is hosts of 2x2
     layout = f"{name.family}:{'x'.join(map(str, name.shape))}"
     with quiet_stderr():  # libtpu says twice that no TPU is attached
         return topologies.get_topology_desc(platform="tpu", topology_name=layout, **options).devices
@@ -210,17 +214,18 @@ def examples(family: str) -> list[TopologyName]:
 
 def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) -> tuple[int, int]:
     """(hosts, cards of each) of a GPU name."""
+    most = CHIPS[PLANNED[family].device_kind].devices_per_host
     if counted or len(shape) > 2:
         total = math.prod(shape)
-        hosts = min(MAX_HOSTS, max(1, round(total / CARDS_PER_HOST)))
-        nearest = TopologyName(family, (hosts, min(total, CARDS_PER_HOST)))
+        hosts = min(MAX_HOSTS, max(1, round(total / most)))
+        nearest = TopologyName(family, (hosts, min(total, most)))
         raise BadInput(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
     hosts, cards = (1, *shape) if len(shape) == 1 else shape
-    if not (1 <= cards <= CARDS_PER_HOST and 1 <= hosts <= MAX_HOSTS):
+    if not (1 <= cards <= most and 1 <= hosts <= MAX_HOSTS):
         total = max(1, math.prod(shape))
-        fit = (min(MAX_HOSTS, -(-total // CARDS_PER_HOST)), min(total, CARDS_PER_HOST))
+        fit = (min(MAX_HOSTS, -(-total // most)), min(total, most))
         raise BadInput(
-            f"topology {text!r}: a host holds 1 to {CARDS_PER_HOST} cards, and {MAX_HOSTS} hosts are the most; "
+            f"topology {text!r}: a host holds 1 to {most} cards, and {MAX_HOSTS} hosts are the most; "
             f"write {TopologyName(family, fit)}"
         )
     return hosts, cards
@@ -228,7 +233,7 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
 
 def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The usual shape of a slice that is named by a count: of chips, or of TensorCores where a chip has two."""
-    (count, *more), cores = shape, FAMILIES[family].cores
+    (count, *more), cores = shape, PLANNED[family].cores
     unit = "TensorCores" if cores > 1 else "chips"
     if more:
         raise BadInput(
@@ -252,19 +257,21 @@ def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
     if ordered in legal:
         return shape
     chips = max(1, math.prod(shape))
-    padded = (ordered + (1,) * 3)[: FAMILIES[family].dims]
+    padded = (ordered + (1,) * 3)[: PLANNED[family].dims]
     apart = lambda known: sum(abs(math.log(max(a, 1) / b)) for a, b in zip(sorted(padded), sorted(known)))
     nearest = min(legal.values(), key=lambda known: (abs(math.log(chips / math.prod(known))), apart(known)))
-    rule = "x".join("ABC"[: FAMILIES[family].dims])
+    rule = "x".join("ABC"[: PLANNED[family].dims])
     raise BadInput(
-        f"topology {text!r}: no {family} slice ({rule}, at most {FAMILIES[family].max_chips} chips) has this shape; "
+        f"topology {text!r}: no {family} slice ({rule}, at most {PLANNED[family].max_chips} chips) has this shape; "
         f"the nearest is {TopologyName(family, nearest)} (of {math.prod(nearest)})"
     )
 
 
 def legal_shapes(family: str) -> list[tuple[int, ...]]:
     """Every shape that a slice of this family may have, small ones first; of one size the most cubic first."""
-    dims, most = FAMILIES[family].dims, FAMILIES[family].max_chips
+    dims, most = PLANNED[family].dims, PLANNED[family].max_chips
+    if family == "v3":
+        return [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]
     if dims == 2:
         return SHAPES_2D
     sides = range(4, most // 16 + 1, 4)  # whole cubes of 4x4x4

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale.config import RunConfig
-from jaxscale.hardware import Chip, Device
+from jaxscale.hardware import H100, Chip, Device
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.planning.reached import reached_on
 
@@ -23,7 +23,7 @@ class Floors:
     products: float = 0.6  # of the datasheet's FLOP/s
     bandwidth: float = 0.6  # of the datasheet's bytes/s of memory
     links: float = 0.4  # of the datasheet's bytes/s of the links along one axis, at the largest size
-    mfu: float = reached_on("H100 SXM")[0].low  # the least that `plan` expects of these
+    mfu: float = reached_on(H100)[0].low  # the least that `plan` expects of these
     memory_within: float = 0.05  # of the compiler's own figure, either way: what preflight says would not hold here
     slow: float = 1.25  # times the median of all devices: below that, chips of one kind differ without being ill
 

@@ -93,7 +93,7 @@ def test_what_is_not_known_is_said_with_the_way_out_and_never_guessed():
     assert any("energy" in line and "n/a" in line for line in lines)
     assert seven("tpu7x:4x4x4").machine.num_chips == 64 and seven("tpu7x:4x4x4").machine.num_devices == 128
     assert seven("b200:8x8").money.megawatt_hours.low > 0
-    with pytest.raises(ValueError, match="no chip is called 'mi300x'.*plan also knows b200, v100, t4, l4"):
+    with pytest.raises(ValueError, match="no chip is called 'mi300x'.*plan also knows v3, gb200, b200"):
         open_machine("mi300x:8")
     for text, said in (("b200", "how many"), ("b200:1x16", "1 to 8 cards"), ("v100:0x8", "1 to 8 cards")):
         with pytest.raises(ValueError, match=said):
@@ -369,7 +369,7 @@ def test_float32_is_not_promised_the_peak_of_shorter_types():
         cfg = load_config(str(ROOT / "configs" / "quickstart.py"), {f"model.{k}": v for k, v in settings.items()})
         return make_plan(cfg, open_machine(topology), Wishes()).time.speed.mfu
 
-    assert mfu("t4:1x1", compute_dtype="float16").high == 0.48
+    assert mfu("t4:1x1", compute_dtype="float16").high == 0.6  # assumed: none is published
     assert mfu("t4:1x1", compute_dtype="float32").high == pytest.approx(8.1 / 65)  # vector units alone
     assert mfu("a100:1x1", compute_dtype="float32").high == 0.5  # TF32: half of the peak
     assert mfu("a100:1x1", compute_dtype="float32", matmul_precision="highest").high == pytest.approx(19.5 / 312)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxscale import config_file
 from jaxscale.api import planning as api
+from jaxscale.hardware import CHIPS
 from jaxscale.planning import measured as kept
 from jaxscale.planning.plan import Wishes
 from jaxscale.planning.reached import reached_on
@@ -36,7 +37,7 @@ def test_a_plan_takes_what_was_measured_on_such_chips():
     before = api.plan(SEVEN, "h100:8x8")
     kept.keep_measured(measured())
     plan = api.plan(SEVEN, "h100:8x8")
-    assert before.time.speed.source.startswith(reached_on("H100 SXM")[1])
+    assert before.time.speed.source.startswith(reached_on(CHIPS[H100])[1])
     assert plan.time.speed.mfu.low == pytest.approx(0.85 * 0.3) and plan.time.speed.mfu.high == pytest.approx(
         1.15 * 0.3
     )
@@ -51,7 +52,7 @@ def test_a_plan_takes_what_was_measured_on_such_chips():
 def test_other_chips_and_small_steps_say_nothing_about_it():
     kept.keep_measured(measured(device_kind="NVIDIA H200"))
     kept.keep_measured(measured(spec="S", by="jaxscale bench step --save"))
-    assert api.plan(SEVEN, "h100:8x8").time.speed.source.startswith(reached_on("H100 SXM")[1])
+    assert api.plan(SEVEN, "h100:8x8").time.speed.source.startswith(reached_on(CHIPS[H100])[1])
 
 
 def test_of_several_the_pass_that_is_nearest_in_size_counts():

@@ -238,7 +238,7 @@ def told_error(name, topology, overrides, gib):
     return error
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x2", "2*v6e:4x4", "v5e:4x4", "tpu7x:2x2x1", "v4:4x4x4"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "2*v6e:4x4", "v5e:4x4", "v5e:2x4", "tpu7x:2x2x1", "v4:4x4x4"])
 def test_a_stand_in_lays_the_state_out_as_libtpus_devices_do(topology):
     pytest.importorskip("libtpu")
     cfg = load_config(str(ROOT / "configs" / "1b.py"), {"batch_tokens": "512 rows"})

@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import cost
-from jaxscale.planning.reached import reached_on
+from jaxscale.planning.reached import reached_on, rows_for
 from jaxscale.planning.scaling import optimal_tokens, train_flops
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def hours(flops, chip, mfu, goodput=cost.GOODPUT):
 
 def days(flops, chip, number):
     """(fewest, most) days of so many chips, at what such chips reached."""
-    return [hours(flops, chip, mfu) / number / 24 for mfu in reversed(reached_on(chip.name)[0])]
+    return [hours(flops, chip, mfu) / number / 24 for mfu in reversed(reached_on(chip)[0])]
 
 
 def told(line):
@@ -30,17 +30,16 @@ def told(line):
 
 
 def test_gpt_2_in_a_week_on_32_cards():
-    done = [32 * 7 * cost.DAY * V100.peak_flops * mfu for mfu in reached_on("V100")[0]]
-    tokens = [flops * cost.GOODPUT / train_flops(1.5e9, 1) for flops in done]
-    assert tokens == [pytest.approx(92e9, rel=0.01), pytest.approx(116e9, rel=0.01)]
-    assert tokens[0] > 9 * 10e9  # 40 GB of text are 8 to 10 billion tokens
-    assert told("1.5B parameters on 92 to 116 billion tokens")
+    tokens = 32 * 7 * cost.DAY * V100.peak_flops * 0.4 * cost.GOODPUT / train_flops(1.5e9, 1)
+    assert tokens == pytest.approx(97e9, rel=0.01)
+    assert tokens > 9 * 10e9  # 40 GB of text are 8 to 10 billion tokens
+    assert told("at 40% MFU are 1.5B parameters on 97 billion tokens")
 
 
 def test_gpt_3_in_a_month_on_10_000_cards():
-    assert days(GPT3_FLOPS, V100, 10_000) == [pytest.approx(6.7, abs=0.1), pytest.approx(8.5, abs=0.1)]
+    assert hours(GPT3_FLOPS, V100, 0.4) / 10_000 / 24 == pytest.approx(8.1, abs=0.05)
     assert GPT3_FLOPS / (10_000 * 30 * cost.DAY * V100.peak_flops * cost.GOODPUT) == pytest.approx(0.11, abs=0.005)
-    assert told("7 to 9 days of 10,000 V100; a month would be an MFU of 11%")
+    assert told("8 days of 10,000 V100 at 40% MFU; a month would be an MFU of 11%")
 
 
 def test_llama_2_on_2_000_cards():
@@ -55,7 +54,7 @@ def test_llama_2_on_2_000_cards():
 
 
 def test_25_000_a100_do_not_make_what_is_told_of_gpt_4():
-    most = 25_000 * 180 * cost.DAY * A100.peak_flops * reached_on(A100.name)[0].high * cost.GOODPUT
+    most = 25_000 * 180 * cost.DAY * A100.peak_flops * reached_on(A100)[0].high * cost.GOODPUT
     assert most == pytest.approx(5.9e25, rel=0.01) and most < 1.4e26 / 2
     assert told("at most 5.9e25 FLOPs of A100s")
 
@@ -86,7 +85,7 @@ def test_what_a_table_of_hours_by_size_means_in_tokens():
 
 def test_what_gpt_3_costs():
     assert 355 * 365 * 24 * 1.5 == pytest.approx(4.6e6, rel=0.02)
-    low, high = (hours(GPT3_FLOPS, A100, mfu) for mfu in reversed(reached_on(A100.name)[0]))
+    low, high = (hours(GPT3_FLOPS, A100, mfu) for mfu in reversed(reached_on(A100)[0]))
     assert (low, high) == (pytest.approx(573e3, rel=0.001), pytest.approx(895e3, rel=0.001))
     price = A100.price.dollars_per_hour
     assert (price * low, price * high) == (pytest.approx(1.6e6, rel=0.01), pytest.approx(2.5e6, rel=0.01))
@@ -94,15 +93,13 @@ def test_what_gpt_3_costs():
 
 
 def test_the_table_of_what_was_reached_is_that_of_the_code():
-    names = {chip.name for chip in CHIPS.values()}
+    names = {chip.name: chip for chip in CHIPS.values()}
     for line in PAGE.partition("| chip | dense models |")[2].partition("Each share")[0].splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if cells[0] in names:
             for cell, mixture in zip(cells[1:], (False, True), strict=True):
-                found, source = reached_on(cells[0], mixture)
-                if cell.startswith("by "):
-                    assert f"on {'TPU ' * cell[3:].startswith('v')}{cell[3:]}" in source
-                else:
-                    assert cell == f"{found.low:.1%} to {found.high:.1%}"
-            names.remove(cells[0])
-    assert names == {"H200 SXM", "B200 SXM", "A100 40GB", "V100", "T4", "L4"}
+                found, source = reached_on(names[cells[0]], mixture)
+                assert ("no published MFU" in source) == (cell == "none known")
+                assert cell in ("none known", f"{found.low:.1%} to {found.high:.1%}")
+            del names[cells[0]]
+    assert all(not rows_for(chip) or chip.architecture for chip in names.values())  # the rest has no run of its own

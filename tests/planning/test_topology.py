@@ -111,6 +111,10 @@ def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
         ("v5p-256", 128, 32, 1),
         ("v4:2x2x2", 8, 2, 1),  # one device a chip
         ("v5e:1x1", 1, 1, 1),
+        ("v5e-8", 8, 1, 1),  # one VM of 8 chips
+        ("v5e:4x4", 16, 4, 1),  # VMs of 4 chips
+        ("2*v6e:2x4", 16, 2, 2),
+        ("tpu7x:2x2x1", 8, 1, 1),
         ("tpu7x:4x4x4", 128, 16, 1),  # two devices a chip
         ("2*v6e:4x4", 32, 8, 2),
         ("v5p:16x16x24", 6144, 1536, 1),
