@@ -2,13 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.config import RunConfig
 from jaxscale.optim.config import OptimConfig
 from jaxscale.system.exits import BadInput
+
+
+class Position(NamedTuple):
+    """Where a run resumes; of run.resume_checks.recorded_position."""
+
+    steps_done: int = 0
+    next_batch: int = 0
+    finished: Mapping[str, tuple[tuple[int, int], ...]] = {}  # stages of each ramp that is over, by field of Budget
+
+
+BEGINNING = Position()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +61,37 @@ class Budget:
         """How many tokens the rows of each batch have, where those of the data have seq_len."""
         return recorded_rows(dataclasses.asdict(self), seq_len)
 
+    @property
+    def without_ramps(self) -> "Budget":
+        """The budget of the same run if all batches were as in its last stage."""
+        return dataclasses.replace(self, ramp=(), seq_len_ramp=())
+
     def tokens_of(self, steps: int) -> int:
         """Tokens of the first steps, where no batch is skipped."""
         return self.batches(1).begin(steps)
 
 
-def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
-    """The amounts as numbers. epoch_tokens: tokens of one pass over the data, None where that is unknown."""
+def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position = BEGINNING) -> Budget:
+    """The amounts as numbers. Raises BadInput for amounts that contradict each other.
+
+    epoch_tokens: tokens of one pass over the data, None where that is unknown.
+    """
+    finished = position.finished
     batch = cfg.tokens_per_step
     known = dict(seq_len=cfg.seq_len, batch_tokens=batch, epoch_tokens=epoch_tokens)
     train_tokens = units.resolve("train_tokens", cfg.train_tokens, **known)
     warmup = units.resolve("optim.warmup_tokens", cfg.optim.warmup_tokens, train_tokens=train_tokens, **known)
-    ends = [
-        (size, units.resolve("batch_ramp", until, train_tokens=train_tokens, **known))
-        for size, (_, until) in zip(cfg.ramp_tokens, cfg.batch_ramp)
-    ]
-    try:
-        sizes = units.BatchSizes.growing(ends, batch)
-    except BadInput as error:
-        raise BadInput(f"batch_ramp, in tokens: {error}; write later ends, or leave that size out") from None
+    if "ramp" in finished:
+        sizes = units.BatchSizes(finished["ramp"])
+    else:
+        sizes = resolve_sizes(cfg, train_tokens=train_tokens, **known)
     total_steps, warmup_steps = sizes.holding(train_tokens), sizes.holding(warmup)
     number, unit = units.parse("optim.warmup_tokens", cfg.optim.warmup_tokens)
     if unit == "steps":
         warmup_steps = math.ceil(number)
     if total_steps < 1:
         raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
-    if warmup_steps > total_steps:
+    if warmup_steps > max(total_steps, position.steps_done):
         raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
     known |= dict(train_tokens=train_tokens)
     return Budget(
@@ -86,8 +102,17 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
         resolve_decay_start(cfg.optim, sizes, total_steps, **known),
         resolve_factors(cfg.optim, sizes, **known),
         sizes.stages if sizes.vary else (),
-        resolve_rows(cfg, sizes, **known),
+        finished.get("seq_len_ramp") or resolve_rows(cfg, sizes, **known),
     )
+
+
+def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
+    """The sizes of all batches in tokens. Raises BadInput for a size of batch_ramp that no batch would have."""
+    ends = [units.resolve("batch_ramp", until, **known) for _, until in cfg.batch_ramp]
+    try:
+        return units.BatchSizes.growing(list(zip(cfg.ramp_tokens, ends)), cfg.tokens_per_step)
+    except BadInput as error:
+        raise BadInput(f"batch_ramp, in tokens: {error}; write later ends, or leave that size out") from None
 
 
 def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
@@ -112,22 +137,56 @@ def recorded_rows(budget: Mapping[str, Any], seq_len: int) -> units.BatchSizes:
     return units.BatchSizes(stages or ((0, seq_len),))
 
 
-def stages_of_programs(cfg: RunConfig, budget: Budget) -> list[tuple[int, RunConfig]]:
-    """[(first batch, the run as if all batches were like it), ...] wherever batch_ramp or seq_len_ramp go on.
+class BatchStage(NamedTuple):
+    """A range of batches of one size, with rows of one length: what batch_ramp and seq_len_ramp divide a run into."""
 
-    The last is of the largest batches and the longest rows.
-    """
-    sizes, rows = budget.batches(1), budget.row_tokens(cfg.seq_len)
+    first: int  # batch
+    stop: int | None  # the first batch of the next stage; None: there is no next stage
+    tokens: int  # of a batch
+    row_tokens: int
+
+
+def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
+    """All stages of a run, in order. The last one has the largest batches and the longest rows."""
+    sizes, rows = budget.batches(1), budget.row_tokens(seq_len)
     firsts = sorted({first for first, _ in (*sizes.stages, *rows.stages)})
-    return [(first, cfg.with_batch(sizes.size(first), rows.size(first))) for first in firsts]
+    stops = [*firsts[1:], None]
+    return [BatchStage(first, stop, sizes.size(first), rows.size(first)) for first, stop in zip(firsts, stops)]
+
+
+def remaining_stages(
+    budget: Budget, seq_len: int, next_batch: int = 0, skipped: Sequence[tuple[int, int]] = ()
+) -> list[BatchStage]:
+    """The stages that a run still trains on from batch `next_batch` on. skipped: ranges of batches left out."""
+
+    def remains(stage: BatchStage) -> bool:
+        batch = max(stage.first, next_batch)
+        for first, stop in sorted(skipped):
+            batch = stop if first <= batch < stop else batch
+        return stage.stop is None or batch < stage.stop
+
+    return [stage for stage in batch_stages(budget, seq_len) if remains(stage)]
+
+
+def batch_sizes(configs: Sequence[RunConfig]) -> str:
+    """'2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in 1 microbatch, ...'; '' for one.
+
+    configs: of the programs of a run, in the order of its stages.
+    """
+    sizes = [
+        f"{one.rows_per_step} rows of {one.seq_len} tokens in {units.plural(one.train.num_microbatches, 'microbatch')}"
+        for one in configs
+    ]
+    return f"{len(sizes)} programs, each compiled when the run reaches it: {', '.join(sizes)}" if sizes[1:] else ""
 
 
 def train_flops(cfg: RunConfig, budget: Budget) -> float:
     """Floating-point operations of the run, each batch with rows of its own length."""
-    stages = stages_of_programs(cfg, budget)
-    begins = [budget.tokens_of(min(first, budget.total_steps)) for first, _ in stages]
+    stages = batch_stages(budget, cfg.seq_len)
+    begins = [budget.tokens_of(min(stage.first, budget.total_steps)) for stage in stages]
     begins.append(budget.tokens_of(budget.total_steps))
-    return sum(one.flops_per_token * (end - begin) for (_, one), begin, end in zip(stages, begins, begins[1:]))
+    flops = [cfg.with_batch(stage.tokens, stage.row_tokens).flops_per_token for stage in stages]
+    return sum(each * (end - begin) for each, begin, end in zip(flops, begins, begins[1:]))
 
 
 def schedule_steps(budget: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,18 +16,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import units
-from jaxscale.budget import Budget, stages_of_programs
+from jaxscale.budget import BatchStage, Budget, remaining_stages
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
-from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
+from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED
 from jaxscale.first_state import make_init
 from jaxscale.hardware import Device
-from jaxscale.models.config import BLOCKS, MLP_GATE, MLP_UP, saved_names
+from jaxscale.model_on_mesh import shard_run_model
+from jaxscale.models.config import MLP_GATE, MLP_UP, saved_names
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
 from jaxscale.models.mup_config import rate_multiplier, scales_of
-from jaxscale.models.sharded import ShardedModel, SharedRows, shard_model
+from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.grouped import choose_expert_kernels
 from jaxscale.ops.kernels import make_recorder, make_score_recorder
 from jaxscale.ops.project import with_precision
@@ -38,8 +39,7 @@ from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options
 from jaxscale.sharding.mesh import groups_along, make_mesh
 from jaxscale.sharding.offload import on_host
-from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
-from jaxscale.sharding.rules import RULES, axis_size
+from jaxscale.sharding.rules import axis_size
 from jaxscale.sharding.schedules import Schedule as StageSchedule
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings, with_shardings
 from jaxscale.system.exits import BadInput
@@ -74,7 +74,17 @@ class Program:
     batch_shards: int
     parameter_table: list[tuple[str, str, str, str, str]]
     compiler_options: CompilerOptions  # that train_step is compiled with
-    smaller: tuple["Program", ...] = ()  # of a ramp: for batches of fewer tokens, and for shorter rows
+    smaller: tuple["Program", ...] = ()  # for batches of fewer tokens and shorter rows, in the order of the stages
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, tokens in a row) of the batches that train_step takes."""
+        return self.cfg.rows_per_step, self.cfg.row_lengths.row
+
+    @property
+    def configs(self) -> list[RunConfig]:
+        """The config of the program of each stage, in order; the last is its own."""
+        return [one.cfg for one in (*self.smaller, self)]
 
     @property
     def mesh(self) -> Mesh:
@@ -110,7 +120,7 @@ class Program:
         """The compiled function of this name, (state, batch) -> ...: for each batch the one for its shape."""
         if not self.smaller:
             return getattr(self, name)
-        functions = {one.abstract_batch.tokens.shape: getattr(one, name) for one in (*self.smaller, self)}
+        functions = {one.shape: getattr(one, name) for one in (*self.smaller, self)}
         return lambda state, batch: functions[batch.tokens.shape](state, batch)
 
     @property
@@ -146,14 +156,40 @@ class Shardings:
     whole: NamedSharding  # replicated: metrics
 
 
-def make_program(
-    cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None = None, *, data_row: int | None = None
-) -> Program:
-    """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet.
+def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None = None) -> Program:
+    """The model, optimizer and step of a config over `devices` (all unless given), for each stage of its budget.
+
+    Compiles nothing yet. Raises BadInput for a config or a stage that does not fit the devices.
+    """
+    program = make_program_on(make_mesh(cfg.mesh, devices), cfg, budget)
+    return add_stages(program, budget, remaining_stages(budget, cfg.seq_len))
+
+
+def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -> Program:
+    """The program, and a smaller one for each of these stages that has none yet. Raises BadInput naming the stage."""
+    cfg, made = program.cfg, {one.shape: one for one in (*program.smaller, program)}
+    for stage in reversed(stages):
+        one = cfg.with_batch(stage.tokens, stage.row_tokens, program.batch_shards)
+        if (shape := (one.rows_per_step, one.row_lengths.row)) in made:
+            continue
+        try:
+            made[shape] = make_program_on(program.mesh, one, budget.without_ramps, data_row=cfg.seq_len)
+        except BadInput as error:
+            name = "batch_ramp" if one.seq_len == cfg.seq_len else f"seq_len_ramp, rows of {one.seq_len} tokens"
+            raise BadInput(
+                f"{name}, batches of {one.rows_per_step} rows: {error}; a run that resumes at batch {stage.stop} or "
+                "later needs none of these"
+            ) from None
+    smaller = [one for shape, one in made.items() if shape != program.shape]
+    smaller.sort(key=lambda one: (one.cfg.tokens_per_step, one.cfg.seq_len))
+    return dataclasses.replace(program, smaller=tuple(smaller))
+
+
+def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | None = None) -> Program:
+    """The program of the last stage of a budget, on a mesh.
 
     data_row: tokens in a row of the data, where the batches have shorter ones cut from these.
     """
-    mesh = make_mesh(cfg.mesh, devices)
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
@@ -191,7 +227,6 @@ def make_program(
     compiled = dict(compiler_options=options.values or None)
     return Program(
         cfg=cfg,
-        smaller=make_smaller(cfg, budget, devices),
         model=model,
         unstaged=unstaged,
         init=init,
@@ -208,18 +243,6 @@ def make_program(
         parameter_table=group_table(model.shapes, model.shardings, updates.groups),
         compiler_options=options,
     )
-
-
-def make_smaller(cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None) -> tuple[Program, ...]:
-    """What the config compiles to for each size of batch_ramp and length of seq_len_ramp. Raises BadInput."""
-    found, level = [], dataclasses.replace(budget, ramp=(), seq_len_ramp=())
-    for _, one in stages_of_programs(cfg, budget)[:-1]:
-        try:
-            found.append(make_program(one, level, devices, data_row=cfg.seq_len))
-        except BadInput as error:
-            name = "batch_ramp" if one.seq_len == cfg.seq_len else f"seq_len_ramp, rows of {one.seq_len} tokens"
-            raise BadInput(f"{name}, batches of {one.rows_per_step} rows: {error}") from None
-    return tuple(found)
 
 
 def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> CompilerOptions:
@@ -239,47 +262,12 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> Compil
     )
 
 
-def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: bool = True) -> ShardedModel:
-    """The model on the mesh. Raises BadInput where the mesh does not divide its parameters.
-
-    staged: in the stages of a pipeline, if there is one; else the devices of that axis share rows and weights.
-    """
-    return shard_model(
-        cfg.model,
-        mesh,
-        cfg.rules,
-        lora=cfg.lora,
-        offloaded=cfg.optim.offload_params,
-        prefix=cfg.row_lengths.prefix,
-        reduce_dtype=cfg.train.reduce_dtype,
-        torus_at_once=torus_at_once,
-        shared=shared_rows(cfg, mesh),
-        pipeline=make_stages(cfg, mesh) if staged else ONE_STAGE,
-    )
-
-
-def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
-    """The stages of the model. Raises BadInput where they cannot be."""
-    stages, model = mesh.shape["pipeline"], cfg.model
-    check_stages(cfg, stages)
-    head_layers = model.vocab_size * model.embed_dim / model.block_matrix_params
-    blocks, before = model.layer_stacks.get(BLOCKS, 0), model.leading_layers
-    return make_pipeline_axis(stages, cfg.pipeline, blocks, head_layers, before)
-
-
 def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, ShardedModel]:
     """The config with fewer microbatches, for more devices share the rows of each than in a pipeline; the model."""
     shards, parts = unstaged.batch_axes.num_shards, cfg.train.num_microbatches
     fitting = [number for number in units.divisors(parts) if cfg.rows_per_step // number % shards == 0]
     train = dataclasses.replace(cfg.train, num_microbatches=max(fitting, default=1))
     return dataclasses.replace(cfg, batch_ramp=(), seq_len_ramp=(), train=train), unstaged
-
-
-def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
-    """The rows of a run, as devices of the context axis share them."""
-    shards = axis_size("act_batch", RULES[cfg.rules].params, mesh.shape)
-    rows = max(1, cfg.rows_per_step // cfg.train.num_microbatches // shards)
-    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows, cfg.expert.exchange)
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:

@@ -20,7 +20,7 @@ from jaxscale.schema import setting
 from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.training.config import LimitConfig, TrainConfig
-from jaxscale.units import divisors, or_list, plural
+from jaxscale.units import divisors, or_list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,36 +90,18 @@ class RunConfig:
         """The sizes of batch_ramp in tokens."""
         return tuple(units.resolve("batch_ramp", size, seq_len=self.seq_len) for size, _ in self.batch_ramp)
 
-    def with_batch(self, tokens: int, row_tokens: int | None = None) -> "RunConfig":
-        """The same run with all batches of so many tokens, a size of batch_ramp, in microbatches of as many tokens as
-        those of batch_tokens have, or in one of fewer; in rows of so many tokens, a length of seq_len_ramp."""
-        parts = max(1, self.train.num_microbatches * tokens // self.tokens_per_step)
-        train = dataclasses.replace(self.train, num_microbatches=parts)
-        rows = dict(seq_len=row_tokens or self.seq_len, seq_len_ramp=())
-        return dataclasses.replace(self, **rows, batch_tokens=tokens, batch_ramp=(), train=train)
+    def with_batch(self, tokens: int, row_tokens: int | None = None, batch_shards: int = 1) -> "RunConfig":
+        """The same run with every batch of one size of batch_ramp and one row length of seq_len_ramp.
 
-    @property
-    def ramp_programs(self) -> str:
-        """'2 programs, ...: 8 rows in 1 microbatch, 16 rows in 2 microbatches' of a ramp; '' without one."""
-        each = [*(self.with_batch(tokens) for tokens in self.ramp_tokens), self]
-        told = [f"{one.rows_per_step} rows in {plural(one.train.num_microbatches, 'microbatch')}" for one in each]
-        what = "sizes, in whole rows" if self.seq_len_ramp else "programs, each compiled when the run comes to it"
-        return f"{len(each)} {what}: {', '.join(told)}" if each[1:] else ""
-
-    @property
-    def row_programs(self) -> str:
-        """'rows of 256, 512 and then 1024 tokens, ...' of a seq_len_ramp; '' without one."""
-        lengths = ", ".join(str(length) for length, _ in self.seq_len_ramp)
-        each = "each length and size of batch that meet" if self.batch_ramp else "each length"
-        told = f"rows of {lengths} and then {self.seq_len} tokens, with a program for {each}"
-        return told if lengths else ""
-
-    def uneven_size(self, parts: int) -> int | None:
-        """The first size of batch_ramp, in rows, that is no whole number of the microbatches that batch_tokens has
-        `parts` of, and not smaller than one; None where all fit."""
-        rows = self.rows_per_step // parts
-        sizes = (size // self.seq_len for size in self.ramp_tokens)
-        return next((size for size in sizes if size > rows and size % rows), None)
+        It has the fewest microbatches that are no larger than those of batch_tokens and, where possible, that
+        batch_shards divides.
+        """
+        row_tokens, full = row_tokens or self.seq_len, self.tokens_per_step // self.train.num_microbatches
+        parts = [number for number in divisors(tokens // self.seq_len) if number * full >= tokens]
+        even = [number for number in parts if tokens // row_tokens // number % batch_shards == 0]
+        train = dataclasses.replace(self.train, num_microbatches=(even or parts)[0])
+        sizes = dict(seq_len=row_tokens, seq_len_ramp=(), batch_tokens=tokens, batch_ramp=())
+        return dataclasses.replace(self, **sizes, train=train)
 
     @property
     def row_lengths(self) -> Lengths:
@@ -165,8 +147,8 @@ def check_batch(cfg: RunConfig) -> None:
 
 
 def check_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless the sizes of batch_ramp grow up to batch_tokens and are whole rows and microbatches."""
-    sizes, parts = cfg.ramp_tokens, cfg.train.num_microbatches
+    """Raises BadInput unless the sizes of batch_ramp are whole rows and grow up to batch_tokens."""
+    sizes = cfg.ramp_tokens
     for before, size in zip((0, *sizes), (*sizes, cfg.tokens_per_step)):
         if size <= before:
             raise BadInput(
@@ -179,13 +161,6 @@ def check_ramp(cfg: RunConfig) -> None:
                 f"batch_ramp: a batch of {size} tokens is not a whole number of rows of seq_len={cfg.seq_len}; try "
                 f"{-(-size // cfg.seq_len) * cfg.seq_len}"
             )
-    if uneven := cfg.uneven_size(parts):
-        rows = cfg.rows_per_step // parts
-        raise BadInput(
-            f"batch_ramp: a batch of {uneven} rows is no whole number of microbatches of {rows} rows, which "
-            f"train.num_microbatches={parts} makes of batch_tokens; use a multiple of {rows} rows, fewer rows than "
-            "that, or other microbatches"
-        )
 
 
 def check_seq_len_ramp(cfg: RunConfig) -> None:
@@ -304,15 +279,6 @@ def check_limit(cfg: RunConfig) -> None:
         raise BadInput(
             f"limit.on_overrun='decay' begins a decay early, and with optim.decay={optim.decay!r} no rate stays at its "
             "peak until one; set optim.decay to wsd or constant, or limit.on_overrun to tell"
-        )
-    if cfg.batch_ramp:
-        raise BadInput(
-            "limit.on_overrun='decay' counts steps of one size, batch_ramp has several; set limit.on_overrun to tell"
-        )
-    if cfg.seq_len_ramp:
-        raise BadInput(
-            "limit.on_overrun='decay' forecasts by the speed so far, and longer rows of seq_len_ramp are slower; set "
-            "limit.on_overrun to tell"
         )
     if not 0 <= optim.min_lr <= optim.peak_lr:
         raise BadInput(f"optim.min_lr={optim.min_lr:g} must lie between 0 and optim.peak_lr={optim.peak_lr:g}")

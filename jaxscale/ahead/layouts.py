@@ -78,7 +78,7 @@ def layout_parts(cfg: RunConfig, layout: Layout) -> list[int]:
     """Numbers of microbatches that divide the rows of a batch, and that the stages can use."""
     rows, size, chunks = cfg.rows_per_step, layout["pipeline"], layout["chunks"]
     shards = layout["data"] * layout["fsdp"] * layout["expert"]
-    parts = [part for part in units.divisors(rows) if rows // part % shards == 0 and cfg.uneven_size(part) is None]
+    parts = [part for part in units.divisors(rows) if rows // part % shards == 0]
     if size == 1:
         return parts
     return [part for part in parts if chunks * part >= LEAST_RUNS * size and (chunks == 1 or part % size == 0)]

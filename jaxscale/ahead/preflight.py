@@ -9,7 +9,7 @@ from jaxscale.ahead.compiled import Compiled, compile_ahead, lower, read_result
 from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.report import Report, sum_traffic
 from jaxscale.ahead.roofline import Roofline, roofline
-from jaxscale.budget import resolve_budget
+from jaxscale.budget import BEGINNING, Position, batch_sizes, resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.planning.experts import routing_text
@@ -32,16 +32,20 @@ def preflight(
     keep: bool = True,
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
+    position: Position = BEGINNING,
 ) -> Report:
-    """The report on a config on a topology. Raises BadInput for a config that no such machine can run."""
-    program = fitting_program(cfg, topology.devices)
+    """The report on a config on a topology. Raises BadInput for a config that no such machine can run.
+
+    position: where a run resumes on these devices: stages of its ramps that are over need not fit.
+    """
+    program = fitting_program(cfg, topology.devices, position=position)
     compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
     return make_report(config_name, program, topology, compiled)
 
 
 def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
-    """The same program that training makes, for the devices of a topology."""
-    return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), topology.devices)
+    """The program of the last stage that training makes, for the devices of a topology."""
+    return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED).without_ramps, topology.devices)
 
 
 def find_kept(cfg: RunConfig, topology: str, say: Callable[[str], None]) -> Kept | None:
@@ -171,10 +175,8 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
 
 def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """What a reader of the figures must know."""
-    ramp = program.cfg.ramp_programs
-    plain = [f"batch_ramp: the figures are of the largest batch, of {ramp}"] if ramp else []
-    rows = program.cfg.row_programs
-    plain += [f"seq_len_ramp: the figures are of the longest rows, of {rows}"] if rows else []
+    sizes = batch_sizes(program.configs)
+    plain = [f"batches: the figures are of the last of {sizes}"] if sizes else []
     plain += [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []

@@ -5,28 +5,44 @@ from collections.abc import Callable
 
 from jaxscale.ahead import preflight as compiled
 from jaxscale.ahead.report import Report
+from jaxscale.budget import BEGINNING, Position
+from jaxscale.checkpoint.branch import open_source
 from jaxscale.config import RunConfig
 from jaxscale.planning.machine import HERE, measured_machine, open_machine
 from jaxscale.planning.measured import Measured, measured_file, newest_machine, of_chip, read_measured
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.topology import Topology, open_topology
+from jaxscale.run.resume_checks import recorded_position
 from jaxscale.system.exits import BadInput
 
 DEFAULT_WISHES = Wishes()
 
 
 def plan(
-    cfg: RunConfig, topology: str, wishes: Wishes = DEFAULT_WISHES, say: Callable[[str], None] = lambda line: None
+    cfg: RunConfig,
+    topology: str,
+    wishes: Wishes = DEFAULT_WISHES,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    workdir: str | None = None,
 ) -> RunPlan:
     """What a run costs on a machine, by arithmetic: `jaxscale plan`. No step is compiled.
 
     Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. wishes: price, deadline, budget and what else is known.
-    say: is told of a result of preflight that cannot be read.
+    say: is told of a result of preflight that cannot be read. workdir: of a run that resumes there.
     """
     machine, measured = machine_of(topology)
     kept = None if machine.name == HERE else compiled.find_kept(cfg, machine.name, say)
-    return make_plan(cfg, machine, wishes, measured=measured, kept=kept)
+    return make_plan(cfg, machine, wishes, measured=measured, kept=kept, position=position_of(workdir))
+
+
+def position_of(workdir: str | None) -> Position:
+    """Where the run in a work folder resumes; the beginning without one. Raises BadInput where it has no checkpoint."""
+    if workdir is None:
+        return BEGINNING
+    source = open_source(workdir, named="workdir")
+    return recorded_position(source.record["run"], source.step)
 
 
 def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
@@ -53,13 +69,20 @@ def preflight(
     fresh: bool = False,
     save_executable: str | None = None,
     say: Callable[[str], None] = lambda line: None,
+    workdir: str | None = None,
 ) -> Report:
     """The training step compiled for chips that need not be here: does it fit: `jaxscale preflight`.
 
     Args: name: of the config, in the report. fresh: compile again what was compiled before. save_executable: a file for
-    the compiled step.
+    the compiled step. workdir: of a run that resumes there: stages of its ramps that are over need not fit.
     """
     file = None if save_executable is None else pathlib.Path(save_executable)
     return compiled.preflight(
-        cfg, open_topology(topology), config_name=name, keep=not fresh, save_executable=file, say=say
+        cfg,
+        open_topology(topology),
+        config_name=name,
+        keep=not fresh,
+        save_executable=file,
+        say=say,
+        position=position_of(workdir),
     )

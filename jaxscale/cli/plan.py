@@ -82,6 +82,9 @@ class PlanFlags:
         "NAME",
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
+    workdir: str | None = flag(
+        None, "a run that resumes there: stages of batch_ramp and seq_len_ramp that are over need not fit", "FOLDER"
+    )
     price: float | None = flag(
         None, "dollars of a chip and hour; else the list price that is shown with its date", "4.20", read=positive
     )
@@ -135,7 +138,7 @@ def main(arguments: Arguments) -> int:
 
 def answer(cfg: RunConfig, flags: PlanFlags, wishes: Wishes) -> Exit:
     """Prints the plan of a config; DONE, or NO_GO where it does not fit."""
-    plan = api.plan(cfg, flags.topology, wishes, say=tell)
+    plan = api.plan(cfg, flags.topology, wishes, say=tell, workdir=flags.workdir)
     put(*plan_lines(plan))
     if flags.json:
         write_json(flags.json, plan.to_dict())
@@ -150,6 +153,8 @@ def propose(arguments: Arguments) -> Exit:
         raise BadInput(
             "give --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to get one"
         )
+    if flags.workdir:
+        raise BadInput(f"--workdir={flags.workdir} is of a run that resumes; give its --config too")
     found = proposal_of(arguments, flags)
     if arguments.overrides:
         raise BadInput(

@@ -18,6 +18,7 @@ from jaxscale.ahead.overlap import collective_lines
 from jaxscale.ahead.preflight import preflight
 from jaxscale.ahead.report import Report, report_lines, summary_rows
 from jaxscale.ahead.search import Candidate, Tried, winner
+from jaxscale.api.planning import position_of
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
@@ -41,6 +42,9 @@ class PreflightFlags:
         "v5p:4x4x8 or v5p-256 (TensorCores), v5litepod-256, 2*v6e:16x16 (two slices), h100:32x8 (hosts x cards), "
         "a100:32x8",
         "NAME",
+    )
+    workdir: str | None = flag(
+        None, "a run that resumes there: stages of batch_ramp and seq_len_ramp that are over need not fit", "FOLDER"
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
     collectives: bool = flag(False, "also prints each collective: what it sends, and how much of it products hide")
@@ -73,8 +77,9 @@ def main(arguments: Arguments) -> int:
 def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
     """Prints the report on the config, and on others where that was asked for or is needed; DONE or NO_GO."""
     name = config_name(flags.config)
+    position = position_of(flags.workdir)
     compile_one = lambda wanted, file=None: preflight(
-        wanted, topology, config_name=name, keep=not flags.fresh, save_executable=file, say=put
+        wanted, topology, config_name=name, keep=not flags.fresh, save_executable=file, say=put, position=position
     )
     report = compile_one(cfg, flags.save_executable)
     put(*report_lines(report))

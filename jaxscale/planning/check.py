@@ -25,7 +25,13 @@ def check_machine(cfg: RunConfig, begun: bool = False) -> None:
 
     The code is NO_GO where memory is among the reasons, else BAD_INPUT; where data alone are, and the run has `begun`
     with them, DATA_MISMATCH.
+    begun: also of a branch. Where it resumes is not known here, so that stages of batch_ramp and seq_len_ramp and the
+    warmup, which may be over, are left to run.opening.
     """
+    if begun or cfg.init.what == "run":
+        cfg = dataclasses.replace(
+            cfg, batch_ramp=(), seq_len_ramp=(), optim=dataclasses.replace(cfg.optim, warmup_tokens=0)
+        )
     findings, fits = find_problems(cfg, jax.devices())
     if findings:
         head = f"{len(findings)} reason{'s' * (len(findings) > 1)} why this config cannot run here"

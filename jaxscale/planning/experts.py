@@ -7,7 +7,8 @@ the others, so that one round takes all that are sent, and every device multipli
 import math
 from typing import NamedTuple
 
-from jaxscale.build import Program, shared_rows
+from jaxscale.build import Program
+from jaxscale.model_on_mesh import shared_rows
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.sharded import expert_work

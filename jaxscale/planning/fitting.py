@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxscale import units
-from jaxscale.budget import Budget, resolve_budget
-from jaxscale.build import Program, make_program, shard_run_model
+from jaxscale.budget import BEGINNING, Budget, Position, remaining_stages, resolve_budget
+from jaxscale.build import Program, add_stages, make_program
 from jaxscale.config import RunConfig
+from jaxscale.model_on_mesh import shard_run_model
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.mesh import make_mesh
@@ -22,12 +23,20 @@ TRIED = 3  # meshes: some are refused for what arithmetic does not see, such as 
 UNCOUNTED = 10**12  # tokens of an epoch of data that are not opened; the compiled step does not depend on it
 
 
-def fitting_program(cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None) -> Program:
-    """make_program, whose refusal names the flags of a mesh that works, where one does: it was made before it is named.
+def fitting_program(
+    cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None, position: Position = BEGINNING
+) -> Program:
+    """The program, with those of the stages that remain. A refusal names the flags of a mesh that works, if one does.
 
-    budget: of the run; without one, as of data that nobody has counted. Raises BadInput.
+    Args: budget: of the run; without one, as of data that nobody has counted. position: where the run resumes.
+    Raises BadInput.
     """
-    make = lambda wanted: make_program(wanted, budget or resolve_budget(wanted, epoch_tokens=UNCOUNTED), devices)
+
+    def make(wanted: RunConfig) -> Program:
+        amounts = budget or resolve_budget(wanted, UNCOUNTED, position)
+        stages = remaining_stages(amounts, wanted.seq_len, position.next_batch)
+        return add_stages(make_program(wanted, amounts.without_ramps, devices), amounts, stages)
+
     try:
         return make(cfg)
     except BadInput as error:

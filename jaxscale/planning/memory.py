@@ -333,8 +333,6 @@ def fitting_parts(program: Program, usable: int) -> int | None:
     for parts in units.divisors(cfg.rows_per_step):
         if cfg.rows_per_step // parts % program.batch_shards or chunks > 1 and parts % program.mesh.shape["pipeline"]:
             continue
-        if cfg.uneven_size(parts) is not None:
-            continue
         train = dataclasses.replace(cfg.train, num_microbatches=parts)
         wanted = dataclasses.replace(program, cfg=dataclasses.replace(cfg, train=train))
         if memory_need(wanted).total <= usable:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxscale.budget import Budget, resolve_budget, train_flops
+from jaxscale.budget import BEGINNING, Budget, Position, resolve_budget, train_flops
 from jaxscale.build import Program
 from jaxscale.checkpoint.write import state_bytes
 from jaxscale.config import RunConfig
@@ -60,17 +60,18 @@ def make_plan(
     *,
     measured: list[Measured] | None = None,
     kept: Kept | None = None,
+    position: Position = BEGINNING,
 ) -> RunPlan:
     """The plan of a config on a machine of machine.open_machine().
 
     Args: measured: of this machine, where it is planned for, or of its kind of chip. kept: what preflight knows of this
-    step.
+    step. position: where a run resumes on this machine.
     Raises BadInput for a config that no such machine can run, and where the horizon cannot be known.
     """
     data_tokens, data_source = count_tokens(cfg.data, cfg.model.vocab_size)
-    budget = resolve_budget(cfg, data_tokens)
+    budget = resolve_budget(cfg, data_tokens, position)
     plain = dataclasses.replace(cfg, compiler={})  # options for the compiler change nothing that is planned here
-    program = fitting_program(plain, topology.devices, budget)
+    program = fitting_program(plain, topology.devices, budget, position)
     found = speed(program, topology, wishes.mfu, kept.mfu_ceiling if kept else None, measured or [])
     machine, work = plan_machine(topology, program), plan_work(cfg, budget, program)
     largest = work.tokens / work.batch_tokens  # how many steps of the largest batch

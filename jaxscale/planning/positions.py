@@ -3,7 +3,8 @@
 C devices of the axis  T positions of a row  K key-value heads  H head dim
 """
 
-from jaxscale.build import Program, shared_rows
+from jaxscale.build import Program
+from jaxscale.model_on_mesh import shared_rows
 from jaxscale.models.config import SAVED
 from jaxscale.models.sharded import shared_work
 from jaxscale.ops.attention.sharing import choose_sharing

@@ -33,14 +33,18 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
     run = require_record(folder / str(step))["run"]
     check_stable(folder / str(step), step, run)
     budget = run["budget"]
-    if budget.get("ramp"):
-        raise BadInput(f"--branch_from={path}: its batches grew (batch_ramp), and a branch with a decay has one size")
+    sizes = units.recorded_sizes(budget)
+    if sizes.vary and (largest := sizes.stages[-1][0]) > batch_index(step - 1, run["data"]["skipped"]):
+        raise BadInput(
+            f"--branch_from={path}: at step {step} its batches still grow (batch_ramp), and a branch with a decay has "
+            f"one size; branch from a step after batch {largest}, its first of {budget['batch_tokens']} tokens"
+        )
     known = dict(seq_len=run["config"]["seq_len"], batch_tokens=budget["batch_tokens"])
     steps = units.steps(units.resolve("--decay_tokens", decay_tokens, **known), known["batch_tokens"])
     if steps < 1:
         raise BadInput(f"--decay_tokens={decay_tokens} must be at least one step")
     return settings | {
-        "train_tokens": (step + steps) * known["batch_tokens"],
+        "train_tokens": sizes.begin(step + steps),
         "optim.decay": "wsd",
         "optim.decay_tokens": steps * known["batch_tokens"],
         "optim.warmup_tokens": f"{budget['warmup_steps']} steps",

@@ -34,6 +34,22 @@ def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
     return chips * (price or chip.price.dollars_per_hour)
 
 
+def check_early_decay(cfg: RunConfig, start: Start) -> None:
+    """Raises BadInput for a decay that may begin early while batches or rows still grow."""
+    stages = start.remaining_stages
+    if not cfg.limit.on or cfg.limit.on_overrun != "decay" or len(stages) == 1:
+        return
+    sizes, lengths = ({getattr(stage, name) for stage in stages} for name in ("tokens", "row_tokens"))
+    reasons = {
+        "counts steps of one size, and batches still grow (batch_ramp)": len(sizes) > 1,
+        "forecasts by the speed so far, and longer rows (seq_len_ramp) are slower": len(lengths) > 1,
+    }
+    why = next(reason for reason, holds in reasons.items() if holds)
+    raise BadInput(
+        f"limit.on_overrun='decay' {why} until batch {stages[-1].first}; set limit.on_overrun to tell until then"
+    )
+
+
 def make_limits(
     folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Callable[[str], None]
 ) -> Limits | None:

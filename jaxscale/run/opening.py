@@ -8,7 +8,7 @@ import jax
 
 from jaxscale import build
 from jaxscale.budget import Budget
-from jaxscale.build import Program
+from jaxscale.build import Program, add_stages
 from jaxscale.checkpoint.branch import branch_state, go_on
 from jaxscale.checkpoint.tiers import Tiers
 from jaxscale.config import RunConfig
@@ -16,6 +16,7 @@ from jaxscale.eval.named import check_files
 from jaxscale.hosts.agree import check_shared
 from jaxscale.monitor.events import Events
 from jaxscale.run.assembly import OpenedRun, assemble, make_parts, open_evals
+from jaxscale.run.limiting import check_early_decay
 from jaxscale.run.options import DEFAULT_OPTIONS, RunOptions
 from jaxscale.run.replay import complete_rewind, read_decisions, with_replayed
 from jaxscale.run.resume_checks import check_position, check_same_run
@@ -56,11 +57,12 @@ def open_run(
         log(f"{folder.path}: {start.nothing_to_do}")
         folder.checkpoints.close()
         return None
+    check_early_decay(folder.cfg, start)
     evaluators = open_evals(folder.cfg, start.corpus)
-    program = make_program(folder.cfg, start.budget)
+    program = make_remaining(folder.cfg, start, make_program)
     log_program(program, start.budget, start.mixture, evaluators, log)
     folder.checkpoints.check_room(program.abstract_state)  # before anything is compiled
-    start, state = restore_start(folder, start, program)
+    start, state, program = restore_start(folder, start, program)
     parts = make_parts(folder, start, program, evaluators, make_program)
     return assemble(folder, start, parts, state)
 
@@ -79,10 +81,22 @@ def reopen(run: OpenedRun, checkpoints: Tiers | None = None) -> OpenedRun:
     checkpoints = checkpoints or open_checkpoints(folder.cfg, folder.path, folder.services)
     folder = dataclasses.replace(folder, checkpoints=checkpoints)
     start = resolve_start(folder, checkpoints.newest_readable(folder.log), parts.corpus)
+    check_early_decay(folder.cfg, start)
     if start.budget != parts.budget:
-        parts = dataclasses.replace(parts, budget=start.budget, program=parts.make_program(folder.cfg, start.budget))
-    start, state = restore_start(folder, start, parts.program)
+        program = make_remaining(folder.cfg, start, parts.make_program)
+    else:
+        program = add_stages(parts.program, start.budget, start.remaining_stages)  # after a rewind to an earlier one
+    start, state, program = restore_start(folder, start, program)
+    parts = dataclasses.replace(parts, budget=start.budget, program=program)
     return assemble(folder, start, parts, state)
+
+
+def make_remaining(cfg: RunConfig, start: Start, make_program: Callable[[RunConfig, Budget], Program]) -> Program:
+    """The program, with those of the stages of batch_ramp and seq_len_ramp that are still ahead.
+
+    Raises BadInput for one that does not fit the devices; a stage that is over need not fit.
+    """
+    return add_stages(make_program(cfg, start.budget.without_ramps), start.budget, start.remaining_stages)
 
 
 def prepare_folder(
@@ -112,8 +126,11 @@ def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> Tiers:
     )
 
 
-def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[Start, TrainState]:
-    """The start and its state; those of an older checkpoint where arrays of the newest are damaged."""
+def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[Start, TrainState, Program]:
+    """The start, its state and the program of its stages; of an older checkpoint if arrays of the newest are damaged.
+
+    Raises BadInput where the older one lies in a stage that does not fit the devices.
+    """
     checkpoints, log = folder.checkpoints, folder.log
     while True:
         if start.step is not None:
@@ -124,11 +141,12 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
         except Stop as damage:
             older = checkpoints.fall_back(start.step, damage, log)
             start = resolve_start(folder, older, start.corpus)
+            program = add_stages(program, start.budget, start.remaining_stages)
             continue
         if start.step is not None:
             checkpoints.log_changed_files(start.step, log)
         checkpoints.begin(start.steps_done)
-        return start, state
+        return start, state, program
 
 
 def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState:

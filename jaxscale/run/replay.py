@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale.budget import Budget
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.checkpoint.storage_errors import written
@@ -73,15 +74,23 @@ def with_replayed(
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, skip_batches=ranges)), decisions
 
 
-def check_same_length(total_steps: int, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) where the run that is to be replayed has another number of steps."""
-    old_steps = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]["total_steps"]
-    if old_steps != total_steps:
+def check_same_length(budget: Budget, old_workdir: str) -> None:
+    """Raises Stop(CONFIG_MISMATCH) where the run to replay has another number of steps, or batches of other sizes."""
+    old = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]
+    if old["total_steps"] != budget.total_steps:
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"--replay={old_workdir}: that run has {old_steps} steps and this one {total_steps}, so that their "
-            "learning rates differ; set train_tokens as it was there, and leave early by --stop_after",
+            f"--replay={old_workdir}: that run has {old['total_steps']} steps and this one {budget.total_steps}, so "
+            "that their learning rates differ; set train_tokens as it was there, and leave early by --stop_after",
         )
+    for name, setting in (("ramp", "batch_ramp"), ("seq_len_ramp", "seq_len_ramp")):
+        stages = [list(stage) for stage in getattr(budget, name)]
+        if (old_stages := [list(stage) for stage in old.get(name) or ()]) != stages:
+            raise Stop(
+                Exit.CONFIG_MISMATCH,
+                f"--replay={old_workdir}: the stages of {setting}, as [first batch, size], were {old_stages} there and "
+                f"would be {stages}: its train_tokens changed when they were over; it cannot be replayed",
+            )
 
 
 def same_folder(one: Any, other: Any) -> bool:

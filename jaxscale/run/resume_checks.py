@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxscale import schema
-from jaxscale.budget import recorded_rows
+from jaxscale.budget import BEGINNING, Position, recorded_rows
 from jaxscale.checkpoint.storage_errors import is_storage_error
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
@@ -43,6 +43,21 @@ def recorded_settings(workdir: str) -> dict[str, Any]:
 def recorded_run(folder: Any) -> dict[str, Any]:
     """What config.json of the folder holds; {} where there is none."""
     return paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+
+
+def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position:
+    """Where a run resumes from a checkpoint at `step` that recorded this of the run.
+
+    Ends of ramps in '%' follow train_tokens; a ramp of which the last stage has begun keeps the stages that it had.
+    """
+    if not recorded or not step:
+        return BEGINNING
+    skipped = recorded["data"]["skipped"]
+    ramps = {name: recorded["budget"].get(name) or () for name in ("ramp", "seq_len_ramp")}
+    stages = {name: tuple((int(first), int(size)) for first, size in ramp) for name, ramp in ramps.items()}
+    last = batch_index(step - 1, skipped)
+    finished = {name: ramp for name, ramp in stages.items() if ramp and ramp[-1][0] <= last}
+    return Position(step, batch_index(step, skipped), finished)
 
 
 def check_same_run(

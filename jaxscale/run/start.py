@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.budget import Budget, resolve_budget
+from jaxscale.budget import BatchStage, Budget, remaining_stages, resolve_budget
 from jaxscale.checkpoint.branch import Source, open_source
 from jaxscale.checkpoint.tiers import Tiers
 from jaxscale.config import RunConfig
@@ -23,6 +23,7 @@ from jaxscale.run.resume_checks import (
     check_same_rows,
     check_same_run,
     open_same_data,
+    recorded_position,
     recorded_run,
 )
 from jaxscale.training.decisions import Decisions
@@ -74,6 +75,11 @@ class Start:
         """How many rows each batch has."""
         return self.budget.batches(self.corpus.seq_len)
 
+    @property
+    def remaining_stages(self) -> list[BatchStage]:
+        """The sizes of batches that the run still trains on."""
+        return remaining_stages(self.budget, self.corpus.seq_len, self.batch_of(self.steps_done), self.skipped)
+
     def tokens_after(self, step: int) -> int:
         """Tokens of the batches of the first `step` steps."""
         return rows_trained(step, self.sizes, self.skipped) * self.corpus.seq_len
@@ -98,14 +104,14 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
         before, done = source.record["run"], source.step
     decisions = read_decisions(folder.path).with_recorded(before and before["data"])
     corpus = corpus or open_corpus(folder, before)
-    budget = resolve_budget(cfg, corpus.epoch_tokens)
+    budget = resolve_budget(cfg, corpus.epoch_tokens, recorded_position(before, done))
     if done and recorded is None:
         check_longer(cfg, source, budget.total_steps)
     planned = budget
     if decay := (folder.replayed or decisions.up_to(done)).decay:
         budget = dataclasses.replace(budget, total_steps=decay.until, decay_start=decay.step)
     if options.replay:
-        check_same_length(budget.total_steps, options.replay)
+        check_same_length(budget, options.replay)
     skipped = check_same_data(cfg, corpus, before, done, decisions)
     reason = nothing_to_do(done, budget.total_steps, options.stop_after)
     start = Start(step, recorded, changes, decisions, source, corpus, budget, skipped, reason)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxscale import units
-from jaxscale.budget import Budget
+from jaxscale.budget import Budget, batch_sizes
 from jaxscale.build import Program
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.pipeline import Corpus
@@ -53,10 +53,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         log(f"expert: {program.exchange}")
     if program.model.why_slots:
         log(f"experts: their products run in slots: {program.model.why_slots}")
-    if program.cfg.ramp_programs:
-        log(f"batch_ramp: {program.cfg.ramp_programs}")
-    if program.cfg.seq_len_ramp:
-        log(f"seq_len_ramp: {program.cfg.row_programs}")
+    if sizes := batch_sizes(program.configs):
+        log(f"batches: {sizes}")
     if program.stages:
         log(f"pipeline: {program.stages}")
     if cfg.lora.on:

@@ -10,9 +10,8 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.ahead.layouts import layout_parts
 from jaxscale.api.tracing import trace
-from jaxscale.budget import resolve_budget
+from jaxscale.budget import batch_sizes, resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import tokens_hash
@@ -66,10 +65,12 @@ def records(folder):
 
 def test_the_budget_of_a_ramp_is_that_of_its_batches():
     budget = resolve_budget(tiny.config(RAMP), None)
-    programs = tiny.config(RAMP).ramp_programs
-    assert programs.startswith("3 programs") and programs.endswith(
-        "it: 8 rows in 1 microbatch, 16 rows in 2 microbatches, 32 rows in 4 microbatches"
+    stages = [tiny.config(RAMP).with_batch(rows * ROW) for rows in (8, 16, 32)]
+    assert batch_sizes(stages) == (
+        "3 programs, each compiled when the run reaches it: 8 rows of 16 tokens in 1 microbatch, "
+        "16 rows of 16 tokens in 2 microbatches, 32 rows of 16 tokens in 4 microbatches"
     )
+    assert batch_sizes(stages[:1]) == ""
     assert budget.ramp == ((0, 8 * ROW), (3, 16 * ROW), (5, 32 * ROW))
     assert (budget.total_steps, budget.warmup_steps) == (len(ROWS), 4)
     assert resolve_budget(tiny.config(RAMP | {"optim.warmup_tokens": "6 steps"}), None).warmup_steps == 6
@@ -104,7 +105,6 @@ def test_tokens_seen_are_those_of_the_batches_that_were_trained_on():
         ({"batch_ramp": (("64 rows", "10%"),)}, "before those of batch_tokens=512; each must be larger than the one"),
         ({"batch_ramp": (("16 rows", "10%"), ("8 rows", "20%"))}, "each must be larger than the one before it"),
         ({"batch_ramp": ((8 * ROW + 1, "10%"),)}, "129 tokens is not a whole number of rows of seq_len=16; try 144"),
-        ({"batch_ramp": (("12 rows", "10%"),)}, "12 rows is no whole number of microbatches of 8 rows.*multiple of 8"),
         (
             {"batch_ramp": (("8 rows", "3 steps"),)},
             "batch_ramp='3 steps': with batch_ramp a step is not always",
@@ -129,17 +129,10 @@ def test_microbatches_stay_as_large_and_smaller_batches_have_fewer():
     cfg = tiny.config(RAMP | {"batch_ramp": (("4 rows", "5%"), ("8 rows", "10%"), ("16 rows", "17%"))})
     smaller = [cfg.with_batch(tokens) for tokens in cfg.ramp_tokens]
     assert [(c.rows_per_step, c.train.num_microbatches) for c in smaller] == [(4, 1), (8, 1), (16, 2)]
+    assert cfg.with_batch(12 * ROW).train.num_microbatches == 2  # of 6 rows: no microbatch has more than 8
+    assert cfg.with_batch(12 * ROW, batch_shards=4).train.num_microbatches == 3  # of 4 rows, which 4 devices share
+    assert cfg.with_batch(11 * ROW, batch_shards=8).train.num_microbatches == 11  # of 1 row: 8 devices do not fit
     assert schema.from_dict(RunConfig, json.loads(json.dumps(schema.to_dict(cfg)))) == cfg
-
-
-def test_microbatches_that_a_size_does_not_fit_are_not_proposed():
-    cfg = tiny.config(
-        RAMP | {"batch_tokens": 48 * ROW, "batch_ramp": (("24 rows", "17%"),), "train.num_microbatches": 2}
-    )
-    assert [parts for parts in (1, 2, 3, 4, 6, 8) if cfg.uneven_size(parts)] == [3]
-    assert 3 not in layout_parts(cfg, dict(pipeline=1, chunks=1, data=1, fsdp=1, expert=1))
-    with pytest.raises(BadInput, match="batch_ramp: a batch of 24 rows is no whole number of microbatches of 16 rows"):
-        dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, num_microbatches=3))
 
 
 def test_a_size_that_the_devices_do_not_divide_is_named():

@@ -116,8 +116,12 @@ def test_a_run_over_its_lengths_is_the_same_on_every_mesh_and_however_often_it_i
     assert [r["tokens_hash"] for r in one] == [tokens_hash(batches.batch(n)) for n in range(len(SHAPES))]
     compiled = [n for n, r in enumerate(one) if r["tokens_per_second"] is None]
     assert compiled == [SHAPES.index(shape) for shape in dict.fromkeys(SHAPES)]  # one program for each shape
-    with pytest.raises(Stop, match=r"other lengths to the batches up to 9, .* were \[\(0, 4\), \(3, 8\)") as stop:
-        open_ramp(tmp_path / "killed", meshes[-1], {"train_tokens": 256 * ROW})
+    longer = open_ramp(tmp_path / "killed", meshes[-1], {"train_tokens": 256 * ROW})
+    assert longer.parts.budget.seq_len_ramp == ((0, 4), (3, 8), (5, 16))  # '37%' would be later, and is over
+    longer.writer.close()
+    loop.train(dataclasses.replace(open_ramp(tmp_path / "begun", meshes[-1]), stop_after=5))
+    with pytest.raises(Stop, match=r"other lengths to the batches up to 4, .* were \[\(0, 4\), \(3, 8\)") as stop:
+        open_ramp(tmp_path / "begun", meshes[-1], {"train_tokens": 100 * ROW})
     assert stop.value.code is Exit.DATA_MISMATCH
     with pytest.raises(Stop, match="belongs to another config: seq_len_ramp"):
         open_ramp(tmp_path / "killed", meshes[-1], {"seq_len_ramp": ((4, 24 * ROW),)})
