@@ -34,6 +34,7 @@ CONTENT = {
 SHARD = {"name": str, "tokens": int, "documents": int, "files": dict, **COUNTS}
 # Of a shard, with a numbered folder where there are many. No other path: a manifest may come from anywhere.
 SHARD_NAME = re.compile(r"(?:[0-9]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 WAY_OUT = "prepare the set again, or bring the file back"
 SHOWN = 3  # problems listed one by one
 
@@ -69,14 +70,14 @@ def write_manifest(
     names: Sequence[str],
     *,
     recipe: Mapping[str, Any],
-    tokenizer_file: Path | None = None,
+    tokenizer_file: tuple[str, bytes] | None = None,
     source_bytes: Mapping[str, int] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Lists the shards NAME.* of a folder, in this order, in its manifest.json, which appears whole and last.
 
-    Args: tokenizer_file: copied beside, so that the set is whole in itself. source_bytes: text of each source, where
-    that is known. versions: of what made it.
+    Args: tokenizer_file: (name, content), written next to them, so that the set is whole in itself. source_bytes:
+    text of each source, where that is known. versions: of what made it.
     Raises: BadInput for a shard that is missing or damaged in a way that can be seen without reading it whole, and
     for shards that do not belong together.
     """
@@ -159,16 +160,15 @@ def listed(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
     }
 
 
-def keep_tokenizer(folder: Path, file: Path | None) -> dict[str, Any]:
-    """Copies the tokenizer's file beside the shards and says what it is."""
+def keep_tokenizer(folder: Path, file: tuple[str, bytes] | None) -> dict[str, Any]:
+    """Writes (name, content) of the tokenizer's file next to the shards and returns the manifest's entry for it."""
     if file is None:
         return {"file": None}
-    ending = Path(file).suffix
-    if ending not in (".json", ".model"):
-        raise BadInput(f"{file} is no tokenizer.json and no .model")
-    content = Path(file).read_bytes()
-    write_synced(folder / f"tokenizer{ending}", content)
-    return {"file": f"tokenizer{ending}", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    name, content = file
+    if name not in TOKENIZERS:
+        raise BadInput(f"{name} is no tokenizer.json and no .model")
+    write_synced(folder / name, content)
+    return {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def is_manifest(path: str) -> bool:
@@ -212,9 +212,7 @@ def parse_manifest(path: str, content: Any) -> Manifest:
     if not content["shards"] or len({shard["name"] for shard in content["shards"]}) != len(content["shards"]):
         raise BadInput(f"{path} lists no shard, or one of them twice; {WAY_OUT}")
     tokenizer = content["tokenizer"]
-    if tokenizer.get("file") not in (None, "tokenizer.json", "tokenizer.model") or (
-        tokenizer.get("file") and not is_listed_file(tokenizer)
-    ):
+    if tokenizer.get("file") not in (None, *TOKENIZERS) or (tokenizer.get("file") and not is_listed_file(tokenizer)):
         raise BadInput(f"{path} has no good 'tokenizer'; {WAY_OUT}")
     if set_fingerprint(content["shards"]) != content["fingerprint"]:
         raise BadInput(f"{path} has a fingerprint that its shards do not give: it was edited by hand; {WAY_OUT}")

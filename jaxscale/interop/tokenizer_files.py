@@ -12,23 +12,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.interop.post_processor import begin_with
+from jaxscale.interop.ranges import names_in
 from jaxscale.interop.reading import check_end_ids
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import short
+from jaxscale.text.tokenizer.added import ADDED, add_all, added_tokens, merge_settings, token_text
 from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
 from jaxscale.text.tokenizer.fast import probes
 from jaxscale.text.tokenizer.fitting import fits, tell_beyond
 from jaxscale.text.tokenizer.load import (
     EOS_ID,
     GENERATION,
+    MORE_TEMPLATES,
     NO_BOS,
     NOTE,
     SPECIAL,
     TEMPLATE,
+    TEMPLATE_JSON,
     About,
     begin_tokens,
     load_tokenizer,
-    token_text,
 )
 from jaxscale.text.tokenizer.load import SETTINGS as CONFIG
 from jaxscale.text.tokenizer.saved import FOLDER
@@ -36,8 +40,7 @@ from jaxscale.text.tokenizer.split import byte_alphabet
 
 FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"
 FILES = (
-    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", "added_tokens.json", SPECIAL, CONFIG, TEMPLATE,
-    "chat_template.json", GENERATION,
+    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", ADDED, SPECIAL, CONFIG, TEMPLATE, TEMPLATE_JSON, GENERATION,
 )  # fmt: skip
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PROBE = "A tokenizer's file, tried: naïve façade, 1234.5 → 日本語 🙂\n\tdef f(x):\n"
@@ -82,11 +85,15 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
     check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
     if (main := main_file(files)) is None:
         return []
+    settings = settings_of(files)
+    if settings.get("fast_tokenizer_files", [FAST]) != [FAST]:
+        raise BadInput(
+            f"{folder / CONFIG}: fast_tokenizer_files={short(settings['fast_tokenizer_files'])} names other files than "
+            f"{FAST} for some versions of transformers; put the one that is meant into {FAST} and take that line out"
+        )
     with tempfile.TemporaryDirectory() as scratch:
-        for name, content in files.items():
-            (pathlib.Path(scratch) / name).write_bytes(content)
         try:
-            tokenizer = load_tokenizer(str(pathlib.Path(scratch) / main))
+            tokenizer = load_files(files, main, scratch)
             tokenizer.decode(tokenizer.encode(PROBE))
         except BadInput as error:
             message = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
@@ -96,7 +103,30 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
             f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
             f"not belong together; bring the right one, or take {main} away to convert the weights alone"
         )
-    return [f"{main} {line}"] if (line := tell_beyond(tokenizer, vocab_size)) else []
+    notes = [f"{main} {line}"] if (line := tell_beyond(tokenizer, vocab_size)) else []
+    if others := [name for name in (FAST, *MODELS, WORDPIECE) if name in files and name != main]:
+        notes.append(f"the tokenizer is read from {main}, as transformers does, and not from {', '.join(others)}")
+    code = settings.get("auto_map")
+    if isinstance(code, list) or isinstance(code, Mapping) and "AutoTokenizer" in code:
+        notes.append(f"{CONFIG} names code of its own for the tokenizer (auto_map), which is not run; {main} is read")
+    if more := names_in(folder / MORE_TEMPLATES):
+        notes.append(
+            f"{MORE_TEMPLATES}/ is not copied ({', '.join(more)}): to use another than the default chat template, name "
+            "its file in data.chat.template"
+        )
+    return notes
+
+
+def load_files(files: Mapping[str, bytes], main: str, scratch: str, eos_token: str = "") -> Tokenizer:
+    """Returns the tokenizer of these files, written into an empty folder. Raises BadInput as load_tokenizer does."""
+    for name, content in files.items():
+        (pathlib.Path(scratch) / name).write_bytes(content)
+    return load_tokenizer(str(pathlib.Path(scratch) / main), eos_token)
+
+
+def settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Returns what tokenizer_config.json and special_tokens_map.json say, by the rules of transformers."""
+    return merge_settings(*(read_object(files.get(name, b"")) for name in (CONFIG, SPECIAL)))
 
 
 def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
@@ -110,8 +140,8 @@ def kept_name(name: str) -> str:
 
 
 def special_token(files: Mapping[str, bytes], which: str) -> str:
-    """The text of eos_token or the like in tokenizer_config.json; '' if it says none."""
-    return token_text(read_object(files.get(CONFIG, b"")).get(which))
+    """Returns the name of eos_token or the like in the files next to a tokenizer; '' if they name none."""
+    return token_text(settings_of(files).get(which))
 
 
 def read_object(content: bytes) -> dict[str, Any]:
@@ -136,18 +166,24 @@ def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
     generation = read_object(files.get(GENERATION, b""))
     found = {name: generation[name] for name in END_IDS if name in generation}
     if "eos_token_id" not in found and FAST in files:
-        made = as_fast(files[FAST])
+        made, _ = as_fast(files)
         for which in ("bos_token", "eos_token"):
             found[f"{which}_id"] = made.token_to_id(special_token(files, which))
     return found
 
 
-def as_fast(content: bytes) -> Any:
-    """The tokenizer of a tokenizer.json. Raises BadInput for what is none."""
+def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
+    """Returns the tokenizer of tokenizer.json with the tokens that the other files add, and the content of such a file.
+
+    Raises: BadInput for what is none.
+    """
     import tokenizers
 
+    text = files[FAST].decode(errors="replace")
     with faults_of(f"{FAST} cannot be read"):
-        return tokenizers.Tokenizer.from_str(content.decode())
+        made = tokenizers.Tokenizer.from_str(text)
+    added = added_tokens(settings_of(files), read_object(files.get(ADDED, b"")), CONFIG)
+    return made, made.to_str() if add_all(made, added, FAST) else text
 
 
 def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
@@ -202,7 +238,7 @@ def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
     ends = end_ids(files)
     stops = ends.get("eos_token_id")
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    learned = as_fast(files[FAST]).token_to_id(eos_token) if eos_token else None
+    learned = as_fast(files)[0].token_to_id(eos_token) if eos_token else None
     if learned is None or learned in known:
         return Texts(files, (), ends)
     ends |= {"eos_token_id": [*known, learned]}
@@ -223,12 +259,12 @@ def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
     content = None
     if main == FAST:
         with faults_of(f"{FAST} does not work"):
-            content = begin_with(begin, files[FAST].decode())
+            content = begin_with(begin, as_fast(files)[1])
     is_right = content is None and (main not in MODELS or model_begin(files[main]) == tuple(begin))
     about = read_object(files.get(CONFIG, b""))
-    declared = begin_tokens(About(None, about), "")
+    declared = begin_tokens(About(None, settings_of(files)), "")
     if begin and main == FAST:
-        ends["bos_token_id"] = as_fast(files[FAST]).token_to_id(begin[0])
+        ends["bos_token_id"] = as_fast(files)[0].token_to_id(begin[0])
     if is_right and declared in (None, tuple(begin)):
         return Texts(files, texts.notes, ends)
     if content is not None:
@@ -260,15 +296,14 @@ def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | No
     """The files, and those that transformers needs besides."""
     eos_token = eos_token or special_token(files, "eos_token")
     with tempfile.TemporaryDirectory() as scratch:
-        place = pathlib.Path(scratch) / main
-        place.write_bytes(files[main])
-        tokenizer = load_tokenizer(str(place), eos_token)
-        if main == WORDPIECE:
+        tokenizer = load_files({name: files[name] for name in files if name != NOTE}, main, scratch, eos_token)
+        name, content = tokenizer.saved_file() or (main, files[main])
+        if name == WORDPIECE:
             from jaxscale.text.tokenizer.wordpiece import read_vocab_txt
 
-            text = read_vocab_txt(files[main]).to_str()
+            text = read_vocab_txt(content).to_str()
         else:
-            text = files[FAST].decode() if main == FAST else unigram(str(place))
+            text = content.decode() if name == FAST else unigram(str(pathlib.Path(scratch) / main))
         return made_for(tokenizer, text, eos_token, seq_len, files)
 
 

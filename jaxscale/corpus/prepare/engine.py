@@ -224,7 +224,7 @@ def write_outcome(
         output,
         names,
         recipe=schema.to_dict(cfg),
-        tokenizer_file=None if tokenizer == "bytes" else pathlib.Path(tokenizer),
+        tokenizer_file=tokenizer_of(tokenizer, cfg.tokenizer).saved_file(),
         source_bytes={name: tally.counts["written", name, "bytes"] for name in cfg.sources},
         versions=versions(),
     )

@@ -11,13 +11,21 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.sandbox import compile_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.sources.part import missing_package
+from jaxscale.text.tokenizer.added import DEFAULTS, NAMED, class_of
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
-from jaxscale.text.tokenizer.load import About, beside, find_template, read_about, read_source
+from jaxscale.text.tokenizer.load import (
+    TOOL_USE,
+    About,
+    beside,
+    find_template,
+    named_templates,
+    read_about,
+    read_source,
+)
 
 START, END = "<|im_start|>", "<|im_end|>"  # ChatML's
 BUILT_IN = "built-in, in the manner of ChatML"
 CHAT = "pip install 'jaxscale[chat]'"
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str]  # (messages, tools, add_generation_prompt) -> text
 
@@ -59,12 +67,30 @@ def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, w
         return own  # that a run has kept; it needs no package
     if importlib.util.find_spec("jinja2") is None:  # an extra
         raise missing_package(f"the chat template {where}", "jinja2", CHAT)
-    names = {key: about.token(key) for key in TOKEN_NAMES if about.token(key)}
+    defaults = DEFAULTS.get(class_of(about.settings), {})
+    names = {key: name for key, name in defaults.items() if name in tokenizer.special_ids}
+    names |= {key: about.token(key) for key in NAMED if about.token(key)}
     names.setdefault("eos_token", end_name(tokenizer))
     variables = dict(cfg.variables)
     made_from = hashlib.sha256(json.dumps([source, names, variables, cfg.today], sort_keys=True).encode())
     render = compile_template(source, where, names, variables, cfg.today)
+    if not cfg.template and TOOL_USE in named_templates(about)[0]:
+        render = without_tools(render, where)
     return ChatTemplate(where, render, source, made_from.hexdigest(), begin_names(tokenizer), variables, cfg.today)
+
+
+def without_tools(render: Render, where: str) -> Render:
+    """Returns a function that renders conversations without tools, and refuses others, which have another template."""
+
+    def render_or_refuse(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        if tools:
+            raise BadInput(
+                f"has tools, for which {where} has the template {TOOL_USE} next to default; write it into a file and "
+                "name that in data.chat.template"
+            )
+        return render(messages, tools, add_generation_prompt)
+
+    return render_or_refuse
 
 
 def end_name(tokenizer: Tokenizer) -> str:

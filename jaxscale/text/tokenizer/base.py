@@ -3,12 +3,10 @@
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.config import SENTINEL_NAMES
 
@@ -81,9 +79,15 @@ class Tokenizer(Protocol):
 
     def encode_block(self, texts: Sequence[str]) -> Block:
         """encode for each text, as one array: what the preparation of shards calls."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out; bytes that are no UTF-8 show as U+FFFD."""
+        ...
+
+    def saved_file(self) -> tuple[str, bytes] | None:
+        """Returns (name, content) of the one file that gives the same ids; None for bytes, which need none."""
+        ...
 
 
 @contextlib.contextmanager
@@ -132,10 +136,10 @@ def begin_names(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(names[i] for i in tokenizer.begin_ids)
 
 
-def fingerprint(kind: str, path: Path, eos_id: int, begin_ids: Sequence[int]) -> str:
-    """sha256 of the file's bytes, of how they are read, and of what begins and ends a document."""
+def fingerprint(kind: str, content: bytes, eos_id: int, begin_ids: Sequence[int]) -> str:
+    """Returns the sha256 of a file's content, of how it is read, and of what begins and ends a document."""
     begin = f"|{','.join(map(str, begin_ids))}" if begin_ids else ""
-    return hashlib.sha256(foreign.read_named(path, LARGEST) + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
+    return hashlib.sha256(content + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
 
 
 def find_marks(ids: Mapping[str, int]) -> Marks:

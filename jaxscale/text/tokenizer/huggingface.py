@@ -5,13 +5,13 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import tokenizers
 
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.added import Neighbors, add_all
 from jaxscale.text.tokenizer.base import (
     LARGEST,
     Block,
@@ -29,7 +29,7 @@ from jaxscale.text.tokenizer.fast import make_encode
 from jaxscale.text.tokenizer.split import byte_alphabet
 from jaxscale.text.tokenizer.wordpiece import read_vocab_txt
 
-JSON = "tokenizer.json"
+JSON, VOCAB_TXT = "tokenizer.json", "vocab.txt"
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -44,11 +44,9 @@ class HuggingFaceTokenizer(Tokenizer):
         eos_token: str = "",
         begin_tokens: Sequence[str] | None = None,
         encoding: EncodeConfig = EncodeConfig(),  # noqa: B008 - frozen
+        neighbors: Neighbors = Neighbors(),  # noqa: B008 - a tuple
     ):
-        is_list = path.endswith(".txt")
-        content = foreign.read_named(path, LARGEST)
-        with faults_of(f"data.tokenizer={path} cannot be read as a {'WordPiece vocab.txt' if is_list else JSON}"):
-            self._tokenizer = read_vocab_txt(content) if is_list else tokenizers.Tokenizer.from_str(content.decode())
+        self._tokenizer, self._is_changed = read_file(path, neighbors)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()  # both are saved in some files, made for a model of fixed length
         self._tokenizer.no_padding()
@@ -66,10 +64,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self.marks = find_marks(self.special_ids)
         self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
         self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
-        kind = "vocab.txt" if is_list else "tokenizers"
-        self.fingerprint = fingerprint(kind, Path(path), self.eos_id, self.begin_ids)
+        name, content = self.saved_file()
+        kind = name if name == VOCAB_TXT else "tokenizers"
+        self.fingerprint = fingerprint(kind, content, self.eos_id, self.begin_ids)
         self.prefix_after_special = self._restarts_after_special()
         self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
+
+    def saved_file(self) -> tuple[str, bytes]:
+        """Returns (name, content) of the one file that gives the same ids; with added tokens a tokenizer.json."""
+        if self._is_changed:
+            return JSON, self._tokenizer.to_str().encode()
+        return VOCAB_TXT if self.name.endswith(".txt") else JSON, foreign.read_named(self.name, LARGEST)
 
     def _restarts_after_special(self) -> bool:
         """Whether a text behind a special token is encoded as at the beginning of a document."""
@@ -143,6 +148,48 @@ class HuggingFaceTokenizer(Tokenizer):
                 counts[i] = piece_bytes(token)
                 fallback[i] = token == unknown or is_byte_piece(token)
         return counts, fallback
+
+
+def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns the tokenizer of a file with the tokens of the files next to it, and whether that changed it.
+
+    Raises: BadInput for what cannot be read, and for a file that gives other ids each time or contradicts the others.
+    """
+    content, settings = foreign.read_named(path, LARGEST), dict(neighbors.settings)
+    if path.endswith(".model"):
+        from jaxscale.text.tokenizer.sentencepiece_json import convert
+
+        made, is_changed = convert(content, path, neighbors), True
+    else:
+        is_list = path.endswith(".txt")
+        lowercase = settings.get("do_lower_case")
+        with faults_of(f"data.tokenizer={path} cannot be read as a {f'WordPiece {VOCAB_TXT}' if is_list else JSON}"):
+            made = read_vocab_txt(content, lowercase) if is_list else tokenizers.Tokenizer.from_str(content.decode())
+        is_changed = is_list and lowercase is not None
+    check_deterministic(path, made.model)
+    check_prefix_space(path, made, settings.get("add_prefix_space"))
+    return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
+
+
+def check_deterministic(path: str, model: tokenizers.models.Model) -> None:
+    """Raises BadInput for a model that draws its ids: training could neither be repeated nor resumed."""
+    found = {name: getattr(model, name, None) for name in ("dropout", "alpha", "nbest_size")}
+    for name, value in found.items():
+        if value:
+            raise BadInput(
+                f"data.tokenizer={path}: {name}={value} in its model gives the same text other ids each time; set "
+                f'"{name}" to null in that file'
+            )
+
+
+def check_prefix_space(path: str, made: tokenizers.Tokenizer, declared: bool | None) -> None:
+    """Raises BadInput where the two files differ on a space before a text: transformers 4 follows one, 5 the other."""
+    own = getattr(made.pre_tokenizer, "add_prefix_space", None)
+    if isinstance(declared, bool) and isinstance(own, bool) and own != declared and path.endswith(JSON):
+        raise BadInput(
+            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={own}, and tokenizer_config.json next to "
+            f"it says {declared}; make them agree"
+        )
 
 
 def check_text(text: str) -> None:

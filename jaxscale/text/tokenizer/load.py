@@ -14,11 +14,15 @@ import numpy as np
 
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.added import ADDED, Neighbors, merge_settings, read_neighbors, token_text
 from jaxscale.text.tokenizer.base import Block, Marks, Tokenizer, begin_names
 from jaxscale.text.tokenizer.config import EncodeConfig
 
 NOTE, SETTINGS, GENERATION = "jaxscale.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+TEMPLATE_JSON = "chat_template.json"  # of processors, which older releases of transformers wrote
+TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 LARGEST_TEMPLATE = 4 << 20  # bytes; those of published models have up to 30 kB
 NO_BOS = "none"  # as bos_token: nothing begins a document
 EXACT_OR_FAST = EncodeConfig()
@@ -50,6 +54,9 @@ class ByteTokenizer(Tokenizer):
         """The text; a cut character shows as U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= int(i) < EOS_ID).decode(errors="replace")
 
+    def saved_file(self) -> None:
+        """Returns None: there is no file."""
+
 
 def load_tokenizer(
     name: str, eos_token: str = "", bos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST
@@ -72,7 +79,8 @@ def load_tokenizer(
         foreign.real_file(path)  # BadInput for a link out of a folder that may have come from elsewhere
     about = read_about(foreign.own_folder(path))
     ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
-    tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding)
+    neighbors = read_neighbors(about.settings, about.ids, str(about.folder), is_model=path.suffix == ".model")
+    tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding, neighbors)
     if bos_token and begin_names(tokenizer) != begins:
         raise BadInput(f"data.bos_token={bos_token} is no special token of {name}; name another, or none")
     return tokenizer
@@ -85,16 +93,23 @@ def is_kept(path: Path) -> bool:
 
 @functools.lru_cache(maxsize=2)
 def read_tokenizer(
-    path: str, eos_token: str, begin_tokens: tuple[str, ...] | None, modified: int, encoding: EncodeConfig
+    path: str,
+    eos_token: str,
+    begin_tokens: tuple[str, ...] | None,
+    modified: int,
+    encoding: EncodeConfig,
+    neighbors: Neighbors,
 ) -> Tokenizer:
-    """The tokenizer in the file; kept, since a large one takes half a second and is asked for more than once."""
+    """Returns the tokenizer in the file; cached, since a large one takes half a second and is loaded more than once."""
     if path.endswith(".model"):
         from jaxscale.text.tokenizer.sentencepiece import SentencePieceTokenizer  # the package only where it is used
+        from jaxscale.text.tokenizer.sentencepiece_json import is_converted
 
-        return SentencePieceTokenizer(path, eos_token, begin_tokens)
+        if not is_converted(path, neighbors):
+            return SentencePieceTokenizer(path, eos_token, begin_tokens)
     from jaxscale.text.tokenizer.huggingface import HuggingFaceTokenizer
 
-    return HuggingFaceTokenizer(path, eos_token, begin_tokens, encoding)
+    return HuggingFaceTokenizer(path, eos_token, begin_tokens, encoding, neighbors)
 
 
 def tokenizer_problem(name: str) -> str | None:
@@ -116,9 +131,10 @@ class About(NamedTuple):
     """Contents of a tokenizer's folder; each part is {} where its file is missing."""
 
     folder: Path | None
-    settings: Mapping[str, Any] = {}  # tokenizer_config.json, over special_tokens_map.json
+    settings: Mapping[str, Any] = {}  # tokenizer_config.json and special_tokens_map.json, see merge_settings
     generation: Mapping[str, Any] = {}
     note: Mapping[str, Any] = {}  # of the run that was trained with it
+    ids: Mapping[str, Any] = {}  # added_tokens.json
 
     def token(self, which: str) -> str:
         """The name of bos_token or the like, '' for none."""
@@ -127,13 +143,14 @@ class About(NamedTuple):
 
 def read_about(folder: Path | None) -> About:
     """The contents of a local folder. Raises BadInput for a file that is not JSON, or no object."""
-    settings = {**read_object(folder, SPECIAL), **read_object(folder, SETTINGS)}
-    return About(folder, settings, read_object(folder, GENERATION), read_object(folder, NOTE))
+    settings = merge_settings(read_object(folder, SETTINGS), read_object(folder, SPECIAL))
+    generation, note = read_object(folder, GENERATION), read_object(folder, NOTE)
+    return About(folder, settings, generation, note, read_object(folder, ADDED))
 
 
 def naming_files(tokenizer_file: Path) -> list[Path]:
     """The files beside a tokenizer's that name its special tokens, as far as they are there."""
-    beside = (foreign.own_folder(tokenizer_file) / name for name in (NOTE, SETTINGS, SPECIAL))
+    beside = (foreign.own_folder(tokenizer_file) / name for name in (NOTE, SETTINGS, SPECIAL, ADDED))
     return [path for path in beside if foreign.is_file(path)]
 
 
@@ -155,12 +172,6 @@ def read_object(folder: Path | None, name: str) -> dict[str, Any]:
 def beside(tokenizer: Tokenizer) -> Path | None:
     """The folder of a tokenizer's file; None for bytes, which have none."""
     return None if tokenizer.name == "bytes" else foreign.own_folder(tokenizer.name)
-
-
-def token_text(value: Any) -> str:
-    """The name of a special token, which files give as text or as an object with flags; '' for none."""
-    value = value.get("content") if isinstance(value, Mapping) else value
-    return value if isinstance(value, str) else ""
 
 
 def begin_tokens(about: About, bos_token: str) -> tuple[str, ...] | None:
@@ -208,20 +219,45 @@ def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:
 
 
 def find_template(about: About) -> tuple[str, str] | None:
-    """(the folder's chat template in Jinja, its file). Raises BadInput where it has several and none is `default`."""
+    """Returns (the folder's chat template in Jinja, its file); None where it has none.
+
+    Raises: BadInput where it has several and none is `default`.
+    """
+    named, where = named_templates(about)
+    if named and "default" not in named:
+        raise BadInput(
+            f"{where} has the chat templates {', '.join(named)} and none called default; write the one "
+            f"that is meant into {Path(about.folder or '') / TEMPLATE}, or name its file in data.chat.template"
+        )
+    return (named["default"], where) if named else None
+
+
+def named_templates(about: About) -> tuple[dict[str, str], str]:
+    """Returns ({name: chat template}, where they are), by the rules of transformers.
+
+    Files replace what tokenizer_config.json has, all of it. Only processors read chat_template.json; it is used where
+    there is nothing else.
+    """
     if about.folder is None:
-        return None
-    if foreign.is_file(path := about.folder / TEMPLATE):
-        return as_source(foreign.read_bytes(path, LARGEST_TEMPLATE), str(path)), str(path)
-    where, found = str(about.folder / SETTINGS), about.settings.get("chat_template")
-    if isinstance(found, list):  # several with names
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        if not isinstance(found := named.get("default"), str):
-            raise BadInput(
-                f"{where} has the chat templates {', '.join(map(str, named))} and none called default; write the one "
-                f"that is meant into {about.folder / TEMPLATE}, or name its file in data.chat.template"
-            )
-    return (found, where) if isinstance(found, str) else None
+        return {}, ""
+    found, where = {}, about.folder / TEMPLATE
+    if foreign.is_file(where):
+        found["default"] = as_source(foreign.read_bytes(where, LARGEST_TEMPLATE), str(where))
+    if (more := about.folder / MORE_TEMPLATES).is_dir():
+        foreign.check_folder(more, about.folder)
+        for path in sorted(more.glob("*.jinja")):
+            found[path.stem] = as_source(foreign.read_bytes(path, LARGEST_TEMPLATE, about.folder), str(path))
+            where = path if path.stem == "default" else where
+    if found:
+        return found, str(where if "default" in found else more)
+    for name, settings in ((SETTINGS, about.settings), (TEMPLATE_JSON, read_object(about.folder, TEMPLATE_JSON))):
+        value = settings.get("chat_template")
+        if isinstance(value, list):
+            value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        if isinstance(value, str) or value and isinstance(value, dict):
+            named = value if isinstance(value, dict) else {"default": value}
+            return {str(key): one for key, one in named.items() if isinstance(one, str)}, str(about.folder / name)
+    return {}, ""
 
 
 def read_source(path: Path, told: str) -> str:

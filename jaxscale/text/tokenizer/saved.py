@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxscale.system import digest, foreign, paths
 from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.added import ADDED
 from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names
 from jaxscale.text.tokenizer.load import (
     GENERATION,
@@ -22,6 +23,7 @@ from jaxscale.text.tokenizer.load import (
     SETTINGS,
     SPECIAL,
     TEMPLATE,
+    TEMPLATE_JSON,
     About,
     beside,
     end_ids,
@@ -32,7 +34,7 @@ from jaxscale.text.tokenizer.load import (
 
 FOLDER = "tokenizer"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # in this order
-BESIDE = (NOTE, SETTINGS, GENERATION, TEMPLATE, SPECIAL)
+BESIDE = (NOTE, SETTINGS, GENERATION, TEMPLATE, TEMPLATE_JSON, SPECIAL, ADDED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +57,10 @@ def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     if chat:
         note |= {"chat": {key: chat[key] for key in ("variables", "today", "fingerprint")}}
     copied: dict[str, bytes] = {}
-    if (source := beside(tokenizer)) is not None:
-        file = Path(tokenizer.name).expanduser()
-        note["file"] = {".model": "tokenizer.model", ".txt": "vocab.txt"}.get(file.suffix, "tokenizer.json")
+    if (source := beside(tokenizer)) is not None and (file := tokenizer.saved_file()) is not None:
         found = {name: source / name for name in BESIDE if name != NOTE and foreign.is_file(source / name)}
-        copied = {note["file"]: foreign.read_named(file, LARGEST)}
+        note["file"] = file[0]
+        copied = dict([file])
         copied |= {name: foreign.read_bytes(path, LARGEST) for name, path in found.items()}
     if chat:
         copied[TEMPLATE] = chat["template"].encode()

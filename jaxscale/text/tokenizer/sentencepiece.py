@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -20,6 +19,7 @@ from jaxscale.text.tokenizer.base import (
     fingerprint,
 )
 from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
+from jaxscale.text.tokenizer.sentencepiece_json import check_model
 
 SENTENCE_BYTES = 4000  # what is longer than 4,192 would be left out in training
 THREADS = 8  # of training, on any machine: its sums, and so its pieces, depend on it
@@ -29,12 +29,8 @@ class SentencePieceTokenizer(Tokenizer):
     """A .model file. What its normalizer does to a text (most turn line ends into spaces) is part of the tokenizer."""
 
     def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=foreign.read_named(path, LARGEST))
-        except (RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise BadInput(f"data.tokenizer={path} cannot be read as a SentencePiece model: {reason}") from None
-        processor = self._processor
+        content = foreign.read_named(path, LARGEST)
+        processor = self._processor = check_model(content, path)
         self.name = path
         self.vocab_size = processor.get_piece_size()
         pieces = [processor.id_to_piece(i) for i in range(self.vocab_size)]
@@ -50,7 +46,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.special_ids = {piece: i for i, piece in enumerate(pieces) if processor.is_control(i) or i == self.eos_id}
         own = [i for i in (processor.bos_id(),) if i >= 0]  # Llama's and Gemma's habit
         self.begin_ids = choose_begin(begin_tokens, own, self.special_ids)
-        self.fingerprint = fingerprint("sentencepiece", Path(path), self.eos_id, self.begin_ids)
+        self.fingerprint = fingerprint("sentencepiece", content, self.eos_id, self.begin_ids)
         self.prefix_after_special = False
         self.marks = find_marks({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
 
@@ -61,6 +57,10 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """The text, control tokens left out."""
         return self._processor.decode([int(i) for i in ids])
+
+    def saved_file(self) -> tuple[str, bytes]:
+        """Returns the name and the content of the model."""
+        return "tokenizer.model", foreign.read_named(self.name, LARGEST)
 
     def _count_bytes(self, i: int, piece: str) -> int:
         """Exact but for the space that most models put before a text, which counts as one byte more per document.

@@ -12,10 +12,11 @@ from jaxscale.text.tokenizer.config import BERT_NAMES, TrainTokenizerConfig, spe
 PREFIX = "##"  # before a piece that goes on a word
 
 
-def read_vocab_txt(content: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer of a vocab.txt, one piece a line.
+def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of a vocab.txt, one piece a line.
 
-    The file does not say whether it is for lower-case text: it is if no piece but the special ones has a capital A-Z.
+    lowercase: do_lower_case of tokenizer_config.json. None: the file itself does not say whether it is for lower-case
+    text; it is if no piece but the special ones has a capital A-Z.
     Raises: BadInput if [UNK] is missing or a piece is repeated.
     """
     pieces = content.decode().removesuffix("\n").split("\n")
@@ -26,6 +27,7 @@ def read_vocab_txt(content: bytes) -> tokenizers.Tokenizer:
         raise BadInput(f"{len(pieces) - len(ids)} of its {len(pieces)} lines stand there twice")
     words = [piece for piece in ids if not (piece.startswith("[") and piece.endswith("]"))]
     uncased = not any("A" <= character <= "Z" for piece in words for character in piece)
+    uncased = uncased if lowercase is None else lowercase
     return build(ids, [name for name in BERT_NAMES if name in ids], lowercase=uncased, strip_accents=uncased)
 
 

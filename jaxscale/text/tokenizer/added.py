@@ -1,0 +1,159 @@
+"""Added and special tokens in the files next to a tokenizer, by the rules of transformers 4 and 5.
+
+The rules are those of `PreTrainedTokenizerBase._from_pretrained` and of the constructor of a fast tokenizer:
+`added_tokens_decoder` in tokenizer_config.json replaces added_tokens.json and special_tokens_map.json; without it,
+special_tokens_map.json overrides tokenizer_config.json. Special tokens that are only named are added last.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import short
+
+if TYPE_CHECKING:
+    import tokenizers
+
+ADDED = "added_tokens.json"
+DECODER = "added_tokens_decoder"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTED = ("additional_special_tokens", "extra_special_tokens")
+FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
+SETTINGS_READ = ("tokenizer_class", "legacy", "add_prefix_space", "add_bos_token", "do_lower_case")
+LLAMA, GEMMA = "LlamaTokenizer", "GemmaTokenizer"
+DEFAULTS = {  # special tokens of the classes that transformers reads a SentencePiece model of a decoder with
+    GEMMA: {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    **dict.fromkeys(
+        (LLAMA, "CodeLlamaTokenizer", "Phi3Tokenizer"),
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    ),
+}
+
+
+class AddedToken(NamedTuple):
+    """A token next to a tokenizer's vocabulary. id: as its file gives it; None: the tokenizer's own or the next."""
+
+    content: str
+    id: int | None = None
+    special: bool = True
+    normalized: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+
+class Neighbors(NamedTuple):
+    """What the files next to a tokenizer's add to it; hashable. settings: pairs of SETTINGS_READ and NAMED."""
+
+    added: tuple[AddedToken, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+def class_of(settings: Mapping[str, Any]) -> str:
+    """Returns the tokenizer_class of transformers, without 'Fast'; '' where the files name none."""
+    found = settings.get("tokenizer_class")
+    return found.removesuffix("Fast") if isinstance(found, str) else ""
+
+
+def read_neighbors(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str, *, is_model: bool) -> Neighbors:
+    """Returns what the files next to a tokenizer's say. is_model: it is a SentencePiece model. Rest: added_tokens."""
+    if is_model:
+        settings = {**DEFAULTS.get(class_of(settings), {}), **settings}
+    pairs = [(name, settings[name]) for name in SETTINGS_READ if isinstance(settings.get(name), (str, bool))]
+    pairs += [(name, text) for name in NAMED if (text := token_text(settings.get(name)))]
+    return Neighbors(added_tokens(settings, ids, where), tuple(pairs))
+
+
+def token_text(value: Any) -> str:
+    """Returns the name of a special token, which files give as text or as an object with flags; '' for none."""
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else ""
+
+
+def merge_settings(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tokenizer_config.json with special_tokens_map.json, as far as transformers reads that."""
+    if DECODER in config:
+        return dict(config)
+    merged = {**config, **special_map}
+    for key in LISTED:
+        both = [*as_list(config.get(key)), *as_list(special_map.get(key))]
+        merged |= {key: both} if both else {}
+    return merged
+
+
+def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str) -> tuple[AddedToken, ...]:
+    """Returns the tokens in the order in which transformers adds them.
+
+    Args: settings: of merge_settings. ids: added_tokens.json. where: the folder, for errors.
+    Raises: BadInput for an entry that is not a token or has no id.
+    """
+    listed = [value for key in LISTED for value in as_list(settings.get(key))]
+    values = [settings.get(key) for key in NAMED] + listed
+    named = [read_token(value, f"{where}: the special token") | {"special": True} for value in values if value]
+    names = {token["content"] for token in named}
+    if (decoder := settings.get(DECODER)) is not None:
+        if not isinstance(decoder, Mapping):
+            raise BadInput(f"{where}: {DECODER} in tokenizer_config.json is not an object of ids and tokens; mend it")
+        numbered = [(i, read_token(value, f"{where}: {DECODER}: {i}")) for i, value in decoder.items()]
+    else:
+        flags = lambda name: {"special": name in names, "normalized": name not in names}
+        numbered = [(i, {"content": name, **flags(name)}) for name, i in ids.items()]
+    found = {}
+    for i, token in numbered:
+        number = int(i) if isinstance(i, str) and i.isdecimal() else i
+        if type(number) is not int or number < 0:
+            raise BadInput(f"{where}: the added token {token['content']!r:.80} has the id {short(i)}, which is not one")
+        special = token.get("special", False) or token["content"] in names
+        found[number] = AddedToken(**{"normalized": not special} | token | {"special": special, "id": number})
+    first = {token["content"]: token for token in reversed(named)}  # of several entries of a name, the first one
+    rest = [first[name] for name in dict.fromkeys(token["content"] for token in named)]
+    known = {token.content for token in found.values()}
+    return (*(found[i] for i in sorted(found)), *(AddedToken(**one) for one in rest if one["content"] not in known))
+
+
+def as_list(value: Any) -> list[Any]:
+    """Returns the tokens of a setting with several, which may name each."""
+    return list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else []
+
+
+def read_token(value: Any, where: str) -> dict[str, Any]:
+    """Returns a token's content and flags. Raises BadInput for what is not a token."""
+    token = {"content": value} if isinstance(value, str) else value
+    content = token_text(token)
+    flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, Mapping) else {}
+    if not content or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise BadInput(f"{where} {short(value)} is not a token: text, or an object with content and flags; mend it")
+    return {"content": content, **flags}
+
+
+def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], where: str) -> bool:
+    """Adds the tokens as transformers does and returns whether that changed the tokenizer.
+
+    Raises: BadInput for a token that the files give one id and transformers another.
+    """
+    import tokenizers
+
+    before = tokenizer.get_added_tokens_decoder()
+    present = {token.content: token for token in before.values()}
+    new = []
+    for token in tokens:
+        had = present.get(token.content)
+        if token.id is None and had is not None:
+            token = AddedToken(token.content, None, True, *(getattr(had, flag) for flag in FLAGS[1:]))
+        if had is None or any(getattr(had, flag) != getattr(token, flag) for flag in FLAGS):
+            flags = {flag: getattr(token, flag) for flag in FLAGS}
+            new.append(tokenizers.AddedToken(token.content, **flags))
+    tokenizer.add_tokens(new)
+    for token in tokens:
+        if token.id is not None and (found := tokenizer.token_to_id(token.content)) != token.id:
+            raise BadInput(
+                f"{where}: the files next to the tokenizer give {token.content!r:.80} the id {token.id}, and the "
+                f"tokenizer's own file gives it {found}; they do not belong together"
+            )
+    after = tokenizer.get_added_tokens_decoder()
+    return {i: repr_of(token) for i, token in before.items()} != {i: repr_of(token) for i, token in after.items()}
+
+
+def repr_of(token: "tokenizers.AddedToken") -> tuple[Any, ...]:
+    """Returns everything that distinguishes an added token from another."""
+    return (token.content, *(getattr(token, flag) for flag in FLAGS))
