@@ -67,7 +67,9 @@ class PrepareFlags:
         "name, for jaxscale trace, and the row plans of --config.rows.seq_len; and nothing else",
     )
     strict: bool = flag(
-        False, "exit code 2 once the text is read if that left out more than 1% of documents or bytes, or a broken file"
+        False,
+        "exit code 2 if reading left out more than 1% of documents or bytes, or a broken file, or if the tokenizer loses "
+        "more than 1% of the characters of samples",
     )
     report: bool = flag(False, "writes report.html of a finished --output again, and nothing else")
     export: str | None = flag(

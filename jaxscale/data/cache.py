@@ -31,6 +31,7 @@ from jaxscale.text.sources.files import SourceFile, file_stamp
 from jaxscale.text.sources.left_out import left_out
 from jaxscale.text.sources.part import unreadable
 from jaxscale.text.tokenizer.base import Tokenizer
+from jaxscale.text.tokenizer.loss import Loss, measure_loss
 
 Opened = TypeVar("Opened")
 
@@ -73,8 +74,10 @@ def tokenise(
     writer = ShardWriter(folder, NAME, sources=list(dict.fromkeys(file.source for file in files)), **make)
     skipped, counts, contents = Counter(), Counter(), {file: hashlib.sha256() for file in files}
     lineage, waiting, text_bytes, waiting_bytes = [], [], 0, 0
+    loss = Loss()
 
     def write_waiting() -> None:
+        loss.add(measure_loss(tokenizer, [document.text for _, document, _ in waiting]))
         encoded = reading.encode([item for *_, item in waiting])
         for (file, _, _), (ids, learned) in zip(waiting, encoded):
             writer.add(ids, file.source, learned)
@@ -115,6 +118,8 @@ def tokenise(
     say(f"  {progress}; skipped: {describe_skipped(skipped) or 'none'}")
     if (lost := left_out(skipped, writer.num_documents, text_bytes, cfg.where)) and lost.is_much:
         say(f"WARNING: {lost.line}")
+    if loss.lost:
+        say(f"{'WARNING: ' * loss.is_much}{loss.line(f'data.tokenizer={tokenizer.name}', tokenizer.loss_reason)}")
 
 
 def read_documents(

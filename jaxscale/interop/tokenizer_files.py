@@ -106,6 +106,8 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
     notes = [f"{main} {line}"] if (line := tell_beyond(tokenizer, vocab_size)) else []
     if others := [name for name in (FAST, *MODELS, WORDPIECE) if name in files and name != main]:
         notes.append(f"the tokenizer is read from {main}, as transformers does, and not from {', '.join(others)}")
+    if tokenizer.loss_reason:
+        notes.append(f"{main} loses text: {tokenizer.loss_reason}")
     code = settings.get("auto_map")
     if isinstance(code, list) or isinstance(code, Mapping) and "AutoTokenizer" in code:
         notes.append(f"{CONFIG} names code of its own for the tokenizer (auto_map), which is not run; {main} is read")

@@ -62,6 +62,7 @@ from jaxscale.text.sources.decode import is_repair
 from jaxscale.text.sources.files import list_files, no_text_problem, size_of
 from jaxscale.text.sources.left_out import BYTES, WAYS_OUT
 from jaxscale.text.sources.read import parts
+from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.config import special_names
 from jaxscale.text.tokenizer.load import NO_BOS, naming_files, tokenizer_problem
 from jaxscale.text.tokenizer.train import train_tokenizer
@@ -163,7 +164,9 @@ def prepare(
         if is_open(plan, output, folder, progress.say):
             make_set(plan, output, folder, executor, progress, strict)
         elif strict:
-            tell_left_out(plan.cfg, Tally.from_json(read_facts(output)["tally"]), progress, strict)
+            tally = Tally.from_json(read_facts(output)["tally"])
+            tell_left_out(plan.cfg, tally, progress, strict)
+            report_loss(None, tally, progress, strict)
         rewrite_report(output)  # again where it is complete: an earlier process may have ended just before
         if not keep_work:
             shutil.rmtree(folder, ignore_errors=True)
@@ -184,6 +187,8 @@ def make_set(
         blocks = run_pass(plan, folder, number, count, executor, progress, tally, sums)
         if number == 0:
             tell_left_out(plan.cfg, tally, progress, strict)
+        if step.ends == "tokens":
+            report_loss(tokenizer_of(plan.cfg.tokenizer.path(str(folder)), plan.cfg.tokenizer), tally, progress, strict)
         for column, join in enumerate(step.joins):
             progress.begin(f"{join}: comparing all documents", 1)
             found = find_duplicates(plan.cfg, join, join_folder(str(folder), number, join), blocks, column, executor)
@@ -212,6 +217,20 @@ def tell_left_out(cfg: PrepareConfig, tally: Tally, progress: Progress, strict: 
     if lost.is_much and strict:
         raise BadInput(f"{lost.line}; without --strict the rest would be prepared")
     progress.say(f"{'WARNING: ' if lost.is_much else ''}{lost.line}")
+
+
+def report_loss(tokenizer: Tokenizer | None, tally: Tally, progress: Progress, strict: bool) -> None:
+    """Reports what the tokenizer lost of samples of the text. Raises BadInput where that is much and `strict`.
+
+    tokenizer: None: of a finished set.
+    """
+    if not (loss := tally.loss).lost:
+        return
+    name, reason = (tokenizer.name, tokenizer.loss_reason) if tokenizer else ("the set's tokenizer", "")
+    line = loss.line(f"tokenizer.name={name}" if tokenizer else name, reason)
+    if loss.is_much and strict:
+        raise BadInput(f"{line}; without --strict the set would be made")
+    progress.say(f"{'WARNING: ' if loss.is_much else ''}{line}")
 
 
 def write_outcome(

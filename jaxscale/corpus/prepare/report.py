@@ -316,6 +316,7 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
     stages = manifest["recipe"]["stages"]
     lost = tally.left_out(WHERE)
     lines = [lost.line] if lost and lost.is_much else []
+    lines += [tally.loss.line("the tokenizer")] if tally.loss.is_much else []
     lines += [text for names, text in MISSING if not set(names) & set(stages)]
     decontaminate = schema.from_dict(ContaminationConfig, manifest["recipe"].get("decontaminate", {}))
     lines += evaluation_lines(decontaminate, facts.get("evaluation"))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.text.document import Document, Outcome
 from jaxscale.text.sources.left_out import WAYS_OUT, LeftOut, left_out
+from jaxscale.text.tokenizer.loss import KINDS, LETTERS, Loss
 
 LISTED = ("decontaminate", "language")  # stages whose details, evaluation items and languages, are counted one by one
 SCORED = {"classifier": "quality"}  # stages whose scores are counted, of what they drop (its detail) too; the column
@@ -39,6 +40,8 @@ class Tally:
     ("length", source, power of two)          documents read, by size in bytes
     ("language", source, language)            documents that are kept
     ("written", source, "documents"|"bytes")  what goes into the shards
+    ("lost", "texts"|"characters"|a kind)     of a sample: what the tokenizer did not give back, see text/tokenizer/loss
+    ("lost letter", character)                of those that are missing
     """
 
     def __init__(self):
@@ -131,6 +134,24 @@ class Tally:
     def add_languages(self, documents: Sequence[Document]) -> None:
         """Counts documents by language; '' where none was identified."""
         self.counts.update(("language", document.source, document.language) for document in documents)
+
+    def add_loss(self, loss: Loss) -> None:
+        """Counts what the tokenizer lost of a sample."""
+        self.counts.update({("lost", "texts"): loss.texts, ("lost", "characters"): loss.characters})
+        self.counts.update({("lost", kind): number for kind, number in loss.kinds.items()})
+        self.counts.update({("lost letter", letter): number for letter, number in loss.letters.most_common(LETTERS)})
+        if loss.example:
+            self.samples.setdefault(("tokenizer", "lost"), []).append(Sample(0, "", "", 0, *loss.example))
+            self.samples["tokenizer", "lost"] = sorted(self.samples["tokenizer", "lost"])[:SAMPLES]
+
+    @property
+    def loss(self) -> Loss:
+        """What the tokenizer lost of all samples."""
+        kinds = Counter({kind: self.counts["lost", kind] for kind in KINDS if self.counts["lost", kind]})
+        letters = Counter({key[1]: number for key, number in self.counts.items() if key[0] == "lost letter"})
+        found = self.samples.get(("tokenizer", "lost"))
+        example = (found[0].before, found[0].after or "") if found else None
+        return Loss(self.counts["lost", "texts"], self.counts["lost", "characters"], kinds, letters, example)
 
     def total(self, *name: str) -> int:
         """The documents of all counts that begin with `name`."""

@@ -28,6 +28,7 @@ from jaxscale.system.paths import make_private, replacing, sync_folder, write_by
 from jaxscale.text.document import Document
 from jaxscale.text.tokenizer.base import Tokenizer, cut_at, frame_documents
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.loss import Loss, measure_loss
 
 FILES_AT_ONCE = 16  # so many files' worth of tokens in memory while files are merged: 128 MB of blocks of 16 MiB
 SHARDS_IN_FOLDER = 1000  # five files each: what is more lies in folders below the manifest's, this many in each
@@ -47,11 +48,12 @@ def shuffle_keys(seed: int, place: tuple[int, int], count: int) -> np.ndarray:
 
 def tokenise_block(
     cfg: PrepareConfig, path: str, base: pathlib.Path, documents: Sequence[Document], place: tuple[int, int]
-) -> tuple[int, list]:
+) -> tuple[int, list, Loss]:
     """Writes BASE.ids (documents with their begin and end) and BASE.arrow (a row for each), in the order of their keys.
 
     Args: path: of the tokenizer. place: of the block, (piece, number within it).
-    Returns the number of tokens, those included, and how well the tokenizer fits a sample, as plain data.
+    Returns the number of tokens, those included, how well the tokenizer fits a sample, as plain data, and what it loses
+    of a sample.
     Raises BadInput where the fast encoder is wrong, or gives an id that the vocabulary does not have.
     """
     tokenizer = tokenizer_of(path, cfg.tokenizer)
@@ -66,7 +68,7 @@ def tokenise_block(
     rows = rows.append_column("bytes", pa.array([document.size for document in documents], pa.int64()))
     write_bytes_atomic(f"{base}.ids", ids.data)
     write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)  # each shard looks at a part of it
-    return len(ids), measure(tokenizer, documents[:MEASURED])
+    return len(ids), measure(tokenizer, documents[:MEASURED]), measure_loss(tokenizer, [one.text for one in documents])
 
 
 @functools.lru_cache(maxsize=2)

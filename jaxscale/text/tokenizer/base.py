@@ -68,6 +68,7 @@ class Tokenizer(Protocol):
     fallback: np.ndarray  # bool[vocab_size]: ids of a byte out of a longer character, or of whatever is not known
     marks: Marks
     prefix_after_special: bool  # a text behind a special token begins as a document does
+    loss_reason: str = ""  # why it cannot give every text back, where its file says so
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, without any that begins or ends it."""

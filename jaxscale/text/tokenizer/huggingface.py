@@ -136,6 +136,11 @@ class HuggingFaceTokenizer(Tokenizer):
         unknown = (spec.get("model") or {}).get("unk_token")
         added = self._tokenizer.get_added_tokens_decoder()
         byte_of = byte_alphabet()
+        if byte_level and unknown is None and (absent := byte_of.keys() - self._tokenizer.get_vocab().keys()):
+            self.loss_reason = (
+                f"its vocabulary lacks {len(absent)} of the 256 bytes and it has no unknown token: train it again with "
+                "initial_alphabet=ByteLevel.alphabet(), or name another tokenizer"
+            )
         counts, fallback = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, bool)
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
