@@ -35,8 +35,8 @@ def prepare(
     """The manifest of the token shards that a recipe makes: `jaxscale prepare`. Killed, the same call goes on.
 
     Args: output: a folder, or gs://BUCKET/FOLDER with work_dir, the local folder in which it is made. keep_work: leaves
-    that there. strict: raises BadInput where reading left out more than 1%, a file is broken, or the tokenizer loses more
-    than 1% of the characters of samples. executor: where the work is done; all cores of this machine unless given.
+    that there. strict: raises BadInput where reading left out more than 1%, a file is broken, or the tokenizer loses
+    more than 1% of the characters of samples. executor: where the work is done; all cores of this machine unless given.
     """
     if is_remote(output) and work_dir is None:
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")

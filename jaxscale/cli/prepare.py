@@ -68,8 +68,8 @@ class PrepareFlags:
     )
     strict: bool = flag(
         False,
-        "exit code 2 if reading left out more than 1% of documents or bytes, or a broken file, or if the tokenizer loses "
-        "more than 1% of the characters of samples",
+        "exit code 2 if reading left out more than 1% of documents or bytes, or a broken file, or if the tokenizer "
+        "loses more than 1% of the characters of samples",
     )
     report: bool = flag(False, "writes report.html of a finished --output again, and nothing else")
     export: str | None = flag(
