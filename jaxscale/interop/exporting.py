@@ -92,6 +92,7 @@ def open_step(
     if step is not None and step not in steps:
         raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
     step = newest_to_read(checkpoints, tell) if step is None else step
+    assert step is not None, "with steps, newest_to_read returns one or raises"
     record = checkpoints.read_record(step)
     checkpoints.log_changed_files(step, tell, small=True)
     values = record["run"].get("config", {}).get("model")

@@ -144,7 +144,8 @@ def write_unit(
     first, last = unit[0].place, unit[-1].place
     lead = tuple(slice(begin, end + 1) for begin, end in zip(first, last))
     layers = [pair.to_ours(tensors[pair.theirs].read()) for pair in unit]
-    for name, leaves in zip(unit[0].ours, zip(*layers, strict=True), strict=True):
+    for index, name in enumerate(unit[0].ours):
+        leaves = [layer[index] for layer in layers]
         values = np.stack([in_order(leaf) for leaf in leaves]) if len(leaves) > 1 else leaves[0]
         total = 0
         for box in cut(leaves[0].shape, chunks[name][len(lead) :]):

@@ -88,7 +88,8 @@ class Leaves:
 
 def boxes_at(array: tensorstore.TensorStore, at: tuple[int, ...]) -> Iterator[Box]:
     """Yields the pieces in which a place of the leading axes lies: of a hundred experts there are very many."""
-    shape, sizes = array.shape, array.chunk_layout.read_chunk.shape or array.shape
+    shape, chunk = array.shape, array.chunk_layout.read_chunk.shape or array.shape
+    sizes = [size or length for size, length in zip(chunk, shape)]
     lead = []
     for one, length, size in zip(at, shape, sizes):
         begin = one // size * size

@@ -112,10 +112,12 @@ class Exporter:
         with self.lock:
             if self.ended:
                 return 0, ""
-            how = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            self.child = subprocess.Popen(command, env=env, errors="replace", **how)
-        _, text = self.child.communicate()
-        return self.child.returncode, shown(text)
+            nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+            self.child = child = subprocess.Popen(
+                command, env=env, stdin=nothing, stdout=nothing, stderr=pipe, text=True, errors="replace"
+            )
+        _, text = child.communicate()
+        return child.returncode, shown(text)
 
     def failed(self, step: int, cause: str) -> None:
         """Tells of an export that there is not, in an event and a line."""

@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.system.exits import BadInput
+
 PAIRED = {"BertProcessing": 1, "RobertaProcessing": 2}  # how often the separator stands between two texts
 
 
@@ -20,7 +22,7 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     made.no_padding()
     whole = made.encode("a")
     first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
-    ids = [made.token_to_id(name) for name in begin]
+    ids = [known_id(made, name) for name in begin]
     if whole.ids[:first] == ids:
         return None
     old = spec.get("post_processor") or {}
@@ -33,6 +35,13 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     others = [step for step in steps if step.get("type") == "ByteLevel"]  # it moves offsets alone
     spec["post_processor"] = {"type": "Sequence", "processors": [*others, step]} if others else step
     return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)).to_str()
+
+
+def known_id(made: Any, name: str) -> int:
+    """Returns the id of a token by name. Raises BadInput if the tokenizer does not have it."""
+    if (found := made.token_to_id(name)) is None:
+        raise BadInput(f"tokenizer.json has no token {name!r:.80}, with which the documents of the run begin")
+    return found
 
 
 FORMS = ("single", "pair")  # of a template: for one text, and for two

@@ -53,7 +53,7 @@ class File:
             file.seek(start)
             done = 0
             while done < len(view):
-                count = file.readinto(view[done:])
+                count = os.readv(file.fileno(), [view[done:]])
                 if not count:
                     raise BadInput(f"{self.path} became shorter while it was read; is something still writing it?")
                 done += count

@@ -314,8 +314,7 @@ def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: in
     ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
     import tokenizers
 
-    made = None if text is None else tokenizers.Tokenizer.from_str(text)
-    if made is None or not same_ids(tokenizer, made):
+    if text is None or not same_ids(tokenizer, made := tokenizers.Tokenizer.from_str(text)):
         note = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
         return Texts(files, (note,), ends)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -180,6 +180,7 @@ def pair_of(
     """
     names, at = row.leaves, None
     if stack is not None:
+        assert layer is not None, "a stack has layers"
         names, at = tuple(stack.own(name) for name in names), layer - stack.first
     our_shapes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in names)
     if stack is not None and not stack.scanned:

@@ -81,7 +81,7 @@ def relative(
     from the keys otherwise, rope_base among them where RoPE is not that of all. keys: the inverse. more_keys: others
     that `settings` looks at. more: fields of the family.
     """
-    spelt = SPELT | (spelt or {})
+    spelt = {**SPELT, **(spelt or {})}
 
     def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
         hf = {**defaults, **hf}

@@ -26,10 +26,17 @@ LONGEST_ERROR = 1000  # characters
 TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # written where there is none left to make it
 
 
+class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The environment of a template. marks: what surrounds the text that a template marks as generated."""
+
+    marks = ("", "")
+
+
 class Generation(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %}: what stands between them comes out between `marks`."""
 
     tags = {"generation"}
+    environment: Environment
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
         """The node of the tag."""
@@ -59,9 +66,7 @@ def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **
 
 def compiled(source: str, marks: tuple[str, str], today: str) -> jinja2.Template:
     """The template of this source. Raises jinja2.TemplateError if it is none."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.marks = marks
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse

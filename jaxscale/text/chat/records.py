@@ -71,7 +71,8 @@ def chat(messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], given
 
 def pair(record: Mapping[str, Any], cfg: ChatConfig) -> Chat | Pair:
     """Two texts, or two lists of messages, which are one conversation."""
-    prompt, completion = record[cfg.prompt_field], record[cfg.completion_field]
+    prompt: Any = record[cfg.prompt_field]
+    completion: Any = record[cfg.completion_field]
     if isinstance(prompt, list) and isinstance(completion, list):
         before = openai_messages(prompt, cfg.prompt_field)
         after = openai_messages(completion, cfg.completion_field)

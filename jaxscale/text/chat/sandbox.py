@@ -37,16 +37,18 @@ class TemplateProcess:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.known: set[str] = set()  # templates that it has compiled
-        self.process: subprocess.Popen | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.end: Callable[[], Any] = lambda: None
 
-    def start(self) -> subprocess.Popen:
-        """The running process."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """Returns the running process."""
         if self.process is None:
             environment = {k: v for k, v in os.environ.items() if k in NEEDED or k.startswith("PYTHON")}
             command = [sys.executable, "-P", str(PROGRAM), str(MEMORY_BYTES), str(SECONDS)]  # -P: no module beside it
-            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-            self.process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(
+                command, env=environment, start_new_session=True, stdin=pipe, stdout=pipe, bufsize=0
+            )
             self.end = weakref.finalize(self, end_process, self.process)
             self.known = set()
         return self.process
@@ -54,54 +56,57 @@ class TemplateProcess:
     def ask(self, compile_it: Mapping[str, Any], render_it: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer to a template that is to be compiled, if it is not yet, and rendered. Raises Ended."""
         with self.lock:
-            self.start()
+            process = self.start()
             found: dict[str, Any] = {}
             try:
                 if compile_it["key"] not in self.known:
-                    found = self.exchange(compile_it)
+                    found = exchange(process, compile_it)
                     if "error" not in found:
                         self.known.add(compile_it["key"])
-                return found if render_it is None or "error" in found else self.exchange(render_it)
+                return found if render_it is None or "error" in found else exchange(process, render_it)
             except BaseException:  # it is gone, or an answer that nobody waits for is under way
                 self.end()
                 self.process = None
                 raise
 
-    def exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request. Raises Ended."""
-        left = memoryview(json.dumps(request).encode() + b"\n")
-        try:
-            while left:
-                left = left[self.process.stdin.write(left) :]
-        except BrokenPipeError:
-            raise Ended(self.cause()) from None
-        pieces, size, deadline = [], 0, time.monotonic() + PATIENCE
-        while not pieces or not pieces[-1].endswith(b"\n"):
-            ready, _, _ = select.select([self.process.stdout], [], [], max(deadline - time.monotonic(), 0))
-            piece = os.read(self.process.stdout.fileno(), READ_BYTES) if ready else b""
-            size += len(piece)
-            if not piece or size > LONGEST_ANSWER:
-                slow = "it writes without end" if piece else f"it takes more than {PATIENCE:.0f} s"
-                raise Ended(self.cause() if ready and not piece else slow)
-            pieces.append(piece)
-        return json.loads(b"".join(pieces))
 
-    def cause(self) -> str:
-        """What ended the process."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(timeout=PATIENCE)
-            if code == -signal.SIGPROF:
-                return f"it takes more than {SECONDS:g} s"
-            return f"its process ended with code {code}"
-        return "its process does not answer"
+def exchange(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer to one request. Raises Ended."""
+    assert process.stdin is not None and process.stdout is not None, "start has opened both"
+    left = memoryview(json.dumps(request).encode() + b"\n")
+    try:
+        while left:
+            left = left[process.stdin.write(left) :]
+    except BrokenPipeError:
+        raise Ended(cause_of_end(process)) from None
+    pieces, size, deadline = [], 0, time.monotonic() + PATIENCE
+    while not pieces or not pieces[-1].endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))
+        piece = os.read(process.stdout.fileno(), READ_BYTES) if ready else b""
+        size += len(piece)
+        if not piece or size > LONGEST_ANSWER:
+            slow = "it writes without end" if piece else f"it takes more than {PATIENCE:.0f} s"
+            raise Ended(cause_of_end(process) if ready and not piece else slow)
+        pieces.append(piece)
+    return json.loads(b"".join(pieces))
 
 
-def end_process(process: subprocess.Popen) -> None:
+def cause_of_end(process: subprocess.Popen[bytes]) -> str:
+    """Returns why the process ended, for people."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = process.wait(timeout=PATIENCE)
+        if code == -signal.SIGPROF:
+            return f"it takes more than {SECONDS:g} s"
+        return f"its process ended with code {code}"
+    return "its process does not answer"
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
     """Ends it and closes its pipes."""
     process.kill()
     process.wait()
-    process.stdin.close()
-    process.stdout.close()
+    for pipe in filter(None, (process.stdin, process.stdout)):
+        pipe.close()
 
 
 TEMPLATES = TemplateProcess()

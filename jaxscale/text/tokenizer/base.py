@@ -82,7 +82,7 @@ class Tokenizer(Protocol):
         """encode for each text, as one array: what the preparation of shards calls."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, special tokens left out; bytes that are no UTF-8 show as U+FFFD."""
         ...
 
@@ -145,14 +145,14 @@ def fingerprint(kind: str, content: bytes, eos_id: int, begin_ids: Sequence[int]
 
 def find_marks(ids: Mapping[str, int]) -> Marks:
     """The marks among the special tokens `ids` (name -> id). Sentinels are counted from 0 until a number is missing."""
-    found = {mark: next((ids[name] for name in names if name in ids), None) for mark, names in MARK_NAMES.items()}
+    found = Marks(*(next((ids[name] for name in MARK_NAMES[mark] if name in ids), None) for mark in Marks._fields[:4]))
     for pattern in SENTINEL_NAMES:
         sentinels = []
         while (name := pattern.format(len(sentinels))) in ids:
             sentinels.append(ids[name])
         if sentinels:
-            return Marks(**found, sentinel_ids=tuple(sentinels))
-    return Marks(**found)
+            return found._replace(sentinel_ids=tuple(sentinels))
+    return found
 
 
 def block_of(encoded: Iterable[np.ndarray | Sequence[int]]) -> Block:

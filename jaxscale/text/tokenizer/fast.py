@@ -108,7 +108,8 @@ def without_added(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def pairs_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The merges in order; older files hold them as one string with a space."""
-    return [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in spec["model"]["merges"]]
+    halves = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in spec["model"]["merges"])
+    return [(left, right) for left, right in halves]
 
 
 def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple[str, Encode | None]:
@@ -124,7 +125,7 @@ def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tupl
 
     def encode(texts: Sequence[str]) -> Block:
         nonlocal tokenizer, size, looked, text_bytes
-        layout = tokenizer.encode_batch(list(texts)).layout
+        layout: Any = tokenizer.encode_batch(list(texts)).layout  # a ListOffsetArray
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         text_bytes += sum(map(len, texts))

@@ -5,7 +5,7 @@ padding token that their model never got. Such an id is never drawn, and a text 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def tell_beyond(tokenizer: Tokenizer, vocab_size: int) -> str:
 
 def fitted(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
     """The tokenizer; where it has more ids than the model, one that refuses whatever comes to them."""
-    return tokenizer if tokenizer.vocab_size <= vocab_size else Fitted(tokenizer, vocab_size)
+    return tokenizer if tokenizer.vocab_size <= vocab_size else cast(Tokenizer, Fitted(tokenizer, vocab_size))
 
 
 class Fitted:

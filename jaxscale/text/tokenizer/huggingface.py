@@ -55,7 +55,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name = path
         self.vocab_size = max(ids.values()) + 1
         self.eos_id = choose_eos(path, eos_token, ids)
-        self.eos_token = self._tokenizer.id_to_token(self.eos_id)
+        self.eos_token = self._tokenizer.id_to_token(self.eos_id) or ""
         with self._works():
             whole = self._tokenizer.encode("a", add_special_tokens=True)
         first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with self._works():
             return block_of(one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, special tokens left out."""
         with self._works():
             return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)

@@ -50,7 +50,7 @@ class ByteTokenizer(Tokenizer):
         ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
         return Block(ids, np.array([len(text) for text in encoded], np.int64))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text; a cut character shows as U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= int(i) < EOS_ID).decode(errors="replace")
 
@@ -213,7 +213,7 @@ def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:
     more = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(one) is int and one >= 0 for one in more):
         raise BadInput(
-            f"{about.folder / GENERATION}: eos_token_id={found!r:.80} must be an id, or a list of ids; mend it"
+            f"{about.folder}/{GENERATION}: eos_token_id={found!r:.80} must be an id, or a list of ids; mend it"
         )
     return tuple(dict.fromkeys([tokenizer.eos_id, *more]))
 

@@ -52,7 +52,11 @@ def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     chat: how conversations were written, if the run is trained on any: ChatTemplate.note.
     """
     folder = paths.as_path(workdir) / FOLDER
-    note = {"name": tokenizer.name, "eos_token": tokenizer.eos_token, "fingerprint": tokenizer.fingerprint}
+    note: dict[str, Any] = {
+        "name": tokenizer.name,
+        "eos_token": tokenizer.eos_token,
+        "fingerprint": tokenizer.fingerprint,
+    }
     note |= {"begin_tokens": list(begin_names(tokenizer))}
     if chat:
         note |= {"chat": {key: chat[key] for key in ("variables", "today", "fingerprint")}}

@@ -54,7 +54,7 @@ class SentencePieceTokenizer(Tokenizer):
         """encode for each text, as one array."""
         return block_of(self._processor.encode(list(texts)))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, control tokens left out."""
         return self._processor.decode([int(i) for i in ids])
 
