@@ -19,8 +19,9 @@ TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 PRIVATE = ".*"  # files that are ours alone, such as the journal
 WANTED = (  # of a repository: what is read here, and nothing that is pickled
     reading.CONFIG, reading.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
+    f"{tokenizer_files.MORE_TEMPLATES}/*.jinja",
 )  # fmt: skip
-UNWANTED = ("consolidated*", "*/*")  # the same weights again, as their maker keeps them; what no index may name
+UNWANTED = ("consolidated*", "*/*.safetensors")  # the same weights again, as their maker keeps them; of subfolders
 ADDRESS = re.compile(
     rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
 )

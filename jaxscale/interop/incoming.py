@@ -9,7 +9,7 @@ from jaxscale.interop import adapters, families, tokenizer_files
 from jaxscale.interop.families import Family, Match, TensorPair
 from jaxscale.interop.joined import experts_apart, start_of_load
 from jaxscale.interop.pieces import check_tensors
-from jaxscale.interop.reading import check_counts, check_end_ids, open_checkpoint
+from jaxscale.interop.reading import INDEX, WEIGHTS, check_counts, check_end_ids, open_checkpoint
 from jaxscale.interop.safetensors import Tensor, same_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import NO_LORA, LoraConfig
@@ -64,8 +64,20 @@ def open_incoming(name: str, base: str | None = None, keep: bool = False) -> Inc
         changes = dict(lora=lora, pairs=[*model.pairs, *pairs], tensors={**model.tensors, **adapter.tensors})
     else:
         changes = dict(tensors=adapters.merged_tensors(adapter, found, model.pairs, model.tensors))
-    notes = list(dict.fromkeys([*model.notes, *notes]))
+    notes = list(dict.fromkeys([*model.notes, *adapter_notes(adapter, own), *notes]))
     return dataclasses.replace(model, files=files, identity=identity, notes=notes, adapter=done, **changes)
+
+
+def adapter_notes(adapter: adapters.Adapter, own: Mapping[str, bytes]) -> list[str]:
+    """Returns lines on files of an adapter's folder that are not used. own: those of its tokenizer."""
+    notes = []
+    if weights := [name for name in (WEIGHTS, INDEX) if name in adapter.files]:
+        notes.append(f"its adapter is read with the model that it is for, as transformers does, and not {weights[0]}")
+    if own and not tokenizer_files.main_file(own):
+        notes.append(
+            f"the tokenizer is the model's; {', '.join(own)} of the adapter's folder has none, and is not read"
+        )
+    return notes
 
 
 def open_model(name: str, named: str) -> Incoming:
@@ -95,7 +107,7 @@ def open_model(name: str, named: str) -> Incoming:
         left_out=matched.left_out,
         files=files,
         identity=found.identity,
-        notes=[*families.notes(found.config), *odd],
+        notes=[*found.notes, *families.notes(found.config), *odd],
     )
 
 

@@ -13,12 +13,13 @@ from typing import Any
 from jaxscale.checkpoint.storage_errors import reached
 from jaxscale.interop.config import HUB_NAME
 from jaxscale.interop.ranges import look_at, names_in
-from jaxscale.interop.safetensors import Tensor, read_header
+from jaxscale.interop.safetensors import Tensor, read_header, same_bytes
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+VARIANT = re.compile(r"model\.[\w-]+\.safetensors|model\.safetensors\.index\.[\w-]+\.json")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # torch's: reading one can run what it holds
 LAYERS = ("num_hidden_layers", "n_layer")  # each has tensors of its own
 MOST_LAYERS = 4096  # the deepest published models have about 130
@@ -43,6 +44,7 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     files: dict[str, int]  # all that lies in the folder: name and bytes
+    notes: tuple[str, ...] = ()  # what a person should know of the choice among its files
 
     @property
     def identity(self) -> str:
@@ -69,19 +71,37 @@ def open_checkpoint(name: str, named: str = "--from") -> Checkpoint:
     if CONFIG not in files:
         raise BadInput(f"{named}={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
     config = read_object(folder, CONFIG, files)
-    return Checkpoint(folder, config, find_tensors(f"{named}={name}", folder, files), files)
+    both = f"{WEIGHTS} is read, as transformers does, and {INDEX} next to it is not"
+    notes = (both,) if WEIGHTS in files and INDEX in files else ()
+    return Checkpoint(folder, config, find_tensors(f"{named}={name}", folder, files), files, notes)
 
 
 def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """{name: tensor} of all that the folder's index tells of, or of its one file. flag: the flag with the folder."""
-    if INDEX not in files:
-        if WEIGHTS in files:
-            return headers(folder, [WEIGHTS])[WEIGHTS]
-        if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
-            raise BadInput(f"{flag} has {pickled[0]}, which {unpickled(str(folder))}")
-        others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
-        there = f"; there is {others[0]}" if others else ""
-        raise BadInput(f"{flag} has neither {WEIGHTS} nor {INDEX}{there}")
+    """Returns {name: tensor} of the folder's one file of weights, else of the files in its index, as transformers does.
+
+    flag: the flag with the folder. Raises BadInput where there is neither, and as read_index does.
+    """
+    if WEIGHTS in files:
+        return headers(folder, [WEIGHTS])[WEIGHTS]
+    if INDEX in files:
+        return read_index(folder, files)
+    if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
+        raise BadInput(f"{flag} has {pickled[0]}, which {unpickled(str(folder))}")
+    missing = f"{flag} has neither {WEIGHTS} nor {INDEX}"
+    if variants := sorted((file for file in files if VARIANT.fullmatch(file)), key=lambda file: ".index." not in file):
+        raise BadInput(
+            f"{missing}; there is {variants[0]}, a variant, which transformers too reads only where it is named: "
+            f"rename it to {INDEX if '.index.' in variants[0] else WEIGHTS}"
+        )
+    others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
+    raise BadInput(missing + (f"; there is {others[0]}" if others else ""))
+
+
+def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
+    """Returns {name: tensor} of every file in the index: transformers loads all that is in them.
+
+    Raises: BadInput for an index that does not belong to the files, and for a tensor that two of them have otherwise.
+    """
     places = read_object(folder, INDEX, files).get("weight_map")
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(places, dict) or not places:
@@ -95,7 +115,15 @@ def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
     for tensor, file in places.items():
         if tensor not in found[file]:
             raise BadInput(f"{where} puts {tensor!r} into {file}, which does not have it; fetch both again")
-    return {tensor: found[file][tensor] for tensor, file in places.items()}
+    tensors: dict[str, Tensor] = {}
+    for file, inside in found.items():
+        for name, tensor in inside.items():
+            if name in tensors and not same_bytes(tensors[name], tensor):
+                raise BadInput(
+                    f"{folder}: {name} in {tensors[name].file.name} and in {file} differ; remove the file that is old"
+                )
+            tensors[name] = tensor
+    return tensors | {tensor: found[file][tensor] for tensor, file in places.items()}
 
 
 def headers(folder: Any, files: list[str]) -> dict[str, dict[str, Tensor]]:

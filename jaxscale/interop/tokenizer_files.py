@@ -104,8 +104,6 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
             f"not belong together; bring the right one, or take {main} away to convert the weights alone"
         )
     notes = [f"{main} {line}"] if (line := tell_beyond(tokenizer, vocab_size)) else []
-    if others := [name for name in (FAST, *MODELS, WORDPIECE) if name in files and name != main]:
-        notes.append(f"the tokenizer is read from {main}, as transformers does, and not from {', '.join(others)}")
     if tokenizer.loss_reason:
         notes.append(f"{main} loses text: {tokenizer.loss_reason}")
     code = settings.get("auto_map")

@@ -14,7 +14,8 @@ from jaxscale.units import or_list
 NEAR, FAR = "sliding_attention", "full_attention"  # the types of layers
 # transformers reads these of any model: its masks, its cache of keys and values, its layers, its files.
 READ_OF_ALL = dict(
-    add_cross_attention=(False,), attention_chunk_size=(None,), is_causal=(True,), is_encoder_decoder=(False,),
+    add_cross_attention=(False,), attention_chunk_size=(None,), configuration_files=(None, []), is_causal=(True,),
+    is_encoder_decoder=(False,),
     layer_types=(None,), per_layer_config=(None, {}), sliding_window=(None,), transformers_weights=(None,),
     use_bidirectional_attention=(None, False),
 )  # fmt: skip
