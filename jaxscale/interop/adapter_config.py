@@ -36,7 +36,7 @@ ENDLESS = re.compile(r"\)[*+?{]|\(\?[^:!=<P]|\[\^?\]|\[[^\]]*[()|\[]")
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter_config.json says."""
+    """Contents of an adapter_config.json."""
 
     rank: int
     alpha: float
@@ -52,12 +52,12 @@ class AdapterConfig:
         return by_pattern(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B A is multiplied by."""
+        """Returns the factor of B A."""
         rank = self.rank_of(module)
         return by_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def has(self, module: str) -> bool:
-        """Whether a matrix of the model, other than the one that predicts tokens, has an adapter."""
+        """Returns True if a matrix of the model, other than the one that predicts tokens, has an adapter."""
         if is_among(self.exclude, module):
             return False
         if isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR:
@@ -139,7 +139,7 @@ def ways(bare: str) -> int:
 
 
 def is_among(names: str | Sequence[str], module: str) -> bool:
-    """Whether a pattern matches the whole name of a module, or one of several names is its end."""
+    """Returns True if a pattern matches the whole name of a module, or one of several names is its end."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

@@ -59,12 +59,12 @@ class Source:
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """What its record says beside the arrays."""
+        """The record of the run next to the arrays."""
         return self.record["run"]
 
     @functools.cached_property
     def leaves(self) -> dict[str, str]:
-        """Where a parameter is: {'w': 'params/w'}."""
+        """{parameter: leaf of the checkpoint}: {'w': 'params/w'}."""
         return weight_leaves(self.record["leaves"], self.what)
 
 
@@ -316,12 +316,12 @@ def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, 
 
 
 def tensor_bytes(pair: TensorPair, dtype: np.dtype) -> int:
-    """Of one tensor of theirs."""
+    """Returns the bytes of one tensor of theirs."""
     return math.prod(pair.their_shape) * dtype.itemsize
 
 
 def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
-    """What model.safetensors.index.json says."""
+    """Returns the content of model.safetensors.index.json."""
     total = sum(shard.num_bytes - len(shard.header) for shard in shards)
     places = {pair.theirs: shard.name for shard in shards for pair in shard.pairs}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -85,7 +85,7 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
 
 
 def cause(error: Exception, characters: int = 300) -> str:
-    """What an error says, on one line, without secrets."""
+    """Returns the message of an error on one line, without secrets."""
     return " ".join(shown(str(error)).split())[:characters]
 
 

@@ -99,7 +99,7 @@ class Exporter:
             self.tell("alarm", step, cause=f"an old export could not be removed: {short_reason(error)}")
 
     def command(self, step: int) -> list[str]:
-        """How the process is started: at the lowest priority, where the system has a command for that."""
+        """The command of the process: at the lowest priority, where the system has a command for that."""
         polite = [nice, "-n", "19"] if (nice := shutil.which("nice")) else []
         flags = [f"--workdir={self.workdir}", f"--step={step}", f"--to={self.workdir / FOLDER / str(step)}"]
         flags += [f"--dtype={self.cfg.dtype}", *(["--ema"] if self.cfg.ema else [])]

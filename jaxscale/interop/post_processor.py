@@ -78,5 +78,5 @@ def special(name: str) -> dict[str, Any]:
 
 
 def known_as(name: str, token: int) -> dict[str, Any]:
-    """What a template says of a special token."""
+    """Returns the entry of a special token in a template."""
     return {"id": name, "ids": [token], "tokens": [name]}

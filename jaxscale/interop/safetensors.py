@@ -35,7 +35,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies."""
+    """A tensor in a file."""
 
     name: str
     file: File
@@ -67,7 +67,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def how_to_widen(kind: str) -> str:
-    """What to do about a dtype that is not converted."""
+    """Returns the way out for a dtype that is not converted."""
     known = f"only {', '.join(DTYPES)} are converted: "
     if kind.startswith("F8") or kind in ("I8", "U8"):
         return f"{known}take the unquantized weights of that model"

@@ -135,7 +135,7 @@ def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
 
 
 def kept_name(name: str) -> str:
-    """What a file is called in WORKDIR/tokenizer."""
+    """Returns the name of a file in WORKDIR/tokenizer."""
     return MODELS[0] if name in MODELS else name
 
 
@@ -198,7 +198,7 @@ def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
 
 
 def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
-    """What an export of a run has beside its weights. Args: run: what the record of its step says.
+    """Returns the files of an export next to its weights. Args: run: from the record of its step.
 
     WORKDIR/tokenizer goes first; else the file that data.tokenizer names, if it is there; bytes need none.
     """
@@ -224,9 +224,9 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     path = pathlib.Path(name).expanduser()
     if not path.is_file():
         return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
-    own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
+    main = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
     tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", NO_BOS))
-    texts = loaded(files | {own: foreign.read_named(path, LARGEST)}, own, tokenizer.eos_token, seq_len)
+    texts = loaded(files | {main: foreign.read_named(path, LARGEST)}, main, tokenizer.eos_token, seq_len)
     return begun(texts, begin_names(tokenizer))
 
 

@@ -146,7 +146,7 @@ class Tally:
 
     @property
     def loss(self) -> Loss:
-        """What the tokenizer lost of all samples."""
+        """The tokenizer's loss on all samples."""
         kinds = Counter({kind: self.counts["lost", kind] for kind in KINDS if self.counts["lost", kind]})
         letters = Counter({key[1]: number for key, number in self.counts.items() if key[0] == "lost letter"})
         found = self.samples.get(("tokenizer", "lost"))

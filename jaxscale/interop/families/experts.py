@@ -49,7 +49,7 @@ def expert_rows(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[Row, ...
 
 
 def number_of(hf: Mapping[str, Any], usual: int) -> int:
-    """How many experts a layer has, under either name. Raises BadInput where the two differ."""
+    """Returns the number of experts of a layer, under either name. Raises BadInput where the two differ."""
     said = [hf[name] for name in NAMES if hf.get(name) is not None]
     if len(said) == 2 and said[0] != said[1]:
         raise BadInput(f"config.json: {NAMES[0]}={short(said[0])} and {NAMES[1]}={short(said[1])} must be the same")
@@ -57,7 +57,7 @@ def number_of(hf: Mapping[str, Any], usual: int) -> int:
 
 
 def first_dense(hf: Mapping[str, Any]) -> int:
-    """Of how many layers the first ones have no experts. Raises BadInput for any but the first ones."""
+    """Returns how many of the first layers have no experts. Raises BadInput for any but the first ones."""
     refuse_unless(hf, decoder_sparse_step=(1,))
     dense = hf["mlp_only_layers"] or []
     if not isinstance(dense, list) or sorted(dense) != list(range(len(dense))):

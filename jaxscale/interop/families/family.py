@@ -41,12 +41,12 @@ class Row:
 
     @property
     def per_layer(self) -> bool:
-        """Whether there is one for each layer."""
+        """True if there is one for each layer."""
         return "{layer}" in self.theirs
 
     @property
     def per_expert(self) -> bool:
-        """Whether a layer has one for each of its experts."""
+        """True if a layer has one for each of its experts."""
         return "{expert}" in self.theirs
 
 
@@ -193,5 +193,5 @@ def pair_of(
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns is the whole name."""
+    """Returns True if one of the patterns is the whole name."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)

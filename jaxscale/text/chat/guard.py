@@ -16,7 +16,7 @@ FEWEST = 2  # characters of a name: one alone cannot be broken, and is never tak
 
 
 class Guard:
-    """How the names of a tokenizer's special tokens are found and broken."""
+    """Finds and breaks the names of a tokenizer's special tokens."""
 
     def __init__(self, names: Iterable[str]):
         self.names = sorted((name for name in names if len(name) >= FEWEST), key=len, reverse=True)

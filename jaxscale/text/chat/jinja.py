@@ -45,13 +45,13 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
     def marked(self, caller: Callable[[], str]) -> str:
-        """What the body gives, between the marks."""
+        """Returns the text of the body, between the marks."""
         begin, end = self.environment.marks
         return f"{begin}{caller()}{end}"
 
 
 class Refused(Exception):
-    """What a template says of a conversation that it is not for."""
+    """The message of a template about a conversation that it refuses."""
 
 
 def refuse(message: str) -> None:
@@ -96,14 +96,14 @@ def main(memory_bytes: int, seconds: float) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # who started this may ignore or block it, and so would this
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     templates: dict[str, jinja2.Template] = {}
-    for line in sys.stdin:
+    for request in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            told = json.dumps(answer(json.loads(line), templates)) + "\n"
+            line = json.dumps(answer(json.loads(request), templates)) + "\n"
         except MemoryError:
-            told = TOO_MUCH_MEMORY
+            line = TOO_MUCH_MEMORY
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(told)
+        sys.stdout.write(line)
         sys.stdout.flush()
 
 

@@ -152,6 +152,6 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """Returns JSON's name for the type of a value."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")

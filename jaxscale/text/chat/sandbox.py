@@ -147,9 +147,9 @@ def compile_template(
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         given = dict(messages=list(messages), tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
         found = asked({"key": key, "given": {**names, **variables, **given}})
-        if told := found.get("error"):
-            hint = "; set data.chat.today" if "strftime_now" in told and not today else ""
-            raise BadInput(f"cannot be written by the template {where}: {told}{hint}")
+        if error := found.get("error"):
+            hint = "; set data.chat.today" if "strftime_now" in error and not today else ""
+            raise BadInput(f"cannot be written by the template {where}: {error}{hint}")
         return found["text"]
 
     return render

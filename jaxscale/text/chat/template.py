@@ -31,7 +31,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str]  # (messages, t
 
 
 class ChatTemplate(NamedTuple):
-    """How a conversation is written down."""
+    """Renders conversations."""
 
     name: str  # for people: its file, or that it is built in
     render: Render
@@ -43,9 +43,9 @@ class ChatTemplate(NamedTuple):
 
     @property
     def note(self) -> dict[str, Any]:
-        """What save_tokenizer keeps of it, so that generation formats prompts as training did."""
-        told = {"template": self.source, "variables": dict(self.variables), "today": self.today}
-        return told | {"fingerprint": self.fingerprint}
+        """The part that save_tokenizer saves, so that generation formats prompts as training did."""
+        note = {"template": self.source, "variables": dict(self.variables), "today": self.today}
+        return note | {"fingerprint": self.fingerprint}
 
 
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
@@ -55,8 +55,8 @@ def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
     """
     about = read_about(beside(tokenizer))
     if cfg.template:
-        told = f"data.chat.template={cfg.template}"
-        return compiled(tokenizer, cfg, about, read_source(Path(cfg.template).expanduser(), told), told)
+        name = f"data.chat.template={cfg.template}"
+        return compiled(tokenizer, cfg, about, read_source(Path(cfg.template).expanduser(), name), name)
     found = find_template(about)
     return compiled(tokenizer, cfg, about, *found) if found else built_in(tokenizer)
 
@@ -99,7 +99,7 @@ def end_name(tokenizer: Tokenizer) -> str:
 
 
 def turn_end(tokenizer: Tokenizer) -> str:
-    """What ends a turn of the built-in template; '' for a tokenizer without a special token that could."""
+    """Returns the end of a turn of the built-in template; '' for a tokenizer without a special token that could."""
     return f"{END}\n" if END in tokenizer.special_ids else end_name(tokenizer)
 
 

@@ -43,7 +43,7 @@ class AddedToken(NamedTuple):
 
 
 class Neighbors(NamedTuple):
-    """What the files next to a tokenizer's add to it; hashable. settings: pairs of SETTINGS_READ and NAMED."""
+    """Additions of the files next to a tokenizer; hashable. settings: pairs of SETTINGS_READ and NAMED."""
 
     added: tuple[AddedToken, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
@@ -106,9 +106,9 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
         special = token.get("special", False) or token["content"] in names
         found[number] = AddedToken(**{"normalized": not special} | token | {"special": special, "id": number})
     first = {token["content"]: token for token in reversed(named)}  # of several entries of a name, the first one
-    rest = [first[name] for name in dict.fromkeys(token["content"] for token in named)]
     known = {token.content for token in found.values()}
-    return (*(found[i] for i in sorted(found)), *(AddedToken(**one) for one in rest if one["content"] not in known))
+    only_named = [name for name in dict.fromkeys(token["content"] for token in named) if name not in known]
+    return (*(found[i] for i in sorted(found)), *(AddedToken(**first[name]) for name in only_named))
 
 
 def as_list(value: Any) -> list[Any]:

@@ -83,12 +83,12 @@ class TrainTokenizerConfig:
 
     @property
     def is_sentencepiece(self) -> bool:
-        """Whether the tokenizer is a SentencePiece .model."""
+        """True if the tokenizer is a SentencePiece .model."""
         return self.kind in ("sentencepiece_bpe", "unigram")
 
     @property
     def ending(self) -> str:
-        """Of the name of its file."""
+        """The suffix of its file."""
         return ".model" if self.is_sentencepiece else ".json"
 
 

@@ -140,7 +140,7 @@ def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tupl
 
 
 def resident_bytes() -> int:
-    """Of this process's memory, what is in RAM; 0 where the system does not say."""
+    """Returns the resident memory of this process; 0 where the system does not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -230,7 +230,7 @@ def may_be_newer(text: str) -> bool:
 
 
 def is_newer(text: str) -> bool:
-    """Whether the text holds a newer character."""
+    """Returns True if the text holds a newer character."""
     return bool(newer_characters().take(np.frombuffer(text.encode("utf-32-le"), np.uint32)).any())
 
 

@@ -14,7 +14,7 @@ from jaxscale.text.tokenizer.base import Block, Tokenizer
 
 
 def fits(tokenizer: Tokenizer, vocab_size: int) -> bool:
-    """Whether a model with vocab_size ids covers every id of text, and of its begin and end tokens."""
+    """Returns True if a model with vocab_size ids covers every id of text, and of its begin and end tokens."""
     ends = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
     of_text = (tokenizer.token_bytes[vocab_size:] > 0) | tokenizer.fallback[vocab_size:]
     return ends < vocab_size and not of_text.any()
@@ -24,8 +24,8 @@ def tell_beyond(tokenizer: Tokenizer, vocab_size: int) -> str:
     """A line on the special tokens for which the model has no id, which follows the tokenizer's name; '': none."""
     names = sorted(name for name, i in tokenizer.special_ids.items() if i >= vocab_size)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    told = f"has special tokens for which the model has no id, and which are never used: {', '.join(names[:3])}{more}"
-    return told if names else ""
+    line = f"has special tokens for which the model has no id, and which are never used: {', '.join(names[:3])}{more}"
+    return line if names else ""
 
 
 def fitted(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:

@@ -77,7 +77,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return VOCAB_TXT if self.name.endswith(".txt") else JSON, foreign.read_named(self.name, LARGEST)
 
     def _restarts_after_special(self) -> bool:
-        """Whether a text behind a special token is encoded as at the beginning of a document."""
+        """Returns True if a text behind a special token is encoded as at the beginning of a document."""
         name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
         self._tokenizer.encode_special_tokens = False
         with self._works():
@@ -189,11 +189,11 @@ def check_deterministic(path: str, model: tokenizers.models.Model) -> None:
 
 def check_prefix_space(path: str, made: tokenizers.Tokenizer, declared: bool | None) -> None:
     """Raises BadInput where the two files differ on a space before a text: transformers 4 follows one, 5 the other."""
-    own = getattr(made.pre_tokenizer, "add_prefix_space", None)
-    if isinstance(declared, bool) and isinstance(own, bool) and own != declared and path.endswith(JSON):
+    actual = getattr(made.pre_tokenizer, "add_prefix_space", None)
+    if isinstance(declared, bool) and isinstance(actual, bool) and actual != declared and path.endswith(JSON):
         raise BadInput(
-            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={own}, and tokenizer_config.json next to "
-            f"it says {declared}; make them agree"
+            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, and tokenizer_config.json next "
+            f"to it says {declared}; make them agree"
         )
 
 

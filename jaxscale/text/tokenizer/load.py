@@ -87,7 +87,7 @@ def load_tokenizer(
 
 
 def is_kept(path: Path) -> bool:
-    """Whether a file lies in WORKDIR/tokenizer."""
+    """Returns True for a file in WORKDIR/tokenizer."""
     return path.absolute().parent.name == "tokenizer" and (path.absolute().parent.parent / "checkpoints").is_dir()
 
 
@@ -260,18 +260,18 @@ def named_templates(about: About) -> tuple[dict[str, str], str]:
     return {}, ""
 
 
-def read_source(path: Path, told: str) -> str:
-    """The content of a template's file, which a person named; it may be a link. told: what named it."""
+def read_source(path: Path, name: str) -> str:
+    """The content of a template's file, which a person named; it may be a link. name: for errors."""
     try:
         with foreign.open_regular(path) as file:
-            return as_source(foreign.read_at_most(file, path, LARGEST_TEMPLATE), told)
+            return as_source(foreign.read_at_most(file, path, LARGEST_TEMPLATE), name)
     except OSError as error:
-        raise BadInput(f"{told} cannot be read: {error.strerror}") from None
+        raise BadInput(f"{name} cannot be read: {error.strerror}") from None
 
 
-def as_source(content: bytes, told: str) -> str:
+def as_source(content: bytes, name: str) -> str:
     """The text of a template."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise BadInput(f"{told} cannot be read: {error}") from None
+        raise BadInput(f"{name} cannot be read: {error}") from None

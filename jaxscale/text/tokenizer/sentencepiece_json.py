@@ -77,17 +77,17 @@ def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Token
         first = {i: settings[which] for i, which in enumerate(("pad_token", "eos_token", "bos_token"))}
     else:
         first = {token.id: token.content for token in neighbors.added if token.id is not None and token.id < 3}
-    own = {piece.text: i for i, piece in enumerate(pieces)}
+    ids = {piece.text: i for i, piece in enumerate(pieces)}
     vocab = [(first.get(i, piece.text), 0.0 if i < 3 else piece.score) for i, piece in enumerate(pieces)]
-    if kind == GEMMA and "\t" not in own and "<0x09>" in own:  # the first Gemma's lacks the tab
-        vocab[own["<0x09>"]] = ("\t", 0.0)
-        own["\t"] = own["<0x09>"]
+    if kind == GEMMA and "\t" not in ids and "<0x09>" in ids:  # the first Gemma's lacks the tab
+        vocab[ids["<0x09>"]] = ("\t", 0.0)
+        ids["\t"] = ids["<0x09>"]
     if model_type == UNIGRAM:
         model = models.Unigram(vocab, unk_id=0, byte_fallback=True)
     else:
         unknown = next((piece.text for piece in pieces if piece.kind == 2), "<unk>")
         table = {text: i for i, (text, _) in enumerate(vocab)}
-        model = models.BPE(table, merges_of(vocab, own), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        model = models.BPE(table, merges_of(vocab, ids), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     made = tokenizers.Tokenizer(model)
     turns = GEMMA_TURNS if kind == GEMMA else ()
     special = lambda piece: piece.kind == CONTROL or piece.text in turns
