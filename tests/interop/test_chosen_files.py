@@ -114,9 +114,7 @@ def test_what_is_not_brought_along_of_a_tokenizer_is_told(tmp_path, capsys):
 def test_a_tokenizer_for_some_versions_of_transformers_is_refused_by_name(tmp_path):
     about = {"eos_token": "<|endoftext|>", "fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
     folder = with_tokenizer(tmp_path / "hf", **{"tokenizer_config.json": json.dumps(about)})
-    with pytest.raises(
-        BadInput, match="tokenizer_config.json: fast_tokenizer_files=.* names other files than"
-    ):
+    with pytest.raises(BadInput, match="tokenizer_config.json: fast_tokenizer_files=.* names other files than"):
         convert.main([f"--from={folder}", f"--workdir={tmp_path / 'run'}"])
 
 
