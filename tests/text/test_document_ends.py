@@ -9,6 +9,7 @@ import pytest
 from jaxscale.cli import prepare
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
+from jaxscale.text.tokenizer.fitting import fits
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 
@@ -41,19 +42,28 @@ def test_documents_end_as_the_files_beside_the_tokenizer_say(tmp_path, about, se
     assert load_tokenizer(folder_of(tmp_path, **about), setting).eos_id == expected
 
 
-def test_special_tokens_map_is_read_where_tokenizer_config_says_nothing(tmp_path):
+def test_special_tokens_map_overrides_a_tokenizer_config_without_added_tokens_as_in_transformers(tmp_path):
     path = folder_of(tmp_path)
     (tmp_path / "tokenizer/special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
     assert load_tokenizer(path).eos_id == TURN
     (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    assert load_tokenizer(path).eos_id == DOCUMENT  # read anew, though tokenizer.json is the same
+    assert load_tokenizer(path).eos_id == TURN
+    about = {"eos_token": "<|endoftext|>", "added_tokens_decoder": {}}
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text(json.dumps(about))
+    assert load_tokenizer(path).eos_id == DOCUMENT  # read again, though tokenizer.json is the same
 
 
 def test_a_name_that_the_tokenizer_does_not_have_is_refused_with_the_way_out(tmp_path):
-    path = folder_of(tmp_path, eos_token="</s>")
+    path = folder_of(tmp_path)
     with pytest.raises(ValueError, match="'</s>' should end documents, .* not a token of .*; name another in data.eos"):
-        load_tokenizer(path)
+        load_tokenizer(path, "</s>")
     assert load_tokenizer(path, "<|im_end|>").eos_id == TURN
+
+
+def test_an_end_that_only_the_config_names_is_the_next_id_as_in_transformers_and_no_model_without_it_takes_it(tmp_path):
+    tokenizer = load_tokenizer(folder_of(tmp_path, eos_token="</s>"))
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (TURN + 1, TURN + 2)
+    assert fits(tokenizer, TURN + 2) and not fits(tokenizer, TURN + 1)
 
 
 @pytest.mark.parametrize(

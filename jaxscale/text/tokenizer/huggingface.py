@@ -61,6 +61,9 @@ class HuggingFaceTokenizer(Tokenizer):
         first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
+        for token in neighbors.added:  # a word that is only named as one: texts spell it
+            if self.encode(token.content).tolist() == [ids[token.content]]:
+                self.special_ids.pop(token.content, None)
         self.marks = find_marks(self.special_ids)
         self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
         self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
