@@ -7,6 +7,8 @@ Settings are loaded with this package and need neither JAX nor Flax; a module is
 import functools
 import operator
 import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxscale.models.config import Kind, ModelConfig
 
@@ -18,11 +20,14 @@ MODELS = {
     "t5": ("jaxscale.models.t5_config:T5Config", "jaxscale.models.t5:T5"),
 }
 SETTINGS: dict[str, type[ModelConfig]] = {name: pkgutil.resolve_name(cls) for name, (cls, _) in MODELS.items()}
-AnyModelConfig = functools.reduce(operator.or_, SETTINGS.values())
+if TYPE_CHECKING:  # a type checker cannot read MODELS; ModelConfig declares what all models offer
+    AnyModelConfig: TypeAlias = ModelConfig
+else:
+    AnyModelConfig = functools.reduce(operator.or_, SETTINGS.values())
 
 
-def model_class(cfg: ModelConfig) -> type:
-    """The module that is made of these settings."""
+def model_class(cfg: ModelConfig) -> Callable[..., Any]:
+    """The module that is made of these settings: see models.model.Model."""
     return pkgutil.resolve_name(MODELS[cfg.name][1])
 
 

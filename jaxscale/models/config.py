@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 from typing import ClassVar, Literal, get_args
 
+from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.ops.config import ATTENTION_OUT, AttentionName, AttentionNeeds, MatmulDtype
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -33,6 +34,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 MOST_LAYERS = 10_000  # ten times the deepest that was published (arXiv:2203.00555): beyond is a slip of the keyboard
 Kind = Literal["decoder", "encoder", "encoder_decoder"]  # a decoder reads one row from left to right
 NumberKind = Literal["compute", "operand", "float32"]  # a number of compute_dtype; as a product reads it; a float32
+INSIDE_GELU: tuple[str, NumberKind] = ("inside GELU", "float32")  # an array that its backward pass reads
 # Of mixtures of experts, each a sum over layers: the squared log-partition of the router (arXiv:2202.08906); how often
 # the step before chose an expert times how much it is wanted now (arXiv:2101.03961); the same of each row's own choices
 # (arXiv:2412.19437). The latter two are 1 a layer where all experts are equal.
@@ -43,7 +45,8 @@ AUX_LOSSES = ("z_loss", *EXPERT_LOSSES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Settings that every model has. Each also has name, head_dim and mlp_dim, as settings or properties."""
+    """Settings that every model has, and what the rest of the program reads of a model. Annotated as ModelConfig where
+    any model will do."""
 
     vocab_size: int = setting(help="rows of the embedding table: at least the tokenizer's largest id + 1")
     num_layers: int = setting(help="transformer blocks")
@@ -86,7 +89,13 @@ class ModelConfig:
     )
     loss_chunk_tokens: int = setting(4096, "tokens whose logits exist at one time, in the loss")
 
-    # Of a model that says nothing else; some are settings of one that has a choice.
+    # Every model has these, as settings or properties.
+    name: ClassVar[str]
+    head_dim: ClassVar[int]
+    mlp_dim: ClassVar[int]
+
+    # Defaults; some models have a setting or a property of the same name.
+    experts: ClassVar[ExpertsConfig | None] = None
     kind: ClassVar[Kind] = "decoder"
     max_seq_len: ClassVar[int | None] = None  # the longest row that can be read; None: no limit of its own
     activation_names: ClassVar[tuple[str, ...]] = ()  # that the model marks with checkpoint_name, for remat
@@ -324,8 +333,8 @@ def adapted(cfg: LoraConfig, names: Collection[str]) -> set[str]:
 
 def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) -> int:
     """Parameters in the adapters of a model. active: those that a token goes through."""
-    experts = getattr(model, "experts", None)
-    of_each = experts and (experts.chosen if active else experts.number)
+    experts = model.experts
+    of_each = 0 if experts is None else experts.chosen if active else experts.number
     # A router's is none: which expert a token gets hangs on its last bits.
     plain = {name: sum(sizes) for name, sizes in model.matrices().items() if not name.endswith(".router")}
     matrices = plain | {name: of_each * sum(sizes) for name, sizes in model.expert_matrices().items()}

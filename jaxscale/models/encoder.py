@@ -40,10 +40,9 @@ class Block(nnx.Module):
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
         self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
-        make = dict(out_std=STD, rngs=rngs, kernels=kernels, tensor=tensor)
-        self.attention = BiasedAttention(cfg, causal=False, **make)
+        self.attention = BiasedAttention(cfg, causal=False, out_std=STD, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        self.mlp = BiasedMlp(cfg, gelu, **make)
+        self.mlp = BiasedMlp(cfg, gelu, out_std=STD, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxscale.models.config import BiasedConfig, Kind, NumberKind
+from jaxscale.models.config import INSIDE_GELU, BiasedConfig, Kind, NumberKind
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -46,4 +46,4 @@ class EncoderConfig(BiasedConfig):
     @property
     def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
         """GELU as it is defined keeps two arrays beside its input, in float32."""
-        return *super().mlp_residuals, *[("inside GELU", "float32")] * 2
+        return *super().mlp_residuals, *[INSIDE_GELU] * 2

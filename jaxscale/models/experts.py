@@ -9,7 +9,7 @@ B batch  T position  D embed  E experts  k experts of a token  F width of an exp
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,22 @@ from jaxscale.sharding.tensor_axis import TensorAxis
 F32 = jnp.float32
 
 
+class SharedMlp(Protocol):
+    """An MLP for all tokens."""
+
+    def own_part(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the sum over the device's own columns, for all positions."""
+        ...
+
+
 class SparseMlp(nnx.Module):
     """Gated MLPs of which each token goes through some, and one more through which all go, if there is one."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis, shared: nnx.Module):
+    def __init__(
+        self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis, shared: SharedMlp | None
+    ):
         own = cfg.experts
+        assert own is not None, "made for a config with experts"
         D, E, F = cfg.embed_dim, own.number, own.mlp_dim
         self.form, self.kernels, self.tensor, self.shared = own, kernels, tensor, shared
         self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh

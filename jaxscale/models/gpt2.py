@@ -39,10 +39,11 @@ class Block(nnx.Module):
         D = cfg.embed_dim
         self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        make = dict(out_std=STD * (2 * cfg.num_layers) ** -0.5, rngs=rngs, kernels=kernels, tensor=tensor)
-        self.attention = BiasedAttention(cfg, causal=True, **make)
+        std = STD * (2 * cfg.num_layers) ** -0.5
+        self.attention = BiasedAttention(cfg, causal=True, out_std=std, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        self.mlp = BiasedMlp(cfg, gelu_tanh, **make)  # its tanh form, as GPT-2 had it
+        # GELU in its tanh form, as GPT-2 had it
+        self.mlp = BiasedMlp(cfg, gelu_tanh, out_std=std, rngs=rngs, kernels=kernels, tensor=tensor)
 
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
         cfg, sow = self.cfg, self.kernels.recorder.sow

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxscale.models.config import BiasedConfig, NumberKind
+from jaxscale.models.config import INSIDE_GELU, BiasedConfig, NumberKind
 from jaxscale.schema import setting
 
 
@@ -30,4 +30,4 @@ class Gpt2Config(BiasedConfig):
     @property
     def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
         """GELU in its tanh form keeps four arrays beside its input, in float32."""
-        return *super().mlp_residuals, *[("inside GELU", "float32")] * 4
+        return *super().mlp_residuals, *[INSIDE_GELU] * 4

@@ -42,8 +42,9 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         own, D, N, H = cfg.latent, cfg.embed_dim, cfg.num_heads, cfg.head_dim
+        assert own is not None, "made for a config with latent attention"
         Q, C, V = own.q_rank, own.kv_rank, own.value_dim
-        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
+        self.cfg, self.latent, self.kernels, self.tensor = cfg, own, kernels, tensor
         if Q:
             self.wq_down = param(rngs, (D, Q), ("embed", "channels"), fan_in=D)
             self.q_norm = constant((Q,), ("norm",), 1.0)
@@ -66,7 +67,7 @@ class LatentAttention(nnx.Module):
 
     def projected(self, x_BtD, rotation: Rotation) -> tuple[jax.Array, Latents]:
         """(q_BTNH of the device's own heads, the latents of all positions)."""
-        own, project = self.cfg.latent, self.kernels.project
+        own, project = self.latent, self.kernels.project
         down_BtC = project("BtD,DC->BtC", x_BtD, self.wkv_down[...])
         if own.q_rank:
             down_BtC = jnp.concatenate([project("BtD,DQ->BtQ", x_BtD, self.wq_down[...]), down_BtC], axis=-1)
@@ -81,7 +82,7 @@ class LatentAttention(nnx.Module):
 
     def turned(self, q_BTNH, rotation: Rotation) -> jax.Array:
         """Queries whose last part is turned. With YaRN all of their numbers may be multiplied too."""
-        q_BTNU, q_BTNR = jnp.split(q_BTNH, [self.cfg.latent.nope_dim], axis=-1)
+        q_BTNU, q_BTNR = jnp.split(q_BTNH, [self.latent.nope_dim], axis=-1)
         if (factor := score_factor(self.cfg.rope_scaling)) != 1.0:
             q_BTNU = (factor * q_BTNU.astype(jnp.float32)).astype(q_BTNU.dtype)
             rotation = stretched(rotation, factor)
@@ -94,7 +95,7 @@ class LatentAttention(nnx.Module):
     def attend(self, q_BTNH, latents: Latents, wkv_up_CNE, segment_ids_BT, **seen) -> jax.Array:
         """out_BTNV: every head's keys and values are computed, and attended to. E: U + V."""
         kv_BSNE = self.kernels.project("BSC,CNE->BSNE", latents.kv_BSC, wkv_up_CNE)
-        k_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.cfg.latent.nope_dim], axis=-1)
+        k_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.latent.nope_dim], axis=-1)
         (B, S, N, _), R = k_BSNU.shape, latents.key_BSR.shape[-1]
         shared_BSNR = jnp.broadcast_to(latents.key_BSR[:, :, None], (B, S, N, R))
         k_BSNH = checkpoint_name(jnp.concatenate([k_BSNU, shared_BSNR], axis=-1), KEY)

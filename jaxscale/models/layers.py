@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from jaxscale.sharding.shardings import Gather, whole_already
 from jaxscale.sharding.tensor_axis import AXIS, ONE, TensorAxis, joined
 
 STD = 0.02  # of every matrix and table of GPT-2 and BERT
+M = TypeVar("M")  # a model
+Stack: TypeAlias = nnx.Module | nnx.List[nnx.Module]  # one module of stacked parameters, or a list of modules
 
 
 def param(
@@ -47,7 +49,9 @@ def param(
 ) -> nnx.Param:
     """A float32 parameter with its logical axes: normal with std (1 / sqrt(fan_in) unless given)."""
     assert len(shape) == len(axes), f"{shape} has not the axes {axes}"
-    std = fan_in**-0.5 if std is None else std
+    if std is None:
+        assert fan_in is not None, "a parameter needs fan_in or std"
+        std = math.pow(fan_in, -0.5)
     return nnx.Param(std * jax.random.normal(rngs.params(), tuple(shape), jnp.float32), axes=axes)
 
 
@@ -56,7 +60,7 @@ def constant(shape: Sequence[int], axes: tuple[str, ...], value: float) -> nnx.P
     return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), axes=axes)
 
 
-def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> nnx.Module:
+def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> Stack:
     """Blocks with independent random keys: one module of stacked parameters, or a list. Layer l is the same in both."""
     keys = jax.random.split(rngs.params(), num_layers)
     if not scan:
@@ -72,7 +76,7 @@ def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num
 
 
 def run_stack(
-    blocks: nnx.Module,
+    blocks: Stack,
     apply: Callable,
     x: jax.Array,
     per_layer: Any,
@@ -103,7 +107,7 @@ def run_stack(
         return x, (recorder.end_layer(x), told)
 
     held = recorder.layers()
-    if not cfg.scan_layers:
+    if isinstance(blocks, nnx.List):
         seen = []
         for layer, block in enumerate(blocks):
             graphdef, params = nnx.split(block)
@@ -127,6 +131,35 @@ class OneStack(nnx.Module):
     Blocks of another kind may come before them, in a stack of the name DENSE: layer() and per_layer() know both.
     """
 
+    cfg: ModelConfig
+    kernels: Kernels
+    gather: Gather
+    tensor: TensorAxis
+    blocks: Stack
+
+    def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None) -> jax.Array:
+        """Returns the residual stream before the first block. keys_B: for dropout."""
+        raise NotImplementedError
+
+    def per_layer(self, keys_B: jax.Array | None, **stack: str) -> Any:
+        """Returns what layer() takes besides the residual stream, with a leading axis of layers, or None.
+
+        stack: the name of the stack, for a model that has more than one.
+        """
+        raise NotImplementedError
+
+    def layer(self, positions_BT, segment_ids_BT) -> Callable:
+        """Returns a function (block, x_BTD, per_layer of it) -> x_BTD or (x_BTD, metrics), for these rows."""
+        raise NotImplementedError
+
+    def leave(self, x_BTD) -> jax.Array:
+        """Returns the last hidden states, given the residual stream after the last block."""
+        raise NotImplementedError
+
+    def unembedding(self, h_BTD) -> tuple[jax.Array, jax.Array]:
+        """Returns (h_BTD, the output projection [D, V])."""
+        raise NotImplementedError
+
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """The residual stream after the last block, compute_dtype[B, T, D], of the device's own positions: all but the
         output projection, so that a loss can chunk the logits.
@@ -143,7 +176,7 @@ class OneStack(nnx.Module):
         x_BTD, told = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B))
         return self.leave(x_BTD), told
 
-    def run_blocks(self, blocks: nnx.Module, x_BTD, positions_BT, segment_ids_BT, per_layer: Any):
+    def run_blocks(self, blocks: Stack, x_BTD, positions_BT, segment_ids_BT, per_layer: Any):
         """What run_stack() returns of some blocks."""
         run, cfg = self.layer(positions_BT, segment_ids_BT), self.cfg
         return run_stack(blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels)
@@ -239,7 +272,7 @@ def settle_together(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 settle_together.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
-def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict, dict]:
+def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:
     """(graphdef, params, axes): nested plain dicts of arrays and of tuples of logical axes, alike in shape.
 
     nnx.merge(graphdef, params) is the model again; a checkpoint and optax see nothing but dicts.
@@ -250,7 +283,7 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict, dict]:
     return graphdef, string_keys(nnx.to_pure_dict(state)), string_keys(nnx.to_pure_dict(axes))
 
 
-def merge_model(graphdef: nnx.GraphDef, params: dict) -> nnx.Module:
+def merge_model(graphdef: nnx.GraphDef[M], params: dict) -> M:
     """The model with these parameters: the inverse of split_model."""
     return nnx.merge(graphdef, integer_keys(params))
 

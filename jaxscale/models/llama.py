@@ -140,8 +140,8 @@ class Block(nnx.Module):
         self.attention_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
         self.mlp_norm = norm_scale(cfg, cfg.embed_dim) if before else None
         make_mlp = functools.partial(Mlp, cfg, rngs=rngs, kernels=kernels, tensor=tensor)
-        self.sparse = sparse
         if sparse:
+            assert cfg.experts is not None, "layer_stacks has sparse layers only with experts"
             shared = make_mlp(cfg.experts.shared_dim) if cfg.experts.shared_dim else None
             self.mlp = SparseMlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor, shared=shared)
         else:
@@ -163,7 +163,7 @@ class Block(nnx.Module):
         x_BTD = x_BTD + sow(ATTENTION, self.scaled(self.normalised(added_BTD, self.attention_out_norm)))
         read_BTD = self.normalised(x_BTD, self.mlp_norm)
         add = lambda added_BTD: x_BTD + sow(MLP, self.scaled(self.normalised(added_BTD, self.mlp_out_norm)))
-        if not self.sparse:
+        if isinstance(self.mlp, Mlp):
             return add(self.mlp(read_BTD))
         added_BTD, told = self.mlp(read_BTD, as_scope(segment_ids_BT).segment_ids_BT)
         return add(added_BTD), told
@@ -180,6 +180,8 @@ class Block(nnx.Module):
 
 class Llama(OneStack):
     """The decoder."""
+
+    cfg: LlamaConfig
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
@@ -216,6 +218,7 @@ class Llama(OneStack):
         def run(block: Block, x_BTD, local: jax.Array | None):
             turned = rotation
             if cfg.local_rope_base is not None:
+                assert local is not None, "local_rope_base needs mixed windows"
                 turned = jax.tree.map(lambda near, far: jnp.where(local, near, far), local_rotation, rotation)
             return block(x_BTD, turned, segment_ids_BT, local)
 

@@ -213,15 +213,13 @@ class LlamaConfig(ModelConfig):
     @property
     def matmul_params(self) -> int:
         """Parameters that each token is multiplied with: matrices and the output projection, not the lookup."""
-        own = self.experts
-        if own is None:
-            return super().matmul_params
-        return super().matmul_params + own.first_dense * self.dense_more
+        return super().matmul_params + self.layer_stacks.get(DENSE, 0) * self.dense_more
 
     @property
     def dense_more(self) -> int:
-        """Numbers in the matrices of a layer without experts, over those of another that a token goes through."""
-        return 3 * self.embed_dim * (self.mlp_dim - self.experts.active_dim) - self.embed_dim * self.experts.number
+        """Numbers in the matrices of a layer without experts minus those that a token goes through in a layer with."""
+        own = self.experts
+        return 0 if own is None else self.embed_dim * (3 * (self.mlp_dim - own.active_dim) - own.number)
 
     @property
     def leading_layers(self) -> float:

@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -101,9 +101,18 @@ def frozen_but_adapters(gather: Gather) -> Gather:
     return run
 
 
-def add_adapters(model: nnx.Module, cfg: LoraConfig, key: jax.Array) -> nnx.Module:
-    """The model, in which each matrix of the blocks that a target finds has A, normal with std 1 / sqrt(fan_in), and
-    B = 0 beside it, as parameters of their own.
+class HasBlocks(Protocol):
+    """A model that can have adapters."""
+
+    blocks: Any
+
+
+M = TypeVar("M", bound=HasBlocks)
+
+
+def add_adapters(model: M, cfg: LoraConfig, key: jax.Array) -> M:
+    """Returns the model with parameters A, normal with std 1 / sqrt(fan_in), and B = 0 added for each matrix of the
+    blocks that a target finds.
 
     Raises BadInput for a target that finds none, with the names there are.
     """
@@ -141,10 +150,10 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
         axes = tuple(axis for axis in leaf.axes[layer is None :] if axis != EXPERTS)
         if len(axes) < 2 or ROUTER in axes or not {axes[0], axes[-1]} & set(RESIDUAL):
             continue
-        owner = blocks
+        owner: Any = blocks
         for part in path[:-1]:
-            owner = owner[part] if isinstance(part, int) else getattr(owner, part)
-        yield ".".join(["blocks", *map(str, inner)]), layer, owner, getattr(owner, path[-1])
+            owner = owner[part] if isinstance(part, int) else getattr(owner, str(part))
+        yield ".".join(["blocks", *map(str, inner)]), layer, owner, getattr(owner, str(path[-1]))
 
 
 def contracted(axes: tuple[str, ...]) -> int:
@@ -156,7 +165,7 @@ def join_adapters(params: nnx.State) -> nnx.State:
     """A block's parameters with each adapted matrix and its adapter in the place of the matrix."""
     flat = dict(nnx.to_flat_state(params))
     for path in [path for path in flat if str(path[-1]).endswith(A)]:
-        inner = path[-1].removesuffix(A)
+        inner = str(path[-1]).removesuffix(A)
         weight, a, b = (flat[*path[:-1], inner + ending] for ending in ("", A, B))
         joined = Adapted(weight.get_value(), a.get_value(), b.get_value(), a.lora_scale)
         flat[*path[:-1], inner] = nnx.Param(joined, axes=weight.axes)

@@ -1,13 +1,10 @@
 """Models made of their settings, their logits, and the training objective on a batch: cross-entropy of its targets and
 named auxiliary losses, as sums over tokens.
-
-A model has hidden(tokens, positions, segment_ids, keys), which is the residual stream, and unembedding(h), which is
-(h, the output projection).
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +23,32 @@ from jaxscale.sharding.shardings import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
 
+class Model(Protocol):
+    """The attributes and methods of every model, which is an nnx.Module."""
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The settings that it is made of."""
+        ...
+
+    @property
+    def tensor(self) -> TensorAxis:
+        """The axis of devices that share its matrices."""
+        ...
+
+    def hidden(self, *inputs: Any, **encoder: Any) -> jax.Array:
+        """Returns the last hidden states, compute_dtype[B, T, D], of the device's own positions.
+
+        inputs: tokens_BT, positions_BT, segment_ids_BT and, for dropout, keys_B. encoder: an EncoderInput under this
+        name, for a model that has an encoder.
+        """
+        ...
+
+    def unembedding(self, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (h_BTD, the output projection [D, V]), whose product is the logits."""
+        ...
+
+
 def make_model(
     cfg: ModelConfig,
     *,
@@ -34,7 +57,7 @@ def make_model(
     gather: Gather = whole_already,
     tensor: TensorAxis = ONE,
     lora: LoraConfig = NO_LORA,
-) -> nnx.Module:
+) -> Model:
     """The model of this config with parameters drawn from `key`. The defaults are for one device.
 
     lora: with its adapters, the only parameters that a gradient reaches.
@@ -42,15 +65,14 @@ def make_model(
     model = model_class(cfg)
     if lora.on:
         experts = kernels.experts._replace(project=adapting_groups(kernels.experts.project))
-        both = dict(project=adapting(kernels.project), experts=experts)
-        kernels = dataclasses.replace(kernels, **both)
+        kernels = dataclasses.replace(kernels, project=adapting(kernels.project), experts=experts)
         gather = frozen_but_adapters(gather)
         made = model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)
         return add_adapters(made, lora, key)
     return model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)
 
 
-def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None, **more) -> jax.Array:
+def logits(model: Model, tokens_BT, positions_BT=None, segment_ids_BT=None, **more) -> jax.Array:
     """All logits, float32[B, T, V]: for tests and small batches. One document a row unless told otherwise.
 
     segment_ids_BT: or a Scope with a prefix. more: encoder, for a model that has one.
@@ -62,9 +84,9 @@ def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None,
     return unembed(model, model.tensor.gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT, **more)))
 
 
-def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:
+def unembed(model: Model, h: jax.Array) -> jax.Array:
     """Logits of hidden states [..., D] of all positions asked for, float32[..., V]."""
-    cfg: ModelConfig = model.cfg
+    cfg = model.cfg
     h, w_DV = model.unembedding(h)
     h, w_DV = h.astype(cfg.embed_dtype), w_DV.astype(cfg.embed_dtype)
     out = model.tensor.gather_last(jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32))
@@ -72,7 +94,7 @@ def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:
 
 
 def summed_loss(
-    model: nnx.Module,
+    model: Model,
     batch: Batch,
     keys_B: jax.Array | None,
     aux_weights: Mapping[str, float],
@@ -92,7 +114,7 @@ def summed_loss(
 
 
 def loss_of(
-    model: nnx.Module, h_BTD: jax.Array, batch: Batch, aux_weights: Mapping[str, float], num_sources: int
+    model: Model, h_BTD: jax.Array, batch: Batch, aux_weights: Mapping[str, float], num_sources: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """summed_loss() from the last hidden state of the device's own positions."""
     sums = summed_cross_entropy(
@@ -109,12 +131,12 @@ def loss_of(
     return sums.total, parts
 
 
-def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
+def token_losses(model: Model, batch: Batch) -> jax.Array:
     """Cross-entropy of each target, float32[B, T] [nats]; where the weight is 0 it means nothing."""
     return token_nats(*logit_factors(model, hidden_states(model, batch, None)), batch.targets, loss_settings(model))[0]
 
 
-def target_scores(model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def target_scores(model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy of each target [nats], whether no token is likelier than it), [B, T], nothing where the weight
     is 0: nats 0 and true, so that both can be summed up."""
     factors = logit_factors(model, hidden_states(model, batch, None))
@@ -122,13 +144,13 @@ def target_scores(model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array
     return jnp.where(batch.weights > 0, nats_BT, 0.0), likeliest_BT | (batch.weights == 0)
 
 
-def loss_settings(model: nnx.Module, **more: Any) -> LossSettings:
+def loss_settings(model: Model, **more: Any) -> LossSettings:
     """The model's own, and more of them."""
     cfg = model.cfg
     return LossSettings(chunk_tokens=cfg.loss_chunk_tokens, softcap=cfg.logit_softcap, tensor=model.tensor, **more)
 
 
-def logit_factors(model: nnx.Module, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(the last hidden state of all positions, the output projection or the device's part of it): the logits are their
     product, computed in the former's dtype. h_BTD: of the device's own positions."""
     with jax.named_scope("loss"):
@@ -136,12 +158,12 @@ def logit_factors(model: nnx.Module, h_BTD: jax.Array) -> tuple[jax.Array, jax.A
         return model.tensor.gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
 
 
-def hidden_states(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
+def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
     """model.hidden of a batch, with the prefix and the encoder's input that it may have."""
     return states_and_told(model, batch, keys_B)[0]
 
 
-def states_and_told(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, Told | None]:
+def states_and_told(model: Model, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, Told | None]:
     """(hidden_states() of a batch, what its layers of experts told, if it has any)."""
     segments = narrowed(batch.segment_ids, batch.prefix)
     if isinstance(model, OneStack):

@@ -94,7 +94,7 @@ def rate_multiplier(model: ModelConfig, optimizer: str, name: str) -> float:
         return 1 / scales.width if inner in matrices else 1.0
     if inner in matrices:
         return 1 / scales.width if inner == "mlp.router" else 1.0
-    of_each_head = inner in ("attention.q_norm", "attention.k_norm") and model.qk_norm_over == "head"
+    of_each_head = inner in ("attention.q_norm", "attention.k_norm") and getattr(model, "qk_norm_over", "") == "head"
     return scales.head if of_each_head else scales.width
 
 

@@ -17,7 +17,7 @@ from jaxscale.hardware import find_chip
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import BLOCKS, NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import make_model, target_scores, token_losses
+from jaxscale.models.model import Model, make_model, target_scores, token_losses
 from jaxscale.models.stages import Pieces
 from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds
@@ -78,7 +78,7 @@ class ShardedModel:
         recorder: Recorder = NO_RECORDER,
         whole: bool = False,
         learns: bool = False,
-    ) -> nnx.Module:
+    ) -> Model:
         """A new model. tensor: how the devices of that axis share a row, those of context being copies; None: as in
         training. whole: it will be given weights that are whole already. learns: with the limits of a training step."""
         gather = self.batch_axes.gather if self.batch_axes.summed and not whole else whole_already
@@ -94,7 +94,7 @@ class ShardedModel:
         )
 
     @functools.cached_property
-    def graphdef(self) -> nnx.GraphDef:
+    def graphdef(self) -> nnx.GraphDef[Model]:
         """The model's definition, which its parameters complete."""
         return split_model(jax.eval_shape(self.init, jax.random.key(0)))[0]
 
@@ -161,12 +161,12 @@ class ShardedModel:
         tensor: TensorAxis | None = None,
         recorder: Recorder = NO_RECORDER,
         learns: bool = False,
-    ) -> nnx.Module:
+    ) -> Model:
         """The model with these parameters, in a function that each device of the mesh computes on its own shards.
 
         variables: differentiable(params), where a gradient is taken. tensor, recorder, learns: as for init.
         """
-        learns &= bool(getattr(getattr(self.cfg, "experts", None), "capacity_factor", 0.0))
+        learns = learns and self.cfg.experts is not None and self.cfg.experts.capacity_factor > 0
         if tensor is not None or recorder is not NO_RECORDER or learns:
             init = functools.partial(self.init, tensor=tensor, recorder=recorder, learns=learns)
             graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
@@ -279,16 +279,16 @@ def shared_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> SharedWo
 
 def expert_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> ExpertWork:
     """What chooses how tokens and experts meet."""
-    experts, shape = getattr(cfg, "experts", None), mesh.shape
+    experts, shape = cfg.experts, mesh.shape
     if experts is None:
         return ExpertWork(1, 0, 0)
     chip, item = find_chip(mesh.devices.flat[0].device_kind), jnp.dtype(cfg.compute_dtype).itemsize
-    known = shared.rows is not None and shared.length is not None
+    tokens = None if shared.rows is None or shared.length is None else shared.rows * shared.length
     return ExpertWork(
         devices=shape[expert_axis.AXIS],
         layer_bytes=3 * experts.number * cfg.embed_dim * experts.mlp_dim * item // shape["tensor"],
         row_bytes=cfg.embed_dim * item,
-        rows=shared.rows * shared.length // shape["context"] * experts.chosen if known else None,
+        rows=None if tokens is None else tokens // shape["context"] * experts.chosen,
         memory_bytes=chip and chip.hbm_bytes,
     )
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxscale.data.batch import Batch
 from jaxscale.models.config import BLOCKS
-from jaxscale.models.layers import gather_params, merge_model
+from jaxscale.models.layers import OneStack, gather_params, merge_model
 from jaxscale.models.model import loss_of
 from jaxscale.models.told import expert_parts
 from jaxscale.ops.attention.xla import narrowed
@@ -72,9 +72,11 @@ class Pieces:
         model = self.model(ends)
         return loss_of(model, model.leave(x_BTD), rows, self.aux_weights, self.num_sources)
 
-    def model(self, params: dict[str, Any]) -> nnx.Module:
+    def model(self, params: dict[str, Any]) -> OneStack:
         """The model with these parameters."""
-        return merge_model(self.graphdef, self.stacks | params)
+        model = merge_model(self.graphdef, self.stacks | params)
+        assert isinstance(model, OneStack), "settings refuse a pipeline for a model of two stacks"
+        return model
 
 
 def of_all_layers(told: Any, number: jax.Array, num_layers: int) -> Any:

@@ -5,6 +5,7 @@ Version 1.0 has a ReLU and one table for all; 1.1 a gated GELU (arXiv:2002.05202
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  R buckets
 """
 
+import functools
 import math
 
 import jax
@@ -83,12 +84,13 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: T5Config, *, decodes: bool, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
-        make = dict(rngs=rngs, kernels=kernels, tensor=tensor)
+        attention = functools.partial(Attention, cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.cfg, self.kernels, self.tensor, self.decodes = cfg, kernels, tensor, decodes
-        self.attention_norm, self.attention = constant((D,), ("norm",), 1.0), Attention(cfg, **make)
+        self.attention_norm, self.attention = constant((D,), ("norm",), 1.0), attention()
         if decodes:
-            self.across_norm, self.across = constant((D,), ("norm",), 1.0), Attention(cfg, **make)
-        self.mlp_norm, self.mlp = constant((D,), ("norm",), 1.0), Mlp(cfg, **make)
+            self.across_norm, self.across = constant((D,), ("norm",), 1.0), attention()
+        self.mlp_norm = constant((D,), ("norm",), 1.0)
+        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
 
     def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, read_BSD=None, across: Scope | None = None):
         cfg, norm, sow = self.cfg, self.kernels.rms_norm, self.kernels.recorder.sow
@@ -99,6 +101,7 @@ class Block(nnx.Module):
         added_BTD = self.attention(h_BTD, None, segment_ids_BT, causal=self.decodes, bias_NTS=bias_NTS)
         x_BTD = x_BTD + drop(sow(ATTENTION, added_BTD), keys[0])
         if self.decodes:
+            assert across is not None, "a block of the decoder attends to the encoded row"
             h_BTD = norm(x_BTD, self.across_norm[...], cfg.norm_eps)
             added_BTD = self.across(h_BTD, read_BSD, across, causal=False, bias_NTS=None)
             x_BTD = x_BTD + drop(sow(ACROSS, added_BTD), keys[1])

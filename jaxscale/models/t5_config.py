@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxscale.models.config import GATED_ACTIVATIONS, Kind, ModelConfig, NumberKind, check_positive
+from jaxscale.models.config import GATED_ACTIVATIONS, INSIDE_GELU, Kind, ModelConfig, NumberKind, check_positive
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -94,4 +94,5 @@ class T5Config(ModelConfig):
         """ReLU's input tells where it was above 0; a gated GELU keeps more, in its tanh form."""
         if not self.gated_mlp:
             return super().mlp_residuals
-        return *super().mlp_residuals, *[("inside GELU", "float32")] * 4, *[("factor of the gate", "compute")] * 2
+        factor: tuple[str, NumberKind] = ("factor of the gate", "compute")
+        return *super().mlp_residuals, *[INSIDE_GELU] * 4, *[factor] * 2

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.routing import sort_rows
 from jaxscale.sharding.expert_axis import ExpertAxis
 
@@ -51,7 +52,7 @@ def round_size(rows: int, devices: int) -> int:
     return min(rows, math.ceil(SPARE * rows / devices / TILE) * TILE)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def exchanged(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
     """(y_RD: run() of each row, where its expert is; int32[]: rounds). counts_E: of the device's rows, for all."""
     work = Rounds(axis, run, round_size(len(x_RD), axis.size))
