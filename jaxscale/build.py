@@ -223,8 +223,9 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         parameter_groups(model.axes, cfg.model.layer_stacks),
     )
     precisely = functools.partial(with_precision, cfg.model.matmul_precision)
-    jit = functools.partial(jax.jit, in_shardings=(shardings.state, shardings.rows))
-    compiled = dict(compiler_options=options.values or None)
+    jit = functools.partial(
+        jax.jit, in_shardings=(shardings.state, shardings.rows), compiler_options=options.values or None
+    )
     return Program(
         cfg=cfg,
         model=model,
@@ -232,11 +233,9 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         init=init,
         abstract_state=abstract_state,
         abstract_grads=with_shardings(trainable(model.shapes, updates.groups), shardings.grads),
-        train_step=jit(
-            precisely(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0, **compiled
-        ),
-        gradient_norms=jit(precisely(make_gradient_norms(gradients)), out_shardings=shardings.whole, **compiled),
-        statistics=jit(precisely(statistics), out_shardings=shardings.whole, **compiled),
+        train_step=jit(precisely(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0),
+        gradient_norms=jit(precisely(make_gradient_norms(gradients)), out_shardings=shardings.whole),
+        statistics=jit(precisely(statistics), out_shardings=shardings.whole),
         schedule=updates.schedule,
         batch_sharding=shardings.rows,
         batch_shards=axis_size("act_batch", model.rules.params, mesh.shape),

@@ -13,7 +13,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.ops.recorder import SOWN
 
 # (parameters, rows, a random key for each row) -> (sum that is minimised, named sums)
-LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, dict[str, Any]]]
 same = lambda tree: tree
 
 

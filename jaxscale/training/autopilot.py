@@ -62,7 +62,8 @@ class Autopilot:
         self.of, self.checkpoints = of, checkpoints
         self.trouble = of.past.trouble(of.guard.window_steps, of.start_step)
         self.cuts, self.last_bad = list(of.past.cuts), max(self.trouble.bad, default=-math.inf)
-        self.watching, self.action = recovery.Watching(), None
+        self.watching = recovery.Watching()
+        self.action: recovery.Action | None = None
         self.worst: tuple[Batch, recovery.JudgedStep, int] | None = None
         self.recovery = of.recovery  # a replay takes no decisions of its own, not even where the old run's end
         if of.replayed is not None:
@@ -98,11 +99,14 @@ class Autopilot:
             self.action = self.action._replace(last_bad=step)
 
     def act(self, now: int, state: TrainState) -> TrainState:
-        """The state to go on with. Raises Rewound, or Stop (NON_FINITE) where no recovery is left.
+        """Returns the state to continue with: the same where recovery has decided nothing.
 
-        To be called when all steps that are under way have been read.
+        To be called when all steps that are under way have been read. Raises Rewound, or Stop (NON_FINITE) where no
+        recovery is left.
         """
         action, self.action = self.action, None
+        if action is None:
+            return state
         if action.kind == "cut_lr":
             active = next((cut.factor for cut in reversed(self.cuts) if cut.until > now), 1.0)
             cut = LrCut(now + 1, active / self.of.recovery.cut_factor, now + self.of.recovery.cut_steps)
@@ -141,6 +145,7 @@ class Autopilot:
 
     def end(self, state: TrainState, no_checkpoint: bool) -> Stop:
         """The error that says at which step, and in which parameter's gradient, it goes wrong."""
+        assert self.worst is not None, "recovery acts after a bad step"
         batch, reading, verdict = self.worst
         in_row, skipped = reading.skipped_in_row, len(self.trouble.bad)
         count, what = in_row, f"{units.plural(in_row, 'step')} in a row"
@@ -165,7 +170,7 @@ class Autopilot:
         at_step = state._replace(step=on_device(state.step, step - 1))
         norms = {name: float(norm) for name, norm in jax.device_get(self.of.gradient_norms(at_step, batch)).items()}
         first = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
-        return f", first not finite in {first}" if first else f", largest in {max(norms, key=norms.get)}"
+        return f", first not finite in {first}" if first else f", largest in {max(norms, key=norms.__getitem__)}"
 
     def steer(self, now: int, state: TrainState) -> TrainState:
         """The state for the next step, with the order that a replayed run gives for it."""

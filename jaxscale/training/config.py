@@ -260,6 +260,7 @@ class LimitConfig:
 
     def ends_at(self, first_start: float) -> float:
         """The deadline in seconds since 1970; first_start: when the run first began. Raises BadInput for no time."""
+        assert self.deadline is not None, "asked of a limit that has a deadline"
         if (seconds := seconds_of(self.deadline)) is not None:
             return first_start + seconds
         try:

@@ -19,7 +19,7 @@ def init_ema(cfg: EmaConfig, params: Any) -> Any:
     return params if cfg.on else None
 
 
-def update_ema(cfg: EmaConfig | None, ema: Any, params: Any, step: jax.Array) -> Any:
+def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
     """The average after the step number `step` (from 0) has given these parameters; None stays None.
 
     One that equals its parameter stays so bit for bit: the difference is what is scaled.

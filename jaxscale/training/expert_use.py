@@ -45,14 +45,13 @@ class ExpertUse:
     def take(self, fetched: dict[str, Any]) -> dict[str, float]:
         """The numbers of a step; what they are made of is added to the sums, and taken out of `fetched`."""
         counts_LE = fetched.pop(EXPERT_COUNTS).astype(np.int64)
-        if self.counts_LE is None:
-            self.counts_LE, self.quiet_LE = np.zeros_like(counts_LE), np.zeros_like(counts_LE)
-        self.counts_LE += counts_LE
-        self.quiet_LE = np.where(counts_LE > 0, 0, self.quiet_LE + 1)
+        self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
+        quiet_LE = np.where(counts_LE > 0, 0, 1 if self.quiet_LE is None else self.quiet_LE + 1)
+        self.quiet_LE = quiet_LE
         self.steps, self.seen = self.steps + 1, self.seen + 1
         numbers = spread_of(counts_LE) | router_numbers(fetched, counts_LE, self.chosen)
         if self.seen >= DEAD_STEPS:  # before, nobody knows
-            numbers["experts_dead"] = int((self.quiet_LE >= DEAD_STEPS).sum())
+            numbers["experts_dead"] = int((quiet_LE >= DEAD_STEPS).sum())
         if EXPERT_ROUNDS in fetched:
             numbers |= rounds_of(fetched.pop(EXPERT_ROUNDS))
         if EXPERTS_DROPPED in fetched:
@@ -61,6 +60,7 @@ class ExpertUse:
 
     def record(self) -> Mapping[str, Any]:
         """The counts since the last record, for experts.jsonl; the sums begin anew."""
+        assert self.counts_LE is not None, "a record is due after take()"
         counts = {"steps": self.steps, "first_layer": self.first_layer, "counts": self.counts_LE.tolist()}
         self.counts_LE, self.steps = np.zeros_like(self.counts_LE), 0
         return counts

@@ -47,6 +47,7 @@ class Limits:
 
     def line(self, decay: EarlyDecay) -> str:
         """What is said as the decay begins, and whether there is time for all of it."""
+        assert self.decay_steps is not None, "no decay begins early without it"
         steps, whole = decay.until - decay.step, self.decay_steps(decay.until)
         short = "" if steps >= whole else f"; there is no time for the {whole} of a whole decay"
         kept = f"; step {decay.step}, at the peak, is saved"
@@ -63,21 +64,17 @@ class Forecast(NamedTuple):
 class Limiter:
     """Watches the limits of one opening of a run. None of it touches a device."""
 
-    def __init__(self, of: Limits | None):
-        """of: None where the run has no limits."""
+    def __init__(self, of: Limits):
         self.of = of
         self.done_at = array("d")  # when each step of this opening was done
         self.told = self.told_passed = False
-        if of is not None:
-            self.began = of.clock()
-            self.key = next_key("decay") if of.board else ""  # of this opening: the board outlives it
-            self.posted = False
+        self.began = of.clock()
+        self.key = next_key("decay") if of.board else ""  # of this opening: the board outlives it
+        self.posted = False
 
     def after(self, step: int) -> EarlyDecay | None:
         """The decay that begins after `step` steps, or None: the same in every process, each asking after each step."""
         of = self.of
-        if of is None:
-            return None
         decision = self.decide(step) if of.primary and not self.posted else None
         if of.board is None:
             return decision
@@ -141,7 +138,7 @@ class Limiter:
         """The decay, if with one step more at the peak it would not end in time any more."""
         of = self.of
         begin = step + (STEPS_AHEAD if of.board else 0)
-        if not self.may_decay or begin < of.warmup_steps or begin >= of.total_steps:
+        if of.decay_steps is None or not self.may_decay or begin < of.warmup_steps or begin >= of.total_steps:
             return None
         opening = self.done_at[0] - self.began
         left = of.ends_at - now - OPENINGS * opening

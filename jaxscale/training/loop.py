@@ -105,8 +105,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
         run.writer, run.throughput, run.tokens_after, run.source_names, Counter(), HostLoad(), run.experts
     )
     if run.start_step == 0:
-        if run.evaluate:
-            validate(run, reporter, 0, run.state)
+        validate(run, reporter, 0, run.state)
         measure(run, reporter, 0, run.state, [one for one in run.evaluators if one.every_steps])
     feed = run.open_feed(run.start_step, last_step)
     run.throughput.start()
@@ -134,7 +133,7 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
     """The state after the steps from run.start_step to last_step, with all that is due between them done."""
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
     statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
-    pilot, limiter = Autopilot(run.pilot, checkpoints), Limiter(run.limits)
+    pilot, limiter = Autopilot(run.pilot, checkpoints), None if run.limits is None else Limiter(run.limits)
     met = set()  # shapes of batches
 
     def read(unread: Unread) -> None:
@@ -167,23 +166,22 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
             checkpoints.poll(now)
             run.services.poll()
             leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
-            decay = limiter.after(now)
+            decay = None if limiter is None else limiter.after(now)
         due = due_after(run, now, last_step, leaving)
         decay = None if due.last else decay  # who leaves decides again
         due = due._replace(save=due.save or decay is not None)
         if due.anything or pilot.action:
             unread = read(unread)
         with phase("eval", now):
-            if pilot.action:
-                state = pilot.act(now, state)  # before it is saved
+            state = pilot.act(now, state)  # before it is saved
             state = pilot.repeat(now, state)
             pilot.check_replicas(now, state, due.save, leaving)
         found = validate(run, reporter, now, state) if due.validate else {}
         found |= measure(run, reporter, now, state, due.evaluators)
         if due.sample:
             write_sample(run, now, state)
-        if decay:
-            run.services.note("early_decay", now, until=decay.until, why=run.limits.name)
+        if decay and limiter:
+            run.services.note("early_decay", now, until=decay.until, why=limiter.of.name)
         if due.save:
             save(run, now, state, pilot.health(now), found, due.last or decay is not None)
         elif run.local is not None and pilot.action is None:
@@ -191,8 +189,8 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         crash_point("step")
         if leaving and now < last_step:
             raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
-        if decay:
-            run.writer.say(run.limits.line(decay))
+        if decay and limiter:
+            run.writer.say(limiter.of.line(decay))
             raise Rescheduled
     return state
 
@@ -235,7 +233,9 @@ def is_due(step: int, every: int) -> bool:
 
 
 def validate(run: Run, reporter: Reporter, step: int, state: TrainState) -> dict[str, float]:
-    """Held-out losses, measured and written. Raises Stop if the loss is not finite."""
+    """Measures and writes the held-out losses, of a run that has any. Raises Stop if the loss is not finite."""
+    if run.evaluate is None:
+        return {}
     began = time.monotonic()
     with run.services.watchdog.phase("eval", step):
         metrics = evaluated(run.evaluate, state)
@@ -259,6 +259,7 @@ def measure(
 
 def write_sample(run: Run, step: int, state: TrainState) -> None:
     """Samples text after `step` steps; the time does not count as training."""
+    assert run.sample is not None, "due_after() asks for samples only of a run that has them"
     began = time.monotonic()
     with run.services.watchdog.phase("eval", step):
         run.writer.sample(step, run.sample_prompt, run.sample(state))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxscale.data.batch import Batch
@@ -56,9 +57,9 @@ class Tick(NamedTuple):
 
     forward: Passes
     backward: Backward
-    enters: jax.Array  # microbatches, or IDLE
-    leaves: jax.Array
-    returns: jax.Array
+    enters: Any  # int32[t] in the tables, int32[] in the scan: a microbatch, or IDLE
+    leaves: Any
+    returns: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Pipeline:
     schedule: Schedule
     groups: Any  # of the parameters: which are trained
 
-    def sums(self, weights: Any, micro: Any, scale: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+    def sums(self, weights: Any, micro: Any, scale: jax.Array | float) -> tuple[dict[str, jax.Array], Any]:
         """(named sums, gradients in float32) of all microbatches, by the device's own stage and not divided.
 
         weights: of the stage, as products read them. micro: (rows, random keys), [M, B, ...] each. scale: multiplied
@@ -90,15 +91,15 @@ def accumulate_pipelined(
     pipeline: Pipeline, weights: Any, batch: Batch, key: jax.Array, *, scale: jax.Array, reduction: Reduction
 ) -> tuple[dict[str, jax.Array], Any]:
     """What accumulate() returns. weights: of the stage. reduction.last: takes gradients of those."""
-    scale, keys_B = near_mean(scale, batch, reduction), row_keys(key, batch, reduction)
+    near, keys_B = near_mean(scale, batch, reduction), row_keys(key, batch, reduction)
     split = lambda field: split_rows(field, pipeline.schedule.num_microbatches)
-    return divided(*pipeline.sums(weights, jax.tree.map(split, (batch, keys_B)), scale), scale, reduction)
+    return divided(*pipeline.sums(weights, jax.tree.map(split, (batch, keys_B)), near), near, reduction)
 
 
 class StageWork:
     """The passes of one device, while the scan is traced."""
 
-    def __init__(self, pipeline: Pipeline, weights: Any, micro: Any, scale: jax.Array):
+    def __init__(self, pipeline: Pipeline, weights: Any, micro: Any, scale: jax.Array | float):
         self.pieces, self.axis, self.schedule = pipeline.pieces, pipeline.axis, pipeline.schedule
         self.micro, self.scale = micro, scale
         (self.ends, self.dense, self.blocks), self.groups = apart(weights), apart(pipeline.groups)
@@ -115,7 +116,7 @@ class StageWork:
         none = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
         nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
         own, first = at(self.blocks, 0), jnp.zeros((), jnp.int32)
-        _, told = jax.eval_shape(lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, first), x_BTD)
+        _, told = jax.eval_shape(lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, number=first), x_BTD)
         weights = Parts(self.ends, self.dense, self.blocks)
         return Carry(
             zeros(),
@@ -141,9 +142,9 @@ class StageWork:
         x_BTD = jnp.where(enters & axis.first, entered_BTD, carry.x_BTD)
         kept_ScBTD = carry.kept_ScBTD
         if self.dense:
-            dense_forward = lambda *so_far: self.dense_forward(*so_far, there)
+            dense_forward = lambda x_BTD, kept_ScBTD: self.dense_forward(x_BTD, kept_ScBTD, there)
             x_BTD, kept_ScBTD = self.when(enters & axis.first, M, dense_forward, x_BTD, kept_ScBTD)
-        forward = lambda *so_far: self.forward(*so_far, there)
+        forward = lambda x_BTD, kept_ScBTD, told: self.forward(x_BTD, kept_ScBTD, told, there)
         y_BTD, kept_ScBTD, told = self.when(there.microbatch != IDLE, M * V, forward, x_BTD, kept_ScBTD, carry.told)
         x_BTD = axis.up(y_BTD)  # on its way while the backward pass runs
 
@@ -159,7 +160,7 @@ class StageWork:
             of_inputs = lambda dx_BTD, held: self.of_inputs(dy_BTD, held, kept_ScBTD, back)
             dx_BTD, held_SBTD = self.when(later, most, of_inputs, dx_BTD, held_SBTD)
         if self.dense:
-            dense_backward = lambda *so_far: self.dense_backward(*so_far, kept_ScBTD, back)
+            dense_backward = lambda dx_BTD, of_dense: self.dense_backward(dx_BTD, of_dense, kept_ScBTD, back)
             dx_BTD, of_dense = self.when(returns & axis.first, M, dense_backward, dx_BTD, of_dense)
         add_embedding = lambda of_ends: self.add_embedding(of_ends, dx_BTD, now.returns)
         of_ends = self.when(returns & joins(axis.first), M, add_embedding, of_ends)
@@ -167,9 +168,9 @@ class StageWork:
         x_BTD, dx_BTD = lax.optimization_barrier((x_BTD, dx_BTD))
         return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, Parts(of_ends, of_dense, of_blocks), sums, told)
 
-    def when(self, active: jax.Array, times: int, f: Callable, *operands: Any) -> Any:
+    def when(self, active: jax.Array | bool, times: int, f: Callable, *operands: Any) -> Any:
         """f(*operands) where active, else the operands as they are."""
-        same = lambda *operands: operands if len(operands) > 1 else operands[0]
+        same = lambda *operands: operands if len(operands) != 1 else operands[0]
         # The program's text says how often each runs, for who counts its work (ahead.hlo_trips).
         with jax.named_scope(f"taken_{times}_of_{self.schedule.num_ticks}"):
             return lax.cond(active, f, same, *operands)
@@ -218,7 +219,7 @@ class StageWork:
 
     def dense_layer(self, own: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> jax.Array:
         """The residual stream after layer i of those before all others."""
-        return self.pieces.layer(own, self.ends, x_BTD, *at(self.micro, now.microbatch), i, DENSE)[0]
+        return self.pieces.layer(own, self.ends, x_BTD, *at(self.micro, now.microbatch), number=i, stack=DENSE)[0]
 
     def backward(self, dy_BTD: jax.Array, grads: Any, kept_ScBTD: jax.Array, now: Backward) -> tuple[jax.Array, Any]:
         """(gradient of the chunk's input, gradients with those of its layers added)"""
@@ -254,14 +255,14 @@ class StageWork:
     def layer(self, own: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
         """(the residual stream after layer i of the chunk, what it told); as it is where there is no such layer."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
-        run = lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, number)
+        run = lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, number=number)
         if (self.axis.layers != IDLE).all():
             return run(x_BTD)
         told = jax.eval_shape(run, x_BTD)[1]
         none = lambda x_BTD: (x_BTD, jax.tree.map(jnp.zeros_like, told))
         return lax.cond(number != IDLE, run, none, x_BTD)
 
-    def place(self, now: Passes | Backward, i: jax.Array) -> jax.Array:
+    def place(self, now: Passes | Backward, i: jax.Array) -> Any:
         """Where layer i of the chunk stands among those of the stage."""
         return now.chunk * self.layers_Vc.shape[1] + i
 
@@ -299,7 +300,7 @@ class StageWork:
         return jax.tree.map(jnp.add, of_ends, found)
 
 
-def at(tree: Any, i: jax.Array | int) -> Any:
+def at(tree: Any, i: jax.Array | np.ndarray | int) -> Any:
     """The i-th entry of each array's first axis."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 

@@ -78,7 +78,7 @@ class Reporter(NamedTuple):
             record["gated_rows_total"] = self.sums["gated_rows"]
         others = {name: value for name, value in values.items() if name not in INTERNAL}
         record |= {f"train/{name}": value for name, value in (others | sources).items()}
-        self.writer.write(step, record | unread.statistics)
+        self.writer.write(step, {**record, **unread.statistics})
         return scalars
 
     def validation(self, step: int, metrics: dict[str, float], seconds: float) -> None:

@@ -54,7 +54,7 @@ def init_state(
 
 def state_axes(param_axes: Any, opt_axes: Any) -> TrainState:
     """Logical axes of every leaf: moments as their parameters, () for scalars, the key and the guard's window."""
-    scalar = ()
+    scalar: Any = ()
     return TrainState(
         scalar, scalar, param_axes, opt_axes, LossScale(scalar, scalar), Guard(*[scalar] * len(Guard._fields))
     )

@@ -1,6 +1,6 @@
 """The training step: pure, compiled once, short enough to read at one sight. B batch  T position"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +17,11 @@ from jaxscale.training.config import TrainConfig
 from jaxscale.training.ema import update_ema
 from jaxscale.training.state import TrainState, adjust_loss_scale
 
-Means = dict[str, jax.Array]  # of each named loss
+Means = dict[str, Any]  # of each named loss, and the scores of attention under SOWN
 Gradients = Callable[[TrainState, Batch], tuple[Means, Any]]  # those of the mean loss
 Rebalance = Callable[[Any, Means], Any]
 QkClip = Callable[[Any, Any], tuple[Any, Means]]  # (parameters, scores) -> (parameters, what is told)
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Means]]
 
 
 def make_train_step(
@@ -45,7 +45,7 @@ def make_train_step(
     parameters after all that, by the largest scores of attention.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Means]:
         means, grads = gradients(state, batch)
         scores = means.pop(SOWN, None)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
@@ -123,7 +123,7 @@ def gated_rows(batch: Batch) -> jax.Array:
     return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
 
 
-def add_update(param: jax.Array, update: jax.Array) -> jax.Array:
+def add_update(param: jax.Array, update: Any) -> Any:
     """param + update; itself where it is frozen and has none. For one on the host the update is the new parameter."""
     if isinstance(update, optax.MaskedNode):
         return param

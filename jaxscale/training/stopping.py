@@ -9,6 +9,7 @@ import os
 import signal
 import types
 from collections.abc import Iterator
+from typing import Any
 
 from jaxscale.hosts.agree import Board
 from jaxscale.hosts.maintenance import Maintenance
@@ -48,7 +49,7 @@ class StopRequest:
         self.board = board
         self.requested: str | None = None
         self.posted = self.signalled = False
-        self.previous: dict[signal.Signals, object] = {}
+        self.previous: dict[signal.Signals, Any] = {}  # their handlers
         self.maintenance = Maintenance(self.request)
 
     def __enter__(self) -> "StopRequest":
