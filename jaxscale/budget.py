@@ -78,7 +78,7 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
     """
     finished = position.finished
     batch = cfg.tokens_per_step
-    known = dict(seq_len=cfg.seq_len, batch_tokens=batch, epoch_tokens=epoch_tokens)
+    known: dict[str, Any] = dict(seq_len=cfg.seq_len, batch_tokens=batch, epoch_tokens=epoch_tokens)
     train_tokens = units.resolve("train_tokens", cfg.train_tokens, **known)
     warmup = units.resolve("optim.warmup_tokens", cfg.optim.warmup_tokens, train_tokens=train_tokens, **known)
     if "ramp" in finished:

@@ -31,7 +31,7 @@ SKIPPED = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}}):([0-9]{{1,{MOST_DIGITS}}})")
 
 
 def load_config(
-    path: str, overrides: dict[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
+    path: str, overrides: Mapping[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
 ) -> RunConfig:
     """The RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and of overrides by name.
 
@@ -70,7 +70,7 @@ def with_flags(arguments: Arguments) -> dict[str, Any]:
 
     Raises BadInput unless the ranges are written so, and where both a flag and its setting are given.
     """
-    overrides = dict(arguments.overrides)
+    overrides: dict[str, Any] = dict(arguments.overrides)
     for flag, name in SAME:
         if (text := arguments.options.get(flag)) is None:
             continue
@@ -82,10 +82,12 @@ def with_flags(arguments: Arguments) -> dict[str, Any]:
 
 def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
     """The ranges of --skip-data."""
-    found = [SKIPPED.fullmatch(part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
-    return tuple((int(part[1]), int(part[2])) for part in found)
+    found = []
+    for part in text.split(","):
+        if (ends := SKIPPED.fullmatch(part.strip())) is None:
+            raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
+        found.append((int(ends[1]), int(ends[2])))
+    return tuple(found)
 
 
 def config_values(path: str) -> dict[str, Any]:
@@ -101,6 +103,8 @@ def config_values(path: str) -> dict[str, Any]:
         close = difflib.get_close_matches(str(file), near, n=1)
         raise BadInput(f"--config={name} is not a file{f'; did you mean {close[0]}?' if close else ''}")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise BadInput(f"--config={name} is no Python file: a config is code, in a file whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         with neighbours_first(file.parent):

@@ -17,6 +17,7 @@ from jaxscale.budget import Budget
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
+from jaxscale.models.layers import OneStack
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import unembed
 from jaxscale.ops.recorder import ACTIVATION, ATTENTION, MLP, Recorder
@@ -109,7 +110,9 @@ def at_width(cfg: RunConfig, width: int) -> RunConfig:
         raise BadInput(f"model.name={model.name!r}: a coordinate check is of model.name='llama'")
     in_heads = model.mup is None or model.mup.base_head_dim is None
     growing = ("num_heads", "num_kv_heads") if in_heads else ("head_dim",)
-    grown = {name: scaled(name, getattr(model, name), model.embed_dim, width) for name in ("mlp_dim", *growing)}
+    grown: dict[str, Any] = {
+        name: scaled(name, getattr(model, name), model.embed_dim, width) for name in ("mlp_dim", *growing)
+    }
     if (experts := model.experts) is not None:
         of_each = {name: getattr(experts, name) for name in ("mlp_dim", "shared_dim")}
         of_each = {name: scaled(f"experts.{name}", size, model.embed_dim, width) for name, size in of_each.items()}
@@ -171,6 +174,7 @@ def activations(program: Program, params: Any, batch: Batch) -> dict[str, list[j
     """{one of KINDS: its arrays, those of the layers of a stack in one}."""
     recorder = ArrayRecorder()
     model = program.model.merge(params, recorder=recorder)
+    assert isinstance(model, OneStack), "at_width() refuses models other than llama"
     rows = batch.tokens, batch.positions, batch.segment_ids
     logits_BTV = unembed(model, model.hidden(*rows))
     of_layers = {name: [stack[name] for stack in recorder.stacks] for name in (SCORES, ATTENTION, MLP, ACTIVATION)}

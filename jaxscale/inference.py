@@ -120,10 +120,10 @@ def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
     return cfg.name
 
 
-def check_tokenizer(model: LoadedModel) -> None:
-    """Raises BadInput for a model whose ids nobody can read."""
-    if model.tokenizer is not None:
-        return
+def tokenizer_of(model: LoadedModel) -> SavedTokenizer:
+    """Returns the model's tokenizer. Raises BadInput for a model that has none."""
+    if model.kept is not None:
+        return model.kept
     workdir = paths.as_path(model.path).parent.parent
     again = "convert it again from a folder with the tokenizer's files" if model.run.get("converted") else ""
     or_else = again or f"put its file into {workdir}/tokenizer/"

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxscale.system.exits import BadInput
@@ -218,7 +218,7 @@ def divisors(number: int) -> list[int]:
     return sorted(found)
 
 
-def or_list(choices: Sequence[Any]) -> str:
+def or_list(choices: Collection[Any]) -> str:
     """'1, 2 or 4'; 'none' where there is no choice."""
     if not choices:
         return "none"

@@ -44,8 +44,8 @@ def leaves(config: Any, path: str = "", conditions: tuple[str, ...] = ()) -> Ite
         for place, group in inner.items():
             yield from leaves(group, place, own)
         if not inner:
-            made = field.default_factory is not dataclasses.MISSING
-            yield Leaf(name, value, field.default_factory() if made else field.default, own)
+            make = field.default_factory
+            yield Leaf(name, value, field.default if make is dataclasses.MISSING else make(), own)
 
 
 def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:

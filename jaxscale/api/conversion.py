@@ -13,7 +13,7 @@ from jaxscale.command_line import flag
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
 from jaxscale.interop import hub, tokenizer_files
-from jaxscale.interop.exporting import FORMATS, config_of, export_step, open_step
+from jaxscale.interop.exporting import FORMATS, Format, config_of, export_step, open_step
 from jaxscale.interop.importing import import_tensors, prepare_workdir
 from jaxscale.interop.incoming import Incoming, open_incoming
 from jaxscale.monitor.runinfo import run_info
@@ -68,7 +68,7 @@ class ConvertOptions:
         False, "with --from: keep the adapter beside the weights; with --to: export the adapters alone"
     )
     ema: bool = flag(False, "export the average of the weights, where the run keeps one")
-    dtype: str | None = flag(
+    dtype: Format | None = flag(
         None, "or float32: of the exported tensors; adapters are float32 unless told otherwise", "bfloat16"
     )
     shard_bytes: int | None = flag(None, "of tensors in one file, at most", "5e9", read=bytes_of)
@@ -84,19 +84,20 @@ def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress =
         raise BadInput("convert needs --from=FOLDER to bring a model in, or --to=FOLDER to take one out, one of them")
     if not options.workdir:
         raise BadInput("convert needs --workdir=FOLDER, the work folder; see jaxscale convert --help")
-    if options.to:
-        return take_out(options, say, progress)
+    if options.to is not None:
+        return take_out(options.to, options, say, progress)
     if wrong := [name for name in OUT_ONLY if getattr(options, name) not in (None, False)]:
         raise BadInput(f"--{wrong[0]} is for an export, with --to; it says nothing with --from")
-    return bring_in(options, say, progress)
+    assert options.from_ is not None, "checked above, with to"
+    return bring_in(options.from_, options, say, progress)
 
 
-def bring_in(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """Hugging Face's folder as a work folder."""
+def bring_in(source: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
+    """Makes a work folder of Hugging Face's folder and returns what was done."""
     workdir = flags.workdir
-    model = hub.fetch(flags.from_, flags.revision, "--from")
+    model = hub.fetch(source, flags.revision, "--from")
     base = hub.fetch(flags.base, None, "--base") if flags.base else None
-    found = open_incoming(model.folder if model else flags.from_, base.folder if base else flags.base, flags.adapter)
+    found = open_incoming(model.folder if model else source, base.folder if base else flags.base, flags.adapter)
     fetched = next((one for one in (model, base) if one and one.folder == found.name), None)
     cfg, files = found.cfg, found.files
     folder, journal = prepare_workdir(workdir, found.identity)
@@ -130,8 +131,14 @@ def run_config(found: Incoming, folder: Any) -> RunConfig:
     main = tokenizer_files.main_file(found.files)
     kept_at = folder / tokenizer_files.FOLDER
     data = {"tokenizer": os.fspath(kept_at / tokenizer_files.kept_name(main)) if main else ""}
-    rows = dict(seq_len=seq_len, batch_tokens=seq_len, train_tokens=seq_len)
-    return RunConfig(model=found.cfg, lora=found.lora, **rows, data=schema.from_dict(DataConfig, data))
+    return RunConfig(
+        model=found.cfg,
+        lora=found.lora,
+        seq_len=seq_len,
+        batch_tokens=seq_len,
+        train_tokens=seq_len,
+        data=schema.from_dict(DataConfig, data),
+    )
 
 
 def tell_odd(found: Incoming, not_finite: tuple[str, ...], say: Say) -> None:
@@ -143,8 +150,8 @@ def tell_odd(found: Incoming, not_finite: tuple[str, ...], say: Say) -> None:
         say(f"no tokenizer was brought along: {missing}")
 
 
-def take_out(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """A step's weights as Hugging Face's folder, or its adapters as PEFT's."""
+def take_out(to: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
+    """Writes a step's weights as Hugging Face's folder, or its adapters as PEFT's, and returns what was done."""
     adapter = flags.adapter
     if flags.base and not adapter:
         raise BadInput("--base says which model an adapter is for; give --adapter too")
@@ -152,7 +159,7 @@ def take_out(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[st
         raise BadInput("--revision is of a model of the Hub that comes in, with --from")
     if adapter and flags.shard_bytes:
         raise BadInput("--shard_bytes divides the files of a model; PEFT reads an adapter from one")
-    to, dtype = flags.to, flags.dtype or ("float32" if adapter else "bfloat16")
+    dtype: Format = flags.dtype or ("float32" if adapter else "bfloat16")
     if dtype not in FORMATS:
         raise BadInput(f"--dtype={dtype} must be {units.or_list(FORMATS)}")
     if flags.push:
@@ -164,7 +171,7 @@ def take_out(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[st
     texts = tokenizer_files.of_run(workdir, source.run)
     config = source.adapter or config_of(source, dtype, texts.end_ids)
     files = {name: text for name, text in texts.files.items() if not (adapter and name == tokenizer_files.GENERATION)}
-    push = lambda folder: hub.push_folder(folder, flags.push, f"jaxscale: step {step}, {dtype}")
+    message = f"jaxscale: step {step}, {dtype}"
     done = export_step(
         source,
         to,
@@ -173,7 +180,7 @@ def take_out(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[st
         texts=files,
         config=config,
         on_bytes=progress(f"step {step}"),
-        **({"send": push} if flags.push else {}),
+        send=lambda folder: hub.push_folder(folder, flags.push, message) if flags.push else "",
     )
     for note in texts.notes:
         say(note)

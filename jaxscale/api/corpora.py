@@ -42,8 +42,15 @@ def prepare(
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")
     if executor is None:
         with LocalExecutor(os.cpu_count() or 1) as own:
-            made = dict(work_dir=work_dir, keep_work=keep_work, strict=strict, progress=progress)
-            return prepare(recipe, output, executor=own, **made)
+            return prepare(
+                recipe,
+                output,
+                work_dir=work_dir,
+                keep_work=keep_work,
+                strict=strict,
+                executor=own,
+                progress=progress,
+            )
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or Progress()
     with room_in(folder):
         engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work, strict=strict)

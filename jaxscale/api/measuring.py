@@ -31,8 +31,8 @@ from jaxscale.eval.text import Reading
 from jaxscale.eval.tokens import Tokens, open_documents, token_metrics
 from jaxscale.inference import (
     LoadedModel,
-    check_tokenizer,
     make_generator,
+    tokenizer_of,
 )
 from jaxscale.monitor.records import append
 from jaxscale.reporting import make_evals_page
@@ -99,8 +99,7 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
 def reading_of(model: LoadedModel, context: int) -> Reading:
     """How the model reads text. Raises BadInput for a model that cannot, and for a context that is too long."""
     check_context(model, context)
-    check_tokenizer(model)
-    return Reading.of(model.kept.tokenizer, context)
+    return Reading.of(tokenizer_of(model).tokenizer, context)
 
 
 def check_context(model: LoadedModel, context: int) -> None:
@@ -135,14 +134,17 @@ def lm_eval_measure(request: Request, model: LoadedModel, reading: Reading, scor
             generators[rows, longest] = make_generator(model, batch=rows, longest=longest)
         return dataclasses.replace(generators[rows, longest], params=params)
 
-    numbers = dict(limit=request.limit, num_fewshot=request.num_fewshot)
-    how = dict(folder=request.include_path, chat=request.chat)
-    how |= {name: number for name, number in numbers.items() if number is not None}
-
     def measure(model: LoadedModel) -> dict[str, float]:
         opened = lambda rows, longest: open_generator(model.params, rows, longest)
-        served = Served(reading, model.kept, scorer, model.params, opened, GENERATED_AT_ONCE)
-        found = run_tasks(served, request.tasks, **how)
+        served = Served(reading, tokenizer_of(model), scorer, model.params, opened, GENERATED_AT_ONCE)
+        found = run_tasks(
+            served,
+            request.tasks,
+            folder=request.include_path,
+            num_fewshot=request.num_fewshot,
+            limit=request.limit,
+            chat=request.chat,
+        )
         told = {name: value for name, value in found.items() if math.isfinite(value) or "_stderr" not in name}
         return {f"{GROUP}/{name}": value for name, value in told.items()}
 
@@ -205,14 +207,15 @@ def evaluate(
         if given is not None and not isinstance(given, Mapping):
             raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
     limit, stride = how.get("limit") or 0, how.get("stride") or 0
-    evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
+    evals: Evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
     for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
         for name, file in (given or {}).items():
             if name in evals:
                 raise BadInput(f"{name!r} is the name of two evaluators; call one of them something else")
             evals[name] = kind(file=file, limit=limit)
     tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
-    request = Request(evals, tasks, **how | {"limit": limit or None, "stride": stride or None})
+    how |= {"limit": limit or None, "stride": stride or None}
+    request = Request(evals, tasks, **how)
     check_request(request, lambda name, settings: f"{settings.kind}[{name!r}]")
     loaded = opened(model)
     metrics = {} if tokens and not evals and not tasks else make_measure(request, loaded, silent)(loaded)

@@ -151,16 +151,17 @@ def trace(
     """
     if sum(value is not None for value in (step, batch, document)) != 1:
         raise BadInput("give one of step, batch and document (--doc)")
-    given = dict(step=step, batch=batch, row=row, characters=characters)
-    given = {name: number and whole_number(name, str(number), 0) for name, number in given.items()}
-    step, batch, row, characters = given.values()
+    for name, number in dict(step=step, batch=batch, row=row, characters=characters).items():
+        if number is not None:
+            whole_number(name, str(number), 0)
     run = open_run_folder(str(workdir), dict(moved or {}))
     if document is not None:
         return Trace(run, sights(run, document))
     step, n = step_and_batch(run, step, batch, row or 0)
     unchanged = not run.ledger.corpus.cfg.transforms  # whose tokens the hashes are of
-    now = tokens_hash(run.ledger.batches.batch(n)) if unchanged and step in run.hashes else ""
-    return Trace(run, contents(run, step, n, row, characters), step, n, now if now and run.hashes[step] != now else "")
+    recorded = run.hashes.get(step) if unchanged and step is not None else None
+    now = tokens_hash(run.ledger.batches.batch(n)) if recorded else ""
+    return Trace(run, contents(run, step, n, row, characters), step, n, now if now != recorded else "")
 
 
 def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
@@ -169,6 +170,7 @@ def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -
     Raises BadInput for one behind the end of the run, and for a row that no batch has.
     """
     name, number = ("batch", batch) if step is None else ("step", step)
+    assert number is not None, "one of step and batch is given"
     last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)
     if number > last:
         raise BadInput(
@@ -186,7 +188,7 @@ def contents(run: Traced, step: int | None, n: int, row: int | None, characters:
     tokens_BT = run.ledger.tokens(n) if characters else None
     for entry in run.ledger.batch(n):
         if row is None or entry.row == row:
-            text = run.ledger.text(entry, tokens_BT, characters) if characters else None
+            text = None if tokens_BT is None else run.ledger.text(entry, tokens_BT, characters)
             yield Piece(step, n, step is not None and step < run.done, entry, run.row_tokens.size(n), text)
 
 

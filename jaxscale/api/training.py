@@ -73,7 +73,7 @@ def train_file(
     if branch is not None:
         if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
             raise BadInput(f"--branch_from={branch[0]} and {both[0]} say what the run begins with; give one of them")
-        overrides = branch_settings(*branch, recorded()) | overrides
+        overrides = {**branch_settings(*branch, recorded()), **overrides}
     train_in(workdir, load_config(file, overrides, recorded), options, flags)
 
 

@@ -12,16 +12,17 @@ from jaxscale.api import Trained
 from jaxscale.command_line import flag
 from jaxscale.inference import (
     LoadedModel,
-    check_tokenizer,
     make_generator,
     open_model,
     stop_ids_of,
+    tokenizer_of,
 )
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Timing, own_numbers
 from jaxscale.sampling.text import WriteSettings, Written, write_ids, write_texts
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import Message, open_prompts
+from jaxscale.text.tokenizer.base import Tokenizer
 
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # of NumPy too
 SHAPE = 128  # tokens; lengths are rounded up to a multiple of it, so that fewer programs are compiled
@@ -128,7 +129,7 @@ def short(text: str) -> str:
 
 def asking_of(talk: Talk) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
     """(messages -> the ids up to where the model's answer begins, the ids that end it). Raises as open_prompts does."""
-    asking = open_prompts(talk.model.kept, datetime.date.today().isoformat())
+    asking = open_prompts(tokenizer_of(talk.model), datetime.date.today().isoformat())
     before = [{"role": "system", "content": talk.how.system}] if talk.how.system else []
     return lambda messages: asking.ids([*before, *messages]), asking.stop_ids
 
@@ -138,8 +139,8 @@ def write_all(talk: Talk, texts: Sequence[str], *, num_samples: int = 1, chat: b
 
     chat: each prompt is what a person says, and the text the answer.
     """
-    model = talk.model
-    prompts, stop_ids = [prompt_ids(model, text) for text in texts], model.kept.stop_ids
+    model, kept = talk.model, tokenizer_of(talk.model)
+    prompts, stop_ids = [prompt_ids(kept.tokenizer, text) for text in texts], kept.stop_ids
     if chat:
         asked, stop_ids = asking_of(talk)
         prompts = [asked([{"role": "user", "content": text}]) for text in texts]
@@ -148,21 +149,22 @@ def write_all(talk: Talk, texts: Sequence[str], *, num_samples: int = 1, chat: b
     rows_at_once = min(talk.how.batch, len(rows))
     generator = make_generator(model, batch=rows_at_once, longest=talk.longest_for(prompts, texts), say=talk.say)
     for first in range(0, len(rows), rows_at_once):
-        some, written = rows[first : first + rows_at_once], []
-        of = lambda row: dict(prompt=texts[row[0]], sample=row[1])
+        some = rows[first : first + rows_at_once]
+        written: list[Written] = []
         how = talk.write_settings(stop_ids, numbers[first : first + rows_at_once])
         ids = [prompts[prompt] for prompt, _ in some]
-        for row, piece in write_texts(generator, model.tokenizer, ids, how, written):
+        for row, piece in write_texts(generator, kept.tokenizer, ids, how, written):
             if len(some) == 1:  # several at once would be mixed: they are shown whole
-                yield Piece(text=piece, **of(some[row]))
-        for row, one in zip(some, written):
-            yield Piece(text="" if len(some) == 1 else one.text, done=one, **of(row))
+                prompt, number = some[row]
+                yield Piece(texts[prompt], number, piece)
+        for (prompt, number), one in zip(some, written):
+            yield Piece(texts[prompt], number, "" if len(some) == 1 else one.text, done=one)
         talk.tell_speed(generator.timing, written)
 
 
-def prompt_ids(model: LoadedModel, text: str) -> list[int]:
-    """The ids of a prompt; where it has none, those from which a document goes on."""
-    return [*model.tokenizer.begin_ids, *model.tokenizer.encode(text).tolist()] or [model.tokenizer.eos_id]
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of a prompt, or the end token, which a new document follows, where it has none."""
+    return [*tokenizer.begin_ids, *tokenizer.encode(text).tolist()] or [tokenizer.eos_id]
 
 
 @overload
@@ -193,21 +195,22 @@ def sample(
     prompts = [prompt] if one else list(prompt)
     if not prompts:
         return []
-    if not any(isinstance(part, str) for part in prompts):
+    texts = [part for part in prompts if isinstance(part, str)]
+    if not texts:
         if options.chat or options.stops:
             raise BadInput("chat and stop are for prompts of text; leave them out where prompts are token ids")
         found = ids_behind(talk, prompts)
         return found[0] if one else found
-    check_tokenizer(talk.model)
-    if not all(isinstance(part, str) for part in prompts):
+    tokenizer_of(talk.model)
+    if len(texts) != len(prompts):
         raise BadInput("prompts must be texts, or all of them lists of token ids")
-    texts = [piece.done.text for piece in write_all(talk, prompts, chat=options.chat) if piece.done]
-    return texts[0] if one else texts
+    written = [piece.done.text for piece in write_all(talk, texts, chat=options.chat) if piece.done]
+    return written[0] if one else written
 
 
-def ids_behind(talk: Talk, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ids that the model writes behind each prompt. Raises BadInput for a prompt that is no list of ids."""
-    prompts = [id_list(f"prompt[{number}]", prompt) for number, prompt in enumerate(prompts)]
+def ids_behind(talk: Talk, given: Sequence[object]) -> list[list[int]]:
+    """Returns the ids that the model writes after each prompt. Raises BadInput for a prompt that is no list of ids."""
+    prompts = [id_list(f"prompt[{number}]", prompt) for number, prompt in enumerate(given)]
     longest = talk.longest_for(prompts, list(map(str, prompts)))
     numbers, rows = own_numbers(prompts), min(talk.how.batch, len(prompts))
     generator, found = make_generator(talk.model, batch=rows, longest=longest), []
@@ -217,7 +220,7 @@ def ids_behind(talk: Talk, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     return found
 
 
-def id_list(name: str, given: Sequence[int]) -> list[int]:
+def id_list(name: str, given: object) -> list[int]:
     """The ids of a prompt."""
     ids = np.asarray(given)
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":

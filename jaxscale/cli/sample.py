@@ -20,7 +20,7 @@ from jaxscale.cli import run_verb, sample_chat
 from jaxscale.command_line import Arguments, flag, port_of
 from jaxscale.help_text import command
 from jaxscale.hosts import cluster
-from jaxscale.inference import check_tokenizer, open_model
+from jaxscale.inference import open_model, tokenizer_of
 from jaxscale.models.config import Dtype
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
@@ -106,7 +106,7 @@ def main(arguments: Arguments) -> int:
             tokenizer=flags.tokenizer,
             say=say,
         )
-        check_tokenizer(model)
+        tokenizer_of(model)
         talk = Talk(model, flags, say)
         if talking:
             return sample_chat.converse(talk, flags.context, prompts=flags.prompt, serve=flags.serve)
