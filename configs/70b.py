@@ -1,4 +1,4 @@
-"""Llama-2 70B's shape (arXiv:2307.09288): 68,989,231,104 parameters. Measured: nothing yet.
+"""Llama-2 70B's layers (arXiv:2307.09288), 32,768 ids instead of 32,000: 68,989,231,104 parameters. Measured: nothing.
 
     python -m jaxscale.main --config=configs/70b.py --config.data.files='shards/manifest.json'
 

@@ -1,10 +1,9 @@
-"""Llama-2 7B's shape (arXiv:2307.09288): 6,744,707,072 parameters. Measured: nothing yet.
+"""Llama-2 7B's layers (arXiv:2307.09288) with 32,768 ids instead of 32,000: 6,744,707,072 parameters. Measured: nothing.
 
     python -m jaxscale.main --config=configs/7b.py --config.data.files='shards/manifest.json'
 
 Cost of the whole run at 40% MFU: 5.8e+21 FLOPs, 8,759 chip-hours of TPU v5p (459 TFLOP/s).
 Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
-(2026-11-24, jax 0.12.0.1)
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
     v5p:2x2x4 (16 microbatches): 17.3 GiB; 32.87 s, 0.14 s of it exposed; 75%; 794 GB
     v5p:8x8x16: 3.3 GiB; 0.58 s, 0.07 s of it exposed; 65%; 72 GB

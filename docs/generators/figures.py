@@ -26,7 +26,7 @@ from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.plan import Wishes, make_plan
-from jaxscale.planning.reached import ROWS, reached_on
+from jaxscale.planning.reached import ROWS, reached_on, rows_for
 from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.speed import recomputed_flops
 from jaxscale.sharding.rules import RULES
@@ -168,12 +168,12 @@ def bought(chip: Chip, budget: float, mfu: float) -> scaling.Alternative:
 
 
 def ten_million() -> str:
-    """What ten million dollars buy on each chip that has a price."""
+    """What ten million dollars buy on each chip with a price and a published MFU."""
     rows = []
     for chip in CHIPS.values():
-        if chip.price is None or not chip.bfloat16:
+        if chip.price is None or not rows_for(chip):
             continue
-        mfu = reached_on(chip.name)[0]
+        mfu = reached_on(chip)[0]
         low, high = (bought(chip, 1e7, share) for share in mfu)
         rows.append([
             chip.name,
@@ -215,7 +215,7 @@ def published_runs() -> str:
         ("Llama 2 70B (arXiv:2307.09288), 6 N D", scaling.train_flops(70e9, 2e12)),
         ("Llama 3 405B (arXiv:2407.21783), 6 N D", scaling.train_flops(405e9, 15.6e12)),
     )
-    low, high = reached_on(CARD.name)[0]
+    low, high = reached_on(CARD)[0]
     days = lambda flops, mfu: f"{float(f'{by_hand.device_days(flops, CARD.peak_flops, mfu):.3g}'):,.0f}"
     rows = [
         [name, f"{flops:.2e}", days(flops, 1.0), f"{days(flops, high)} to {days(flops, low)}"] for name, flops in runs

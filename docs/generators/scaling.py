@@ -27,7 +27,7 @@ def content() -> dict[str, Any]:
                 "peak_flops": chip.peak_flops * chip.devices_per_chip,
                 "price": chip.price.dollars_per_hour if chip.price else None,
                 "price_date": chip.price.date if chip.price else None,
-                "mfu": list(reached_on(chip.name)[0]),
+                "mfu": list(reached_on(chip)[0]),
             }
             for chip in CHIPS.values()
         ],

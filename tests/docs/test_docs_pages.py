@@ -8,7 +8,7 @@ import sys
 import pytest
 from shell_blocks import ROOT
 
-from jaxscale import cli, schema
+from jaxscale import cli, config_file, schema
 from jaxscale.config import RunConfig
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.system.exits import ADVICE, Exit, may_start_again
@@ -223,13 +223,29 @@ def test_the_architecture_page_is_that_of_the_imports():
         architecture.levels({"a": {"b"}, "b": {"a"}, "c": set()})
 
 
-def test_the_readme_is_short_and_counts_the_lines_of_the_files_to_read():
+def test_the_readme_is_short_and_its_line_counts_are_exact():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
     counted = re.findall(r"\| \[[\w/]+\.py\]\((jaxscale/[\w/]+\.py)\) \| (\d+) \|", text)
     assert len(counted) == 6
-    for path, lines in counted:
-        assert abs(len((ROOT / path).read_text(encoding="utf-8").splitlines()) / int(lines) - 1) < 0.1, path
+    actual = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path, _ in counted}
+    assert {path: int(lines) for path, lines in counted} == actual
+
+
+def test_parameter_counts_in_the_readme_are_those_of_the_configs():
+    model = lambda name: config_file.load_config(str(ROOT / "configs" / name), {}).model
+    quick, small, gpt2 = model("quickstart.py"), model("small_mixture.py:experts"), model("gpt2_124m.py")
+    v3, k2 = model("deepseek_v3.py"), model("kimi_k2.py")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for expected in (
+        f"a Llama of {quick.num_params / 1e6:.1f} million parameters",
+        f"Llama, {quick.num_params / 1e6:.1f}M",
+        f"{small.experts.number} experts, {small.num_params / 1e6:.1f}M, {small.active_params / 1e6:.1f}M of them active",
+        f"GPT-2, {gpt2.num_params / 1e6:.0f}M",
+        f"mixtures of {v3.num_params / 1e9:.0f}B and {k2.num_params / 1e12:.2f}T, "
+        f"{v3.active_params / 1e9:.1f}B and {k2.active_params / 1e9:.1f}B of them active",
+    ):
+        assert expected in text
 
 
 def test_settings_and_files_that_sentences_name_are_there():
