@@ -1,4 +1,4 @@
-"""Llama-2 13B's layers (arXiv:2307.09288), 32,768 ids instead of 32,000: 13,023,728,640 parameters. Measured: nothing.
+"""Llama-2 13B's layers (arXiv:2307.09288), 32,768 ids instead of 32,000: 13,023,728,640 parameters. Not measured.
 
     python -m jaxscale.main --config=configs/13b.py --config.data.files='shards/manifest.json'
 

@@ -1,4 +1,4 @@
-"""Llama-2 70B's layers (arXiv:2307.09288), 32,768 ids instead of 32,000: 68,989,231,104 parameters. Measured: nothing.
+"""Llama-2 70B's layers (arXiv:2307.09288), 32,768 ids instead of 32,000: 68,989,231,104 parameters. Not measured.
 
     python -m jaxscale.main --config=configs/70b.py --config.data.files='shards/manifest.json'
 

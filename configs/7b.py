@@ -1,4 +1,4 @@
-"""Llama-2 7B's layers (arXiv:2307.09288) with 32,768 ids instead of 32,000: 6,744,707,072 parameters. Measured: nothing.
+"""Llama-2 7B's layers (arXiv:2307.09288) with 32,768 ids instead of 32,000: 6,744,707,072 parameters. Not measured.
 
     python -m jaxscale.main --config=configs/7b.py --config.data.files='shards/manifest.json'
 

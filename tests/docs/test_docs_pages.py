@@ -240,7 +240,8 @@ def test_parameter_counts_in_the_readme_are_those_of_the_configs():
     for expected in (
         f"a Llama of {quick.num_params / 1e6:.1f} million parameters",
         f"Llama, {quick.num_params / 1e6:.1f}M",
-        f"{small.experts.number} experts, {small.num_params / 1e6:.1f}M, {small.active_params / 1e6:.1f}M of them active",
+        f"{small.experts.number} experts, {small.num_params / 1e6:.1f}M, "
+        f"{small.active_params / 1e6:.1f}M of them active",
         f"GPT-2, {gpt2.num_params / 1e6:.0f}M",
         f"mixtures of {v3.num_params / 1e9:.0f}B and {k2.num_params / 1e12:.2f}T, "
         f"{v3.active_params / 1e9:.1f}B and {k2.active_params / 1e9:.1f}B of them active",
