@@ -120,7 +120,8 @@ def matrices(family: Family, cfg: AnyModelConfig, base: str) -> dict[str, Tensor
 
 def out_in(pair: TensorPair) -> tuple[int, int]:
     """Outputs and inputs of a matrix."""
-    return pair.their_shape if pair.row.turned else pair.their_shape[::-1]
+    first, last = pair.their_shape
+    return (first, last) if pair.row.turned else (last, first)
 
 
 @dataclasses.dataclass(frozen=True)

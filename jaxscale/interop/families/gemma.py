@@ -54,7 +54,7 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | dict(
     final_logit_softcapping=None, attn_logit_softcapping=None,
 )  # fmt: skip
 OF_ALL = dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True)
-LATER = dict(
+LATER: dict[str, Any] = dict(
     allowed=dict(hidden_activation=(GELU,), use_bidirectional_attention=(None, False)),
     written=dict(hidden_activation=GELU),
     spelt=dict(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping"),

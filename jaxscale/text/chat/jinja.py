@@ -29,7 +29,7 @@ TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # written where the
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment of a template. marks: what surrounds the text that a template marks as generated."""
 
-    marks = ("", "")
+    marks: tuple[str, str] = ("", "")
 
 
 class Generation(jinja2.ext.Extension):

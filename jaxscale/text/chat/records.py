@@ -80,7 +80,7 @@ def pair(record: Mapping[str, Any], cfg: ChatConfig) -> Chat | Pair:
     for field, value in ((cfg.prompt_field, prompt), (cfg.completion_field, completion)):
         if not isinstance(value, str):
             raise BadInput(f"has {kind(value)} as {field}, not text")
-    return Pair(prompt, completion)
+    return Pair(str(prompt), str(completion))
 
 
 def openai_messages(found: Any, field: str) -> list[dict[str, Any]]:

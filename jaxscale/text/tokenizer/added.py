@@ -18,6 +18,7 @@ ADDED = "added_tokens.json"
 DECODER = "added_tokens_decoder"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
+MOST_DIGITS = 10  # of an id
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 SETTINGS_READ = ("tokenizer_class", "legacy", "add_prefix_space", "add_bos_token", "do_lower_case")
 LLAMA, GEMMA = "LlamaTokenizer", "GemmaTokenizer"
@@ -89,7 +90,8 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
     """
     listed = [value for key in LISTED for value in as_list(settings.get(key))]
     values = [settings.get(key) for key in NAMED] + listed
-    named = [read_token(value, f"{where}: the special token") | {"special": True} for value in values if value]
+    read = lambda value: read_token(value, f"{where}: the special token") | {"special": True}
+    named: list[dict[str, Any]] = [read(value) for value in values if value]
     names = {token["content"] for token in named}
     if (decoder := settings.get(DECODER)) is not None:
         if not isinstance(decoder, Mapping):
@@ -100,11 +102,12 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
         numbered = [(i, {"content": name, **flags(name)}) for name, i in ids.items()]
     found = {}
     for i, token in numbered:
-        number = int(i) if isinstance(i, str) and i.isdecimal() else i
+        number = int(i) if isinstance(i, str) and i.isdecimal() and len(i) < MOST_DIGITS else i
         if type(number) is not int or number < 0:
             raise BadInput(f"{where}: the added token {token['content']!r:.80} has the id {short(i)}, which is not one")
         special = token.get("special", False) or token["content"] in names
-        found[number] = AddedToken(**{"normalized": not special} | token | {"special": special, "id": number})
+        fields: dict[str, Any] = {"normalized": not special} | token | {"special": special, "id": number}
+        found[number] = AddedToken(**fields)
     first = {token["content"]: token for token in reversed(named)}  # of several entries of a name, the first one
     known = {token.content for token in found.values()}
     only_named = [name for name in dict.fromkeys(token["content"] for token in named) if name not in known]

@@ -145,7 +145,8 @@ def fingerprint(kind: str, content: bytes, eos_id: int, begin_ids: Sequence[int]
 
 def find_marks(ids: Mapping[str, int]) -> Marks:
     """The marks among the special tokens `ids` (name -> id). Sentinels are counted from 0 until a number is missing."""
-    found = Marks(*(next((ids[name] for name in MARK_NAMES[mark] if name in ids), None) for mark in Marks._fields[:4]))
+    first = lambda mark: next((ids[name] for name in MARK_NAMES[mark] if name in ids), None)
+    found = Marks(first("mask_id"), first("pad_id"), first("cls_id"), first("sep_id"))
     for pattern in SENTINEL_NAMES:
         sentinels = []
         while (name := pattern.format(len(sentinels))) in ids:

@@ -60,7 +60,7 @@ def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tu
     """(piece -> id, merges) trained by rustbpe, which keeps only the joined pieces."""
     import rustbpe
 
-    trainer = rustbpe.Tokenizer()
+    trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue] - compiled, without type stubs
     trainer.train_from_iterator(iter(texts), num_pieces, pattern=PATTERNS[split])
     ranks = {bytes(piece): i for piece, i in trainer.get_mergeable_ranks()}
     assert len(ranks) == trainer.vocab_size, "rustbpe gave two ids to one piece"
