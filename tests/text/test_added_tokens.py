@@ -136,6 +136,17 @@ def test_a_model_whose_class_has_other_ids_is_refused_by_name(tmp_path, kind, er
         load_tokenizer(path)
 
 
+def test_a_word_that_is_only_named_as_padding_stays_a_word(tmp_path):
+    path = write_layout(tmp_path / "hf", "fast, the map alone")
+    before = load_tokenizer(path)
+    (tmp_path / "hf/special_tokens_map.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "n"}')
+    tokenizer = load_tokenizer(path)
+    text = "an axis\n"
+    assert "n" not in tokenizer.special_ids and tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text).tolist() == before.encode(text).tolist()
+    assert (tokenizer.token_bytes[tokenizer.encode("n")] == 1).all()
+
+
 @pytest.mark.parametrize("name", ["dropout"])
 def test_a_tokenizer_that_draws_its_ids_is_refused(tmp_path, name):
     path = pathlib.Path(write_layout(tmp_path / "hf", "fast"))

@@ -132,6 +132,8 @@ def read_token(value: Any, where: str) -> dict[str, Any]:
 def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], where: str) -> bool:
     """Adds the tokens as transformers does and returns whether that changed the tokenizer.
 
+    A word of the vocabulary that is only named as a special token, such as "!" for padding, stays a word: any text
+    could spell the token, and decoding would drop it.
     Raises: BadInput for a token that the files give one id and transformers another.
     """
     import tokenizers
@@ -141,6 +143,8 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
     new = []
     for token in tokens:
         had = present.get(token.content)
+        if token.id is None and had is None and is_spelled(tokenizer, token.content):
+            continue
         if token.id is None and had is not None:
             token = AddedToken(token.content, None, True, *(getattr(had, flag) for flag in FLAGS[1:]))
         if had is None or any(getattr(had, flag) != getattr(token, flag) for flag in FLAGS):
@@ -155,6 +159,11 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
             )
     after = tokenizer.get_added_tokens_decoder()
     return {i: repr_of(token) for i, token in before.items()} != {i: repr_of(token) for i, token in after.items()}
+
+
+def is_spelled(tokenizer: "tokenizers.Tokenizer", text: str) -> bool:
+    """Returns True if a text is encoded as the one token of this name."""
+    return [tokenizer.token_to_id(text)] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def repr_of(token: "tokenizers.AddedToken") -> tuple[Any, ...]:

@@ -61,9 +61,6 @@ class HuggingFaceTokenizer(Tokenizer):
         first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
-        for token in neighbors.added:  # a word that is only named as one: texts spell it
-            if self.encode(token.content).tolist() == [ids[token.content]]:
-                self.special_ids.pop(token.content, None)
         self.marks = find_marks(self.special_ids)
         self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
         self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
@@ -176,7 +173,8 @@ def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bo
         is_changed = is_list and lowercase is not None
     check_deterministic(path, made.model)
     check_prefix_space(path, made, settings.get("add_prefix_space"))
-    return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
+    with faults_of(f"data.tokenizer={path} does not work"):
+        return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
 
 
 def check_deterministic(path: str, model: tokenizers.models.Model) -> None:
