@@ -98,11 +98,12 @@ def divided(
     """(means, gradients of the mean) from the sums of this device."""
     with jax.named_scope("reduce_gradients"):
         sums, grads = reduction.sums(sums), reduction.last(grads)
-    tokens = jnp.maximum(sums.pop("real_tokens"), 1.0)
+    real_tokens = sums.pop("real_tokens")
+    tokens = jnp.maximum(real_tokens, 1.0)
     # Integers are counts, and stay what they are.
     mean = lambda value: value if jnp.issubdtype(value.dtype, jnp.integer) else value / tokens
     means = {name: mean(value) for name, value in sums.items()}
-    return means | {"real_tokens": tokens}, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
+    return means | {"real_tokens": real_tokens}, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
 
 
 def split_rows(rows: jax.Array, parts: int) -> jax.Array:

@@ -72,6 +72,9 @@ class Autopilot:
     def read(self, step: int, values: dict[str, Any], batch: Batch) -> None:
         """Takes in the metrics of a step; `action` is then what is to be done, or None."""
         verdict = values["verdict"]
+        if verdict == guard.NO_TARGETS:  # there is nothing to judge
+            self.of.note("alarm", step, what=guard.VERDICTS[verdict], batch=self.of.batch_of(step - 1))
+            return
         bad = bool(values["skipped"]) and verdict != guard.LOSS_SCALE
         reading = recovery.JudgedStep(
             step, values["objective"], values["grad_norm"], values["loss_median"], bad, values["skipped_in_row"]

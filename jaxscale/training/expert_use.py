@@ -84,7 +84,7 @@ def router_numbers(fetched: dict[str, Any], counts_LE: np.ndarray, chosen: int) 
     scores of a token lie apart, in the layer with the least; how far the biases of a layer do, and how many times as
     far as the scores, in the worst. Taken out of `fetched`."""
     # Sums over the tokens that are text were divided by those that have a target.
-    per_token_L = fetched["real_tokens"] * chosen / np.maximum(counts_LE.sum(axis=1), 1)
+    per_token_L = np.maximum(fetched["real_tokens"], 1) * chosen / np.maximum(counts_LE.sum(axis=1), 1)
     entropy_L, scores_L = (fetched.pop(name) * per_token_L for name in (ROUTER_ENTROPY, ROUTER_SCORES))
     numbers = {"router_entropy": float(entropy_L.mean()), "router_entropy_lowest": float(entropy_L.min())}
     if ROUTER_BIAS not in fetched:

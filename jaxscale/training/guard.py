@@ -20,10 +20,11 @@ JUDGE, SKIP, APPLY = range(3)  # orders; APPLY still refuses what is not finite
 # By the number that the step gives as its verdict.
 VERDICTS = (
     "good", "not finite", "absurd norm", "loss by median", "loss by sigmas", "norm by sigmas", "norm by clip",
-    "ordered", "new level", "loss scale"
+    "ordered", "new level", "loss scale", "no targets"
 )  # fmt: skip
 (
-    GOOD, NOT_FINITE, ABSURD_NORM, LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS, NORM_RATIO, ORDERED, NEW_LEVEL, LOSS_SCALE
+    GOOD, NOT_FINITE, ABSURD_NORM, LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS, NORM_RATIO, ORDERED, NEW_LEVEL, LOSS_SCALE,
+    NO_TARGETS,
 ) = range(len(VERDICTS))  # fmt: skip
 BY_WINDOW = (LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS)  # may be wrong about a step; the others are not
 
@@ -65,11 +66,13 @@ def inspect(
     grad_norm: jax.Array,
     excused: jax.Array | bool = False,
     clip_norm: float = 0.0,
+    no_targets: jax.Array | bool = False,
 ) -> tuple[jax.Array, jax.Array, Guard]:
     """(ok, verdict, state): ok is bool[], True if the step may be applied; verdict int32[] is a place in VERDICTS.
 
     excused: it is known why the gradient is not finite, as when a loss scale that can still fall overflows, so that the
-    step does not count as one in a row.
+    step does not count as one in a row. no_targets: no token of the batch has weight: there is nothing to learn and
+    nothing to judge, and the step changes neither the parameters nor the window.
     """
     seen_enough, median = state.seen >= ENOUGH, loss_median(state)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -85,20 +88,21 @@ def inspect(
 
     # Counted and believed under any order, so that the window of a replay begins anew where that of the old run did.
     certain = jnp.any(jnp.stack([wrong for number, wrong in wrongs.items() if number not in BY_WINDOW]))
-    spike = (judged != GOOD) & ~certain
+    spike = (judged != GOOD) & ~certain & ~jnp.asarray(no_targets)
     believed = spike & (state.spikes_in_row >= cfg.max_spikes_in_row) & (state.order != SKIP)
     judged = jnp.where(finite, jnp.where(state.order == APPLY, GOOD, judged), NOT_FINITE)
     judged = jnp.where(excused & ~finite, LOSS_SCALE, jnp.where(believed, NEW_LEVEL, judged))
+    judged = jnp.where(no_targets & finite, NO_TARGETS, judged)
     verdict = jnp.where(state.order == SKIP, ORDERED, judged).astype(jnp.int32)
     ok = (verdict == GOOD) | believed
-    counted = verdict != LOSS_SCALE
+    counted = (verdict != LOSS_SCALE) & (verdict != NO_TARGETS)
     at = jnp.where(believed, 0, state.seen % state.losses.size)
     enter = lambda ring_W, value: ring_W.at[at].set(jnp.where(ok, value, ring_W[at]))
     return (
         ok,
         verdict,
         state._replace(
-            skipped=state.skipped + ~ok,
+            skipped=state.skipped + (~ok & (verdict != NO_TARGETS)),
             skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + counted),
             spikes_in_row=jnp.where(ok | (counted & ~spike), 0, state.spikes_in_row + spike),
             losses=enter(state.losses, loss),
@@ -114,7 +118,7 @@ def told(before: Guard, after: Guard, ok: jax.Array, verdict: jax.Array) -> dict
     return {
         "loss_median": loss_median(before),
         "verdict": verdict,
-        "skipped": ~ok,
+        "skipped": ~ok & (verdict != NO_TARGETS),
         "skipped_total": after.skipped,
         "skipped_in_row": after.skipped_in_row,
     }

@@ -60,6 +60,8 @@ class Reporter(NamedTuple):
         self.writer.tick(step)
         if not self.writer.due(step) and not unread.statistics:
             return scalars
+        if not values["real_tokens"]:  # means over no token
+            values |= {"loss": None, "grad_norm": None}
         record = {
             "loss": values.pop("loss"),
             **self.throughput.report(),

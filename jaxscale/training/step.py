@@ -52,7 +52,7 @@ def make_train_step(
         finite = jnp.isfinite(grad_norm)
         excused = ~finite & (state.loss_scale.value > cfg.loss_scale.min) if dynamic_scale else False
         ok, verdict, guard_state = guard.inspect(
-            cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm
+            cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm, means["real_tokens"] == 0
         )
 
         lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after recovery has cut it
