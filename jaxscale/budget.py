@@ -17,6 +17,7 @@ class Position(NamedTuple):
     steps_done: int = 0
     next_batch: int = 0
     finished: Mapping[str, tuple[tuple[int, int], ...]] = {}  # stages of each ramp that is over, by field of Budget
+    begun: Mapping[str, int] = {}  # first batch of each stage of data.mixture that has begun, by its start as written
 
 
 BEGINNING = Position()
@@ -100,7 +101,7 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
         total_steps,
         warmup_steps,
         resolve_decay_start(cfg.optim, sizes, total_steps, **known),
-        resolve_factors(cfg.optim, sizes, **known),
+        resolve_factors(cfg.optim, sizes, position.steps_done, **known),
         sizes.stages if sizes.vary else (),
         finished.get("seq_len_ramp") or resolve_rows(cfg, sizes, **known),
     )
@@ -223,13 +224,19 @@ def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -
     return total_steps - round(optim.decay_fraction * total_steps)
 
 
-def resolve_factors(optim: OptimConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, float], ...]:
-    """optim.factors of a piecewise schedule by the step that each begins with. Raises BadInput unless these rise."""
+def resolve_factors(
+    optim: OptimConfig, sizes: units.BatchSizes, steps_done: int, **known: Any
+) -> tuple[tuple[int, float], ...]:
+    """optim.factors of a piecewise schedule by the step that each begins with.
+
+    Raises BadInput unless those that begin after `steps_done` rise: of the others, the last one counts.
+    """
     if optim.decay != "piecewise":
         return ()
     when = [units.resolve("optim.factors", amount, **known) for amount, _ in optim.parse_factors()]
     begins = [sizes.holding(tokens) for tokens in when]
-    if begins != sorted(set(begins)):
+    ahead = begins[next((at for at, begin in enumerate(begins) if begin > steps_done), len(begins)) :]
+    if ahead != sorted(set(ahead)):
         raise BadInput(
             f"optim.factors={', '.join(optim.factors)} begin after {', '.join(map(str, begins))} steps of this run, "
             "and each must begin after the one before; put them in order, or leave one out"

@@ -104,7 +104,7 @@ def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
         way_out = f"use {units.or_list(fitting)}" if fitting else "use fewer devices on data and fsdp"
         raise BadInput(
             f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
-            f"{way_out}, or a batch of {parts * shards} rows: batch_tokens={parts * shards * cfg.seq_len}"
+            f"{way_out}, or a batch of {parts * shards} rows ({parts * shards * cfg.seq_len} tokens)"
         )
 
 

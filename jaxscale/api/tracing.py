@@ -17,6 +17,7 @@ from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
 from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.records import read_records
+from jaxscale.run.resume_checks import recorded_position
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, tell
 from jaxscale.training.decisions import Decisions, decisions_of
@@ -49,13 +50,15 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     decisions = decisions_of(read_events(folder))
     pending = decisions.pending  # what lies behind its step is moved away by the next start
     step = newest_to_read(checkpoints, tell, before=pending.to + 1 if pending else None)
-    recorded = checkpoints.read_run(step)["data"] if step is not None else None
+    run = checkpoints.read_run(step) if step is not None else None
+    recorded = run["data"] if run else None
     corpus = open_data(
         cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda _: None
     )
     total_steps, sizes = written["budget"]["total_steps"], recorded_sizes(written["budget"], cfg.seq_len)
     decided = decisions.with_recorded(recorded)
-    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decided, sizes)
+    begun = recorded_position(run, step or 0).begun
+    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decided, sizes, begun)
     hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}
     done = max(step or 0, 1 + max(hashes, default=-1))
     row_tokens = recorded_rows(written["budget"], cfg.seq_len)
@@ -70,6 +73,7 @@ def reckoned(
     total_steps: int,
     decisions: Decisions,
     sizes: BatchSizes,
+    begun: Mapping[str, int],
 ) -> tuple[Ranges, Mixture | None]:
     """(skipped batches, mixture) as run.open_run has them: what the last checkpoint, of `step`, has recorded, and what
     the newest start and the run's rewinds have changed ahead of it.
@@ -85,7 +89,7 @@ def reckoned(
         )
     skipped = merge_skips(before, [*cfg.data.skip_batches, *decisions.skip_batches], step)
     num_batches = batch_index(total_steps - 1, skipped) + 1
-    mixture = corpus.plan_mixture(sizes, total_steps, num_batches, detours=decisions.detours)
+    mixture = corpus.plan_mixture(sizes, total_steps, num_batches, detours=decisions.detours, begun=begun)
     rows = sizes.begin(batch_index(step - 1, before) + 1) if step else 0
     if recorded and not same_past(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise Stop(

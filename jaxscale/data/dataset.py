@@ -75,8 +75,8 @@ def open_transform(name: str) -> Transform:
     return found
 
 
-def check_transforms(transforms: Sequence[Transform], names: Sequence[str], batch: Batch) -> None:
-    """Tries each transform on the first rows of batch 0.
+def check_transforms(transforms: Sequence[Transform], names: Sequence[str], batch: Batch, n: int) -> None:
+    """Tries each transform on the first rows of batch n.
 
     Raises BadInput naming the one that fails, changes which fields there are, a shape or a dtype, or gives a row other
     values when it gets it alone: a process reads only the rows of its own devices.
@@ -85,9 +85,9 @@ def check_transforms(transforms: Sequence[Transform], names: Sequence[str], batc
     before = take(batch, rows)
     for transform, name in zip(transforms, names, strict=True):
         try:
-            after, alone = transform(take(before, rows), 0, rows), transform(take(before, rows[-1:]), 0, rows[-1:])
+            after, alone = transform(take(before, rows), n, rows), transform(take(before, rows[-1:]), n, rows[-1:])
         except (Exception, SystemExit) as error:  # theirs: it may be anything
-            raise BadInput(f"data.transforms: {name} fails on batch 0: {type(error).__name__}: {error}") from error
+            raise BadInput(f"data.transforms: {name} fails on batch {n}: {type(error).__name__}: {error}") from error
         if problem := difference(before, after):
             raise BadInput(f"data.transforms: {name} {problem}; a transform keeps fields, shapes and dtypes")
         if not all(map(np.array_equal, leaves(take(after, rows[-1:])).values(), leaves(alone).values())):

@@ -59,6 +59,7 @@ class Mixture:
     stages: tuple[Stage, ...]
     lines: tuple[str, ...] = ()  # what people should know of it
     reported_names: tuple[str, ...] = ()  # mixture_names of the setting
+    starts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # first batch of each stage, as it is written
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -193,11 +194,13 @@ def plan_mixture(
     num_batches: int,
     detours: Sequence[Detour] = (),
     tokens_of: Mapping[str, int] | None = None,
+    begun: Mapping[str, int] | None = None,
 ) -> Mixture:
     """The stages of a run, with one more wherever a source has used up its epochs and leaves its share to the others.
 
     Args: sizes: {source: its rows}. total_steps: what '80%' refers to. num_batches: batches up to the run's end.
-    detours: stages of one source in between. tokens_of: {source: its tokens}, for the message alone.
+    detours: stages of one source in between. tokens_of: {source: its tokens}, for the message alone. begun: `starts` of
+    stages that have begun, which stay there: those written in '%' follow total_steps until then.
     Raises: BadInput for a source that is not there, and where all have used up their epochs before the end.
     """
     rows = units.BatchSizes.of(rows_per_batch)
@@ -211,7 +214,8 @@ def plan_mixture(
         train_tokens=tokens.begin(total_steps),
         epoch_tokens=sum(sizes.values()) * seq_len,
     )
-    starts = with_detours(start_batches(mixture, tokens, seq_len=seq_len, **known), detours)
+    written = start_batches(mixture, tokens, begun or {}, seq_len=seq_len, **known)
+    starts = with_detours([(start, weights) for start, weights, _ in written], detours)
     caps = {names.index(name): int(number * sizes[name]) for name, number in max_epochs.items()}
     ends = [start for start, _ in starts[1:]] + [max(num_batches, starts[-1][0] + 1)]
     stages: list[Stage] = []
@@ -246,25 +250,30 @@ def plan_mixture(
             row = stop
     epochs = ", ".join(f"{name} {had / size:.3g}" for (name, size), had in zip(sizes.items(), taken) if had)
     lines.append(f"epochs of each source in this run: {epochs}")
-    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture))
+    first_batches = {as_written: start for start, _, as_written in written}
+    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture), first_batches)
 
 
-def start_batches(mixture: MixtureSetting, batches: units.BatchSizes, **known: int | None) -> list[tuple[int, Weights]]:
-    """(first batch, weights) of each stage, in order. batches: in tokens. known: what units.resolve needs.
+def start_batches(
+    mixture: MixtureSetting, batches: units.BatchSizes, begun: Mapping[str, int], **known: int | None
+) -> list[tuple[int, Weights, str]]:
+    """(first batch, weights, start as it is written) of each stage, in order.
 
+    Args: batches: in tokens. begun: first batches that stay. known: what units.resolve needs.
     Raises: BadInput unless the first is batch 0, and where two are the same.
     """
-    resolved = [
-        (units.resolve("data.mixture's start", start, **known), weights) for start, weights in stages_of(mixture)
-    ]
+
+    def first_batch(start: str) -> int:
+        tokens = units.resolve("data.mixture's start", start, **known)
+        return begun.get(start, batches.holding(tokens))
+
     starts = sorted(
-        ((batches.holding(tokens), weights) for tokens, weights in resolved),
-        key=lambda stage: stage[0],
+        ((first_batch(start), weights, start) for start, weights in stages_of(mixture)), key=lambda stage: stage[0]
     )
     if starts[0][0] != 0:
         raise BadInput(f"data.mixture begins at batch {starts[0][0]}; its first stage must start at '0'")
-    if len({start for start, _ in starts}) < len(starts):
-        raise BadInput(f"data.mixture has two stages that start at one batch: {[start for start, _ in starts]}")
+    if len({start for start, *_ in starts}) < len(starts):
+        raise BadInput(f"data.mixture has two stages that start at one batch: {[start for start, *_ in starts]}")
     return starts
 
 

@@ -96,11 +96,12 @@ class Corpus:
         *,
         capped: bool = True,
         detours: Sequence[Detour] = (),
+        begun: Mapping[str, int] | None = None,
     ) -> Mixture | None:
         """The stages of a run of `total_steps` steps; None where the settings have no mixture.
 
-        num_batches: up to the end of the run, those that it skips counted too. detours: of its rewinds.
-        Raises BadInput as the function does.
+        num_batches: up to the end of the run, those that it skips counted too. detours: of its rewinds. begun: as
+        of the function. Raises BadInput as the function does.
         """
         if not self.cfg.mixture:
             return None
@@ -114,6 +115,7 @@ class Corpus:
             total_steps=total_steps,
             num_batches=total_steps if num_batches is None else num_batches,
             detours=detours,
+            begun=begun,
         )
 
     def as_grain(
@@ -134,12 +136,12 @@ class Corpus:
             functools.partial(read_batch, batches.rows, rows, self.open_transforms(batches)), num_batches
         )
 
-    def open_transforms(self, batches: Batches) -> tuple[Transform, ...]:
-        """The functions of data.transforms, tried on the first batch. Raises BadInput naming one that is unfit."""
+    def open_transforms(self, batches: Batches, first: int = 0) -> tuple[Transform, ...]:
+        """The functions of data.transforms, tried on batch `first`. Raises BadInput naming one that is unfit."""
         names = self.cfg.transforms
         transforms = tuple(map(open_transform, names))
         if transforms:
-            check_transforms(transforms, names, batches.batch(0))
+            check_transforms(transforms, names, batches.batch(first), first)
         return transforms
 
     def valid_batches(self, num_rows: int, rows_per_batch: int) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:

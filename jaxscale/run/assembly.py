@@ -160,7 +160,8 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
         "budget": dataclasses.asdict(start.budget),
         "devices": {"kind": program.mesh.devices.flat[0].device_kind, "number": program.mesh.size},
         "peak": dataclasses.asdict(chip) if chip else None,  # what MFU is measured against
-        "mixture": mixture and {"stages": mixture.record(), "rows": start.corpus.rows_of_sources},
+        "mixture": mixture
+        and {"stages": mixture.record(), "rows": start.corpus.rows_of_sources, "starts": dict(mixture.starts)},
         "ancestry": start.source.ancestry if start.source else (start.recorded or {}).get("ancestry", []),
         **run_info(),
         "changed": record_changes(start.changes, past, start.steps_done, jump, folder.log),

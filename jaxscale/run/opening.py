@@ -23,7 +23,7 @@ from jaxscale.run.resume_checks import check_position, check_same_run
 from jaxscale.run.start import RunFolder, Start, resolve_start
 from jaxscale.run.startup_log import log_program, log_resume
 from jaxscale.system import paths
-from jaxscale.system.exits import Stop
+from jaxscale.system.exits import BadInput, Stop
 from jaxscale.training import loop
 from jaxscale.training.autopilot import Rescheduled, Rewound
 from jaxscale.training.services import Services
@@ -85,7 +85,7 @@ def reopen(run: OpenedRun, checkpoints: Tiers | None = None) -> OpenedRun:
     if start.budget != parts.budget:
         program = make_remaining(folder.cfg, start, parts.make_program)
     else:
-        program = add_stages(parts.program, start.budget, start.remaining_stages)  # after a rewind to an earlier one
+        program = with_remaining(parts.program, start)  # of an earlier stage, after a rewind
     start, state, program = restore_start(folder, start, program)
     parts = dataclasses.replace(parts, budget=start.budget, program=program)
     return assemble(folder, start, parts, state)
@@ -96,7 +96,17 @@ def make_remaining(cfg: RunConfig, start: Start, make_program: Callable[[RunConf
 
     Raises BadInput for one that does not fit the devices; a stage that is over need not fit.
     """
-    return add_stages(make_program(cfg, start.budget.without_ramps), start.budget, start.remaining_stages)
+    return with_remaining(make_program(cfg, start.budget.without_ramps), start)
+
+
+def with_remaining(program: Program, start: Start) -> Program:
+    """The program, with those of the stages that this start needs and it does not have. Raises as make_remaining."""
+    try:
+        return add_stages(program, start.budget, start.remaining_stages)
+    except BadInput as error:
+        if not start.steps_done:
+            raise
+        raise BadInput(f"batch {start.batch_of(start.steps_done)} follows step {start.steps_done}: {error}") from None
 
 
 def prepare_folder(
@@ -141,7 +151,7 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
         except Stop as damage:
             older = checkpoints.fall_back(start.step, damage, log)
             start = resolve_start(folder, older, start.corpus)
-            program = add_stages(program, start.budget, start.remaining_stages)
+            program = with_remaining(program, start)
             continue
         if start.step is not None:
             checkpoints.log_changed_files(start.step, log)

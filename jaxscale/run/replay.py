@@ -9,6 +9,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.checkpoint.storage_errors import written
 from jaxscale.config import RunConfig
+from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import normalise
 from jaxscale.hosts.agree import agreed
 from jaxscale.monitor.events import read_events
@@ -91,6 +92,18 @@ def check_same_length(budget: Budget, old_workdir: str) -> None:
                 f"--replay={old_workdir}: the stages of {setting}, as [first batch, size], were {old_stages} there and "
                 f"would be {stages}: its train_tokens changed when they were over; it cannot be replayed",
             )
+
+
+def check_same_starts(mixture: Mixture, old_workdir: str) -> None:
+    """Raises Stop(CONFIG_MISMATCH) where stages of the mixture began at other batches in the run to replay."""
+    old = paths.read_json(paths.as_path(old_workdir) / "config.json").get("mixture") or {}
+    starts = old.get("starts", mixture.starts)  # an earlier version recorded none
+    if starts != mixture.starts:
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"--replay={old_workdir}: the first batches of the stages of data.mixture were {starts} there and would be "
+            f"{dict(mixture.starts)}: its train_tokens changed when they had begun; it cannot be replayed",
+        )
 
 
 def same_folder(one: Any, other: Any) -> bool:

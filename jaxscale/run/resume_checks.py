@@ -48,7 +48,8 @@ def recorded_run(folder: Any) -> dict[str, Any]:
 def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position:
     """Where a run resumes from a checkpoint at `step` that recorded this of the run.
 
-    Ends of ramps in '%' follow train_tokens; a ramp of which the last stage has begun keeps the stages that it had.
+    What is written in '%' follows train_tokens; a ramp of which the last stage has begun keeps its stages, and a stage
+    of data.mixture that has begun keeps its first batch.
     """
     if not recorded or not step:
         return BEGINNING
@@ -57,7 +58,9 @@ def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position
     stages = {name: tuple((int(first), int(size)) for first, size in ramp) for name, ramp in ramps.items()}
     last = batch_index(step - 1, skipped)
     finished = {name: ramp for name, ramp in stages.items() if ramp and ramp[-1][0] <= last}
-    return Position(step, batch_index(step, skipped), finished)
+    starts = (recorded.get("mixture") or {}).get("starts") or {}
+    begun = {start: batch for start, batch in starts.items() if batch <= last}
+    return Position(step, batch_index(step, skipped), finished, begun)
 
 
 def check_same_run(

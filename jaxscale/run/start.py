@@ -15,7 +15,7 @@ from jaxscale.data.pipeline import Corpus
 from jaxscale.run.branching import check_branch, check_longer
 from jaxscale.run.changes import Change
 from jaxscale.run.options import RunOptions
-from jaxscale.run.replay import check_same_length, read_decisions
+from jaxscale.run.replay import check_same_length, check_same_starts, read_decisions
 from jaxscale.run.resume_checks import (
     check_hosts_agree,
     check_same_data,
@@ -104,7 +104,8 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
         before, done = source.record["run"], source.step
     decisions = read_decisions(folder.path).with_recorded(before and before["data"])
     corpus = corpus or open_corpus(folder, before)
-    budget = resolve_budget(cfg, corpus.epoch_tokens, recorded_position(before, done))
+    position = recorded_position(before, done)
+    budget = resolve_budget(cfg, corpus.epoch_tokens, position)
     if done and recorded is None:
         check_longer(cfg, source, budget.total_steps)
     planned = budget
@@ -119,10 +120,12 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
         return start
     detours = (folder.replayed or decisions).detours
     num_batches = start.batch_of(planned.total_steps - 1) + 1  # a decay that begins early moves no stage of the data
-    mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours)
+    mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours, begun=position.begun)
+    if options.replay and mixture is not None:
+        check_same_starts(mixture, options.replay)
     check_same_past(start.sizes, mixture, before, done, folder.log)
     check_same_rows(budget.row_tokens(cfg.seq_len), before, done)
-    transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture))
+    transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture), start.batch_of(done))
     return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
 
 

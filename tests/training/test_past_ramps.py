@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.api import planning
+from jaxscale.api.tracing import trace
 from jaxscale.budget import Budget, Position, remaining_stages, resolve_budget
 from jaxscale.build import make_program
 from jaxscale.planning.check import check_machine
+from jaxscale.planning.fitting import fitting_program
 from jaxscale.run.branching import branch_settings
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions
@@ -32,7 +35,8 @@ RAMP = QUIET | {
 LARGER = {"mesh.data": 4, "mesh.fsdp": 2}
 NUM_SMALL, NUM_STEPS = 5, 14
 SMALL_FIRST = ((0, 4 * ROW), (NUM_SMALL, 16 * ROW))
-REFUSED = r"^batch_ramp, batches of 4 rows: .* leaves 4 rows for 8 batch shards .* resumes at batch 5 or later"
+REFUSED = r"batch_ramp, batches of 4 rows: .* leaves 4 rows for 8 batch shards .* resumes at batch 5 or later"
+GOING_BACK = f"^batch 3 follows step 3: {REFUSED}"
 
 
 @functools.cache
@@ -95,10 +99,10 @@ def test_devices_are_added_once_the_ramp_is_over(stopped, straight, resumed):
 
 
 def test_a_first_batch_that_does_not_fit_is_refused_from_the_beginning_and_within_the_ramp(tmp_path):
-    with pytest.raises(BadInput, match=REFUSED):
+    with pytest.raises(BadInput, match=f"^{REFUSED}"):
         opened(tmp_path / "new", number=8)
     loop.train(opened(tmp_path / "run", stop_after=4))
-    with pytest.raises(BadInput, match=REFUSED):
+    with pytest.raises(BadInput, match=f"^batch 4 follows step 4: {REFUSED}"):
         opened(tmp_path / "run", number=8)
 
 
@@ -119,10 +123,10 @@ def test_stages_are_needed_from_the_next_batch_on_except_for_skipped_ones():
 
 def test_a_rewind_into_a_stage_that_does_not_fit_is_refused_by_name(resumed, monkeypatch):
     monkeypatch.setenv("JAXSCALE_SPOIL_BATCHES", "6:9:nan")  # steps 7 to 9: back to step 3, and batch 3 comes next
-    with pytest.raises(BadInput, match=REFUSED):
+    with pytest.raises(BadInput, match=GOING_BACK):
         train_to_completion(opened(resumed, number=8))
     monkeypatch.delenv("JAXSCALE_SPOIL_BATCHES")
-    with pytest.raises(BadInput, match=REFUSED):  # the rewind binds
+    with pytest.raises(BadInput, match=GOING_BACK):  # the rewind binds
         opened(resumed, number=8)
     loop.train(opened(resumed, stop_after=5))  # on the devices of before it runs through that stage
     loop.train(opened(resumed, number=8))
@@ -153,7 +157,7 @@ def test_a_damaged_checkpoint_falls_back_to_a_stage_that_fits_and_is_refused_whe
     file = max((resumed / "checkpoints" / "6" / "state").rglob("*"), key=lambda path: path.stat().st_size)
     file.write_bytes(bytes(byte ^ 255 for byte in file.read_bytes()))
     shutil.copytree(resumed, copy := resumed.with_name("copy"))
-    with pytest.raises(BadInput, match=REFUSED):
+    with pytest.raises(BadInput, match=GOING_BACK):
         opened(copy, number=8)
     run = opened(resumed, large_only=True)
     assert run.start_step == 3 and [one.cfg.rows_per_step for one in run.parts.program.smaller] == [4]
@@ -254,5 +258,77 @@ def test_rows_are_shared_by_more_devices_once_short_ones_are_over(tmp_path):
     loop.train(dataclasses.replace(run, stop_after=5))
     shutil.rmtree(tmp_path / "run")
     loop.train(run_on(1, {}, stop_after=3))
-    with pytest.raises(BadInput, match="^seq_len_ramp, rows of 4 tokens, batches of 64 rows: seq_len=4 is not a mult"):
+    with pytest.raises(
+        BadInput,
+        match="^batch 3 follows step 3: seq_len_ramp, rows of 4 tokens, batches of 64 rows: seq_len=4 is not a mult",
+    ):
         run_on(8, {"mesh.context": 4, "mesh.data": 2})
+
+
+def test_plan_checks_the_stages_ahead_of_the_newest_checkpoint(stopped):
+    cfg = tiny.config(RAMP | LARGER)
+    with pytest.raises(BadInput, match="batch_ramp, batches of 4 rows"):
+        planning.plan(cfg, "v5e:2x4")
+    work = planning.plan(cfg, "v5e:2x4", workdir=str(stopped[0])).work
+    assert (work.total_steps, work.ramp) == (NUM_STEPS, SMALL_FIRST)
+    position = planning.position_of(str(stopped[0]))  # as preflight takes it too
+    assert position == Position(6, 6, {"ramp": SMALL_FIRST}) and planning.position_of(None) == Position()
+    assert not fitting_program(cfg, jax.devices(), position=position).smaller
+
+
+def test_stages_of_a_mixture_that_have_begun_stay_and_later_ones_move(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {n} of some words here\n" for n in range(300)))
+    text = {
+        "data.name": "files", "data.files": {name: str(tmp_path / f"{name}.txt") for name in "ab"},
+        "data.cache_dir": str(tmp_path / "cache"), "model.vocab_size": 264, "data.val_fraction": 0.0,
+        "data.mixture": {"0": {"a": 1.0}, "30%": {"b": 1.0}, "80%": {"a": 1.0}},
+        "optim.decay": "constant", "train_tokens": "10 steps", "batch_tokens": 4 * ROW,
+    }  # fmt: skip
+    cfg = tiny.config(QUIET | text)
+    program = make_program(cfg, resolve_budget(cfg, 10**6), jax.devices()[:1])
+
+    def run_to(step, total, folder="run", **options):
+        make = lambda cfg, budget: dataclasses.replace(program, cfg=cfg)
+        cfg = tiny.config(QUIET | text | {"train_tokens": f"{total} steps"})
+        options = RunOptions(stop_after=step, **options)
+        run = open_run(cfg, str(tmp_path / folder), lambda line: None, options=options, make_program=make)
+        loop.train(run)
+
+    run_to(3, 10)
+    with pytest.raises(Stop, match="data.mixture and data.max_epochs give other rows to the 3 steps that are done"):
+        run_to(4, 5)  # '30%' would be batch 2
+    run_to(4, 10)  # the second stage has begun with batch 3
+    run_to(17, 20)
+    run_to(20, 20)
+    source = {"a": [], "b": []}
+    for step in range(20):
+        for name in {piece.entry.name for piece in trace(str(tmp_path / "run"), step=step, characters=0).pieces}:
+            source[name[0]].append(step)
+    assert source == {"a": [0, 1, 2, 16, 17, 18, 19], "b": [*range(3, 16)]}
+    with pytest.raises(Stop, match=r"'30%': 3, .* there and would be .*'30%': 6, .*; it cannot be replayed"):
+        run_to(20, 20, "again", replay=str(tmp_path / "run"))
+
+
+def refuse_the_first_batch(batch, n, rows):
+    """A transform that cannot do batch 0, which lies behind a run that resumes."""
+    if n == 0:
+        raise ValueError("batch 0")
+    return batch
+
+
+def test_a_transform_is_tried_on_the_batch_that_comes_next(resumed, tmp_path):
+    transform = {"data.transforms": ("test_past_ramps:refuse_the_first_batch",)}
+    with pytest.raises(BadInput, match="fails on batch 0: ValueError: batch 0"):
+        opened(tmp_path / "new", transform)
+    assert opened(resumed, transform, allow_change=("data.transforms",)).start_step == 6
+
+
+def test_factors_of_the_rate_that_lie_behind_a_run_refuse_nothing():
+    factors = ("31%=>0.5", "34%=>0.4", "80%=>0.1")  # of 20 steps: the first two begin with step 7
+    cfg = tiny.config({"optim.decay": "piecewise", "optim.factors": factors, "train_tokens": "20 steps"})
+    with pytest.raises(
+        BadInput, match="begin after 7, 7, 16 steps of this run, and each must begin after the one before"
+    ):
+        resolve_budget(cfg, None, Position(steps_done=6))
+    assert resolve_budget(cfg, None, Position(steps_done=7)).factors == ((7, 0.5), (7, 0.4), (16, 0.1))
