@@ -72,6 +72,7 @@ class ReadConfig:
 
     where: ClassVar[str] = ""  # before a setting's name in messages: where these settings stand
     language_field: ClassVar[str] = ""  # as licence_field; only a recipe has use for it
+    may_skip: ClassVar[bool] = True  # whether messages offer damaged='skip'
 
     text_field: str = setting(
         "text", "name of the text field or column in JSON lines, Parquet, Arrow and data sets; a.b: field b inside a"
@@ -119,11 +120,15 @@ class ReadConfig:
     max_unpacked_ratio: float = setting(
         250.0, "a packed file that unpacks to this many times its size is refused, once it has given 64 MiB"
     )
+    max_window_bytes: int = setting(
+        1 << 31,
+        "the largest window of a .zst file, as zstd --long writes it; each process that reads one holds it in memory",
+    )
 
     def __post_init__(self):
         if not self.text_field:
             raise BadInput("text_field is empty; name the field or column that holds the text, such as 'text'")
-        for name in ("max_document_bytes", "max_line_bytes", "max_unpacked_bytes"):
+        for name in ("max_document_bytes", "max_line_bytes", "max_unpacked_bytes", "max_window_bytes"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be 1 or more")
         if self.max_unpacked_ratio < 1:
@@ -147,4 +152,6 @@ def read_settings(cfg: ReadConfig) -> dict[str, object]:
     found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(ReadConfig)}
     if cfg.html_text != "trafilatura":
         found.pop("html_mode")  # not read, so that what was tokenised before there was this setting is found again
+    if cfg.max_window_bytes == ReadConfig.max_window_bytes:
+        found.pop("max_window_bytes")  # for the same reason
     return found

@@ -271,7 +271,7 @@ def test_a_packed_file_that_is_cut_short_is_named_or_counted(tmp_path, codec):
     documents, skipped = read(path, damaged="skip")
     assert 20_000 < len(documents) < 50_000 and skipped == {"files cut short or broken": 1}
     path.write_bytes(b"no such thing as a packed file" * 9)
-    with pytest.raises(ValueError, match=f"{path.name} is broken .*{way_out}"):
+    with pytest.raises(ValueError, match=f"{path.name} is neither gzip nor zstd .*or set damaged='skip'"):
         read(path)
     path.write_bytes(b"")
     assert read(path) == ([], {})

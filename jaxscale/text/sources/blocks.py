@@ -5,14 +5,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from jaxscale.system.paths import open_binary
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import PACKED
 from jaxscale.text.sources.left_out import lose
-from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, ignore, refetch
+from jaxscale.text.sources.part import WHOLE, Damaged, Part
+from jaxscale.text.sources.unpack import BLOCK_BYTES, MAGIC_BYTES, packed_ending, unpack
 
-BLOCK_BYTES = 1 << 18  # fits the cache of a core; of a packed file, what is lost before the place where it is broken
-MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}  # RFC 1952, 2.3.1; RFC 8878, 3.1.1
-RATIO_FLOOR = 64 << 20  # a file that has unpacked to less than this harms nobody
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def is_packed(path: str) -> bool:
@@ -20,18 +20,19 @@ def is_packed(path: str) -> bool:
     return path.lower().endswith(PACKED)
 
 
-def read_blocks(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[bytes]:
+def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[bytes]:
     """Yields the bytes of the file, or of a part of one that is not packed, at most BLOCK_BYTES at a time.
 
-    Raises: Damaged naming the file and the place if it is cut short, broken, or unpacks to more than cfg allows.
+    skipped: counts what follows the packed data of a file. Raises: Damaged naming the file, the place and the way out
+    if it is cut short or broken, or needs more than cfg allows.
     """
     if is_packed(path):
-        yield from unpack(path, cfg, part.tell)
+        yield from unpack(path, cfg, part.tell, skipped)
         return
     check_unpacked(path, cfg)
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
+        size = left = max(min(part.end, file.seek(0, os.SEEK_END)) - part.begin, 0)
         file.seek(part.begin)
-        size = left = max(min(part.end, os.fstat(file.fileno()).st_size) - part.begin, 0)
         while left > 0 and (block := file.read(min(BLOCK_BYTES, left))):
             left -= len(block)
             part.tell(1 - left / size)
@@ -40,9 +41,9 @@ def read_blocks(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[byte
 
 def check_unpacked(path: str, cfg: ReadConfig) -> None:
     """Raises Damaged for a file that is packed by its first bytes, which no text has, and not by its name."""
-    with open(path, "rb") as file:
-        head = file.read(max(map(len, MAGIC)))
-    if found := next((ending for magic, ending in MAGIC.items() if head.startswith(magic)), ""):
+    with open_binary(path) as file:
+        found = packed_ending(file.read(MAGIC_BYTES))
+    if found:
         raise Damaged(
             f"{path} is packed, by its first bytes, and its name does not say so; name it "
             f"{os.path.basename(path)}{found}, or set {cfg.where}damaged='skip' to leave it out"
@@ -57,44 +58,6 @@ def packed_problem(path: str, cfg: ReadConfig) -> str:
     except Damaged as error:
         return str(error)
     return ""
-
-
-def unpack(path: str, cfg: ReadConfig, tell: Callable[[float], None] = ignore) -> Iterator[bytes]:
-    """read_blocks of a .gz or .zst, of one member or of many."""
-    import pyarrow
-
-    codec = "gzip" if path.lower().endswith(".gz") else "zstd"
-    unpacked = 0
-    with pyarrow.OSFile(path) as packed:
-        if not packed.size():
-            return
-        with pyarrow.CompressedInputStream(packed, codec) as stream:
-            while True:
-                try:
-                    block = stream.read(BLOCK_BYTES)
-                except OSError as error:
-                    reason = "is cut short" if "Truncated" in str(error) else f"is broken ({error})"
-                    raise Damaged(
-                        f"{path} {reason} after {unpacked:,} unpacked bytes, {packed.tell():,} of {packed.size():,} "
-                        f"packed; {refetch(cfg, REST)}"
-                    ) from None
-                if not block:
-                    return
-                unpacked += len(block)
-                if unpacked > cfg.max_unpacked_bytes:
-                    raise Damaged(refusal(path, unpacked, packed.tell(), f"{cfg.where}max_unpacked_bytes"))
-                if unpacked > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed.tell()):
-                    raise Damaged(refusal(path, unpacked, packed.tell(), f"{cfg.where}max_unpacked_ratio"))
-                tell(packed.tell() / packed.size())
-                yield block
-
-
-def refusal(path: str, unpacked: int, packed: int, setting: str) -> str:
-    """The error message for a file that unpacks to too much."""
-    return (
-        f"{path} is refused: its first {packed:,} bytes unpack to {unpacked:,}, more than {setting} allows; "
-        "take it out, or raise that if it is yours"
-    )
 
 
 class Stream(io.RawIOBase):

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.blocks import RATIO_FLOOR
 from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, refetch
+from jaxscale.text.sources.unpack import RATIO_FLOOR
 
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024

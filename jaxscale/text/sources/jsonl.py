@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.blocks import read_blocks, read_lines
+from jaxscale.text.sources.blocks import BYTE_ORDER_MARK, read_blocks, read_lines
 from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, is_utf8, repaired
 from jaxscale.text.sources.left_out import lose
 from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records, Words
@@ -18,7 +18,7 @@ try:
 except ImportError:  # slower, and the same documents
     orjson = None
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 MISSING = object()
 NO_JSON = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # what `loads` raises; orjson's error is of the second
 
@@ -33,13 +33,14 @@ def json_records(
 
     Raises: BadInput naming file and line for one that is not JSON, if cfg says to stop.
     """
-    for offset, number, line in read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin):
+    blocks = read_blocks(path, cfg, skipped, part)
+    for offset, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, part.begin):
         sound = True
         try:
             record = loads(line)
         except NO_JSON:
             sound = False
-            rest = line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line
+            rest = line.removeprefix(BYTE_ORDER_MARK)  # also inside a file, as where several were joined
             record = second_look(rest, cfg, skipped, f"{path} {at(number, part)}")
         if record is not MISSING:
             yield offset, number, line, record, sound

@@ -8,6 +8,8 @@ from jaxscale import units
 
 BYTES = "bytes left out"  # of all that was left out, counted beside the number
 BROKEN = "files cut short or broken"
+TRAILING = "files with other bytes after the packed data"
+OF_FILES = (BROKEN, TRAILING)  # reasons that are counted by files, of which an unknown part is left out
 MUCH = 0.01  # of documents or bytes: more asks for a look, a rule of thumb of this project
 NOT_UTF8 = "not UTF-8; set {where}invalid_utf8='repair', and {where}encoding if it is not Windows-1252"
 WAYS_OUT = {  # by the reason that they are counted under; other counts, as of requests in a WARC file, are no loss
@@ -23,6 +25,7 @@ WAYS_OUT = {  # by the reason that they are counted under; other counts, as of r
     "page nested too deeply": "take them out",
     "WARC: packed in an unknown way": "unpack them first",
     BROKEN: "how much was in their rest is not known; fetch them again",
+    TRAILING: "they are neither gzip nor zstd; fetch them again if text is missing",
 }  # fmt: skip
 
 
@@ -56,14 +59,15 @@ def left_out(
     found = {reason: skipped[reason] for reason in WAYS_OUT if skipped.get(reason)}
     if not found:
         return None
-    lost, lost_bytes = sum(n for reason, n in found.items() if reason != BROKEN), skipped.get(BYTES, 0)
+    lost, lost_bytes = sum(n for reason, n in found.items() if reason not in OF_FILES), skipped.get(BYTES, 0)
     told = [f"{lost:,} of {documents + lost:,} documents ({lost / (documents + lost):.1%})"] if lost else []
     told += [f"{units.size(lost_bytes)} of {units.size(size + lost_bytes)}"] if lost_bytes else []
-    told += [f"the rest of {units.plural(found[BROKEN], 'file')}"] if BROKEN in found else []
+    files = sum(found.get(reason, 0) for reason in OF_FILES)
+    told += [f"the rest of {units.plural(files, 'file')}"] if files else []
     reasons = [
         f"{number:,} {reason}{' in ' + ', '.join(places[reason]) if places and reason in places else ''} "
         f"({WAYS_OUT[reason].format(where=where)})"
         for reason, number in sorted(found.items(), key=lambda pair: -pair[1])
     ]
-    is_much = BROKEN in found or lost > MUCH * (documents + lost) or lost_bytes > MUCH * (size + lost_bytes)
+    is_much = files > 0 or lost > MUCH * (documents + lost) or lost_bytes > MUCH * (size + lost_bytes)
     return LeftOut(lost, lost_bytes, is_much, f"reading left out {', '.join(told)}: {'; '.join(reasons)}")

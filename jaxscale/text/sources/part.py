@@ -50,9 +50,9 @@ def missing_package(what: str, package: str, way_out: str = PREPARE) -> BadInput
     return BadInput(f"{what} needs the package {package}, which is not installed: {way_out}")
 
 
-def refetch(cfg: ReadConfig, rest: str = "") -> str:
-    """The way out of a file that cannot be read. rest: what is lost by going on."""
-    return f"fetch it again, or set {cfg.where}damaged='skip'{rest}"
+def refetch(cfg: ReadConfig, rest: str = "", first: str = "fetch it again") -> str:
+    """The way out of a file that cannot be read. rest: what is lost by going on. first: what helps without a loss."""
+    return f"{first}, or set {cfg.where}damaged='skip'{rest}" if cfg.may_skip else first
 
 
 def unreadable(path: str, error: OSError) -> BadInput:

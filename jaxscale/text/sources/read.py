@@ -14,13 +14,11 @@ from jaxscale.text.sources.columns import parquet_parts, read_arrow, read_parque
 from jaxscale.text.sources.data_sets import read_dataset, read_seqio
 from jaxscale.text.sources.decode import decoded
 from jaxscale.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
-from jaxscale.text.sources.jsonl import at, read_json_lines
+from jaxscale.text.sources.jsonl import JSON_LINES, at, read_json_lines
 from jaxscale.text.sources.left_out import BROKEN, lose
 from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, unreadable
 from jaxscale.text.sources.text import read_text, text_parts
 from jaxscale.text.sources.warc import read_page, read_warc
-
-JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 
 
 class Reader(NamedTuple):

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
+from jaxscale.text.sources.blocks import BYTE_ORDER_MARK, cut_parts, next_line, read_blocks, read_lines
 from jaxscale.text.sources.left_out import lose
 from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records
 
@@ -12,12 +12,11 @@ from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records
 # file can be divided into training and validation. The model sees an end of document there, once in a million bytes.
 DOCUMENT_BYTES = 1 << 20
 CHARACTER_BYTES = 4  # the longest that UTF-8 has
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_text(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the documents of a plain text file; see cfg.text_documents."""
-    blocks = read_blocks(path, cfg, part)
+    blocks = read_blocks(path, cfg, skipped, part)
     if cfg.text_documents == "file":
         yield from cut_text(blocks, part.begin)
         return

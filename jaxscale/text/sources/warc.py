@@ -47,7 +47,7 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 
     Records that hold no page (requests, pictures, answers such as 404) are counted in `skipped`.
     """
-    for record in warc_records(path, cfg, part):
+    for record in warc_records(path, cfg, skipped, part):
         kind = record.header.get("warc-type", "")
         url = record.header.get("warc-target-uri", "").strip("<>")
         id = record.header.get("warc-record-id", "").strip("<>")
@@ -70,9 +70,9 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
                 yield record.offset, record.offset, text, (id, url, "", "")
 
 
-def warc_records(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Record]:
+def warc_records(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Record]:
     """Yields the records. Raises Damaged naming the file and the byte where one is cut short or is none."""
-    stream = buffered(read_blocks(path, cfg, part))
+    stream = buffered(read_blocks(path, cfg, skipped, part))
     way_out = refetch(cfg, REST)
     while not at_end(stream):
         offset = stream.tell()
@@ -189,7 +189,7 @@ def charset_of(content_type: str) -> str:
 
 def read_page(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of the one page that a file is."""
-    page = buffered(read_blocks(path, cfg)).read(cfg.max_line_bytes + 1)
+    page = buffered(read_blocks(path, cfg, skipped)).read(cfg.max_line_bytes + 1)
     if len(page) > cfg.max_line_bytes:
         lose(skipped, "longer than max_line_bytes", os.path.getsize(path))
     elif not page.strip():
