@@ -199,20 +199,24 @@ def evaluate(
     Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. tokens: {name: token
     files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks. save: into the work
     folder too, for the report. how: of a Request, by name: limit, items of each file, 0 for all; stride, context,
-    batch_tokens: tokens; chat: questions of lm_eval are put by the model's chat template; num_fewshot, include_path.
+    batch_tokens: tokens; damaged: 'skip' counts what cannot be read or scored; chat: questions of lm_eval are put by
+    the model's chat template; num_fewshot, include_path.
     """
     if how.get("chat") and not lm_eval:
         raise BadInput("chat=True is for the tasks of lm_eval; name some, or leave it out")
     for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
         if given is not None and not isinstance(given, Mapping):
             raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
-    limit, stride = how.get("limit") or 0, how.get("stride") or 0
-    evals: Evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
+    limit, stride, damaged = how.get("limit") or 0, how.get("stride") or 0, how.pop("damaged", "stop")
+    if damaged not in ("stop", "skip"):
+        raise BadInput(f"damaged={damaged!r} must be 'stop' or 'skip'")
+    shared: dict[str, Any] = dict(limit=limit, damaged=damaged)
+    evals: Evals = {name: TextEval(files=files, stride=stride, **shared) for name, files in (text or {}).items()}
     for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
         for name, file in (given or {}).items():
             if name in evals:
                 raise BadInput(f"{name!r} is the name of two evaluators; call one of them something else")
-            evals[name] = kind(file=file, limit=limit)
+            evals[name] = kind(file=file, **shared)
     tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
     how |= {"limit": limit or None, "stride": stride or None}
     request = Request(evals, tasks, **how)

@@ -93,6 +93,11 @@ class EvaluateFlags(ModelFlags):
         None, "of .jsonl, .parquet and .arrow; --text_documents=file|line|paragraph of plain text", "NAME"
     )
     text_documents: str | None = flag(None, None, "file|line|paragraph")
+    damaged: str | None = flag(
+        None,
+        "what cannot be read or scored: stop and name it (unless given), or leave it out and count it",
+        "stop|skip",
+    )
     batch_tokens: int = flag(BATCH_TOKENS, "tokens that are read at a time; no number depends on it", least=1)
     save: bool = flag(False, "one step: also into evals.jsonl and evals.html")
     json: bool = flag(False, "a line of JSON for each step")
@@ -168,9 +173,11 @@ def request_of(flags: EvaluateFlags) -> Request:
 def read_evals(flags: EvaluateFlags) -> Evals:
     """The evaluators that --text, --choice and --cloze name. Raises BadInput for a name that is given twice."""
     found: Evals = {}
-    given = {name: value for name in (*READING, "stride") if (value := getattr(flags, name)) is not None}
-    shared = {"limit": flags.limit} if flags.limit else {}
     hints = typing.get_type_hints(TextEval)
+    given = {name: value for name in (*READING, "stride") if (value := getattr(flags, name)) is not None}
+    shared: dict[str, typing.Any] = {"limit": flags.limit} if flags.limit else {}
+    if flags.damaged is not None:
+        shared["damaged"] = schema.convert(flags.damaged, hints["damaged"], "--damaged")
     for kind, settings in DATA.items():
         more = dict(shared)
         if kind == "text":
@@ -183,6 +190,8 @@ def read_evals(flags: EvaluateFlags) -> Evals:
             found[name] = settings(**more | {"files" if kind == "text" else "file": pattern})
     if given and not flags.text:
         raise BadInput("--stride and --text_... are for --text; give that too")
+    if flags.damaged is not None and not found:
+        raise BadInput("--damaged is for --text, --choice and --cloze; give one of them too")
     return found
 
 

@@ -5,9 +5,9 @@
 Text goes to stdout as it comes, all else to stderr. On several hosts the flags of training apply; the first one writes.
 """
 
-import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,8 +25,9 @@ from jaxscale.models.config import Dtype
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
-from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import printable
+from jaxscale.text.sources.jsonl import JSON_LINES
+from jaxscale.text.sources.records import json_records, kind_of, text_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,32 +171,27 @@ def read_mesh(axes: Mapping[str, str]) -> MeshConfig:
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """All prompts; one that is empty where there is none. Raises BadInput for a file that holds none."""
+    """Returns all prompts; one that is empty where there is none. Raises BadInput for a file that holds none."""
     if file is None:
         return list(given) or [""]
-    path = paths.as_path(file)
-    if not path.is_file():
+    if not paths.as_path(file).is_file():
         raise BadInput(f"--prompts={file} is not a file")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
-    except UnicodeDecodeError:
-        raise BadInput(f"--prompts={file} is not text in UTF-8") from None
-    read = json_prompt if file.endswith(".jsonl") else lambda file, number, line: line.removesuffix("\r")
-    # by line feeds alone: JSON may hold what else str.splitlines() takes for the end of a line, such as U+2028
-    found = [read(file, n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    path = os.path.expanduser(file)
+    if kind_of(path) in JSON_LINES:
+        found = [json_prompt(f"{file} line {number}", value) for number, value in json_records(path)]
+    else:
+        found = [line for _, line in text_lines(path) if line.strip()]
     if not found:
         raise BadInput(f"--prompts={file} is empty; write a prompt on each line")
     return [*given, *found]
 
 
-def json_prompt(file: str, number: int, line: str) -> str:
-    """The prompt of a line of a .jsonl: text, or an object with `prompt` or `text`."""
-    with contextlib.suppress(ValueError):
-        value: Any = parse_json(line)
-        value = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
-        if isinstance(value, str):
-            return value
-    raise BadInput(f"--prompts={file}: line {number} is neither text in JSON nor an object with a prompt")
+def json_prompt(place: str, value: Any) -> str:
+    """Returns the prompt of a JSON line: text, or an object with `prompt` or `text`."""
+    value = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
+    if isinstance(value, str):
+        return value
+    raise BadInput(f"--prompts: {place} is neither text in JSON nor an object with a prompt")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 Where a context ends and its continuation begins, in tokens, follows lm-eval's rule (TemplateLM._encode_pair): white
 space at the end of the context is moved to the front of the continuation, since tokenizers join it to the word behind;
 then the ids of the whole text are cut behind as many ids as the context alone has. So what is scored is what the model
-would read, and never a word cut in an unusual place. A context without a token is replaced by the start mark.
+would read, and never a word cut in an unusual place. Where one token spans the join, so that the cut leaves nothing,
+the continuation is encoded alone, as in lm-eval's pull request 4055. A context without a token is replaced by the start
+mark.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.eval.items import Item
+from jaxscale.eval.items import Item, LeftOut
 from jaxscale.eval.scorer import Laid, Scorer, Scores, Span
 from jaxscale.eval.text import Reading
 from jaxscale.eval.uncertainty import exp_error, mean_error
@@ -31,6 +33,7 @@ class ItemSet:
     items: tuple[Item, ...]
     spans: tuple[Span, ...]  # of every continuation of every item, in order
     cut: int  # spans whose context is longer than the model reads
+    alone: int  # spans whose continuation was encoded alone
 
     @property
     def fingerprint(self) -> str:
@@ -48,24 +51,34 @@ class ItemSet:
         return choice_metrics(self.items, scores) if self.kind == "choice" else cloze_metrics(scores)
 
 
-def encode_items(kind: str, items: Sequence[Item], reading: Reading) -> ItemSet:
-    """The items in ids. Raises BadInput naming the item whose answer is empty or longer than the model reads."""
-    spans, num_cut, held = [], 0, 0
+def encode_items(kind: str, items: Sequence[Item], reading: Reading, left_out: LeftOut | None = None) -> ItemSet:
+    """Returns the items as ids.
+
+    left_out: counts the items with an answer that has no token or is longer than the model reads, if it says to skip
+    them; None: as 'stop'. Raises BadInput naming such an item, and where no item is left.
+    """
+    left_out = LeftOut() if left_out is None else left_out
+    encoded, spans, num_cut, num_alone, held = [], [], 0, 0, 0
     for item in items:
-        for continuation in item.continuations:
-            try:
-                span, cut = span_of(encode_pair(reading, item.context, continuation), reading.context)
-            except BadInput as error:
-                raise BadInput(f"evaluation item {item.name}: {error}") from None
-            spans.append(span)
-            held += len(span.ids)
-            if held > MOST_IDS:
-                raise BadInput(
-                    f"evaluation item {item.name}: the items up to it have more than {MOST_IDS:,} tokens, contexts "
-                    "included, which are held in memory; set a limit of items"
-                )
-            num_cut += cut
-    return ItemSet(kind, tuple(items), tuple(spans), num_cut)
+        try:
+            pairs = [encode_pair(reading, item.context, continuation) for continuation in item.continuations]
+            own = [span_of(pair, reading.context) for pair in pairs]
+        except BadInput as error:
+            left_out.add(BadInput(f"evaluation item {item.name}: {error}"))
+            continue
+        encoded.append(item)
+        spans += [span for span, _ in own]
+        held += sum(len(span.ids) for span, _ in own)
+        if held > MOST_IDS:
+            raise BadInput(
+                f"evaluation item {item.name}: the items up to it have more than {MOST_IDS:,} tokens, contexts "
+                "included, which are held in memory; set a limit of items"
+            )
+        num_cut += sum(cut for _, cut in own)
+        num_alone += sum(pair.alone for pair in pairs)
+    if not encoded:
+        raise BadInput(f"no item can be scored{left_out}")
+    return ItemSet(kind, tuple(encoded), tuple(spans), num_cut, num_alone)
 
 
 def choice_metrics(items: Sequence[Item], scores: Scores) -> dict[str, float]:
@@ -117,6 +130,7 @@ class Pair(NamedTuple):
 
     ids: np.ndarray  # int32[n]
     first: int  # of the continuation
+    alone: bool  # whether the continuation was encoded alone
 
 
 def move_space(context: str, continuation: str) -> tuple[str, str]:
@@ -134,11 +148,15 @@ def encode_pair(reading: Reading, context: str, continuation: str, text_ids: Tex
     context, continuation = move_space(context, continuation)
     begin, tail = () if text_ids else reading.begin_ids, ids_of(context, "") if context else ()
     begin = begin if len(begin) + len(tail) else reading.start_ids
-    ids = np.concatenate([np.asarray(part, np.int32) for part in (begin, ids_of(context, continuation))])
+    parts = [begin, ids_of(context, continuation)]
+    alone = len(parts[1]) <= len(tail)  # a token spans the join
+    if alone:
+        parts = [begin, tail, ids_of("", continuation)]
+    ids = np.concatenate([np.asarray(part, np.int32) for part in parts])
     first = len(begin) + len(tail)
     if first >= len(ids):
-        raise BadInput(f"the continuation {continuation[:80]!r} adds no token to its context")
-    return Pair(ids, first)
+        raise BadInput(f"the continuation {continuation[:80]!r} has no token")
+    return Pair(ids, first, alone)
 
 
 def span_of(pair: Pair, longest: int) -> tuple[Span, bool]:
@@ -146,7 +164,7 @@ def span_of(pair: Pair, longest: int) -> tuple[Span, bool]:
 
     Raises BadInput where the continuation alone is longer.
     """
-    ids, first = pair
+    ids, first, _ = pair
     cut = max(len(ids) - 1 - longest, 0)
     if first - cut < 1:
         raise BadInput(

@@ -34,9 +34,12 @@ class ItemEval:
     """What is measured on items of a file."""
 
     kind: Literal["choice", "cloze"]
-    file: str = setting(help=".jsonl (also .gz), .parquet or .arrow, or a glob of them")
+    file: str = setting(help=".jsonl (also .gz, .zst), .parquet or .arrow, or a glob of them")
     every_steps: int = setting(1000, EVERY)
     limit: int = setting(0, "items; 0: all")
+    damaged: Literal["stop", "skip"] = setting(
+        "stop", "an item or file that cannot be read or scored: stop and name it, or leave it out and count it"
+    )
 
     def __post_init__(self):
         check_numbers(self, "every_steps", "limit")

@@ -12,13 +12,15 @@ lm-evaluation-harness, version 0.4.13), so that the numbers can be compared with
              context, target
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.files import list_files
-from jaxscale.text.sources.records import ENDINGS, UNREADABLE, kind_of, read_records
+from jaxscale.text.sources.left_out import BYTES
+from jaxscale.text.sources.records import ENDINGS, Damage, kind_of, read_records
 
 LARGEST_ITEM = 32 << 20  # characters: the context is read with each answer
 MOST_SHOWN = 200  # characters of a value in a message
@@ -41,27 +43,55 @@ def check_item_files(pattern: str, setting: str) -> list[Path]:
         raise BadInput(problems[0])
     for file in found:
         if kind_of(Path(file.path)) not in ENDINGS or Path(file.path).is_dir():
-            raise BadInput(f"{setting}={file.path} must be .jsonl (also .gz), .parquet or .arrow, an item a row")
+            raise BadInput(f"{setting}={file.path} must be .jsonl (also .gz, .zst), .parquet or .arrow, an item a row")
     return [Path(file.path) for file in found]
 
 
-def read_items(files: Sequence[Path], kind: str, limit: int = 0) -> list[Item]:
-    """The items of the files, at most `limit` (0: all). kind: choice or cloze.
+class LeftOut:
+    """The items of an evaluation that are left out: how many, and why the first one."""
 
+    def __init__(self, damaged: Damage = "stop"):
+        self.damaged: Damage = damaged
+        self.skipped: Counter = Counter()  # by the reasons of reading
+        self.first = ""
+
+    def add(self, error: BadInput) -> None:
+        """Counts an item. Raises the error where the settings say to stop."""
+        if self.damaged == "stop":
+            raise error
+        self.first = self.first or str(error)
+        self.skipped["no item"] += 1
+
+    @property
+    def count(self) -> int:
+        """Items, lines and files that were left out."""
+        return sum(number for reason, number in self.skipped.items() if reason != BYTES)
+
+    def __str__(self) -> str:
+        """', 3 left out (REASON)', '' for none."""
+        reasons = self.first or ", ".join(f"{reason} {n:,}" for reason, n in self.skipped.items() if reason != BYTES)
+        return f", {self.count:,} left out ({reasons})" if self.count else ""
+
+
+def read_items(files: Sequence[Path], kind: str, limit: int = 0, left_out: LeftOut | None = None) -> list[Item]:
+    """Returns the items of the files, at most `limit` (0: all). kind: choice or cloze.
+
+    left_out: counts the records that are no items, if it says to skip them; None: as 'stop'.
     Raises BadInput naming file and place for a record that is none of the known forms.
     """
+    left_out = LeftOut() if left_out is None else left_out
     form = choice_item if kind == "choice" else cloze_item
     items: list[Item] = []
     for path in files:
-        try:
-            for name, value in read_records(path):
+        for name, value in read_records(path, left_out.damaged, left_out.skipped):
+            try:
                 items.append(named(form, name, str(path.parent / name), value))
-                if limit and len(items) == limit:
-                    return items
-        except UNREADABLE as error:
-            raise BadInput(f"evaluation file {path} cannot be read: {error}") from None
+            except BadInput as error:
+                left_out.add(error)
+            if limit and len(items) == limit:
+                return items
     if not items:
-        raise BadInput(f"{', '.join(map(str, files))} hold no item")
+        raise BadInput(f"{', '.join(map(str, files))} hold no item{left_out}")
     return items
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from jaxscale.eval.choice import encode_items
 from jaxscale.eval.config import Evals, NamedEval, TextEval, setting_name
-from jaxscale.eval.items import check_item_files, read_items
+from jaxscale.eval.items import LeftOut, check_item_files, read_items
 from jaxscale.eval.scorer import Scorer, lay, row_length
 from jaxscale.eval.text import Reading, TextSet, check_text_files, text_metrics
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.decode import is_repair
+from jaxscale.text.sources.left_out import BYTES
 
 GROUP = "evals"  # before the metrics' names
 
@@ -47,17 +48,20 @@ def open_one(name: str, settings: NamedEval, reading: Reading, where: str, hold:
     if isinstance(settings, TextEval):
         return text_evaluator(name, settings, reading, where, hold)
     files = check_item_files(settings.file, where)
-    items = encode_items(settings.kind, read_items(files, settings.kind, settings.limit), reading)
+    left_out = LeftOut(settings.damaged)
+    found = read_items(files, settings.kind, settings.limit, left_out)
+    items = encode_items(settings.kind, found, reading, left_out)
     longest = max(span.places for span in items.spans)
     laid = lay(items.spans, row_length(longest, reading.context))  # once for all models
-    cut = f", {items.cut:,} contexts cut at the left to {reading.context} tokens" if items.cut else ""
+    summary = f"{settings.kind}, {len(items.items):,} items{left_out}"
+    summary += f", {items.cut:,} contexts cut at the left to {reading.context} tokens" if items.cut else ""
+    summary += f", {items.alone:,} continuations encoded alone: a token spans the join" if items.alone else ""
 
     def measure(scorer: Scorer, params: Any) -> dict[str, float]:
-        return items.metrics(scorer, laid, params)
+        counts = {"left_out": left_out.count} if left_out.count else {}
+        return items.metrics(scorer, laid, params) | counts
 
-    return Evaluator(
-        name, settings.every_steps, measure, f"{settings.kind}, {len(items.items):,} items{cut}", items.fingerprint
-    )
+    return Evaluator(name, settings.every_steps, measure, summary, items.fingerprint)
 
 
 def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, hold: bool) -> Evaluator:
@@ -79,7 +83,7 @@ def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, 
     def measure(scorer: Scorer, params: Any) -> dict[str, float]:
         skipped: Counter = Counter()
         metrics = text_metrics(sets, scorer, params, skipped)
-        left_out = sum(count for reason, count in skipped.items() if not is_repair(reason))
+        left_out = sum(count for reason, count in skipped.items() if reason != BYTES and not is_repair(reason))
         return metrics | ({"left_out": left_out} if left_out else {})
 
     number = sum(map(len, sources.values()))

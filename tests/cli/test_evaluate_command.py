@@ -48,6 +48,20 @@ def test_one_checkpoint_is_a_line_for_each_name(workdir, files, capsys):
     assert [evaluate.counted(n, "left_out") for n in (1, 2)] == ["1 left out", "2 left out"]
 
 
+def test_items_and_texts_that_are_damaged_are_counted_or_named(workdir, tmp_path, capsys):
+    lines = [json.dumps(ITEMS[0]), "{", '{"a": 1}', json.dumps(ITEMS[0] | {"choices": [" 3", " 2" * 999]})]
+    (tmp_path / "ask.jsonl").write_text("\n".join([*lines, json.dumps(ITEMS[1])]))
+    (tmp_path / "wiki.jsonl").write_text('{"text": "some text"}\n{"text": 1}\n')
+    flags = [f"--workdir={workdir}", f"--choice=ask={tmp_path}/ask.jsonl"]
+    assert "ask.jsonl line 2 is not JSON" in told(*flags)
+    out, err = printed(capsys, *flags, f"--text=wiki={tmp_path}/wiki.jsonl", "--damaged=skip")
+    lines = dict(line.split(": ", 1) for line in out.splitlines())
+    assert lines["ask"].endswith("2 items, 3 left out") and lines["wiki"].endswith("1 left out")
+    assert "ask: choice, 2 items, 3 left out (" in err
+    assert "--damaged=no must be" in told(*flags, "--damaged=no")
+    assert "--damaged is for --text" in told(f"--workdir={workdir}", "--damaged=skip")
+
+
 def test_no_number_depends_on_mesh_or_batch(workdir, files, capsys):
     flags = [f"--workdir={workdir}", f"--text=code={files}/code.jsonl", "--text_field=body", "--json", "--limit=1"]
     flags += [f"--cloze=names={files}/words.jsonl", "--step=3"]

@@ -212,7 +212,7 @@ def test_bad_input_is_told_in_a_line(flags, wanted):
     "name, content, wanted",
     [
         ("empty.txt", b"\n \n", "is empty"),
-        ("half.txt", b"\xff\xfe", "not text in UTF-8"),
+        ("half.txt", b"\xff\xfe", "is not UTF-8"),
         ("bad.jsonl", b'"a"\n\n{"question": 1}\n', "line 3 is neither text"),
     ],
 )

@@ -181,10 +181,10 @@ def test_every_kind_of_file_is_read_and_items_are_counted_from_one(tmp_path):
     ("name", "data", "told"),
     [
         ("a.csv", b"x", "must be .jsonl"),
-        ("a.jsonl", b'{"q": 1}\n{"q"', "a.jsonl:2 is not JSON"),
+        ("a.jsonl", b'{"q": 1}\n{"q"', "a.jsonl line 2 is not JSON"),
         ("a.jsonl", b'{"q": 1}\n', "holds no text"),
-        ("a.jsonl.gz", gzip.compress(b'{"q": "x"}\n', mtime=0)[:-6], "cannot be read"),
-        ("a.txt", b"\xff\xfe", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"q": "x"}\n', mtime=0)[:-6], "is cut short"),
+        ("a.txt", b"\xff\xfe", "line 1 is not UTF-8"),
         ("a.parquet", b"PAR1", "not whole Parquet"),
         ("a.arrow", b"ARROW1xx", "not whole Arrow"),
     ],

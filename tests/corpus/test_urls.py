@@ -62,7 +62,7 @@ def test_a_word_counts_as_a_whole_and_documents_without_an_address_are_kept_or_d
     [
         (b"# nothing\n", "holds no address"),
         (b"good.example\ntwo words\n", "line 2 is no address: 'two words'"),
-        (b"\xff\xfe", "cannot be read"),
+        (b"\xff\xfe", "line 1 is not UTF-8"),
     ],
 )
 def test_a_list_that_is_none_is_refused_by_name(tmp_path, content, told):

@@ -13,9 +13,10 @@ import pytest
 from pyarrow import parquet
 
 from jaxscale.eval.choice import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
-from jaxscale.eval.items import Item, check_item_files, read_items
+from jaxscale.eval.items import Item, LeftOut, check_item_files, read_items
 from jaxscale.eval.scorer import Scores
 from jaxscale.eval.text import Reading
+from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.load import load_tokenizer
 
 PIQA = {"goal": "Open a tin.", "sol1": "With an opener.", "sol2": "With a song.", "label": 0}
@@ -97,7 +98,7 @@ def test_the_word_to_guess_is_the_last_one_with_its_space(tmp_path):
 def test_a_record_that_is_no_item_is_named(tmp_path, kind, line, told):
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps(OWN | {"text": "a b"}) + "\n" + line + "\n")
-    with pytest.raises(ValueError, match=f"evaluation item .*bad.jsonl:2 .*{re.escape(told)}") as caught:
+    with pytest.raises(ValueError, match=f"bad.jsonl(:| line )2 .*{re.escape(told)}") as caught:
         read_items([file], kind)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
@@ -112,7 +113,7 @@ def test_files_that_are_missing_empty_torn_or_of_another_kind_are_told(tmp_path)
     with pytest.raises(ValueError, match="hold no item"):
         read_items([tmp_path / "a.jsonl"], "choice")
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(json.dumps(OWN).encode() * 999)[:-20])
-    with pytest.raises(ValueError, match="t.jsonl.gz cannot be read"):
+    with pytest.raises(ValueError, match="t.jsonl.gz is cut short"):
         read_items([tmp_path / "t.jsonl.gz"], "choice")
 
 
@@ -137,7 +138,8 @@ class Words:
     [
         ("the cat", " sat down", ["the", " cat"], [" sat", " down"]),
         ("the cat ", "sat down", ["the", " cat"], [" sat", " down"]),  # the space moves to the word behind
-        ("the", "re", [], ["there"]),  # one token of both: there is no way to cut it
+        ("the", "re", ["the"], ["re"]),  # "there" is one token: the continuation is encoded alone
+        ("a the", "re is", ["a", " there"], [" is"]),  # as lm-eval cuts it
         ("", "sat down", ["<end>"], ["sat", " down"]),
         ("  ", "sat", ["<end>"], ["  ", "sat"]),
         ("\u200b", "sat", ["<end>"], ["sat"]),  # of no token
@@ -146,11 +148,8 @@ class Words:
 def test_where_a_context_ends(context, continuation, before, scored):
     words = Words()
     reading = Reading.of(words, context=16)
-    if not before:
-        with pytest.raises(ValueError, match="the continuation 're' adds no token to its context"):
-            encode_pair(reading, context, continuation)
-        return
-    ids, first = encode_pair(reading, context, continuation)
+    ids, first, alone = encode_pair(reading, context, continuation)
+    assert alone == (continuation == "re")
     if context == "  ":
         assert words.words(ids[:first]) == before and "".join(words.words(ids[first:])) == "  sat"
     else:
@@ -161,7 +160,7 @@ def test_white_space_moves_whole_and_what_stands_before_a_text_stays_there():
     assert move_space("a \n", "b") == ("a", " \nb") and move_space("", " b") == ("", " b")
     words = Words()
     assert words.encode("<")[0] == 1
-    ids, first = encode_pair(Reading(words, start_ids=(7,), begin_ids=(7,), context=8), "x", " y")
+    ids, first, _ = encode_pair(Reading(words, start_ids=(7,), begin_ids=(7,), context=8), "x", " y")
     assert ids[0] == 7 and first == 2 and len(ids) == 3
 
 
@@ -174,6 +173,35 @@ def test_a_context_is_cut_at_the_left_and_a_continuation_never():
         span_of(encode_pair(reading, "a", "vwxyz"), 4)
     with pytest.raises(ValueError, match="evaluation item f:1: its continuation has 5 tokens"):
         encode_items("cloze", [Item("f:1", "a", ("vwxyz",), ("vwxyz",), 0)], reading)
+
+
+def test_one_item_that_cannot_be_scored_ends_no_evaluation(tmp_path):
+    """A token that spans the join is scored all the same; what has no token, or too many, is left out and counted."""
+    pairs = [("the", "re"), ("the", " cat"), ("the", "\u200b"), ("a", " b" * 20)]
+    items = [Item(f"f:{n}", context, (target,), (target,), 0) for n, (context, target) in enumerate(pairs, 1)]
+    reading = Reading.of(Words(), context=8)
+    encoded = encode_items("cloze", items[:2], reading)
+    assert len(encoded.spans) == 2 and encoded.alone == 1
+    for item, reason in ((items[2], "f:3: the continuation .* has no token"), (items[3], "f:4: .* has 20 tokens")):
+        with pytest.raises(BadInput, match=reason):
+            encode_items("cloze", [items[1], item], reading)
+    left_out = LeftOut("skip")
+    encoded = encode_items("cloze", items, reading, left_out)
+    assert [item.name for item in encoded.items] == ["f:1", "f:2"] and len(encoded.spans) == 2
+    assert left_out.count == 2 and "f:3: the continuation" in str(left_out)
+    with pytest.raises(BadInput, match="no item can be scored, 1 left out"):
+        encode_items("cloze", items[2:3], reading, LeftOut("skip"))
+
+
+@pytest.mark.parametrize("damage", ["{", '{"words": 1}', "[1]", b"\xff", "[" * 100 + "]" * 100])
+def test_a_record_that_is_no_item_is_left_out_and_counted_where_the_settings_say_so(tmp_path, damage):
+    content = damage if isinstance(damage, bytes) else damage.encode()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a b"}\n' + content + b'\n{"text": "c d"}\n')
+    left_out = LeftOut("skip")
+    items = read_items([tmp_path / "a.jsonl"], "cloze", left_out=left_out)
+    assert [item.name for item in items] == ["a.jsonl:1", "a.jsonl:3"] and left_out.count == 1
+    with pytest.raises(BadInput, match="a.jsonl(:| line )2 "):
+        read_items([tmp_path / "a.jsonl"], "cloze")
 
 
 def test_answers_are_counted_as_on_paper():

@@ -55,6 +55,21 @@ def test_a_space_belongs_to_the_continuation_and_long_contexts_are_cut(served):
     assert cut == pytest.approx(-nats(served, "x" * (CONTEXT - 1) + "yz", CONTEXT), rel=1e-5)
 
 
+class Joined:
+    """Bytes, but that 'the' before 're' becomes one token."""
+
+    eos_id, begin_ids = 256, ()
+
+    def encode(self, text):
+        return np.array(list(text.encode().replace(b"there", b"T")), np.int32)
+
+
+def test_a_token_that_spans_the_join_leaves_the_continuation_alone(served):
+    reading = Reading.of(Joined(), CONTEXT)
+    found = log_likelihoods(served._replace(reading=reading), [("the", "re"), ("a", "b")])
+    assert found[0][0] == pytest.approx(-nats(served, "there", 3), rel=1e-5) and found[1][0] < 0
+
+
 def test_a_rolling_text_adds_up_over_its_windows(served):
     text = "abcdefgh" * 10
     ids = np.array([256, *text.encode()], np.int32)

@@ -317,8 +317,8 @@ class ContaminationConfig:
 
     files: tuple[str, ...] = setting(
         (),
-        "evaluation files: .jsonl, .txt (also .gz), .parquet, .arrow; globs allowed; ('none',): nothing is looked for, "
-        "which is said",
+        "evaluation files: .jsonl, .txt (also .gz, .zst), .parquet, .arrow; globs allowed; ('none',): nothing is "
+        "looked for, which is said",
     )
     fields: tuple[str, ...] = setting(
         (), "fields of an item to look for, such as question; none given: all that are text"

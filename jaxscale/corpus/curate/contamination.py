@@ -22,7 +22,7 @@ from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes
 from jaxscale.data.permutation import mix
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each
-from jaxscale.text.sources.records import ENDINGS, UNREADABLE, kind_of, read_records, text_lines
+from jaxscale.text.sources.records import ENDINGS, MOST_TEXT, kind_of, read_records, text_lines
 
 MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
 CHOICE_WORDS = 8  # of a text in a list: a choice is often a phrase ("the temperature of the water")
@@ -267,25 +267,22 @@ def read_items(path: Path, fields: frozenset[str]) -> Iterator[Item]:
     """Yields the items of a file that have text. Raises BadInput that names the file and the line."""
     kind = kind_of(path)
     if kind not in (".txt", *ENDINGS):
-        raise BadInput(f"evaluation file {path} must be .jsonl, .txt (also .gz), .parquet or .arrow")
-    try:
-        if kind == ".txt":
-            found = read_paragraphs(path)
-        else:
-            found = (record(name, value, fields) for name, value in read_records(path))
-        for item in found:
-            if item.texts:
-                yield item
-    except UNREADABLE as error:
-        raise BadInput(f"evaluation file {path} cannot be read: {error}") from None
+        raise BadInput(f"evaluation file {path} must be .jsonl, .txt (also .gz, .zst), .parquet or .arrow")
+    if kind == ".txt":
+        found = read_paragraphs(path)
+    else:
+        found = (record(name, value, fields) for name, value in read_records(path))
+    for item in found:
+        if item.texts:
+            yield item
 
 
 def read_paragraphs(path: Path) -> Iterator[Item]:
     """Yields an item for each run of lines that are not empty."""
     names, texts = [], []
-    for name, line in text_lines(path):
+    for number, line in text_lines(str(path), MOST_TEXT):
         if line.strip():
-            names.append(name)
+            names.append(f"{path.name}:{number}")
             texts.append(line)
         elif names:
             yield Item(names, texts, [False], True)

@@ -9,6 +9,7 @@ FineWeb: Penedo et al., arXiv:2406.17557, section 3.6: lists, menus and duplicat
 import collections
 import dataclasses
 import functools
+import os
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ from jaxscale.corpus.curate.config import C4Config, FineWebConfig, GopherConfig
 from jaxscale.corpus.curate.english import cut
 from jaxscale.corpus.curate.repetition import said_again
 from jaxscale.corpus.curate.words import TextStats, hash_of, stats_of
-from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
+from jaxscale.text.sources.records import text_lines
 
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
@@ -107,9 +108,9 @@ def pattern_of(words: Sequence[str]) -> re.Pattern[str]:
 def read_words(file: str, setting: str, remark: str = "") -> list[str]:
     """The entries of a word list, a line each, in lower case. remark: what starts a comment; '': there are none."""
     try:
-        lines = paths.as_path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{setting}={file!r} cannot be read: {error}; name a UTF-8 file, a word a line") from None
+        lines = [line for _, line in text_lines(os.path.expanduser(file))]
+    except BadInput as error:
+        raise BadInput(f"{setting}={file!r}: {error}; name a UTF-8 file, a word a line") from None
     words = sorted({(line.partition(remark)[0] if remark else line).strip().lower() for line in lines} - {""})
     if not words:
         raise BadInput(f"{setting}={file!r} has no words; put one on each line, or leave the setting out")

@@ -5,10 +5,8 @@ can be had at https://dsi.ut-capitole.fr/blacklists/ in files that are read here
 """
 
 import contextlib
-import gzip
 import hashlib
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +16,7 @@ from jaxscale.corpus.curate.quality import read_words
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, outcome_of
 from jaxscale.text.sources.files import list_files
+from jaxscale.text.sources.records import text_lines
 
 LISTED = "url: on a blocklist"
 WORD = "url: a word of the list"
@@ -104,23 +103,16 @@ def entries(path: str) -> Iterator[str]:
 
     Raises BadInput for a file that cannot be read, and for a line that is no address.
     """
-    opened = lambda: gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8")
-    try:
-        with opened() as file:
-            number = 0
-            while line := file.readline(LONGEST_LINE + 1):
-                number += 1
-                line = line.partition("#")[0].strip()
-                if not line or line.startswith("!"):
-                    continue
-                if hosts := ADDRESS.match(line):
-                    line = hosts[1]
-                line = line.removeprefix("||").removesuffix("^")
-                if len(line) > LONGEST_LINE or any(map(str.isspace, line)) or not (found := spelt(line))[0]:
-                    raise BadInput(f"{path}: line {number} is no address: {line!r:.80}; mend it, or put # before it")
-                yield "/".join([found[0], *found[1]])
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise BadInput(f"{path} cannot be read: {error}; name a UTF-8 file, a domain or an address a line") from None
+    for number, line in text_lines(path):
+        line = line.partition("#")[0].strip()
+        if not line or line.startswith("!"):
+            continue
+        if hosts := ADDRESS.match(line):
+            line = hosts[1]
+        line = line.removeprefix("||").removesuffix("^")
+        if len(line) > LONGEST_LINE or any(map(str.isspace, line)) or not (found := spelt(line))[0]:
+            raise BadInput(f"{path}: line {number} is no address: {line!r:.80}; mend it, or put # before it")
+        yield "/".join([found[0], *found[1]])
 
 
 def spelt(url: str) -> tuple[str, list[str]]:

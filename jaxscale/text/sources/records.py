@@ -1,40 +1,64 @@
-"""Records of evaluation files (JSON Lines, Parquet, Arrow, text), each with a name for messages."""
+"""Records of evaluation files (JSON lines, Parquet, Arrow) and lines of lists, each with a name for messages."""
 
-import gzip
-import zlib
+import dataclasses
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeVar
 
 from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import parse_json
+from jaxscale.system.foreign import check_depth
+from jaxscale.text.config import ReadConfig
+from jaxscale.text.sources.blocks import read_blocks
 from jaxscale.text.sources.columns import arrow_batches
+from jaxscale.text.sources.files import unpacked_name
+from jaxscale.text.sources.jsonl import JSON_LINES, refuse
+from jaxscale.text.sources.jsonl import json_records as read_values
+from jaxscale.text.sources.left_out import TRAILING
+from jaxscale.text.sources.part import Damaged
+from jaxscale.text.sources.read import readable
+from jaxscale.text.sources.text import numbered_lines
 
 ROWS_AT_ONCE = 1024
 BATCH_BYTES = 256 << 20  # of rows of a table that are unpacked at once, where each holds the longest text of all
-LONGEST_LINE = 8 << 20  # characters
-MOST_TEXT = 128 << 20  # characters of a file, unpacked: the items of an evaluation are held in memory
+LONGEST_LINE = 8 << 20  # bytes
+MOST_TEXT = 128 << 20  # bytes of a file, unpacked: the items of an evaluation are held in memory
 MOST_RECORDS = 1_000_000
-MOST_LINES = 4_000_000
-ENDINGS = (".jsonl", ".parquet", ".arrow")
-UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # a torn gzip is an EOFError
+ENDINGS = (*JSON_LINES, ".parquet", ".arrow")
+Damage = Literal["stop", "skip"]
+Found = TypeVar("Found")
 
 
-def kind_of(path: Path) -> str:
-    """The last ending of a file's name, what says how it is packed left out."""
-    return next((suffix for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListReadConfig(ReadConfig):
+    """Reading of a file of which nothing may be left out."""
+
+    may_skip: ClassVar[bool] = False
 
 
-def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (FILE:LINE or FILE:ROW counted from 1, the value) of a .jsonl (also .gz), .parquet or .arrow file.
+def kind_of(path: Path | str) -> str:
+    """The ending of a file's name in small letters, without that of its packing."""
+    return os.path.splitext(unpacked_name(str(path)))[1]
 
-    Raises BadInput naming the file, the line where it is not JSON, and the bound that it is beyond; UNREADABLE as they
-    come.
+
+def read_records(
+    path: Path, damaged: Damage | None = None, skipped: Counter | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields (FILE:LINE or FILE:ROW counted from 1, the value) of each record of a file.
+
+    Args: damaged: 'skip' counts in `skipped` what cannot be read; None: as 'stop', with no such setting to name.
+    Raises: BadInput naming the file, the line where it is not JSON, and the bound that it is beyond.
     """
-    readers = {".jsonl": json_records, ".parquet": parquet_records, ".arrow": arrow_records}
-    assert kind_of(path) in readers, path
+    kind, skipped = kind_of(path), Counter() if skipped is None else skipped
+    assert kind in ENDINGS, path
+    if kind in JSON_LINES:
+        found = ((f"{path.name}:{line}", value) for line, value in json_records(str(path), damaged, skipped, MOST_TEXT))
+    else:
+        table = parquet_records(path) if kind == ".parquet" else arrow_records(path)
+        found = guarded(table, path, list_reading(damaged), skipped)
     total = 0
-    for number, (name, value) in enumerate(readers[kind_of(path)](path), 1):
+    for number, (name, value) in enumerate(found, 1):
         total += text_size(value)
         if number > MOST_RECORDS:
             raise too_much(path, f"has more than {MOST_RECORDS:,} records")
@@ -43,9 +67,9 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def too_much(path: Path, what: str) -> BadInput:
+def too_much(path: Path | str, what: str) -> BadInput:
     """The error for a file of which no more is read."""
-    return BadInput(f"evaluation file {path} {what}; take a part of it")
+    return BadInput(f"{path} {what}; take a part of it")
 
 
 def text_size(value: Any) -> int:
@@ -57,31 +81,65 @@ def text_size(value: Any) -> int:
     return sum(map(text_size, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def text_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields (FILE:LINE, the line without its end)."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-        number = total = 0
-        while line := file.readline(LONGEST_LINE + 1):
-            number, total = number + 1, total + len(line)
-            if len(line) > LONGEST_LINE:
-                raise too_much(path, f"line {number} has more than {LONGEST_LINE:,} characters")
-            if number > MOST_LINES:
-                raise too_much(path, f"has more than {MOST_LINES:,} lines")
-            if total > MOST_TEXT:
-                raise too_much(path, f"unpacks to more than {MOST_TEXT:,} characters")
-            yield f"{path.name}:{number}", line.rstrip("\n")
+def list_reading(damaged: Damage | None = None) -> ReadConfig:
+    """The settings by which evaluation files and lists are read."""
+    cls = ListReadConfig if damaged is None else ReadConfig
+    return cls(damaged=damaged or "stop", max_line_bytes=LONGEST_LINE)
 
 
-def json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the values of the lines that are not blank."""
-    for name, line in text_lines(path):
-        if not line.strip():
+def guarded(found: Iterator[Found], path: Path | str, cfg: ReadConfig, skipped: Counter) -> Iterator[Found]:
+    """Yields what a file holds; see `readable`."""
+    with readable(str(path), cfg, skipped):
+        yield from found
+
+
+def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int, most: int | None) -> None:
+    """Raises BadInput for a file of more than `most` bytes, or, where nothing may be left out, with too long a line."""
+    if most is not None and total > most:
+        raise too_much(path, f"holds more than {most:,} bytes")
+    if cfg.damaged == "stop" and skipped["longer than max_line_bytes"]:
+        raise too_much(path, f"has a line of more than {LONGEST_LINE:,} bytes")
+    if cfg.damaged == "stop" and skipped[TRAILING]:
+        raise BadInput(f"{path} has other bytes after the packed data; unpack it, or fetch it again")
+
+
+def text_lines(path: str, most: int | None = None) -> Iterator[tuple[int, str]]:
+    """Yields (number from 1, line without its end) of a file of text, also packed.
+
+    most: bytes of the whole file. Raises BadInput naming the file, the line that is not UTF-8, and the bound that it is
+    beyond.
+    """
+    cfg, skipped, total = list_reading(), Counter(), 0
+    lines = numbered_lines(read_blocks(path, cfg, skipped), cfg, skipped, 0)
+    for _, number, line in guarded(lines, path, cfg, skipped):
+        total += len(line)
+        check_bounds(path, cfg, skipped, total, most)
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{path} line {number} is not UTF-8 ({error.reason}); write it again") from None
+        yield number, text
+    check_bounds(path, cfg, skipped, total, most)
+
+
+def json_records(
+    path: str, damaged: Damage | None = None, skipped: Counter | None = None, most: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yields (number from 1, value) of the lines that are not blank. Args and errors as of read_records, text_lines."""
+    cfg, skipped, total = list_reading(damaged), Counter() if skipped is None else skipped, 0
+    for _, number, line, value, _ in guarded(read_values(path, cfg, skipped), path, cfg, skipped):
+        total += len(line)
+        check_bounds(path, cfg, skipped, total, most)
+        if isinstance(value, bytes):
+            refuse(f"{path} line {number} is not UTF-8", cfg, skipped, "invalid UTF-8", len(line))
             continue
         try:
-            value = parse_json(line)
+            check_depth(value)
         except BadInput as error:
-            raise BadInput(f"evaluation item {path.parent / name} is not JSON: {error}") from None
-        yield name, value
+            refuse(f"{path} line {number} is not JSON: {error}", cfg, skipped, "not JSON", len(line))
+            continue
+        yield number, value
+    check_bounds(path, cfg, skipped, total, most)
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -101,7 +159,7 @@ def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
         with parquet.ParquetFile(path, pre_buffer=False) as file:  # without threads: see lineage.py
             yield from rows(path, batches(file))
     except pyarrow.ArrowInvalid as error:
-        raise BadInput(f"evaluation file {path} is not whole Parquet: {error}") from None
+        raise Damaged(f"{path} is not whole Parquet: {error}") from None
 
 
 def arrow_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -112,7 +170,7 @@ def arrow_records(path: Path) -> Iterator[tuple[str, Any]]:
         with pyarrow.OSFile(str(path)) as source:
             yield from rows(path, arrow_batches(source)[1])
     except pyarrow.ArrowInvalid as error:
-        raise BadInput(f"evaluation file {path} is not whole Arrow: {error}") from None
+        raise Damaged(f"{path} is not whole Arrow: {error}") from None
 
 
 def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
