@@ -20,6 +20,8 @@ from jaxscale.text.sources.array_record import is_array_record
 from jaxscale.text.sources.files import (
     STREAMS,
     SourceFile,
+    identity,
+    ignored,
     is_saved_dataset,
     list_files,
     size_of,
@@ -73,8 +75,10 @@ def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> No
         raise BadInput(f"the validation set is empty ({tokens['valid']} tokens of {tokens['train']:,}); {way_out}")
 
 
-def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
-    """((training files, validation files), one line for each glob that cannot be used)."""
+def corpus_files(
+    cfg: DataConfig, say: Callable[[str], None] = ignored
+) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
+    """((training files, validation files), one line for each glob that cannot be used). say: as of list_files."""
     same = bin_of if cfg.name == "tokens" else str
     if cfg.name == "stdlib":
         files, problems = stdlib_files(), []
@@ -83,21 +87,32 @@ def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFi
     elif not cfg.files:
         return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
-        files, problems = list_named(cfg, cfg.files, "data.files", "text", same)
+        files, problems = list_named(cfg, cfg.files, "data.files", "text", same, say)
     if not cfg.val_files:
         return (files, []), problems
-    val_files, more = list_named(cfg, cfg.val_files, "data.val_files", "validation", same)
-    if twice := sorted({same(file.path) for file in files} & {same(file.path) for file in val_files}):
-        more = [*more, f"{twice[0]} is in data.files and in data.val_files; take it out of one ({len(twice)} in all)"]
+    val_files, more = list_named(cfg, cfg.val_files, "data.val_files", "validation", same, say)
+    trained = {identity(same(file.path)): same(file.path) for file in files}
+    if twice := [file for file in val_files if identity(same(file.path)) in trained]:
+        path, first = same(twice[0].path), trained[identity(same(twice[0].path))]
+        as_well = "" if path == first else f", as {first}"
+        more = [
+            *more,
+            f"{path} is in data.files{as_well} and in data.val_files; take it out of one ({len(twice)} in all)",
+        ]
     return (files, val_files), problems + more
 
 
 def list_named(
-    cfg: DataConfig, globs: Globs, setting: str, default_source: str, same: Callable[[str], str]
+    cfg: DataConfig,
+    globs: Globs,
+    setting: str,
+    default_source: str,
+    same: Callable[[str], str],
+    say: Callable[[str], None],
 ) -> tuple[list[SourceFile], list[str]]:
     """list_files of one of the settings, {name} in it replaced."""
     globs, problem = of_sources(globs, mixture_names(cfg.mixture), setting)
-    return ([], [problem]) if problem else list_files(named(globs, cfg.name), setting, default_source, same)
+    return ([], [problem]) if problem else list_files(named(globs, cfg.name), setting, default_source, same, say)
 
 
 def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:

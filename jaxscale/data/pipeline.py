@@ -186,7 +186,7 @@ def open_data(
         raise BadInput(problems[0])
     if cfg.name == "synthetic":
         return synthetic_corpus(cfg, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-    files, val_files = corpus_files(cfg)[0]
+    files, val_files = corpus_files(cfg, say)[0]
     if cfg.name == "tokens":
         shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
     else:

@@ -1,5 +1,6 @@
 """Documents come out of every kind of file whole, in order, and none is lost without being counted."""
 
+import glob
 import gzip
 import json
 import os
@@ -116,6 +117,39 @@ def test_globs_give_each_file_once_sorted_with_names_that_do_not_move(tmp_path):
     files, problems = list_files(named, "data.files", "text")
     assert [(file.name, file.source) for file in files] == [("d.md", "notes"), ("a.txt", "top"), ("b.txt", "top")]
     assert not problems
+
+
+def test_each_file_is_there_once_whatever_links_lead_to_it(tmp_path):
+    corpus = tmp_path / "corpus"
+    for name in ("a.txt", "deep/b.txt", "deep/er/c.txt", ".hidden/d.txt"):
+        (corpus / name).parent.mkdir(parents=True, exist_ok=True)
+        (corpus / name).write_text(name)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "e.txt").write_text("e")
+    (corpus / "latest").symlink_to(".")  # a folder that links to itself, and another: 2^40 paths
+    (corpus / "deep" / "up").symlink_to("..")
+    (corpus / "0-first.txt").symlink_to("deep/b.txt")
+    os.link(corpus / "a.txt", corpus / "deep" / "er" / "hard.txt")
+    (corpus / "away").symlink_to(tmp_path / "beside")
+    said = []
+    files, problems = list_files(str(corpus / "**" / "*.txt"), "data.files", "text", say=said.append)
+    assert [file.name for file in files] == ["a.txt", "away/e.txt", "deep/b.txt", "deep/er/c.txt"] and not problems
+    (line,) = said
+    assert line.startswith("data.files: left out 4 links to what is read already, such as ")
+    both = (str(corpus / "**" / "c.txt"), str(corpus / "latest" / "deep" / "er" / "c.txt"))
+    assert [file.path for file in list_files(both, "data.files", "text")[0]] == [str(corpus / "deep/er/c.txt")]
+    found = {file.path for file in list_files(str(corpus / "**"), "data.files", "text")[0]}
+    assert found == {str(corpus / name) for name in ("a.txt", "away/e.txt", "deep/b.txt", "deep/er/c.txt")}
+
+
+@pytest.mark.parametrize("pattern", ["**/*.txt", "deep/**/*.txt", "**/er/*", "**", "*/**/c.*", "**/**/*.txt", "*.txt"])
+def test_a_glob_without_links_finds_what_the_standard_library_finds(tmp_path, pattern):
+    for name in ("a.txt", "deep/b.txt", "deep/er/c.txt", "deep/er/.d.txt", ".hidden/e.txt", "x[1]/f.txt", "x*y/g.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    theirs = [path for path in glob.glob(str(tmp_path / pattern), recursive=True) if os.path.isfile(path)]
+    files, _ = list_files(str(tmp_path / pattern), "data.files", "text")
+    assert sorted(file.path for file in files) == sorted(set(theirs))
 
 
 def test_a_glob_that_gives_nothing_says_why(tmp_path, monkeypatch):

@@ -9,9 +9,7 @@ Evaluation items are named FILE:LINE or FILE:ROW, from 1; an index holds their w
 """
 
 import dataclasses
-import glob
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes
 from jaxscale.data.permutation import mix
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each
+from jaxscale.text.sources.files import ignored, list_files
 from jaxscale.text.sources.records import ENDINGS, MOST_TEXT, kind_of, read_records, text_lines
 
 MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
@@ -251,16 +250,15 @@ def probes(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return (hashes >> np.uint64(64 - bits)).view(np.int64), (hashes & np.uint64((1 << bits) - 1)).view(np.int64)
 
 
-def matching(files: Sequence[str]) -> list[Path]:
-    """The files that the names or globs stand for, sorted. Raises BadInput for one that stands for none."""
-    found = []
-    for pattern in files:
-        full = os.path.expanduser(pattern)
-        paths = [full] if os.path.isfile(full) else sorted(filter(os.path.isfile, glob.glob(full, recursive=True)))
-        if not paths:
-            raise BadInput(f"evaluation file {pattern} does not exist; nothing can be searched for")
-        found += paths
-    return [Path(path) for path in dict.fromkeys(found)]
+def matching(files: Sequence[str], say: Callable[[str], None] = ignored) -> list[Path]:
+    """The files that the names or globs stand for, sorted. say: as of list_files.
+
+    Raises BadInput for a name that stands for none.
+    """
+    found, problems = list_files(tuple(files), "decontaminate.files", "items", say=say)
+    if problems:
+        raise BadInput(f"{problems[0]}; nothing can be searched for")
+    return [Path(file.path) for file in found]
 
 
 def read_items(path: Path, fields: frozenset[str]) -> Iterator[Item]:

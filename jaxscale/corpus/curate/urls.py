@@ -7,7 +7,7 @@ can be had at https://dsi.ut-capitole.fr/blacklists/ in files that are read here
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jaxscale.corpus.curate.filter_config import UrlConfig
 from jaxscale.corpus.curate.quality import read_words
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, outcome_of
-from jaxscale.text.sources.files import list_files
+from jaxscale.text.sources.files import ignored, list_files
 from jaxscale.text.sources.records import text_lines
 
 LISTED = "url: on a blocklist"
@@ -47,11 +47,11 @@ def make_urls(cfg: UrlConfig) -> Stage:
     return stage
 
 
-def list_paths(cfg: UrlConfig) -> list[str]:
-    """The files of the lists. Raises BadInput for a name that stands for none."""
+def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignored) -> list[str]:
+    """The files of the lists. say: as of list_files. Raises BadInput for a name that stands for none."""
     if not cfg.lists:
         return []
-    files, problems = list_files(cfg.lists, "url_blocklist.lists", "lists")
+    files, problems = list_files(cfg.lists, "url_blocklist.lists", "lists", say=say)
     if problems:
         raise BadInput(problems[0])
     return [file.path for file in files]

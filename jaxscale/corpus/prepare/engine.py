@@ -80,11 +80,13 @@ class Plan(NamedTuple):
     key: str  # of recipe and input: equal keys, equal output
     pieces: Pieces
     passes: list[Pass]
+    notes: tuple[str, ...]  # about the files, to be said once
 
 
 def make_plan(cfg: PrepareConfig) -> Plan:
     """The pieces of the input and the passes over them. Raises BadInput where no file or no tokenizer is found."""
-    files, problems = list_files(cfg.globs, "sources", "text")
+    notes: list[str] = []
+    files, problems = list_files(cfg.globs, "sources", "text", say=notes.append)
     if not cfg.tokenizer.is_trained and (problem := tokenizer_problem(cfg.tokenizer.name)):
         problems.append(problem.replace("data.tokenizer", "tokenizer.name"))
     if not problems:
@@ -102,23 +104,26 @@ def make_plan(cfg: PrepareConfig) -> Plan:
         "format": FORMAT,
         "recipe": {name: value for name, value in schema.to_dict(cfg).items() if name != "rows"},  # added at any time
         "files": [[*file, *stamp(file.path)] for file in files],
-        "read beside": read_beside(cfg),
+        "read beside": read_beside(cfg, notes.append),
     }
-    return Plan(cfg, hash_of(made_from), pieces, plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained))
+    passes = plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained)
+    return Plan(cfg, hash_of(made_from), pieces, passes, tuple(notes))
 
 
-def read_beside(cfg: PrepareConfig) -> list[tuple[str, str]]:
+def read_beside(cfg: PrepareConfig, say: Callable[[str], None]) -> list[tuple[str, str]]:
     """(name, hash) of each file that the recipe reads beside the sources, and whose content decides what comes out.
 
-    Raises BadInput for a file that cannot be read. Files of a stage that is not run are not looked at.
+    say: gets a line where links were left out. Raises BadInput for a file that cannot be read. Files of a stage that is
+    not run are not looked at.
     """
     tokenizer, words = cfg.tokenizer, []
     own = [] if tokenizer.is_trained or tokenizer.name == "bytes" else [pathlib.Path(tokenizer.path(""))]
     own += [beside for path in own for beside in naming_files(path)]
-    own += [pathlib.Path(path) for path in example_files(cfg)]
-    own += matching(cfg.decontaminate.files) if "decontaminate" in cfg.stages and cfg.decontaminate.is_named else []
+    own += [pathlib.Path(path) for path in example_files(cfg, say)]
+    if "decontaminate" in cfg.stages and cfg.decontaminate.is_named:
+        own += matching(cfg.decontaminate.files, say)
     if "url_blocklist" in cfg.stages:
-        own += map(pathlib.Path, list_paths(cfg.url_blocklist))
+        own += map(pathlib.Path, list_paths(cfg.url_blocklist, say))
         words.append((cfg.url_blocklist.words, hash_of(words_of(cfg.url_blocklist))))
     if "c4" in cfg.stages and cfg.c4.bad_words is not None:
         words.append((cfg.c4.bad_words, hash_of(bad_words_of(cfg.c4))))
@@ -158,6 +163,8 @@ def prepare(
     """
     output = output.absolute()
     make_output(output)
+    for line in plan.notes:
+        progress.say(line)
     with locked(output / LOCK, functools.partial(in_use, output)):
         made_by = hash_of({**versions(), "layout": LAYOUT})[:8]  # other versions may give other bytes
         folder = output / f"work-{plan.key}-{made_by}"

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxscale.corpus.curate.classifier import train_classifier
@@ -12,15 +12,18 @@ from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic
-from jaxscale.text.sources.files import SourceFile, list_files, no_text_problem
+from jaxscale.text.sources.files import SourceFile, identity, ignored, list_files, no_text_problem
 from jaxscale.text.sources.left_out import left_out
 from jaxscale.text.sources.read import read_file
 
 WEIGHTS = "classifier.weights"
 
 
-def example_files(cfg: PrepareConfig) -> list[str]:
-    """The files that the learned filter is made of: its examples, or its weights. Raises BadInput for missing ones."""
+def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignored) -> list[str]:
+    """The files that the learned filter is made of: its examples, or its weights.
+
+    say: as of list_files. Raises BadInput for missing ones, and for a file of good examples that is also of bad ones.
+    """
     learned = cfg.classifier
     if "classifier" not in cfg.stages:
         return []
@@ -30,12 +33,18 @@ def example_files(cfg: PrepareConfig) -> list[str]:
                 f"classifier.weights={learned.weights} does not exist; name another, or examples to train on"
             )
         return [str(path)]
-    return [file.path for kind in ("good", "bad") for file in files_of(cfg, kind)]
+    good, bad = ([file.path for file in files_of(cfg, kind, say)] for kind in ("good", "bad"))
+    same = {identity(path): path for path in good}
+    if twice := [path for path in bad if identity(path) in same]:
+        raise BadInput(
+            f"{twice[0]} of classifier.bad is in classifier.good, as {same[identity(twice[0])]}; take it out of one"
+        )
+    return [*good, *bad]
 
 
-def files_of(cfg: PrepareConfig, kind: str) -> list[SourceFile]:
-    """The files of the good or of the bad examples."""
-    files, problems = list_files(getattr(cfg.classifier, kind), f"classifier.{kind}", kind)
+def files_of(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ignored) -> list[SourceFile]:
+    """The files of the good or of the bad examples. say: as of list_files."""
+    files, problems = list_files(getattr(cfg.classifier, kind), f"classifier.{kind}", kind, say=say)
     problems += filter(None, map(no_text_problem, files))
     if problems:
         raise BadInput(problems[0])

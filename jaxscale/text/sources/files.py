@@ -1,19 +1,27 @@
 """The files that globs match, under names that stay the same when a corpus moves."""
 
+import collections
+import contextlib
 import glob
 import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jaxscale.text.config import Globs
+from jaxscale.units import plural
 
 STREAMS = ("hf://", "seqio://")  # names of data sets that are no files of ours
 PACKED = (".gz", ".zst")
 NOT_TEXT = (".bin", ".npy", ".npz", ".zip", ".tar", ".tgz", ".xz", ".bz2", ".pdf", ".model", ".idx")
 TABLES = (".csv", ".tsv")
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+Identity: TypeAlias = tuple[int, int] | str  # device and inode, or a path
+
+
+def ignored(line: str) -> None:
+    """Says nothing."""
 
 
 class SourceFile(NamedTuple):
@@ -25,16 +33,23 @@ class SourceFile(NamedTuple):
 
 
 def list_files(
-    globs: Globs, setting: str, default_source: str, same: Callable[[str], str] = str
+    globs: Globs,
+    setting: str,
+    default_source: str,
+    same: Callable[[str], str] = str,
+    say: Callable[[str], None] = ignored,
 ) -> tuple[list[SourceFile], list[str]]:
-    """The files that the globs match, sorted within each source, and one line for each glob that cannot be used.
+    """Returns the files that the globs match, sorted within each source, and one line for each unusable glob.
 
-    A file that two globs of one source match is there once. setting: the name for the messages, such as data.files.
-    same: equal for files that are one, of which the first is there.
+    A file of a source is there once, whatever the number of globs that match it and of links to it and its folders.
+
+    Args: setting: the name for the messages, such as data.files. same: the path of the file that stands for a file.
+    say: gets one line about the links that were left out.
     """
     sources = globs if isinstance(globs, dict) else {default_source: globs}
-    files: dict[tuple[str, str], SourceFile] = {}
-    problems = []
+    files: dict[tuple[str, Identity], SourceFile] = {}
+    problems: list[str] = []
+    links: dict[str, str] = {}  # left out -> the name under which it is read
     for source, patterns in sources.items():
         if not patterns:
             problems.append(f"{setting}.{source} is empty; name its files, or take the source out")
@@ -42,17 +57,72 @@ def list_files(
             if pattern.startswith(STREAMS) or is_remote_manifest(pattern):
                 files.setdefault((source, pattern), SourceFile(pattern, pattern, source))
                 continue
-            found, problem = match(pattern, f"{setting}.{source}" if isinstance(globs, dict) else setting)
+            found, problem = match(pattern, f"{setting}.{source}" if isinstance(globs, dict) else setting, links)
             problems += [problem] if problem else []
             base = fixed_folder(pattern)
             for path in found:
-                files.setdefault((source, same(path)), SourceFile(path, os.path.relpath(path, base), source))
+                file, key = SourceFile(path, os.path.relpath(path, base), source), (source, identity(same(path)))
+                first = files.setdefault(key, file)
+                if same(first.path) != same(path):
+                    files[key], link = (first, file) if rank(first.path) < rank(path) else (file, first)
+                    links[link.path] = files[key].path
+    if links:
+        link, path = next(iter(links.items()))
+        say(f"{setting}: left out {plural(len(links), 'link')} to what is read already, such as {link}, that is {path}")
     order = {source: i for i, source in enumerate(sources)}
     return sorted(files.values(), key=lambda file: (order[file.source], file.name, file.path)), problems
 
 
-def match(pattern: str, setting: str) -> tuple[list[str], str | None]:
-    """(absolute paths, None), or ([], the reason and the way out)."""
+def identity(path: str) -> Identity:
+    """Returns the same for all names of one file or folder; the path of what is neither."""
+    if is_stream(path):
+        return path
+    try:
+        status = os.stat(path)
+    except OSError:
+        return path
+    return (status.st_dev, status.st_ino) if status.st_ino else path
+
+
+def rank(path: str) -> tuple[bool, int, str]:
+    """Sorts the names of one file: no link first, then the shortest, then by the alphabet."""
+    return os.path.realpath(path) != path, path.count(os.sep), path
+
+
+def find(pattern: str, links: dict[str, str]) -> set[str]:
+    """Returns what a glob matches, as glob.glob does, but enters each folder once: links may lead to one above.
+
+    links: gets {link to a folder: the folder}, for those that are not entered.
+    """
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        return set(glob.glob(pattern))
+    place = parts.index("**")
+    rest = parts[place + 1 :] or ["*"]
+    roots = sorted(glob.glob(os.sep.join(parts[:place]) or os.sep))
+    found = (find(os.path.join(glob.escape(folder), *rest), links) for folder in folders_below(roots, links))
+    return set().union(*found)
+
+
+def folders_below(roots: Sequence[str], links: dict[str, str]) -> Iterator[str]:
+    """Yields the roots and the folders below them, each once, links last; hidden ones are no part of '**'."""
+    seen: dict[Identity, str] = {}
+    folders, linked = collections.deque(roots), collections.deque[str]()
+    while folders or linked:
+        folder = (folders or linked).popleft()
+        first = seen.setdefault(identity(folder), folder)
+        if first != folder:
+            links[folder] = first
+            continue
+        yield folder
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:  # glob.glob, too, passes by what is closed
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if not entry.name.startswith(".") and os.path.isdir(entry.path):
+                    (linked if entry.is_symlink() else folders).append(entry.path)
+
+
+def match(pattern: str, setting: str, links: dict[str, str]) -> tuple[list[str], str | None]:
+    """(absolute paths, None), or ([], the reason and the way out). links: as of find."""
     if "://" in pattern:
         return [], (
             f"{setting}={pattern}: of a bucket, only the manifest.json of a prepared set can be read; copy or mount "
@@ -65,7 +135,7 @@ def match(pattern: str, setting: str) -> tuple[list[str], str | None]:
         return [], f"{setting}={pattern} is a folder; name its files, such as {os.path.join(pattern, '**', '*.txt')}"
     if os.path.isfile(full):
         return [full], None  # before globbing: a name may hold brackets
-    matched = sorted(glob.glob(full, recursive=True))
+    matched = sorted(find(full, links))
     found = [path for path in matched if os.path.isfile(path)]
     if odd := [path for path in matched if not os.path.isfile(path) and not os.path.isdir(path)]:
         what = "a link that leads nowhere" if os.path.islink(odd[0]) else "a pipe or a device, and no file"

@@ -125,7 +125,7 @@ def test_word_lists_and_items_of_a_stage_are_told_by_their_setting_and_those_of_
         ("c4", "bad", "c4.bad_words='~/bad' cannot be read"),
         ("toxicity", "listed", "toxicity.word_list='~/listed' cannot be read"),
         ("url_blocklist", "names", "url_blocklist.words='~/names' cannot be read"),
-        ("decontaminate", "items.txt", "evaluation file ~/items.txt does not exist"),
+        ("decontaminate", "items.txt", "decontaminate.files=~/items.txt does not exist"),
     ):
         with pytest.raises(ValueError, match=told):
             make_plan(recipe(corpus, stages=(stage,), **values))
