@@ -73,8 +73,8 @@ def test_the_limit_of_open_files_is_raised_or_told(hard):
     code = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
-from jaxscale.system import process
-process.check_open_files(1000, "connections with other processes")
+from jaxscale.system import open_files
+open_files.check_open_files(1000, "connections with other processes")
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

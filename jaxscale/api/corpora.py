@@ -19,6 +19,7 @@ from jaxscale.corpus.publish import publish
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import read_manifest
 from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.open_files import too_many
 from jaxscale.system.paths import is_remote
 
 
@@ -64,8 +65,8 @@ def prepare(
 
 @contextlib.contextmanager
 def room_in(folder: pathlib.Path) -> Iterator[None]:
-    """A disk that fills up in the block ends it with exit code 14 and the way to go on, a folder that this user may not
-    write with a line."""
+    """Around work in a folder. Raises Stop with exit code 14 where the disk is full, BadInput where this user may not
+    write there or the system allows too few open files."""
     try:
         yield
     except OSError as error:
@@ -74,4 +75,6 @@ def room_in(folder: pathlib.Path) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             place = error.filename or folder
             raise BadInput(f"{place}: {error.strerror}; use a folder that this user may write") from None
+        if hint := too_many(error):
+            raise BadInput(f"{error.filename or folder}: {error.strerror}{hint}") from None
         raise

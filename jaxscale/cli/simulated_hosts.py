@@ -22,7 +22,7 @@ from jaxscale.hosts.reports import SharedReports
 from jaxscale.hosts.roll_call import call_roll
 from jaxscale.hosts.watch import Watch
 from jaxscale.system.exits import Exit
-from jaxscale.system.process import check_open_files
+from jaxscale.system.open_files import check_open_files
 from jaxscale.training.stopping import StopRequest
 
 STAGES = ("folder", "arrays", "commit", "verify")  # of a save, each of which all finish together (checkpoint/saver.py)

@@ -29,8 +29,8 @@ from jaxscale.data.verified import Say
 from jaxscale.system.bucket import Bucket
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
+from jaxscale.system.open_files import check_open_files, require_open_files
 from jaxscale.system.paths import is_remote
-from jaxscale.system.process import check_open_files
 from jaxscale.system.storage import open_bucket
 from jaxscale.text.config import Globs, names_sources
 from jaxscale.text.sources.array_record import is_array_record
@@ -76,7 +76,8 @@ def open_tokens(
 
     shards = [renamed(shard, file, cfg.files) for file in files for shard in open_one(file)]
     val_shards = [renamed(shard, file, cfg.val_files) for file in val_files for shard in open_one(file)]
-    check_open_files(len(shards) + len(val_shards), "shards")  # a mapped file is an open one
+    for check in (require_open_files, check_open_files):
+        check(len(shards) + len(val_shards), "shards")  # a mapped file is an open one
     expect_whole(ours, cfg, cache_folder(cfg), say)  # after they were opened, so that nothing comes between
     made_with = {shard.header["tokenizer"]["fingerprint"]: shard for shard in [*shards, *val_shards]}
     made_with.pop("", None)  # of files that do not tell

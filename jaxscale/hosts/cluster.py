@@ -19,7 +19,7 @@ from jaxscale.hosts.place import FLAGS, HostFlags, Place, find_own_place, number
 from jaxscale.hosts.roll_call import call_roll, interface
 from jaxscale.hosts.watch import Watch
 from jaxscale.system.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
-from jaxscale.system.process import check_open_files
+from jaxscale.system.open_files import check_open_files
 from jaxscale.system.redact import redact, shown_traceback
 
 SHUTDOWN_SECONDS = 60

@@ -15,6 +15,7 @@ import stat
 from typing import Any, BinaryIO
 
 from jaxscale.system.exits import BadInput
+from jaxscale.system.open_files import too_many
 
 LARGEST_JSON = 64 << 20  # bytes: an index has about 100 for each tensor; a tokenizer.json up to 40 MB
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
@@ -119,7 +120,7 @@ def is_of_storage(error: Exception) -> bool:
 def cannot_read(path: Any, error: OSError, way_out: str = "") -> BadInput:
     """The error for a file that could not be opened or read: Unreadable, with its errno, if that is of its storage."""
     kind = Unreadable if is_of_storage(error) else BadInput
-    found = kind(f"{path} cannot be read: {error.strerror or error}{way_out}")
+    found = kind(f"{path} cannot be read: {error.strerror or error}{way_out or too_many(error)}")
     found.errno = error.errno  # by which a stale handle is told from a damaged disk
     return found
 

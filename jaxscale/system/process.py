@@ -9,16 +9,14 @@ import errno
 import os
 import pathlib
 import re
-import resource
 import sys
 from collections.abc import Iterator, Mapping
 
 from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.open_files import raise_open_files
 from jaxscale.system.paths import PRIVATE, cache_dir, make_private
 
 ORDERED = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-MOST_OPEN = 1 << 20  # the kernel's own default for how far a limit can be raised, fs.nr_open
-OWN_OPEN = 256  # of the program itself: a tiny run had 25 (2 cores, jax 0.10.2, 2026-11-23), and a bucket takes more
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
 
 
@@ -38,31 +36,6 @@ def prepare() -> None:
     raise_open_files()
     keep_compiled_programs()
     order_collectives()
-
-
-def raise_open_files() -> int:
-    """How many files and connections this process may have open at once: now as many as the system allows it.
-
-    Many systems begin at 1,024, for the sake of programs that wait with select(); nothing here does.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_OPEN if soft == resource.RLIM_INFINITY else soft
-
-
-def check_open_files(number: int, of: str) -> None:
-    """Tells, where so many of these and the program's own are more than may be open at once, what to do about it."""
-    limit, needed = raise_open_files(), number + OWN_OPEN
-    if needed > limit:
-        tell(
-            f"WARNING: open files: {number:,} {of} and about {OWN_OPEN} others need {needed:,}, and the system allows "
-            f"{limit:,}; raise it before the start: ulimit -Hn {needed} (LimitNOFILE={needed} in systemd, "
-            f"--ulimit nofile={needed} for docker)"
-        )
 
 
 def order_collectives() -> None:

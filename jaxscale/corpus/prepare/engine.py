@@ -28,6 +28,7 @@ from jaxscale.corpus.prepare.blocks import mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
 from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
 from jaxscale.corpus.prepare.examples import WEIGHTS, example_files, trained_filter, with_weights
+from jaxscale.corpus.prepare.exchange import Exchange
 from jaxscale.corpus.prepare.join import MOST_BLOCKS, WAY_OUT
 from jaxscale.corpus.prepare.lookup import (
     COLUMNS,
@@ -57,6 +58,7 @@ from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import check_manifest, write_manifest
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
+from jaxscale.system.open_files import require_open_files
 from jaxscale.system.paths import locked, make_private, read_bytes, write_text_atomic
 from jaxscale.text.sources.decode import is_repair
 from jaxscale.text.sources.files import list_files, no_text_problem, size_of
@@ -80,6 +82,7 @@ class Plan(NamedTuple):
     key: str  # of recipe and input: equal keys, equal output
     pieces: Pieces
     passes: list[Pass]
+    least_blocks: int  # of the first pass, as far as the sizes of the files show
     notes: tuple[str, ...]  # about the files, to be said once
 
 
@@ -107,7 +110,7 @@ def make_plan(cfg: PrepareConfig) -> Plan:
         "read beside": read_beside(cfg, notes.append),
     }
     passes = plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained)
-    return Plan(cfg, hash_of(made_from), pieces, passes, tuple(notes))
+    return Plan(cfg, hash_of(made_from), pieces, passes, least, tuple(notes))
 
 
 def read_beside(cfg: PrepareConfig, say: Callable[[str], None]) -> list[tuple[str, str]]:
@@ -162,6 +165,7 @@ def prepare(
     process is at work in it, or no document is left; if `strict`, where reading left out much.
     """
     output = output.absolute()
+    check_files(Exchange(None, "", plan.least_blocks, 1, merges_first=True))
     make_output(output)
     for line in plan.notes:
         progress.say(line)
@@ -359,9 +363,16 @@ def write_shards(cfg: PrepareConfig, blocks: Blocks, executor: Executor, progres
     """Writes all shards and returns their names in order."""
     count = max(1, math.ceil(blocks.total(TOKENS) / cfg.write.shard_tokens))
     progress.begin(f"writing {count} shards", count)
-    for _ in executor.write_shards(make_exchange(blocks, count)):
+    whole = make_exchange(blocks, count)
+    check_files(whole)
+    for _ in executor.write_shards(whole):
         progress.add(None)
     return [shard_name(number, count) for number in range(count)]
+
+
+def check_files(whole: Exchange) -> None:
+    """Raises BadInput where the system allows fewer open files than a task of the exchange needs."""
+    require_open_files(whole.most_open, "files of blocks")
 
 
 def title(number: int, step: Pass) -> str:

@@ -67,6 +67,11 @@ class Exchange(NamedTuple):
         enough = lambda n: MOST_WAYS**n >= self.inputs and MOST_WAYS ** self.cutting(n) >= self.outputs
         return next(n for n in range(1, 64) if enough(n))
 
+    @property
+    def most_open(self) -> int:
+        """How many files of documents a task holds open, two of each input."""
+        return 2 * ways(self.inputs, self.levels) if self.levels > 1 else 2
+
     def cutting(self, levels: int) -> int:
         """How many of so many levels cut ranges."""
         return levels - (self.merges_first and levels > 1)

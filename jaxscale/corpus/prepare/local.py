@@ -15,8 +15,10 @@ from jaxscale.corpus.prepare.dedup import Join, pairs_by_exchange
 from jaxscale.corpus.prepare.exchange import Exchange
 from jaxscale.corpus.prepare.tokens import shards_by_exchange
 from jaxscale.system.exits import BadInput
+from jaxscale.system.open_files import require_open_files
 
 WATCH_SECONDS = 1.0
+PIPES = 2  # to each process: one to start it, one that shows when it has ended
 AHEAD = 4  # calls given out for each process: none waits, and few results pile up
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "ARROW_NUM_THREADS")
 
@@ -80,7 +82,11 @@ class RecordedContext(multiprocessing.context.SpawnContext):
 
 
 def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.ProcessPoolExecutor:
-    """A pool of processes with one thread each: the processes are the parallelism."""
+    """A pool of processes with one thread each: the processes are the parallelism.
+
+    Raises BadInput where the system allows fewer open files than so many processes need.
+    """
+    require_open_files(PIPES * workers, f"pipes to {workers} --workers")
     saved = {name: os.environ.get(name) for name in (*THREADS, "TOKENIZERS_PARALLELISM")}
     os.environ.update(dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"})
     try:

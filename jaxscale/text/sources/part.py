@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxscale.system.exits import BadInput
+from jaxscale.system.open_files import too_many
 from jaxscale.text.config import ReadConfig
 
 REST = " to go on without the rest of it"
@@ -57,4 +58,4 @@ def refetch(cfg: ReadConfig, rest: str = "", first: str = "fetch it again") -> s
 
 def unreadable(path: str, error: OSError) -> BadInput:
     """The error for a file that cannot be read."""
-    return BadInput(f"{path} cannot be read: {error.strerror or error}")
+    return BadInput(f"{path} cannot be read: {error.strerror or error}{too_many(error)}")

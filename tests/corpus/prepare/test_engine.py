@@ -1,5 +1,6 @@
 """A preparation gives the same shards for the same recipe, whoever does the work."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -20,9 +21,13 @@ from jaxscale.cli import prepare as command
 from jaxscale.corpus.prepare import engine, lookup, tokens, work
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import LOCK, make_plan
+from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import read_running
 from jaxscale.data.manifest import check_manifest
+from jaxscale.system import open_files
+from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked
+from jaxscale.text.sources.read import read_file
 
 ROOT = pathlib.Path(command.__file__).parents[2]
 
@@ -188,6 +193,41 @@ def test_more_blocks_than_files_may_be_open_are_gathered(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(documents_in(out)) == 150
+
+
+@pytest.fixture
+def few_files():
+    """Allows 64 open files, as `ulimit -n 64` does; the hard limit stays, since only root could raise it again."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_files, "raise_open_files", lambda: 64)  # else the soft limit is raised to the hard one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        yield
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_limit_of_open_files_that_is_too_small_is_refused_at_the_start(tmp_path, few_files):
+    made_text.write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "x" * 1100 for i in range(700)])
+    told = "open files: 56 files of blocks and about 32 others need 88, .* allows 64; raise it .*ulimit -Hn 88"
+    with pytest.raises(BadInput, match=told):
+        run(recipe(tmp_path / "a.jsonl", block_bytes=1024), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with LocalExecutor(40) as executor, pytest.raises(BadInput, match="80 pipes to 40 --workers .*allows 64"):
+        list(executor.run_all(str, [1, 2]))
+
+
+def test_files_that_cannot_be_opened_for_their_number_are_told_with_the_limit(tmp_path, few_files):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    plan, held = make_plan(recipe(tmp_path / "a.jsonl")), []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        with pytest.raises(BadInput, match="Too many open files; the system allows 64; raise it .*ulimit -Hn 256"):
+            list(read_file(plan.pieces.files[0], plan.cfg.read, Counter()))
+    finally:
+        for one in held:
+            os.close(one)
 
 
 def test_a_line_is_kept_once_though_its_first_document_is_a_near_duplicate(tmp_path):
