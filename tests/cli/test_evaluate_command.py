@@ -58,7 +58,7 @@ def test_items_and_texts_that_are_damaged_are_counted_or_named(workdir, tmp_path
     lines = dict(line.split(": ", 1) for line in out.splitlines())
     assert lines["ask"].endswith("2 items, 3 left out") and lines["wiki"].endswith("1 left out")
     assert "ask: choice, 2 items, 3 left out (" in err
-    assert "--damaged=no must be" in told(*flags, "--damaged=no")
+    assert "--damaged='no' is not one of stop, skip" in told(*flags, "--damaged=no")
     assert "--damaged is for --text" in told(f"--workdir={workdir}", "--damaged=skip")
 
 
