@@ -1,9 +1,12 @@
 """A verb's main(argv): its flags are read, and --help shows its page and settings, no wider than the terminal."""
 
+import ast
 import dataclasses
 import difflib
+import inspect
 import re
 import shutil
+import sys
 import textwrap
 import types
 import typing
@@ -64,7 +67,7 @@ class Command:
 
 def command(
     flags: type,
-    doc: str,
+    more: str = "",
     *,
     settings: type | None = None,
     without: type | None = None,
@@ -75,12 +78,30 @@ def command(
 ) -> Callable[[Callable[[Arguments], int | None]], Command]:
     """Makes the main(argv) of a verb from a function of its Arguments, which returns an exit code, or None for 0.
 
-    Args: doc: its page, but for the flags. settings: whose groups --help lists too. without: flags that the page does
-    not list one by one. subverbs: {first word: the fields of `flags` that may follow it}. alone: what an empty command
-    line means. instead: flags that lead to another command. passes_on: the words behind -- are another program's.
+    The docstring of the function's module is its page. Args: more: the end of the page. settings: whose groups --help
+    lists too. without: flags that the page does not list one by one. subverbs: {first word: the fields of `flags` that
+    may follow it}. alone: what an empty command line means. instead: flags that lead to another command. passes_on: the
+    words behind -- are another program's.
     """
-    page = page_of(doc, flags, without)
-    return lambda work: Command(work, flags, page, settings, subverbs, alone, instead, passes_on)
+
+    def decorate(work: Callable[[Arguments], int | None]) -> Command:
+        page = page_of(docstring(sys.modules[work.__module__]) + more, flags, without)
+        return Command(work, flags, page, settings, subverbs, alone, instead, passes_on)
+
+    return decorate
+
+
+def docstring(owner: types.ModuleType | type) -> str:
+    """The docstring of a module or a class. Python drops it under -OO; then it is read from the source file."""
+    if sys.flags.optimize < 2:
+        return owner.__doc__ or ""
+    module = owner if isinstance(owner, types.ModuleType) else sys.modules[owner.__module__]
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except OSError:
+        return "This text is missing: Python ran with -OO, and the source files are not installed."
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
+    return ast.get_docstring(tree if owner is module else next(classes), clean=False) or ""
 
 
 def page_of(text: str, flags: type, without: type | None = None) -> str:
@@ -131,7 +152,7 @@ def list_groups(cls: type) -> str:
     hints, docs = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        docs[field.name] = first_sentence(kind.__doc__) if dataclasses.is_dataclass(kind) else ""
+        docs[field.name] = first_sentence(docstring(kind)) if dataclasses.is_dataclass(kind) else ""
     groups = by_group(cls)
     width = max(map(len, groups))
     lines = [f"  {name.ljust(width)}  {len(groups[name]):3}  {WHAT.get(name) or docs[name]}" for name in groups]
@@ -139,8 +160,8 @@ def list_groups(cls: type) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """'AdamW with warmup and cosine unless told otherwise' of a docstring."""
-    return re.match(r".*?(?=[.;:](?:\s|$)|$)", text)[0]
+    """Returns the first sentence of a docstring, at most its first line."""
+    return re.split(r"[.;:](?:\s|$)|\n", text, maxsplit=1)[0]
 
 
 def describe_settings(cls: type, group: str = "") -> str:

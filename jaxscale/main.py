@@ -58,7 +58,7 @@ class TrainFlags(RunOptions, HostFlags):
     )
 
 
-@command(TrainFlags, __doc__, settings=RunConfig)
+@command(TrainFlags, settings=RunConfig)
 def main(arguments: Arguments) -> None:
     """Trains to the end."""
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"

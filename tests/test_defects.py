@@ -1,6 +1,7 @@
 """A defect of ours ends with its traceback and exit code 1, whatever its class and wherever it is; never as a mistake
 of the person at the keyboard."""
 
+import ast
 import io
 import pathlib
 import random
@@ -118,3 +119,29 @@ def test_no_string_in_parentheses_stands_where_a_tuple_of_strings_belongs():
 )
 def test_a_string_in_parentheses_is_seen_where_a_tuple_could_be_meant(source, lines):
     assert strings_that_look_like_tuples(source) == lines
+
+
+PURE = set(
+    "abs all any fullmatch get isinstance kind_of len map max min prod range set sorted sum tell tuple values".split()
+)
+
+
+def calls_inside_asserts(source):
+    """(line, call) of each call in an assert that may do more than look: -O leaves out the whole statement."""
+    asserts = [node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+    calls = [node for test in asserts for node in ast.walk(test) if isinstance(node, ast.Call)]
+    named = [(call.lineno, ast.unparse(call.func)) for call in calls]
+    return [(line, name) for line, name in named if name.rpartition(".")[2] not in PURE]
+
+
+def test_no_assert_does_work_that_optimized_python_would_leave_out():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} {name}"
+        for path in PACKAGE.rglob("*.py")
+        for line, name in calls_inside_asserts(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+def test_work_inside_an_assert_is_seen():
+    assert calls_inside_asserts("assert file.readinto(x) == 3\nassert len(x) == 3") == [(1, "file.readinto")]

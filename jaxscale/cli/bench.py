@@ -145,7 +145,7 @@ SUBVERBS = {
 }
 
 
-@command(BenchFlags, __doc__, subverbs=SUBVERBS, alone="step")
+@command(BenchFlags, subverbs=SUBVERBS, alone="step")
 def main(arguments: Arguments) -> None:
     """Measures what is named, the step if nothing is."""
     flags, what = arguments.flags, arguments.subverb

@@ -213,7 +213,8 @@ def trace_document(folder: pathlib.Path) -> int:
     corpus = open_made_up(folder)
     ledger = Ledger(corpus, corpus.batches(BATCH_ROWS))
     number = int(corpus.train_rows.pieces(ledger.batches.row_numbers(FAR)).documents[0])  # which is its id
-    assert ledger.steps_of(str(number), FAR + 1)
+    if not ledger.steps_of(str(number), FAR + 1):
+        raise RuntimeError(f"no step reads document {number}")
     return 1
 
 

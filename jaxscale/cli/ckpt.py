@@ -312,7 +312,7 @@ VERBS = {  # verb: (function, its flags, those it cannot do without)
 SUBVERBS = {verb: ("workdir", "json", *own) for verb, (_, own, _) in VERBS.items()}
 
 
-@command(CkptFlags, __doc__, subverbs=SUBVERBS, alone="--help")
+@command(CkptFlags, subverbs=SUBVERBS, alone="--help")
 def main(arguments: Arguments) -> int:
     """Does what the first word says and returns the exit code."""
     work, _, needed = VERBS[arguments.subverb]

@@ -107,7 +107,7 @@ class CompletionFlags:
     """None but --help."""
 
 
-@command(CompletionFlags, __doc__, subverbs=dict.fromkeys(SHELLS, ()), alone="--help")
+@command(CompletionFlags, subverbs=dict.fromkeys(SHELLS, ()), alone="--help")
 def main(arguments: Arguments) -> None:
     """Prints the script of a shell."""
     put(SHELLS[arguments.subverb](read_verbs()), end="")

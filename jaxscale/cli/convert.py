@@ -40,7 +40,7 @@ class ConvertFlags(ConvertOptions):
     json: bool = flag(False, "one JSON object at the end")
 
 
-@command(ConvertFlags, __doc__, alone="--help")
+@command(ConvertFlags, alone="--help")
 def main(arguments: Arguments) -> int:
     """Converts and returns the exit code."""
     flags = arguments.flags

@@ -103,7 +103,7 @@ class EvaluateFlags(ModelFlags):
     json: bool = flag(False, "a line of JSON for each step")
 
 
-@command(EvaluateFlags, __doc__, without=cluster.HostFlags)
+@command(EvaluateFlags, without=cluster.HostFlags)
 def main(arguments: Arguments) -> int:
     """Measures what argv names and returns the exit code."""
     flags, options = arguments.flags, arguments.options

@@ -101,7 +101,7 @@ class LabFlags:
 SUBVERBS = {name: tuple(field.name for field in dataclasses.fields(LabFlags)) for name in EXPERIMENTS}
 
 
-@command(LabFlags, __doc__, subverbs=SUBVERBS)
+@command(LabFlags, subverbs=SUBVERBS)
 def main(arguments: Arguments) -> int:
     """Runs the experiment and returns the exit code."""
     flags, name = arguments.flags, arguments.subverb

@@ -123,7 +123,7 @@ class PlanFlags:
         )
 
 
-@command(PlanFlags, __doc__, settings=RunConfig, instead={"--loss": plan_loss.main})
+@command(PlanFlags, settings=RunConfig, instead={"--loss": plan_loss.main})
 def main(arguments: Arguments) -> int:
     """Prints the plan or the proposal and returns the exit code."""
     flags = arguments.flags

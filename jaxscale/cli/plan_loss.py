@@ -99,7 +99,7 @@ class Fitting(NamedTuple):
     noise: Noise | None
 
 
-@command(ForecastFlags, __doc__)
+@command(ForecastFlags)
 def main(arguments: Arguments) -> None:
     """Prints the forecast. Raises BadInput for a ladder that allows none."""
     flags = arguments.flags

@@ -64,7 +64,7 @@ class PreflightFlags:
     fresh: bool = flag(False, "compiles again what was compiled before (results are kept in the user's cache folder)")
 
 
-@command(PreflightFlags, __doc__, settings=RunConfig)
+@command(PreflightFlags, settings=RunConfig)
 def main(arguments: Arguments) -> int:
     """Prints the report and returns the exit code."""
     flags = arguments.flags

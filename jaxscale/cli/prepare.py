@@ -81,7 +81,7 @@ class PrepareFlags:
     plan: bool = flag(False, "says what would be done, and does nothing")
 
 
-@command(PrepareFlags, __doc__, settings=PrepareConfig, passes_on=True)
+@command(PrepareFlags, settings=PrepareConfig, passes_on=True)
 def main(arguments: Arguments) -> int:
     """Prepares the set and returns the exit code."""
     flags, progress = arguments.flags, Progress()

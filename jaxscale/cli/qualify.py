@@ -95,7 +95,7 @@ class QualifyFlags(cluster.HostFlags):
         )
 
 
-@command(QualifyFlags, __doc__)
+@command(QualifyFlags)
 def main(arguments: Arguments) -> int:
     """Measures, prints the summary and returns the exit code."""
     flags: QualifyFlags = arguments.flags

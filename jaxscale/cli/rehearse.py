@@ -75,7 +75,7 @@ class RehearseFlags(cluster.HostFlags):
     )
 
 
-@command(RehearseFlags, __doc__)
+@command(RehearseFlags)
 def main(arguments: Arguments) -> int:
     """Rehearses and returns 0 for GO, 3 for NO-GO."""
     with files_as(arguments.flags.mode):

@@ -54,7 +54,7 @@ class ReportFlags:
     )
 
 
-@command(ReportFlags, __doc__)
+@command(ReportFlags)
 def main(arguments: Arguments) -> int:
     """Writes or serves the page and returns the exit code."""
     flags = arguments.flags

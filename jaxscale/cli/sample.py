@@ -81,7 +81,7 @@ class SampleFlags(ModelFlags, SampleOptions):
     )
 
 
-@command(SampleFlags, __doc__, without=cluster.HostFlags)
+@command(SampleFlags, without=cluster.HostFlags)
 def main(arguments: Arguments) -> int:
     """Writes what is asked for and returns the exit code."""
     flags, options = arguments.flags, arguments.options

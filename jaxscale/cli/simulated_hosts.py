@@ -38,6 +38,12 @@ def made(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return outcome(parts, lambda results: "")
 
 
+def expect(condition: bool, message: str = "") -> None:
+    """Raises AssertionError unless the condition holds, under -O as well."""
+    if not condition:
+        raise AssertionError(message)
+
+
 class Counted:
     """A client of the coordination service, with a count of its requests and of the characters of keys and values."""
 
@@ -95,7 +101,7 @@ class Host:
 
     def agree(self) -> None:
         """The first decides, and all learn it."""
-        assert agreed(lambda: {"step": 1000}, peer=self.peer) == {"step": 1000}
+        expect(agreed(lambda: {"step": 1000}, peer=self.peer) == {"step": 1000})
 
     def all_here(self) -> None:
         """All come to one place of the program."""
@@ -104,7 +110,7 @@ class Host:
     def step(self) -> None:
         """What all ask after each step."""
         self.board.look()
-        assert self.reports.news(1) is None and self.stop.leave_after(1) is None
+        expect(self.reports.news(1) is None and self.stop.leave_after(1) is None)
 
     def save(self) -> None:
         """The agreements of one save."""
@@ -113,7 +119,7 @@ class Host:
             found = gathered(
                 f"{key}/{stage}", {"result": SUMS if stage == "verify" else True}, made_of=made, peer=self.peer
             )
-            assert "failure" not in found
+            expect("failure" not in found)
 
     def failed_save(self) -> None:
         """One host cannot write, and all fail with its cause."""
@@ -135,7 +141,7 @@ class Host:
             self.watch.leaving.set()
             self.cut()
             return int(Exit.PEER_LOST)
-        assert self.over.wait(CLOSED_SECONDS), "it has not heard of it"
+        expect(self.over.wait(CLOSED_SECONDS), "it has not heard of it")
         return self.code
 
     def disconnect(self) -> None:

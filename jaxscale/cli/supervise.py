@@ -317,7 +317,7 @@ class Supervisor:
             self.attempt.signal(PASSED_ON[signal.Signals(self.unsent.popleft())])
 
 
-@command(SuperviseFlags, f"{__doc__}\nExit codes:\n{codes_help()}", passes_on=True)
+@command(SuperviseFlags, f"\nExit codes:\n{codes_help()}", passes_on=True)
 def main(arguments: Arguments) -> int:
     """Supervises the command behind '--' and returns the exit code."""
     flags, training = arguments.flags, arguments.behind

@@ -50,7 +50,7 @@ class TraceFlags:
 WHAT_WAS_TRAINED_ON = ("data.mixture", "data.max_epochs", "data.skip_batches", "data.objective")  # stays as it was
 
 
-@command(TraceFlags, __doc__)
+@command(TraceFlags)
 def main(arguments: Arguments) -> int:
     """Prints the list and returns the exit code."""
     flags = arguments.flags

@@ -41,7 +41,7 @@ class VerifyFlags:
     )
 
 
-@command(VerifyFlags, __doc__, subverbs=SUBVERBS, alone="--help")
+@command(VerifyFlags, subverbs=SUBVERBS, alone="--help")
 def main(arguments: Arguments) -> int:
     """Runs the proof that is named and returns the exit code."""
     return (resume if arguments.subverb == "resume" else parity)(arguments)

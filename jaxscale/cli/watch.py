@@ -100,7 +100,7 @@ def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row],
     return (new if again else before + new)[-most:] if new or again else before
 
 
-@command(WatchFlags, __doc__)
+@command(WatchFlags)
 def main(arguments: Arguments) -> int:
     """Shows the run until Ctrl-C, or once, and returns the exit code."""
     flags, workdir = arguments.flags, arguments.flags.workdir

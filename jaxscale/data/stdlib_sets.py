@@ -49,7 +49,7 @@ class Flags:
     )
 
 
-@command(Flags, __doc__, alone="--help")
+@command(Flags, alone="--help")
 def main(arguments: Arguments) -> None:
     """Writes the sets."""
     if not arguments.flags.output:

@@ -344,7 +344,8 @@ def byte_level() -> str:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([EOS_NAME])
-    assert made.token_to_id(EOS_NAME) == EOS_ID
+    if made.token_to_id(EOS_NAME) != EOS_ID:
+        raise RuntimeError(f"tokenizers gave {EOS_NAME} another id than {EOS_ID}")
     return made.to_str()
 
 

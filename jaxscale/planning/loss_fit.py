@@ -122,7 +122,8 @@ class Problem(NamedTuple):
             left = left[~ended]
             if not len(left):
                 break
-        assert not len(left), f"{len(left)} of {len(thetas)} descents found no foot in {STEPS} steps"
+        if len(left):
+            raise RuntimeError(f"{len(left)} of {len(thetas)} descents did not converge in {STEPS} steps")
         return thetas, losses
 
     def model(

@@ -251,7 +251,8 @@ def check_places(schedule: Schedule, stage: int) -> None:
             f"stage {stage} begins wrongly at tick {t}"
         )
         if back.held != IDLE:
-            assert held.pop(back.held, None) == key, f"stage {stage} reads gradient {back.held} wrongly"
+            read = held.pop(back.held, None)  # not inside assert, which -O leaves out
+            assert read == key, f"stage {stage} reads gradient {back.held} wrongly"
         assert slots.get(back.slot) == key, f"stage {stage} reads slot {back.slot} wrongly"
         if back.keep == IDLE:
             del slots[back.slot]

@@ -302,7 +302,8 @@ class Upload:
     def write(self, content: Any) -> None:
         """Takes the next bytes, a buffer."""
         view = memoryview(content)
-        assert self.sent + len(self.buffer) + len(view) <= self.total, f"{self.url}: more than {self.total} bytes came"
+        if self.sent + len(self.buffer) + len(view) > self.total:
+            raise RuntimeError(f"{self.url}: more than {self.total} bytes came")
         while len(view):
             room = UPLOAD_CHUNK - len(self.buffer)
             self.buffer += view[:room]

@@ -126,7 +126,8 @@ def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
             upload = Upload(storage.open_bucket(writing=True), os.fspath(path), num_bytes)
         growing = Growing(upload.write if is_remote(path) else stack.enter_context(replacing(path)).write)
         yield growing
-        assert growing.num_bytes == num_bytes, f"{path} should have {num_bytes} bytes, not {growing.num_bytes}"
+        if growing.num_bytes != num_bytes:
+            raise RuntimeError(f"{path} should have {num_bytes} bytes, not {growing.num_bytes}")
         if is_remote(path):
             upload.finish(growing.md5.digest())
 

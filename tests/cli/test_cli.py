@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from jaxscale import cli
+from jaxscale import cli, help_text
 from jaxscale.cli import verify
+from jaxscale.config import RunConfig
 from jaxscale.system.exits import ADVICE, CODES_LINE, BadInput, Exit
 
 
@@ -30,6 +31,14 @@ def test_help_does_not_wait_for_jax():
     code = "import sys, jaxscale.cli as c; c.dispatch(['--help']); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_pages_are_the_same_where_python_drops_docstrings():
+    code = "from jaxscale import cli, config, help_text\nprint(*map(cli.help_of, cli.VERBS), sep='')\n"
+    code += "print(help_text.list_groups(config.RunConfig))"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == "" and done.returncode == 0
+    assert done.stdout == "".join(map(cli.help_of, cli.VERBS)) + f"\n{help_text.list_groups(RunConfig)}\n"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ class Run(NamedTuple):
         """Fills uint64[count, width]."""
         with open(self.path, "rb") as file:
             file.seek(self.start)
-            assert file.readinto(rows.data) == rows.nbytes, self.path
+            num_bytes = file.readinto(rows.data)
+        if num_bytes != rows.nbytes:
+            raise BadInput(f"{self.path} has {num_bytes:,} bytes where {rows.nbytes:,} were written; prepare again")
         rows[:, 1] |= np.uint64(self.item)
 
 

@@ -161,7 +161,8 @@ def pieces_of(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> Wri
     edges = {edge for span in spans for edge in (span.begin, span.end)}
     specials = {found.start(): found.end() for found in guard.pattern.finditer(whole)}
     inside = [edge for edge in edges if any(begin < edge < end for begin, end in specials.items())]
-    assert not inside, "a turn begins or ends within a special token"
+    if inside:
+        raise BadInput("has a turn that begins or ends within a special token, so the token cannot be masked")
     cuts = sorted({0, len(whole)} | edges | specials.keys() | set(specials.values()))
     pieces = []
     for begin, end in zip(cuts, cuts[1:]):

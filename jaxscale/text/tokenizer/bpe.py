@@ -63,7 +63,8 @@ def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tu
     trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue] - compiled, without type stubs
     trainer.train_from_iterator(iter(texts), num_pieces, pattern=PATTERNS[split])
     ranks = {bytes(piece): i for piece, i in trainer.get_mergeable_ranks()}
-    assert len(ranks) == trainer.vocab_size, "rustbpe gave two ids to one piece"
+    if len(ranks) != trainer.vocab_size:
+        raise RuntimeError("rustbpe gave two ids to one piece")
     character_of = {byte: character for character, byte in byte_alphabet().items()}
     spelt = {piece: "".join(character_of[byte] for byte in piece) for piece in ranks}
     joined = sorted((i, piece) for piece, i in ranks.items() if len(piece) > 1)
@@ -76,6 +77,7 @@ def halves(piece: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
     parts, own = [piece[i : i + 1] for i in range(len(piece))], ranks[piece]
     while len(parts) > 2:
         rank, at = min((ranks.get(parts[i] + parts[i + 1], own), i) for i in range(len(parts) - 1))
-        assert rank < own, f"the piece {piece!r} is not made by one merge"
+        if rank >= own:
+            raise RuntimeError(f"the piece {piece!r} is not made by one merge")
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
