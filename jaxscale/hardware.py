@@ -210,7 +210,7 @@ def host_memory_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            with open(path) as file:
+            with open(path, encoding="utf-8") as file:
                 text = file.read().strip()
         except OSError:
             continue

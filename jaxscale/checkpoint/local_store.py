@@ -54,7 +54,7 @@ class LocalStore:
         """The same for processes that share this folder: they lose it together."""
         found = self.folder.stat()
         boot = pathlib.Path(BOOT)
-        machine = boot.read_text().strip() if boot.exists() else os.uname().nodename
+        machine = boot.read_text("utf-8").strip() if boot.exists() else os.uname().nodename
         return f"{machine}:{found.st_dev}:{found.st_ino}"
 
     def files(self) -> Iterator[tuple[int, int, str, pathlib.Path]]:

@@ -172,14 +172,14 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
 
 def describe(opened: Any, record: Mapping[str, Any], final: Any, began: float) -> None:
     """Writes the record, and what stock Orbax looks for beside it, of a step that will be `final`."""
-    (opened / RECORD).write_text(json.dumps(record))
+    (opened / RECORD).write_text(json.dumps(record), "utf-8")
     crash_point("save/record")
     for item in ("run", "state"):
-        (opened / item / folders.COMMITTED).write_text(f"Checkpoint commit was successful to {final}")
+        (opened / item / folders.COMMITTED).write_text(f"Checkpoint commit was successful to {final}", "utf-8")
     metrics = record.get("metrics", {})
     about = {"item_handlers": HANDLERS, "metrics": metrics, "performance_metrics": {}, "custom_metadata": {}}
     about |= {"init_timestamp_nsecs": int(began * 1e9), "commit_timestamp_nsecs": time.time_ns()}
-    (opened / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    (opened / "_CHECKPOINT_METADATA").write_text(json.dumps(about), "utf-8")
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:

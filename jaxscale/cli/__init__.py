@@ -74,10 +74,16 @@ def run_verb(verb: str) -> None:
 
 def run(argv: list[str]) -> None:
     """Sets the process up for the verb, runs it, and leaves with its exit code."""
-    verb = argv[0] if argv else ""
-    if verb in VERBS:
-        VERBS[verb].set_up()
-    run_and_exit(lambda _: dispatch(argv), is_verb=verb in VERBS)
+    process.open_standard_streams()
+    run_and_exit(lambda _: set_up_and_dispatch(argv), is_verb=bool(argv) and argv[0] in VERBS)
+
+
+def set_up_and_dispatch(argv: list[str]) -> int:
+    """Sets the process up for the verb, runs it and returns its exit code. Raises as `dispatch` does."""
+    process.use_utf8()
+    if argv and argv[0] in VERBS:
+        VERBS[argv[0]].set_up()
+    return dispatch(argv)
 
 
 def dispatch(argv: list[str]) -> int:

@@ -90,7 +90,7 @@ class Child:
 
     def tail(self) -> str:
         """The last line of its output."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
+        lines = self.log.read_text("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else f"it printed nothing to {self.log}"
 
 

@@ -76,7 +76,12 @@ def run_one(
     assigned, command = take_assignments(words)
     try:
         done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, env={**environment, **assigned}
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            encoding="utf-8",
+            errors="replace",
+            env={**environment, **assigned},
         )
     except OSError as error:
         raise BadInput(f"{command[0]} cannot be run ({error.strerror}), from: {name}") from None

@@ -151,7 +151,7 @@ def make_shards(cfg: PrepareConfig, stages: Sequence[str], folder: str, name: st
     """The whole of `jaxscale prepare` in this process."""
     output = next(path for i in itertools.count() if not (path := pathlib.Path(folder) / f"{name}-{i}").exists())
     values = schema.to_dict(cfg) | {"stages": list(stages)}
-    with LocalExecutor(1) as executor, open(pathlib.Path(folder) / "progress", "w") as nowhere:
+    with LocalExecutor(1) as executor, open(pathlib.Path(folder) / "progress", "w", encoding="utf-8") as nowhere:
         prepare(make_plan(schema.from_dict(PrepareConfig, values)), output, executor, Progress(nowhere))
 
 

@@ -53,7 +53,7 @@ class Started:
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "jaxscale.main", *flags, *place],
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", env=env,
                 )
             )  # fmt: skip
             threading.Thread(target=self.read, args=(number,), daemon=True).start()

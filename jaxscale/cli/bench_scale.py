@@ -70,7 +70,7 @@ def write_documents(file: pathlib.Path, documents: int) -> None:
     rng = random.Random(0)
     word = lambda: str(rng.randrange(10**6))
     copies = [" ".join(word() for _ in range(WORDS)) for _ in range(COPIES)]
-    with file.open("w") as out:
+    with file.open("w", encoding="utf-8") as out:
         for number in range(documents):
             text = rng.choice(copies) if number % COPIES == 0 else " ".join(word() for _ in range(WORDS))
             out.write(json.dumps({"text": text, "id": str(number)}) + "\n")

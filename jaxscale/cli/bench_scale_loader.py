@@ -130,7 +130,7 @@ def costs_of(stage: Callable[[], int]) -> dict[str, Any]:
 
 def anonymous_bytes() -> int:
     """This process's memory without mapped files, which the system takes back when it needs room."""
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+    for line in pathlib.Path("/proc/self/status").read_text("utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return 1024 * int(line.split()[1])
     raise BadInput("this system does not tell the memory of a process (RssAnon in /proc/self/status); measure on Linux")

@@ -83,13 +83,20 @@ def write_rows(cfg: RunConfig, folder: str) -> None:
         family = families.family_for(cfg.model)
     except BadInput:
         return  # the other program has to know the model
-    pathlib.Path(folder, MODEL).write_text(json.dumps(families.write(family, cfg.model)))
+    pathlib.Path(folder, MODEL).write_text(json.dumps(families.write(family, cfg.model)), "utf-8")
 
 
 def run_own(own: Sequence[str], workdir: str) -> dict[str, float]:
     """{"tokens": of our run, "loss": of its last validation}."""
     command = [sys.executable, "-m", "jaxscale.main", *own, f"--workdir={workdir}"]
-    done = subprocess.run(command, env=our_environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command,
+        env=our_environment(),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode:
         raise BadInput(f"our run ended with exit {done.returncode}: {(done.stderr or done.stdout).strip()[-SHOWN:]}")
     rows = read_history(workdir).rows

@@ -24,7 +24,7 @@ from jaxscale.inference import open_model, tokenizer_of
 from jaxscale.models.config import Dtype
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, put, tell
+from jaxscale.system.exits import BadInput, put, put_raw, tell
 from jaxscale.system.redact import printable
 from jaxscale.text.sources.jsonl import JSON_LINES
 from jaxscale.text.sources.records import json_records, kind_of, text_lines
@@ -127,8 +127,8 @@ def show_text(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
         if not begun:
             count, begun = count + 1, True
             head = "" if alone else f"--- {count}\n"
-            print(f"{head}{shown(piece.prompt)}", end="", flush=True)  # noqa: T201  as it is, for another program
-        print(shown(piece.text), end="", flush=True)  # noqa: T201
+            put_raw(f"{head}{shown(piece.prompt)}")  # unchanged, for another program
+        put_raw(shown(piece.text))
         if piece.done is not None:
             put("")
             begun = False
@@ -140,7 +140,7 @@ def show_json(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
     for piece in pieces:
         if piece.done is not None and not silent:
             line = {"prompt": piece.prompt, "sample": piece.sample, **dataclasses.asdict(piece.done)}
-            print(shown(json.dumps(line, ensure_ascii=False)), flush=True)  # noqa: T201
+            put_raw(f"{shown(json.dumps(line, ensure_ascii=False))}\n")
 
 
 def check_ways(flags: SampleFlags, given: Collection[str]) -> bool:

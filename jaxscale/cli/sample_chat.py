@@ -10,7 +10,7 @@ from jaxscale.inference import make_generator
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.serve import open_chat
 from jaxscale.sampling.text import Written, write_texts
-from jaxscale.system.exits import BadInput, put, silence_closed_streams
+from jaxscale.system.exits import BadInput, put, put_raw, silence_closed_streams
 from jaxscale.system.redact import printable
 from jaxscale.text.chat.prompts import Message
 
@@ -85,7 +85,7 @@ def show(pieces: Iterator[str]) -> None:
     shown = printable if sys.stdout.isatty() else str
     try:
         for piece in pieces:
-            print(shown(piece), end="", flush=True)  # noqa: T201  as it is, for another program
+            put_raw(shown(piece))  # unchanged, for another program
     finally:
         put("")
 

@@ -216,7 +216,7 @@ class Group:
 
 def serve(connection: Any, numbers: Sequence[int], count: int) -> None:
     """A process of the simulation: does what it is told until it is told None."""
-    sys.stderr = open(os.devnull, "w")  # every host would tell how it ended
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # every host would tell how it ended
     group = Group(numbers, count)
     while (told := connection.recv()) is not None:
         name, *args = told

@@ -117,7 +117,7 @@ class TwoRuns:
             code = Exit(seen.code) if seen.code and seen.code in list(Exit) else Exit.ERROR
             instead = "it was to be killed, and instead: " if kill_at else ""
             raise Stop(code, f"{instead}{meaning(seen.code)}: {child.tail()}")
-        if begin and self.is_first and f"going on from step {begin}" not in child.log.read_text(errors="replace"):
+        if begin and self.is_first and f"going on from step {begin}" not in child.log.read_text("utf-8", "replace"):
             raise Stop(Exit.ERROR, f"it did not go on from step {begin}; see {child.log}")
         return seen
 
@@ -135,14 +135,14 @@ def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str
     """Follows the child to its end, telling each step and each checkpoint as they come."""
     began, seen = time.monotonic(), Watched()
     known = set(checkpoints.all_steps())
-    already = len(child.log.read_text(errors="replace"))
+    already = len(child.log.read_text("utf-8", "replace"))
     pause = LOOK_REMOTE_SECONDS if paths.is_remote(checkpoints.directory) else LOOK_SECONDS
     try:
         running = True
         while running:
             running = child.attempt.running()  # asked first: what it did last is seen too
             now = time.monotonic() - began
-            for step in map(int, STEP_LINE.findall(child.log.read_text(errors="replace")[already:])):
+            for step in map(int, STEP_LINE.findall(child.log.read_text("utf-8", "replace")[already:])):
                 if step not in seen.steps:
                     seen.steps[step] = now
                     say(f"  step {step} of {steps}, {units.duration(now)} after its start")

@@ -238,7 +238,7 @@ def captured_stderr() -> Iterator[list[str]]:
     written: list[str] = []
     sys.stderr.flush()
     own = os.dup(2)
-    with tempfile.NamedTemporaryFile(mode="r", errors="replace") as file:
+    with tempfile.NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as file:
         copy = subprocess.Popen(["tee", "-i", file.name], stdin=subprocess.PIPE, stdout=own)
         os.dup2(copy.stdin.fileno(), 2)
         try:

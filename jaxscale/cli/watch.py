@@ -23,7 +23,7 @@ from jaxscale.monitor.records import Follower
 from jaxscale.reporting.history import History, is_finite
 from jaxscale.reporting.json_lines import Row, as_dict, clean_event, finite
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, put_raw
 from jaxscale.system.redact import printable
 
 EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
@@ -112,7 +112,7 @@ def main(arguments: Arguments) -> int:
     look, stream = Look(workdir), sys.stdout
     if flags.once or not is_terminal(stream):
         size = shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
-        print(spelt(look.again(), size, stream, colour=has_colour(stream)))  # noqa: T201  its colours are ours
+        put_raw(spelt(look.again(), size, stream, colour=has_colour(stream)) + "\n")  # with our colours
         return 0
     with screen(stream), contextlib.suppress(KeyboardInterrupt):
         show(look, stream, flags.every or default)

@@ -160,7 +160,7 @@ class ShardCache:
                         path.unlink()
                         continue
             using: set[str] = set()
-            for line in path.read_text().splitlines():
+            for line in path.read_text("utf-8").splitlines():
                 (using.add if line[0] == "+" else using.discard)(line[1:])
             for sha256 in using:
                 users.setdefault(sha256, set()).add(path.name)

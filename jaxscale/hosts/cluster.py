@@ -18,7 +18,7 @@ from jaxscale.hosts.config import host_budgets
 from jaxscale.hosts.place import FLAGS, HostFlags, Place, find_own_place, number
 from jaxscale.hosts.roll_call import call_roll, interface
 from jaxscale.hosts.watch import Watch
-from jaxscale.system.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
+from jaxscale.system.exits import BadInput, Exit, Stop, put, silence_closed_streams, tell, verdict
 from jaxscale.system.open_files import check_open_files
 from jaxscale.system.redact import redact, shown_traceback
 
@@ -39,8 +39,13 @@ class Team:
         self.watch, self.process, self.speaks = watch, process, speaks
 
     def __call__(self, text: str) -> None:
-        if self.speaks:
+        if not self.speaks:
+            return
+        try:
             put(text)
+        except BadInput as error:  # a log on a full disk ends no run
+            self.speaks = False
+            tell(f"WARNING: {error}")
 
     def tell_hang(self, line: str) -> None:
         """Tells all others that this process ends because of a hang, so that they leave their stacks and end too."""

@@ -12,7 +12,6 @@ asks around by a ping who is silent, says so, and leaves with exit code 13.
 
 import os
 import selectors
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -185,7 +184,7 @@ class Watch:
             wire.send(goodbye=code, line=line)
         if self.place.is_first and code != Exit.DONE:
             self.gone.wait(LAST_SECONDS)
-        sys.stdout.flush()
+        silence_closed_streams()
 
 
 def is_open(wire: Wire) -> bool:

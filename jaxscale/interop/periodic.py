@@ -114,7 +114,7 @@ class Exporter:
                 return 0, ""
             nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
             self.child = child = subprocess.Popen(
-                command, env=env, stdin=nothing, stdout=nothing, stderr=pipe, text=True, errors="replace"
+                command, env=env, stdin=nothing, stdout=nothing, stderr=pipe, encoding="utf-8", errors="replace"
             )
         _, text = child.communicate()
         return child.returncode, shown(text)
@@ -135,7 +135,7 @@ class Exporter:
     def unpin(self, step: int) -> None:
         """Unpins the step, unless another process has pinned it."""
         with contextlib.suppress(Exception):  # it stays pinned, and the next start sees to it
-            if self.mark(step).read_text() == OURS:
+            if self.mark(step).read_text("utf-8") == OURS:
                 fence.ask(self.mark(step))
                 self.mark(step).unlink()
 
@@ -148,7 +148,7 @@ class Exporter:
         with contextlib.suppress(Exception):  # nothing of an export keeps a run from starting
             folder = self.workdir / "checkpoints" / PINNED
             pins = [path for path in folder.iterdir() if is_step_name(path.name)] if folder.exists() else []
-            for step in sorted(int(path.name) for path in pins if path.read_text() == OURS):
+            for step in sorted(int(path.name) for path in pins if path.read_text("utf-8") == OURS):
                 if (self.workdir / "checkpoints" / str(step)).exists():
                     self.ask(step)
                 else:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import units
+from jaxscale.system.exits import tell
 from jaxscale.system.redact import in_html, printable, redact, shown
 
 Display = Callable[..., Any]  # IPython.display.display
@@ -20,19 +21,22 @@ SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad"}
 ETA_WINDOW = 50  # reports over which the speed is averaged: long enough to smooth, short enough to follow a change
 
 
-def choose_style(progress: Literal["auto", "bar", "lines", "off"], stream: TextIO, *, notebook: bool = False) -> Style:
-    """'bar' in a notebook and on a terminal whose cursor moves, 'lines' elsewhere, unless the setting says which."""
+def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, notebook: bool = False) -> Style:
+    """'bar' in a notebook and on a terminal whose cursor moves, 'lines' elsewhere, unless the setting chooses.
+
+    stream: None where standard output is closed.
+    """
     if progress != "auto":
         return progress
     if notebook:
         return "bar"
-    return "bar" if stream.isatty() and os.environ.get("TERM") != "dumb" else "lines"
+    return "bar" if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb" else "lines"
 
 
 class Console:
     """Prints progress and messages, and keeps the bar below the messages.
 
-    A reader that goes away (a closed terminal, `| head`) silences the console and does not end the run.
+    A reader that goes away (a closed terminal, `| head`) or a full disk silences the console and does not end the run.
     """
 
     seconds_between_draws = 0.1
@@ -125,8 +129,12 @@ class Console:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except (OSError, ValueError):  # the latter of one that was closed here
-            self.stream = None  # nobody is reading any more; metrics.jsonl still has everything
+        except (BrokenPipeError, ValueError):  # no reader any more; or it was closed in this process
+            self.stream = None
+        except OSError as error:
+            self.stream = None
+            cause = error.strerror or error
+            tell(f"WARNING: no more progress on standard output: {cause}; metrics.jsonl still has everything")
 
 
 class Shown:

@@ -285,7 +285,7 @@ def own_age_seconds() -> float:
     if not (spec and spec.name.partition(".")[0] == "jaxscale") and os.path.basename(sys.argv[0]) != "jaxscale":
         return 0.0
     try:
-        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+        with open("/proc/self/stat", encoding="utf-8") as stat, open("/proc/uptime", encoding="utf-8") as uptime:
             ticks = float(stat.read().rpartition(")")[2].split()[19])
             age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):

@@ -41,7 +41,7 @@ def git(folder: pathlib.Path, *arguments: str) -> str | None:
     outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=outside)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10, env=outside)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -196,7 +196,7 @@ def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
 def process_age() -> float | None:
     """Seconds since this process started, imports and a restart by exec included; None where the system hides it."""
     try:
-        with open("/proc/self/stat") as file:
+        with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5), in clock ticks
     except (OSError, ValueError, IndexError):
         return None

@@ -191,21 +191,33 @@ def in_one_line(error: BaseException) -> str:
 
 def tell(line: str) -> None:
     """Prints a line to stderr, if anybody reads it, without secrets and what could drive a terminal."""
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):  # no reader, or a full disk: there is no other place to report it
         print(f"{shown(line)}\n", end="", file=sys.stderr)  # noqa: T201  in one piece: several processes may write to one file
 
 
 def put(*lines: str, end: str = "\n") -> None:
-    """Prints lines to stdout at once, without secrets and what could drive a terminal."""
-    print(shown("\n".join(lines)), end=end, flush=True)  # noqa: T201
+    """Prints lines to stdout at once, without secrets and what could drive a terminal. Raises as `put_raw` does."""
+    put_raw(shown("\n".join(lines)) + end)
+
+
+def put_raw(text: str) -> None:
+    """Writes text to stdout at once. Raises BrokenPipeError without a reader, and BadInput if it takes no more."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        cause = error.strerror or error
+        raise BadInput(f"standard output cannot be written: {cause}; make room, or send it to another file") from None
 
 
 def silence_closed_streams() -> None:
-    """Flushes stdout and stderr. One without a reader leads nowhere from now on, or Python's own end would fail."""
+    """Flushes stdout and stderr. One that cannot be written becomes the null device, or Python's own end would fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)

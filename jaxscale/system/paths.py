@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -14,6 +15,7 @@ from jaxscale.system import fence, storage
 from jaxscale.system.bucket import Upload
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import cannot_read, open_regular, parse_json
+from jaxscale.system.redact import on_one_line
 
 HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
 PRIVATE = 0o700  # of a folder that is its owner's alone
@@ -216,6 +218,16 @@ def write_json(path: Any, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def check_encoding(folder: pathlib.Path) -> None:
+    """Raises BadInput for a name that TensorStore, which takes names as UTF-8 in any locale, reads as another one."""
+    name = os.fspath(folder.absolute())
+    if os.fsencode(name) == name.encode("utf-8", "replace"):
+        return
+    encoding = sys.getfilesystemencoding()
+    fix = "rename it" if encoding == "utf-8" else f"Python reads file names as {encoding} here: set PYTHONUTF8=1"
+    raise BadInput(f"workdir={on_one_line(name)} is not UTF-8, and arrays cannot be saved under such a name; {fix}")
+
+
 def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     """The folder of a run as a path. If missing it is made, on a local disk private to its owner unless `mode` differs.
 
@@ -228,6 +240,7 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     folder = as_path(path)
     if is_remote(path):
         return folder
+    check_encoding(folder)
     if taken := set(str(folder.absolute())) & set("[]*?\\"):
         raise BadInput(
             f"workdir={path} lies at {folder.absolute()}, and Orbax would take {' '.join(sorted(taken))} in a path for "

@@ -1,4 +1,5 @@
-"""Environment of a process: huge pages, JAX's platforms and compilation cache, open files, the mode of new files.
+"""Environment of a process: standard streams, UTF-8, huge pages, JAX's platforms and compilation cache, open files, the
+mode of new files.
 
 JAX reads its variables when it is imported; `set_variables` updates one that is imported already. Either way before JAX
 is asked for its devices.
@@ -6,6 +7,7 @@ is asked for its devices.
 
 import contextlib
 import errno
+import io
 import os
 import pathlib
 import re
@@ -28,6 +30,41 @@ def environment() -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # else small programs are left out
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
+
+
+def open_standard_streams() -> None:
+    """Opens the null device for each standard stream that is closed, as some service managers leave them.
+
+    Otherwise Python has None in its place, and the next file that is opened takes its number: XLA, which logs to number
+    2, would write into that file. Characters that the encoding of stdout lacks are written as escapes.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def use_utf8() -> None:
+    """Starts the process again in Python's UTF-8 mode where the locale has another encoding.
+
+    File names, logs and the output of other programs are UTF-8 then, as TensorStore takes names in any locale.
+    """
+    if (encoding := sys.getfilesystemencoding()) == "utf-8":
+        return
+    if os.environ.get("PYTHONUTF8") == "1":
+        raise BadInput(f"Python has {encoding} file names though PYTHONUTF8=1; leave out its flags -E, -I, -X")
+    os.environ["PYTHONUTF8"] = "1"
+    start_again()
+
+
+def start_again() -> None:
+    """Starts the process again, with the same arguments, to read its environment again."""
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def prepare() -> None:
@@ -101,7 +138,7 @@ def use_huge_pages() -> None:
     if "GLIBC_TUNABLES" in os.environ or has_accelerator():
         return
     os.environ["GLIBC_TUNABLES"] = environment()["GLIBC_TUNABLES"]
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    start_again()
 
 
 def has_huge_pages() -> bool:

@@ -58,7 +58,7 @@ class BeamExecutor(contextlib.AbstractContextManager):
             done = numbers(pipeline, len(calls)) | "do" >> beam.Map(done_task, function, calls.call)
             _ = done | beam.GroupByKey() | "write" >> beam.Map(write_results, str(folder))
         for number in range(-(-len(calls) // RESULTS_IN_FILE)):
-            yield from json.loads(numbered(folder, number, ".json").read_text())
+            yield from json.loads(numbered(folder, number, ".json").read_text("utf-8"))
         remove(folder)
 
     def find_pairs(self, join: Join) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, tell
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import shown
 
@@ -39,8 +39,9 @@ class Progress:
     """Prints progress: on a terminal one line that is updated, elsewhere a line every half minute."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
-        self.stream, self.clock = stream or sys.stdout, clock
-        self.on_terminal = self.stream.isatty()
+        self.stream: TextIO | None = stream or sys.stdout
+        self.clock = clock
+        self.on_terminal = self.stream is not None and self.stream.isatty()
         self.title, self.total, self.done, self.since, self.shown = "", 0, 0, 0.0, 0.0
         self.seen = self.judged = self.dropped = self.bytes = self.earlier = 0
         self.so_far: Callable[[], str] | None = None
@@ -144,9 +145,17 @@ class Progress:
         self.title = ""
 
     def write(self, text: str) -> None:
-        """Writes text that is safe for a terminal."""
-        self.stream.write(text)
-        self.stream.flush()
+        """Writes text that is safe for a terminal. A full disk ends the reports and not the work."""
+        if self.stream is None:
+            return
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.stream = None
+            tell(f"WARNING: no more progress on standard output: {error.strerror or error}")
 
     def wipe(self) -> None:
         """Clears the line on a terminal."""
