@@ -1,6 +1,5 @@
 """A file is the old one or the new one, and a run's folder is its owner's."""
 
-import importlib.util
 import os
 import pathlib
 import stat
@@ -104,7 +103,7 @@ def test_json_that_cannot_be_read_is_named_in_one_line(tmp_path):
 
 
 def test_a_bucket_without_gcsfs_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
     with pytest.raises(ValueError, match=r"gs://bucket/run needs gcsfs: pip install 'jaxscale\[gcs\]'"):
         paths.as_path("gs://bucket/run")
 

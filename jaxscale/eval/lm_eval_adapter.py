@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import importlib.util
 import os
 import sys
 from collections import defaultdict
@@ -23,6 +22,7 @@ from jaxscale.eval.text import Reading, document_spans
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.text import WriteSettings, write_texts
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import ChatPrompts, open_prompts
 from jaxscale.text.tokenizer.load import find_template
@@ -45,7 +45,7 @@ class Served(NamedTuple):
 
 def check_installed() -> None:
     """Raises BadInput where lm-eval is not there."""
-    if importlib.util.find_spec("lm_eval") is None:
+    if not packages.is_installed("lm_eval"):
         raise BadInput(f"--lm_eval needs the package lm_eval, which is not installed: {INSTALL}")
 
 

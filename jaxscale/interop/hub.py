@@ -1,7 +1,6 @@
 """Downloads from and uploads to the Hugging Face Hub. The token is read from the environment alone."""
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import re
@@ -10,7 +9,7 @@ from typing import Any
 
 from jaxscale.interop import adapter_config, reading, tokenizer_files
 from jaxscale.interop.config import HUB_NAME, check_hub_name
-from jaxscale.system import paths
+from jaxscale.system import packages, paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.redact import shown
 from jaxscale.system.storage import is_loopback
@@ -60,7 +59,7 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
         return None
     name, revision = asked
     check_hub_name(flag.removeprefix("--"), name)
-    if importlib.util.find_spec("huggingface_hub") is None:
+    if not packages.is_installed("huggingface_hub"):
         raise BadInput(f"{flag}={name} is fetched from the Hub by huggingface_hub: pip install 'jaxscale[hub]'")
     token = os.environ.get(TOKEN, "").strip()
     check_endpoint(bool(token))
@@ -101,7 +100,7 @@ def check_push(name: str, folder: Any = None) -> None:
     check_hub_name("push", name)
     if folder is not None and paths.is_remote(folder):
         raise BadInput(f"--push sends a local folder, and {folder} is none; export to a disk and push from there")
-    if importlib.util.find_spec("huggingface_hub") is None:
+    if not packages.is_installed("huggingface_hub"):
         raise BadInput("--push needs huggingface_hub: pip install 'jaxscale[hub]'")
     check_endpoint(True)
     if not os.environ.get(TOKEN, "").strip():

@@ -10,7 +10,6 @@ https://docs.wandb.ai/guides/runs/resuming (an id with resume="allow"), https://
 """
 
 import contextlib
-import importlib.util
 import os
 import queue
 import secrets
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.system import paths
+from jaxscale.system import packages, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted, shown
 
@@ -206,5 +205,5 @@ def missing_packages(names: Sequence[str]) -> list[str]:
     return [
         f"monitor.writers={name!r} needs its package: pip install 'jaxscale[{name}]', or leave it out"
         for name in names
-        if importlib.util.find_spec(name) is None
+        if not packages.is_installed(name)
     ]

@@ -7,7 +7,6 @@ calibrated beforehand. Weights stay float32 in the train state.
 
 import dataclasses
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.ops.config import MatmulDtype
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT, contracted_axes
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 
 
@@ -41,7 +41,7 @@ def with_matmul_dtype(kernels: Kernels, name: MatmulDtype) -> Kernels:
     """The kernels with the blocks' projections in this type. Raises BadInput where the library is missing."""
     if name == "none":
         return kernels
-    if importlib.util.find_spec("qwix") is None:
+    if not packages.is_installed("qwix"):
         raise BadInput(f"model.matmul_dtype={name!r} needs qwix: pip install 'jaxscale[quant]'")
     return dataclasses.replace(kernels, project=functools.partial(project, RECIPES[name]))
 

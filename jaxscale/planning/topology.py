@@ -8,7 +8,6 @@ h100:32x8      32 hosts of 8 cards                h100:8         one host
 import contextlib
 import dataclasses
 import difflib
-import importlib.util
 import itertools
 import math
 import os
@@ -24,6 +23,7 @@ from jax.experimental import topologies
 from jaxscale.hardware import CHIPS, Chip
 from jaxscale.planning.gpu_target import target_config
 from jaxscale.sharding.torus import wraps
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 
 
@@ -124,7 +124,7 @@ def open_topology(text: str) -> Topology:
 
 def tpu_devices(name: TopologyName) -> list[Any]:
     """Devices of a TPU topology, from libtpu's compiler. It starts no TPU and asks no metadata server."""
-    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+    if not packages.is_installed("libtpu") and "TPU_LIBRARY_PATH" not in os.environ:
         raise BadInput(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process waits for a lock file
@@ -144,7 +144,7 @@ def tpu_devices(name: TopologyName) -> list[Any]:
 
 def gpu_devices(name: TopologyName) -> list[Any]:
     """Devices of GPU hosts, from the CUDA plugin's compiler."""
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    if not any(packages.is_installed(f"jax_cuda{version}_plugin") for version in (12, 13)):
         raise BadInput(
             f"{name} is compiled for by jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
         )

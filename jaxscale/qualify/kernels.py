@@ -5,7 +5,6 @@ B batch  T query position  S key position  D embed  N query heads  K key-value h
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -21,6 +20,7 @@ from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.rope import frequencies, make_rotation
 from jaxscale.qualify.result import Figure, Machine, Probe, first_words
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 
 F32 = jnp.float32
@@ -223,7 +223,7 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     for name in EIGHT_BIT:
         if not has[name]:
             yield f"projection in {name}: left out, the datasheet has no such products"
-        elif importlib.util.find_spec("qwix") is None:
+        elif not packages.is_installed("qwix"):
             yield f"projection in {name}: left out, qwix is not installed: pip install 'jaxscale[quant]'"
         else:
             project = with_matmul_dtype(PLAIN, name).project

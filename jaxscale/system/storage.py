@@ -10,7 +10,6 @@ import concurrent.futures
 import datetime
 import fnmatch
 import functools
-import importlib.util
 import io
 import ipaddress
 import json
@@ -22,6 +21,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from jaxscale.system import packages
 from jaxscale.system.bucket import GOOGLE, REAL, SILENCE, Bucket, Clock
 from jaxscale.system.bucket_errors import Forbidden, Transient
 from jaxscale.system.exits import BadInput
@@ -315,7 +315,7 @@ def authorisation(access: str) -> Callable[[dict[str, str]], None]:
 
 def require_gcsfs(name: str) -> None:
     """Raises BadInput where the package is not installed that finds credentials, and that Orbax reads buckets by."""
-    if importlib.util.find_spec("gcsfs") is None:
+    if not packages.is_installed("gcsfs"):
         raise BadInput(f"{name} needs gcsfs: pip install 'jaxscale[gcs]'")
 
 

@@ -1,7 +1,6 @@
 """What lm-eval is answered, without lm-eval; tests/eval/test_lm_eval_peer.py asks through it."""
 
 import functools
-import sys
 
 import jax
 import made_model
@@ -135,6 +134,6 @@ def test_results_are_named_by_task():
 
 
 def test_without_the_package_a_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
     with pytest.raises(ValueError, match=r"which is not installed: pip install 'jaxscale\[lm_eval\]'"):
         evaluate.main(["--workdir=w", "--lm_eval=piqa"])

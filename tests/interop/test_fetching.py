@@ -145,6 +145,6 @@ def test_without_the_package_and_with_an_open_line_it_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="would send the token unencrypted"):
         hub.fetch("org/name", None, "--from")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
     with pytest.raises(BadInput, match=r"--from=org/name is fetched .* pip install 'jaxscale\[hub\]'"):
         hub.fetch("org/name", None, "--from")

@@ -11,7 +11,6 @@ import tiny
 
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.ops import quantized
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.project import einsum_project
 from jaxscale.ops.quantized import RECIPES, with_matmul_dtype
@@ -106,7 +105,7 @@ def losses(overrides, num_devices):
 
 
 def test_a_missing_library_is_one_line_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
     with pytest.raises(ValueError, match=r"model.matmul_dtype='fp8' needs qwix: pip install 'jaxscale\[quant\]'"):
         with_matmul_dtype(PLAIN, "fp8")
     assert with_matmul_dtype(PLAIN, "none") is PLAIN

@@ -1,12 +1,12 @@
 """The chat template of a tokenizer: from the settings, from its folder, or built in."""
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.sandbox import compile_template
 from jaxscale.text.config import ChatConfig
@@ -65,7 +65,7 @@ def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, w
     """The template of this source, which is in the file `where`. Raises as load_template does."""
     if turn_end(tokenizer) and source == (own := built_in(tokenizer)).source:
         return own  # that a run has kept; it needs no package
-    if importlib.util.find_spec("jinja2") is None:  # an extra
+    if not packages.is_installed("jinja2"):  # an extra
         raise missing_package(f"the chat template {where}", "jinja2", CHAT)
     defaults = DEFAULTS.get(class_of(about.settings), {})
     names = {key: name for key, name in defaults.items() if name in tokenizer.special_ids}

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import too_many
 from jaxscale.text.config import ReadConfig
@@ -39,7 +40,9 @@ class Damaged(BadInput):
 
 @contextlib.contextmanager
 def needs(what: str, package: str, way_out: str = PREPARE) -> Iterator[None]:
-    """Around the import of an optional package. Raises BadInput, saying what needs it, if it is not installed."""
+    """Around the import of an optional package. Raises BadInput, naming what needs it, if it is not installed."""
+    if not all(packages.is_installed(name) for name in package.split(" with ")):
+        raise missing_package(what, package, way_out)
     try:
         yield
     except ImportError:

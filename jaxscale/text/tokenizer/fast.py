@@ -6,7 +6,6 @@ a known split pattern, after it gave the same ids for the probes below; some of 
 
 import concurrent.futures
 import functools
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Block, Encode, block_of
 from jaxscale.text.tokenizer.config import EncodeConfig, Split
@@ -82,7 +82,7 @@ def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeCo
     for name, make in (("gigatoken", make_gigatoken), ("tiktoken", make_tiktoken)):
         if cfg.encoder not in ("auto", name):
             continue
-        if not importlib.util.find_spec(name):
+        if not packages.is_installed(name):
             problem, encode = f"{name} is not installed: pip install 'jaxscale[prepare]'", None
         elif split is None:
             problem, encode = "it is no byte-level BPE with the split pattern of GPT-2, cl100k or o200k", None

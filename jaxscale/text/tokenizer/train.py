@@ -3,11 +3,11 @@
 import hashlib
 import heapq
 import importlib.metadata
-import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic
 from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
@@ -36,7 +36,7 @@ def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str |
     if path.suffix != cfg.ending:
         raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {cfg.ending}; rename it")
     package = cfg.trainer if cfg.kind == "bpe" else "sentencepiece" if cfg.is_sentencepiece else "tokenizers"
-    if not importlib.util.find_spec(package):
+    if not packages.is_installed(package):
         raise BadInput(f"trainer={package} is not installed: pip install 'jaxscale[prepare]'")
     chosen = sample(texts, cfg.sample_bytes, cfg.seed)
     if not chosen:
