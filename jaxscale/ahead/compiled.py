@@ -119,7 +119,9 @@ def read_executable(executable: jax.stages.Compiled, program: Program, topology:
     """What the compiler says of a training step that it has compiled, for devices that are here or not."""
     devices = list(program.mesh.devices.flat)  # XLA numbers devices by their place in the mesh
     torus = make_torus(devices, topology.chip)
-    facts = read_hlo(executable.as_text(), dict(program.mesh.shape), link_domains(devices), torus)
+    text = executable.as_text()
+    assert text is not None, "XLA prints what it has compiled"
+    facts = read_hlo(text, dict(program.mesh.shape), link_domains(devices), torus)
     return read_memory(executable.memory_analysis(), topology.platform), facts
 
 
@@ -200,7 +202,7 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
 
 def reader_digest() -> str:
     """A hash of the code that turns a compiled program into facts, that knows links, and that describes GPUs."""
-    described = [pathlib.Path(module.__file__) for module in (gpu_target, links)]
+    described = [pathlib.Path(str(module.__file__)) for module in (gpu_target, links)]
     files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), *described]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

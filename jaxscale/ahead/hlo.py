@@ -70,8 +70,8 @@ def read_hlo(
     starts = asynchronous_starts(module)
     collectives: list[Collective] = []
     numbers: dict[tuple[str, str], int] = {}  # of the collectives, by computation and instruction
-    flops: collections.Counter[str] = collections.Counter()
-    moved: collections.Counter[int] = collections.Counter()
+    flops: dict[str, float] = collections.defaultdict(int)
+    moved: dict[int, float] = collections.defaultdict(int)
     pallas, silent = 0.0, 0
     for computation in module.computations.values():
         times = runs[computation.name]

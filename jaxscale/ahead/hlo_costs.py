@@ -173,7 +173,7 @@ def operand_shapes(instruction: Instruction, computation: Computation) -> list[S
 def instruction_traffic(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
     """Bytes by memory space: 0 the device's own, 1 on-chip, 5 the host's. Control flow and `-done` count none."""
     opcode = instruction.opcode
-    moved: collections.Counter[int] = collections.Counter()
+    moved: dict[int, float] = collections.defaultdict(int)
     if opcode in NOTHING or opcode.endswith(("-done", "-update")):
         return moved
     if opcode == "custom-call" and custom_target(instruction).startswith(MARKERS):
@@ -214,7 +214,7 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
     return moved
 
 
-def add(moved: collections.Counter[int], shapes: tuple[Shape, ...], share: float | None = None) -> None:
+def add(moved: dict[int, float], shapes: tuple[Shape, ...], share: float | None = None) -> None:
     """Counts arrays whole, or `share` bytes of them."""
     for shape in shapes:
         moved[shape.space] += shape.nbytes if share is None else min(share, shape.nbytes)

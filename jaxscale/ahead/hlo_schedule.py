@@ -32,7 +32,7 @@ class Item:
 
 def item_from_json(values: Mapping[str, Any]) -> Item:
     """The inverse of dataclasses.asdict and JSON."""
-    return Item(**(values | {"items": tuple(map(item_from_json, values["items"]))}))
+    return Item(**{**values, "items": tuple(map(item_from_json, values["items"]))})
 
 
 def read_schedule(module: Module, numbers: Mapping[tuple[str, str], int]) -> tuple[tuple[Item, ...], dict[int, str]]:

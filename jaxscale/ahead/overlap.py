@@ -99,7 +99,9 @@ def collective_lines(rows: Sequence[CollectiveRow]) -> list[str]:
     """The table. Loops are told by how often their bodies run."""
     sent = sum(row.sent_bytes * row.times for row in rows)
     large = [row for row in rows if row.sent_bytes * row.times >= SMALL * sent]
-    found = [("", "kind", "operation", "times", "axes", "links", "MB sent", "link ms", "cover ms", "exposed ms")]
+    found: list[tuple[str, ...]] = [
+        ("", "kind", "operation", "times", "axes", "links", "MB sent", "link ms", "cover ms", "exposed ms")
+    ]
     for row in large:
         times = tuple(f"{seconds * 1e3:.3f}" for seconds in (row.link_s, row.cover_s, row.exposed_s))
         state, size = "blocking" if row.is_blocking else "async", f"{row.sent_bytes / 1e6:.1f}"

@@ -72,7 +72,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        found = dataclasses.asdict(self) | {"fits": self.fits}
+        found: dict[str, Any] = dataclasses.asdict(self) | {"fits": self.fits}
         if self.roofline is not None:
             del found["roofline"]["played"]  # it is in the rows of collectives
         return found
@@ -129,6 +129,7 @@ def memory_lines(report: Report) -> list[str]:
 
 def flops_lines(report: Report) -> list[str]:
     """What is computed, as compiled and by the model's formula."""
+    assert report.compiled_flops is not None, "asked of a report with facts"
     more = report.compiled_flops / report.model_flops - 1
     rows = [
         ("as compiled", f"{report.compiled_flops / 1e12:,.4g} TFLOP", "matrix products, loops counted"),
@@ -142,7 +143,7 @@ def traffic_lines(report: Report) -> list[str]:
     if not report.traffic:
         return ["no communication"]
     fast, slow = LINKS.get(report.platform, ("fast", "slow"))
-    rows = [("kind", "mesh axes", "times", f"{fast} MB", f"{slow} MB")]
+    rows: list[tuple[str, ...]] = [("kind", "mesh axes", "times", f"{fast} MB", f"{slow} MB")]
     for row in report.traffic:
         sizes = (f"{row.fast_bytes / 1e6:,.1f}", f"{row.slow_bytes / 1e6:,.1f}")
         rows.append((row.kind, ",".join(row.axes) or "none", f"{row.times:,}", *sizes))
@@ -154,6 +155,7 @@ def traffic_lines(report: Report) -> list[str]:
 def roofline_lines(report: Report) -> list[str]:
     """The least time that a step can take, by part."""
     roofline = report.roofline
+    assert roofline is not None, "asked of a report with a roofline"
     rows = [("products", milliseconds(roofline.compute_s), ""), ("device memory", milliseconds(roofline.hbm_s), "")]
     for name, seconds in roofline.links_s.items():
         exposed = roofline.exposed_s.get(name, 0.0)
@@ -185,7 +187,7 @@ def compiled_line(report: Report) -> str:
 
 def verdict_line(report: Report) -> str:
     """'go: ...' or 'no-go: ...'."""
-    if report.fits:
+    if report.fits and report.left_bytes is not None:
         return f"go: {units.size(report.left_bytes)} of each device are left"
     if report.shortage is not None and report.shortage.space != "hbm":
         return f"no-go: the on-chip memory {report.shortage.space} is too small"
@@ -196,7 +198,7 @@ def verdict_line(report: Report) -> str:
 
 def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
     """A table with a row for each (label, report), for a search."""
-    rows = [("settings", "peak", "at least", "sum", "MFU at most", "compiled in", "")]
+    rows: list[tuple[str, ...]] = [("settings", "peak", "at least", "sum", "MFU at most", "compiled in", "")]
     for label, report in reports:
         line = report.roofline
         times = (milliseconds(line.at_least_s), milliseconds(line.serial_s)) if line else ("", "")

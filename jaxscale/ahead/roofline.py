@@ -55,8 +55,8 @@ def roofline(
         unpriced.append(f"all but one trip of {facts.unknown_trips} loops")
     if facts.host_bytes:
         unpriced.append(f"{facts.host_bytes:.3g} bytes to and from the host's memory")
-    links: collections.Counter[str] = collections.Counter()
-    queues: collections.Counter[str] = collections.Counter()
+    links: dict[str, float] = collections.defaultdict(int)
+    queues: dict[str, float] = collections.defaultdict(int)
     for collective in facts.collectives:
         for stage, (link, seconds) in zip(collective.stages, link_seconds(collective, chip)):
             if seconds is None:
@@ -79,7 +79,7 @@ def roofline(
         blocking_s=dict(order.blocking),
         at_least_s=at_least,
         overlapped_s=max(overlapped, compute + bubble),
-        serial_s=compute + bubble + hbm + links.total(),
+        serial_s=compute + bubble + hbm + sum(links.values()),
         mfu_ceiling=model_flops_per_device / (chip.peak_flops * at_least) if at_least else 0.0,
         unpriced=tuple(dict.fromkeys(unpriced)),
         played=order.collectives,

@@ -54,8 +54,8 @@ class Player:
         self.free: dict[str, float] = {}  # when each link has done what was asked of it
         self.ends: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)  # (end, work before the start)
         self.played = [Played() for _ in collectives]
-        self.exposed: collections.Counter[str] = collections.Counter()
-        self.blocking: collections.Counter[str] = collections.Counter()
+        self.exposed: dict[str, float] = collections.defaultdict(int)
+        self.blocking: dict[str, float] = collections.defaultdict(int)
 
     def play(self, items: Sequence[Item], weight: float) -> None:
         """Plays items that run `weight` times in a step."""
@@ -120,10 +120,11 @@ class Player:
 
 def shares(collective: Collective, chip: Chip) -> dict[str, float]:
     """The part of a collective's time on each link."""
-    times = collections.Counter()
+    times: dict[str, float] = collections.defaultdict(int)
     for link, seconds in link_seconds(collective, chip):
         times[link] += seconds or 0.0
-    return {link: seconds / times.total() for link, seconds in times.items()} if times.total() else {}
+    total = sum(times.values())
+    return {link: seconds / total for link, seconds in times.items()} if total else {}
 
 
 def link_seconds(collective: Collective, chip: Chip) -> list[tuple[str, float | None]]:

@@ -201,7 +201,7 @@ class Output:
         One that is there already, of the same layout, is opened. Raises Stop (STORAGE).
         """
         transaction = tensorstore.Transaction()
-        how = dict(open=True, create=True, context=self.context, transaction=transaction)
+        how: dict[str, Any] = dict(open=True, create=True, context=self.context, transaction=transaction)
         try:
             made = [tensorstore.open(self.spec(name, layout), **how) for name, layout in layouts.items()]
             arrays = [future.result() for future in made]

@@ -102,18 +102,19 @@ def average_steps(
 
 def mean(pieces: Iterator[np.ndarray], name: str) -> np.ndarray:
     """The mean in the dtype of the pieces, of which one at a time is read. Raises BadInput for integers that differ."""
-    total = None
+    total, dtype, exact, count = None, None, True, 0
     for count, piece in enumerate(pieces, 1):
-        exact = piece.dtype.kind in "iub"
+        dtype, exact = piece.dtype, piece.dtype.kind in "iub"
         if total is None:
             total = piece if exact else piece.astype(np.complex128 if piece.dtype.kind == "c" else np.float64)
         elif not exact:
             total += piece
         elif not np.array_equal(total, piece):
             raise BadInput(f"{name} is {piece.dtype} and not the same in all steps: whole numbers have no mean")
+    assert total is not None and dtype is not None, "there is a piece of each step"
     if not exact:
         total /= count
-    return total.astype(piece.dtype, copy=False)
+    return total.astype(dtype, copy=False)
 
 
 def write_weights(recipe: Recipe, workdir: Any, on_bytes: Callable[[int, int], None]) -> Averaged:

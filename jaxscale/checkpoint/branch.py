@@ -109,7 +109,7 @@ def open_source(
         raise BadInput(f"{named}={path}: step {step} is no checkpoint; {folder} has {units.or_list(near)}")
     if step is None:
         step = ancestor["step"] if ancestor else newest_to_read(checkpoints, log)
-        if step not in steps:
+        if step is None or step not in steps:
             raise BadInput(f"{named}={path}: this run began with its step {step}, and that is no longer there")
     source = Source(checkpoints, step, checkpoints.read_record(step))
     if ancestor and ancestor["sha256"] != source.record["sha256"]:
@@ -137,7 +137,8 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
     Args: program: as build.py makes it (init, abstract_state, cfg.model, cfg.lora). source: open_source's, if opened.
     Raises: BadInput with one line for all that does not fit. Stop (CHECKPOINT_CORRUPT) where a bit there has changed.
     """
-    source = source or open_source(cfg.from_path)
+    assert source or cfg.from_path, "a run that begins with another one's weights names it"
+    source = source or open_source(str(cfg.from_path))
     own = named_leaves(program.abstract_state)
     plan = plan_branch(cfg, source, own, program.cfg.model)
     check_scale(source, plan, program.cfg.lora)
@@ -154,6 +155,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
     for name, axis in plan.resized.items():  # one after the other: each is for a moment in memory twice
         leaves[name] = resized(source, plan.loaded[name], leaves[name], own[name], axis, cfg.new_rows)
     for name, origin in plan.made.items():  # and these too, beside the dense one
+        assert plan.upcycling is not None, "arrays are made of others where experts are"
         read = functools.partial(read_leaf, source, plan.loaded[name], own[name].dtype)
         leaves[name] = plan.upcycling.make(origin, read, own[name])
     if plan.upcycling:

@@ -28,7 +28,10 @@ def read_starts(workdir: Any) -> Starts:
 
 def belongs(starts: Mapping[str, int | None], token: str, step: int) -> bool:
     """True if a copy that the start with this token made after `step` steps is of the run as it went on."""
-    return token in starts and (starts[token] is None or step <= starts[token])
+    if token not in starts:
+        return False
+    last = starts[token]
+    return last is None or step <= last
 
 
 def read_begun(workdir: Any) -> int:

@@ -61,7 +61,7 @@ def write_leaf(file: BinaryIO, name: str, leaf: jax.Array) -> Iterator[list]:
         piece = np.ascontiguousarray(np.asarray(data))
         mark = None if leaf.is_fully_addressable else host_fingerprint(piece, start=start, shape=leaf.shape)
         yield [name, list(start), list(shape), str(leaf.dtype), file.tell(), mark]
-        file.write(piece.reshape(-1).view(np.uint8))
+        file.write(piece.reshape(-1).view(np.uint8).data)
 
 
 def pieces_of(leaf: jax.Array) -> dict[Place, jax.Array]:
@@ -90,7 +90,7 @@ def read_about(path: pathlib.Path) -> dict[str, Any]:
         about = parse_json(text)
     except BadInput:
         about = None
-    if not is_sealed(about):
+    if about is None or not is_sealed(about):
         raise Damaged(f"{path}: the sha256 of what it says of itself does not match")
     return about
 
@@ -103,7 +103,7 @@ def read_pieces(path: pathlib.Path, about: Mapping[str, Any]) -> dict[str, dict[
         piece = np.empty(shape, np.dtype(dtype))
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
-            left = memoryview(piece.reshape(-1).view(np.uint8))
+            left = piece.reshape(-1).view(np.uint8).data
             while left and (count := file.readinto(left)):
                 left = left[count:]
         return piece, host_fingerprint(piece, start=start, shape=leaves[name][0])

@@ -78,15 +78,21 @@ class RunLock:
         self.thread.join(JOIN_SECONDS)
         if not self.thread.is_alive() and self.lost is None and not self.cause:
             with contextlib.suppress(OSError, ValueError, Moved):  # it runs out by itself
-                self.store.remove(self.me)
+                self.opened.remove(self.me)
+
+    @property
+    def opened(self) -> "FileLock | ObjectLock":
+        """The store of a lock that is entered and has one."""
+        assert self.store is not None, "no store was opened"
+        return self.store
 
     def acquire(self) -> None:
         """Returns once the lock is ours. Raises Stop (LOCK_HELD) once it is known that its owner lives."""
         first, since = None, self.clock()
         while True:
-            look = self.store.look()
+            look = self.opened.look()
             if look is None:
-                if self.store.create(self.me):
+                if self.opened.create(self.me):
                     return
                 continue
             alive = self.alive(look)
@@ -101,7 +107,7 @@ class RunLock:
                 if max(look.age, self.clock() - since) < self.silence_of(look):
                     self.sleep(self.cfg.lease_seconds / LOOKS)
                     continue
-            if self.store.replace(self.me, look, steal=self.steal):
+            if self.opened.replace(self.me, look, steal=self.steal):
                 return self.took_over(look, "stolen" if alive is not False and self.steal else "its owner is gone")
 
     def alive(self, look: Look) -> bool | None:
@@ -146,7 +152,7 @@ class RunLock:
             try:
                 with self.using:
                     self.me = self.me.renewed()
-                    self.store.renew(self.me)
+                    self.opened.renew(self.me)
                 self.reached, self.cause = self.clock(), ""
             except (Changed, Moved) as error:
                 self.lose(error)
@@ -164,7 +170,7 @@ class RunLock:
             return
         now = None
         with contextlib.suppress(Exception):  # who it is, is only of interest
-            look = self.store.look()
+            look = self.opened.look()
             now = look.owner if look else None
         who = f"by {now}" if now else "while this process stood still, or deleted"
         line = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
@@ -194,7 +200,7 @@ class RunLock:
         if self.lost is not None or not self.using.acquire(blocking=False):
             return
         try:
-            if not self.store.is_own(self.me, quick=True):
+            if not self.opened.is_own(self.me, quick=True):
                 self.lose()
             self.reached = self.clock()
         except Moved as error:
@@ -215,7 +221,7 @@ class RunLock:
         in_turn = self.using if isinstance(self.store, ObjectLock) else contextlib.nullcontext()
         try:
             with in_turn:  # on a disk a renewal may take as long as an fsync, and nobody waits for it
-                if self.lost is None and not self.store.is_own(self.me):
+                if self.lost is None and not self.opened.is_own(self.me):
                     self.lose()
         except Moved as error:
             self.lose(error)

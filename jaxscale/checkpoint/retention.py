@@ -96,7 +96,7 @@ def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], Facts]) 
     """So many steps of the lowest validation loss, the best first; of equal ones the newer. Asks nothing for 0."""
     if not count:
         return []
-    losses: Mapping[int, float] = {step: facts(step).loss for step in steps if facts(step).loss is not None}
+    losses = {step: loss for step in steps if (loss := facts(step).loss) is not None}
     return sorted(losses, key=lambda step: (losses[step], -step))[:count]
 
 
@@ -168,7 +168,7 @@ def why_kept(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointC
     health = lambda fact: None if fact.problem else fact.health or CLEAN
     known = {fact.step: Facts(health(fact), fact.validation_loss) for fact in facts}
     pinned = {fact.step for fact in facts if fact.pinned}
-    kept = kept_steps(known, cfg, known.get, pinned, last_good)
+    kept = kept_steps(known, cfg, known.__getitem__, pinned, last_good)
     kept |= {step: "its record cannot be read" for step in unread if kept.get(step) in (None, "last good")}
     return dict(sorted(kept.items()))
 

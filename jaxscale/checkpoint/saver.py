@@ -220,8 +220,7 @@ class Saver:
         self.last_verified = job.step if good else self.last_verified
         try:
             self.may_commit()
-            about = dict(verified=good, health=job.health, sha256=record["sha256"])
-            write_last_good(self.directory, job.step, **about)
+            write_last_good(self.directory, job.step, verified=good, health=job.health, sha256=record["sha256"])
             self.remove_old(job.step)
         except Stop:
             raise
@@ -240,7 +239,9 @@ class Saver:
                 unknown[step] = error
             return retention.UNKNOWN
 
-        pinned = retention.pinned_steps(self.directory) | {self.last_verified}
+        pinned = retention.pinned_steps(self.directory)
+        if self.last_verified is not None:
+            pinned = pinned | {self.last_verified}
         steps = folders.all_steps(self.directory)
         kept = retention.kept_steps(steps, self.cfg, fact, pinned, newest)
         for step in sorted(set(steps) - set(kept) - set(unknown)):

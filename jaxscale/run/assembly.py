@@ -183,8 +183,8 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
     primary = jax.process_index() == 0
     if primary:
         written(lambda: paths.write_json(path / "config.json", record), path)
-        if corpus.tokenizer is not None:
-            written(lambda: save_tokenizer(corpus.tokenizer, path, corpus.chat), path)
+        if (tokenizer := corpus.tokenizer) is not None:
+            written(lambda: save_tokenizer(tokenizer, path, corpus.chat), path)
     facts = services.ledger.take_up(path) if services.ledger and primary else {}  # before records are dropped
     diagnosis = None
     if primary and cfg.monitor.health.on:
@@ -194,9 +194,8 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
         known = read_facts(path, record, begins, folder.log)
         diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names, read_events(path))
         services = services._replace(note=diagnosis.hearing(services.note))
-    vitals = dict(vitals=services.vitals, diagnosis=diagnosis)
-    make = lambda: Writer(path, cfg.monitor, start.budget.total_steps, start.steps_done, primary=primary, **vitals)
-    writer = written(make, path)
+    make = functools.partial(Writer, path, cfg.monitor, start.budget.total_steps, start.steps_done)
+    writer = written(lambda: make(primary=primary, vitals=services.vitals, diagnosis=diagnosis), path)
     writer.console.tokens_after = start.tokens_after  # what is left to do, where batches grow
     return services, writer, facts
 
@@ -208,7 +207,7 @@ def note_start(
     if start.source:
         services.note("branch", start.steps_done, ancestor=redacted(start.source.ancestry[0]))
     changed = record["changed"][-len(start.changes) :] if start.changes else []
-    details = redacted({"changed": changed, "replay": folder.options.replay} | facts)
+    details = redacted({"changed": changed, "replay": folder.options.replay, **facts})
     kind = "started" if start.step is None else "resumed"
     services.note(kind, start.steps_done, **details, devices=record["devices"])
 

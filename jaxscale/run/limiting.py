@@ -23,15 +23,16 @@ from jaxscale.units import or_list
 
 def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
     """What an hour of all chips costs. Raises BadInput where no price is known."""
-    kind, price = mesh.devices.flat[0].device_kind, limit.chip_hour_dollars
+    kind = mesh.devices.flat[0].device_kind
     chip = find_chip(kind)
-    if not price and (chip is None or chip.price is None):
+    price = limit.chip_hour_dollars or (chip.price.dollars_per_hour if chip and chip.price else None)
+    if price is None:
         raise BadInput(
             f"limit.dollars={limit.dollars:g}: no price of {kind!r} is known; give what an hour of one "
             "chip costs, --config.limit.chip_hour_dollars=DOLLARS"
         )
     chips = mesh.size / (chip.devices_per_chip if chip else 1)
-    return chips * (price or chip.price.dollars_per_hour)
+    return chips * price
 
 
 def check_early_decay(cfg: RunConfig, start: Start) -> None:

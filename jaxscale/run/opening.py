@@ -71,7 +71,9 @@ def rewind(run: OpenedRun) -> OpenedRun:
     """The same run at the older checkpoint that it has decided to go back to; compiled programs and data are kept."""
     folder = run.folder
     checkpoints = open_checkpoints(folder.cfg, folder.path, folder.services)
-    complete_rewind(read_decisions(folder.path).pending, folder.path, checkpoints)
+    pending = read_decisions(folder.path).pending
+    assert pending is not None, "a rewind is noted in events.jsonl before it is carried out"
+    complete_rewind(pending, folder.path, checkpoints)
     return reopen(run, checkpoints)
 
 
@@ -143,7 +145,7 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
     """
     checkpoints, log = folder.checkpoints, folder.log
     while True:
-        if start.step is not None:
+        if start.step is not None and start.recorded is not None:
             log_resume(program, start.recorded, start.step, start.budget, log)
         try:
             with folder.services.watchdog.phase("restore"):
@@ -168,6 +170,7 @@ def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState
         return go_on(program, start.source, folder.log)
     if start.step is None:
         return branch_state(program, folder.cfg.init, folder.log, start.source) if start.source else program.init()
+    assert start.recorded is not None, "a step has a record"
     check_position(start.recorded, start.step)
     state = folder.checkpoints.restore(start.step, program.abstract_state)
     if int(state.step) != start.step:

@@ -209,6 +209,7 @@ def check_same_past(
     are done. sizes: in rows."""
     if not start_step:
         return
+    assert recorded is not None, "steps that are done have a record"
     old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
     last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
     then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
@@ -228,6 +229,7 @@ def check_same_rows(row_tokens: BatchSizes, recorded: dict[str, Any] | None, sta
     """Raises Stop(DATA_MISMATCH) if a batch that is done would have had rows of another length. row_tokens: of each."""
     if not start_step:
         return
+    assert recorded is not None, "steps that are done have a record"
     last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
     then = recorded_rows(recorded["budget"], recorded["config"]["seq_len"])
     check_same_stages("seq_len_ramp gives rows of other lengths", "tokens in a row", then, row_tokens, last)

@@ -106,7 +106,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     corpus = corpus or open_corpus(folder, before)
     position = recorded_position(before, done)
     budget = resolve_budget(cfg, corpus.epoch_tokens, position)
-    if done and recorded is None:
+    if source is not None and source.whole and done:
         check_longer(cfg, source, budget.total_steps)
     planned = budget
     if decay := (folder.replayed or decisions.up_to(done)).decay:
