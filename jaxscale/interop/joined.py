@@ -31,7 +31,7 @@ def experts_apart(family: Family, cfg: AnyModelConfig, tensors: Mapping[str, Ten
             name = re.sub(pattern, written, name)
         parts = [dataclasses.replace(tensor, name=name)] if name != tensor.name else [tensor]
         for joined in family.joined:
-            if inner := re.fullmatch(pattern_of(joined), name):
+            if cfg.experts is not None and (inner := re.fullmatch(pattern_of(joined), name)):
                 parts = list(split(joined, inner, tensor, cfg.experts.number))
         for part in parts:
             if part.name in found:

@@ -188,7 +188,7 @@ def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> lis
         for layer in range(first, first + layers):
             pairs += [make(row, stack, layer) for row in rows if not row.per_expert]
             of_experts = [row for row in rows if row.per_expert]
-            number = cfg.experts.number if of_experts else 0
+            number = cfg.experts.number if of_experts and cfg.experts is not None else 0
             pairs += [make(row, stack, layer, expert) for expert in range(number) for row in of_experts]
         first += layers
     assert covered >= set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - covered)}"
@@ -200,9 +200,10 @@ def unsaid(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
 
     With nothing known of it each expert's is 1 / their number, the last axis.
     """
-    if getattr(cfg, "experts", None) is None:
+    experts = getattr(cfg, "experts", None)
+    if experts is None:
         return {}
-    layers, number = cfg.layer_stacks[BLOCKS], cfg.experts.number
+    layers, number = cfg.layer_stacks[BLOCKS], experts.number
     if cfg.scan_layers:
         return {LOAD: (layers, number)}
     return {LOAD.replace("/", f"/{layer}/", 1): (number,) for layer in range(layers)}

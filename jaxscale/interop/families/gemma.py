@@ -137,6 +137,7 @@ def read_vision(hf: Mapping[str, Any]) -> LlamaConfig:
     """Our settings for the language model in a config.json of Gemma 3 with vision."""
     text = hf.get("text_config") or {}
     cfg = GEMMA3.read_config({"model_type": GEMMA3.model_type, **text})
+    assert isinstance(cfg, LlamaConfig), "relative makes families of Llamas"
     refuse_unless(hf, tie_word_embeddings=(cfg.tied_embeddings,))  # of the two, transformers reads this one
     refuse_unread(GEMMA3, text)
     return cfg

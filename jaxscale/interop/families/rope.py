@@ -192,7 +192,7 @@ def frozen(cfg: AnyModelConfig) -> AnyModelConfig:
     dynamic becomes a larger theta, and longrope has its chosen numbers for short and for long rows.
     """
     scaling = getattr(cfg, "rope_scaling", None)
-    if scaling is None or scaling.row_len is None or scaling.name not in BY_LENGTH:
+    if not isinstance(cfg, LlamaConfig) or scaling is None or scaling.row_len is None or scaling.name not in BY_LENGTH:
         return cfg
     if scaling.name == "dynamic":
         base = stretched_base(cfg.rope_dim, cfg.rope_base, scaling)
