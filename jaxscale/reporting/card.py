@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale import units
-from jaxscale.reporting.evals import METRICS, SHOWN, eval_names, label_of, shown
+from jaxscale.reporting.evals import METRICS, eval_names, label_of, parts_of, shown
 from jaxscale.reporting.history import History
 from jaxscale.reporting.page import told_apart
 from jaxscale.reporting.status import Status, status_of
@@ -68,7 +68,7 @@ def measured_rows(histories: Sequence[History]) -> list[list[str]]:
     for metric, names in eval_names(histories).items():
         for name in names if metric != "loss" else ():
             cells = [newest(history, name) for history in histories]
-            rows.append([f"{label_of(name)}: {METRICS[SHOWN.fullmatch(name)['metric']]}", *cells])
+            rows.append([f"{label_of(name)}: {METRICS[parts_of(name)['metric']]}", *cells])
     return rows
 
 

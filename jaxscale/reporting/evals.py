@@ -34,7 +34,14 @@ def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
 
 def label_of(name: str) -> str:
     """'wiki' of 'evals/wiki/acc', 'wiki, average' of 'evals_ema/wiki/acc'."""
-    return SHOWN.fullmatch(name)["name"] + (", average" if name.startswith("evals_ema/") else "")
+    return parts_of(name)["name"] + (", average" if name.startswith("evals_ema/") else "")
+
+
+def parts_of(name: str) -> re.Match[str]:
+    """The groups `name` and `metric` of one of eval_names()."""
+    match = SHOWN.fullmatch(name)
+    assert match is not None, f"{name} is not of an evaluator"
+    return match
 
 
 def eval_plots(canvas: Canvas) -> str:
@@ -54,10 +61,17 @@ def metric_plot(canvas: Canvas, metric: str, names: Sequence[str]) -> str:
     lines = with_points([Line(label_of(name), *history.evaluated(name), color_of(i)) for i, name in enumerate(names)])
     bands = [band for name in names[:1] if len(names) == 1 and (band := error_band(history, name))]
     title = f"Evaluations: {METRICS[metric]}"
-    log = metric == "perplexity"
-    focused = metric in FALLING
-    shown_with = dict(bands=bands, marks=canvas.marks(), log=log, focused=focused, named=True)
-    return canvas.add(Plot(title=title, lines=lines, **shown_with))
+    return canvas.add(
+        Plot(
+            title=title,
+            lines=lines,
+            bands=bands,
+            marks=canvas.marks(),
+            log=metric == "perplexity",
+            focused=metric in FALLING,
+            named=True,
+        )
+    )
 
 
 def compared_plot(canvas: Canvas, metric: str, name: str) -> str:

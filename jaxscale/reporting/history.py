@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from jaxscale.reporting.expert_counts import ExpertCounts, read_expert_counts
 from jaxscale.reporting.json_lines import LARGEST_NUMBER, as_dict, as_list, clean_event, read_lines, read_object
@@ -203,8 +203,8 @@ def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
     if not (folder / "forecast.json").exists():
         return None
     found = read_object(folder / "forecast.json", problems, "no forecast is shown")
-    columns = [found.get(name) for name in ("tokens", "low", "middle", "high")]
-    good = all(isinstance(column, list) and column and all(map(is_finite, column)) for column in columns)
+    columns = [as_list(found.get(name)) for name in ("tokens", "low", "middle", "high")]
+    good = all(column and all(map(is_finite, column)) for column in columns)
     if not good or len({len(column) for column in columns}) != 1:
         if found:
             problems.append(
@@ -214,7 +214,7 @@ def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
     return found
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     """True for a number that may be a measurement: finite, and not beyond all of them."""
     return is_number(value) and abs(value) <= LARGEST_NUMBER
 

@@ -110,7 +110,8 @@ class LocalHandler(BaseHTTPRequestHandler):
             self.server.has_asked(self.connection)
         port = self.server.server_address[1]
         end = "" if port == 80 else f":{port}"  # browsers leave out the port that http has
-        if self.headers.get_all("Host") in ([f"{name}{end}"] for name in (ADDRESS, "localhost")):
+        hosts = self.headers.get_all("Host")
+        if any(hosts == [f"{name}{end}"] for name in (ADDRESS, "localhost")):
             return True
         self.answer(403, "This page is for this machine alone, under its own address.", "text/plain")
         return False

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxscale import units
 from jaxscale.reporting.json_lines import LARGEST_NUMBER, read_lines
@@ -172,6 +172,6 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
         problems.append(f"{path.name}: {units.plural(without_step, 'line')} without a step left out")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """True for a number; False for True, None and text."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,5 +1,6 @@
 """The plots of the page, section by section."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,13 +72,15 @@ def loss(canvas: Canvas) -> str:
     notes = ["Bold: the mean over a fortieth of the reports; faint: every one."] if smoothed else []
     note = " ".join([*notes, *not_finite(canvas, "loss")])
     until = max((band.steps[-1] for band in bands), default=None)
-    shared = dict(unit="nats per token", bands=bands, marks=canvas.marks(), wide=True, focused=True, until=until)
+    plot = functools.partial(
+        Plot, unit="nats per token", bands=bands, marks=canvas.marks(), wide=True, focused=True, until=until
+    )
     if canvas.single:
-        drawn = [Plot(title="Loss", lines=grey_first([*train, *held_out]), note=note, explained=True, **shared)]
+        drawn = [plot(title="Loss", lines=grey_first([*train, *held_out]), note=note, explained=True)]
     else:
         drawn = [
-            Plot(title="Training loss", lines=grey_first(train), note=note, explained=True, **shared),
-            Plot(title="Validation loss", lines=grey_first(held_out), **shared),
+            plot(title="Training loss", lines=grey_first(train), note=note, explained=True),
+            plot(title="Validation loss", lines=grey_first(held_out)),
         ]
     return plots(*map(canvas.add, drawn)) or left_out("No loss has been reported yet.")
 

@@ -72,14 +72,21 @@ def mark_of(path: Any) -> tuple[int, float] | None:
     return found.st_size, found.st_mtime
 
 
-def open_server(pages: Pages, port: int) -> LocalServer:
-    """A server that listens; serve_forever() runs it. Raises BadInput where the port is not to be had."""
-    return LocalServer(Handler, port, pages=pages)
+class ReportServer(LocalServer):
+    """A server of one page."""
+
+    pages: Pages
+
+
+def open_server(pages: Pages, port: int) -> ReportServer:
+    """Returns a server that listens; serve_forever() runs it. Raises BadInput where the port is taken."""
+    return ReportServer(Handler, port, pages=pages)
 
 
 class Handler(LocalHandler):
     """GET / is the page, GET /version what it asks to see whether there is a newer one."""
 
+    server: ReportServer
     policy = f"{POLICY}{SERVED}"
 
     def do_GET(self) -> None:

@@ -74,11 +74,11 @@ def source_table(history: History) -> str:
         shares = [weights.get(name, 0.0) / (sum(weights.values()) or 1.0) for _, weights in planned]
         wish = ", then ".join(map(percent, dict.fromkeys(shares))) if planned else "n/a"
         seen = rows_seen.get(name, 0.0) if all_rows else None
-        known = seen is not None and is_number(row_tokens)
+        tokens = units.count(seen * row_tokens) if seen is not None and is_number(row_tokens) else "n/a"
         epochs = seen / sizes[name] if seen is not None and is_number(sizes.get(name)) and sizes[name] else None
         cap = plain(caps[name]) if is_number(caps.get(name)) else "none"
         rows.append((
-            name, n(wish), n(units.count(seen * row_tokens) if known else "n/a"),
+            name, n(wish), n(tokens),
             n(percent(seen / all_rows) if seen is not None else "n/a"),
             n(plain(epochs and round(epochs, 3))), n(cap), n(plain(history.latest(f"train/{name}/loss"))),
             n(plain(history.latest(f"validation/{name}/bits_per_byte"))),
@@ -103,7 +103,7 @@ def rows_by_source(history: History) -> dict[str, float]:
     row = lambda n: batches.begin(int(n)) / seq_len  # where batch n begins
     found: dict[str, float] = {}
     ends = [first for first, _ in stages[1:]] + [float("inf")]
-    for begin, end in kept_ranges(newest + 1, skipped_batches(history)):
+    for begin, end in kept_ranges(int(newest) + 1, skipped_batches(history)):
         for (first, weights), stop in zip(stages, ends):
             rows = max(0.0, min(row(end), stop) - max(row(begin), first))
             for name, weight in weights.items():

@@ -44,7 +44,7 @@ class Status:
 
     state: State
     step: int
-    total_steps: int | None
+    total_steps: float | None
     loss: float | None
     validation_loss: float | None
     tokens: float | None
@@ -103,11 +103,12 @@ def tokens_of(history: History) -> float | None:
     return reported
 
 
-def state_of(history: History, now: float, total: int | None) -> State:
+def state_of(history: History, now: float, total: float | None) -> State:
     """What the last start or end, and the age of the files, say."""
     last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), None)
     if last is not None and last["event"] == "stopped":
-        code = last.get("code") if isinstance(last.get("code"), int) else Exit.ERROR
+        code = last.get("code")
+        code = code if isinstance(code, int) else Exit.ERROR
         when, why = clock(unix_time(last.get("time"))), str(last.get("why") or "")
         if code == Exit.DONE and (total is None or history.reached_step >= total):
             return State("finished", "all steps are done", when)
@@ -151,7 +152,7 @@ def step_time(rows: Sequence[Row]) -> float | None:
     return total if known else None
 
 
-def left_seconds(history: History, total: int | None) -> float | None:
+def left_seconds(history: History, total: float | None) -> float | None:
     """Seconds to the last step, at the pace of the last reports; None where that is not known."""
     pace = wall_pace(history.rows) or step_pace(history)
     if total is None or pace is None:

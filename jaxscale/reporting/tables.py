@@ -31,7 +31,7 @@ class Cell(NamedTuple):
 def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
     """A table in a box of its own, which scrolls where it is too wide. Text is escaped, a Cell is HTML already."""
     lines = []
-    kinds = None
+    kinds: list[str] = []
     for number, row in enumerate(rows):
         cells = [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
         kinds = kinds or [cell.kind for cell in cells]

@@ -2,13 +2,13 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.monitor.goodput import unix_time
 from jaxscale.monitor.health.finding import is_harmless
-from jaxscale.reporting.history import Row, is_number
+from jaxscale.reporting.history import is_number
 from jaxscale.reporting.json_lines import as_list
 from jaxscale.reporting.plots import Mark
 from jaxscale.reporting.text import clock, plain, seconds
@@ -34,7 +34,7 @@ class Incident(NamedTuple):
     is_trouble: bool
 
 
-def incidents(events: Sequence[Row]) -> tuple[list[Incident], int]:
+def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]:
     """(what happened, newest last; how many older lines are left out). Saves, and skips, in a row are one line."""
     found = []
     for kind, group in itertools.groupby(events, key=lambda event: event["event"]):
@@ -48,7 +48,7 @@ def incidents(events: Sequence[Row]) -> tuple[list[Incident], int]:
     return found[-MOST_INCIDENTS:], max(len(found) - MOST_INCIDENTS, 0)
 
 
-def incident(event: Row) -> Incident:
+def incident(event: Mapping[str, Any]) -> Incident:
     """One event."""
     return Incident(when(event), step_text(event), shortened(in_words(event), LONGEST), is_trouble(event))
 
@@ -58,7 +58,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 
-def several_saves(events: Sequence[Row]) -> Incident:
+def several_saves(events: Sequence[Mapping[str, Any]]) -> Incident:
     """Checkpoints in a row as one line."""
     steps = [event["step"] for event in events if is_number(event.get("step"))]
     times = [event["seconds"] for event in events if is_number(event.get("seconds"))]
@@ -75,7 +75,7 @@ def several_saves(events: Sequence[Row]) -> Incident:
     return Incident(when(events[-1]), span(steps), what, bool(bad))
 
 
-def several_skips(events: Sequence[Row]) -> Incident:
+def several_skips(events: Sequence[Mapping[str, Any]]) -> Incident:
     """Skipped steps in a row as one line."""
     steps = [event["step"] for event in events if is_number(event.get("step"))]
     reasons = ", ".join(dict.fromkeys(str(event.get("why")) for event in events))
@@ -90,17 +90,17 @@ def span(steps: Sequence[float]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def when(event: Row) -> str:
+def when(event: Mapping[str, Any]) -> str:
     """The time of an event, or ''."""
     return clock(unix_time(event.get("time")))
 
 
-def step_text(event: Row) -> str:
+def step_text(event: Mapping[str, Any]) -> str:
     """The step's number, or ''."""
     return f"{event['step']:,}" if is_number(event.get("step")) else ""
 
 
-def in_words(event: Row) -> str:
+def in_words(event: Mapping[str, Any]) -> str:
     """What an event says."""
     get = event.get
     cause = str(get("cause") or "")
@@ -137,7 +137,8 @@ def in_words(event: Row) -> str:
         case "lr_cut":
             return f"learning rate times {described(get('factor'))} until step {get('until')}"
         case "overrun":
-            over = f", {units.duration(get('over_seconds'))} after it" if is_number(get("over_seconds")) else ""
+            late = get("over_seconds")
+            over = f", {units.duration(late)} after it" if is_number(late) else ""
             ends = "its decay is to begin early" if get("decays") is True else "the run goes on"
             return f"{get('limit')} {'has passed' if get('passed') is True else 'will not be kept'}{over}: {ends}"
         case "early_decay":
@@ -160,7 +161,7 @@ def in_words(event: Row) -> str:
             return f"{kind}{facts_text(event, ())}"
 
 
-def rewind_text(event: Row) -> str:
+def rewind_text(event: Mapping[str, Any]) -> str:
     """Where the run went back to, and what is left out."""
     skips = as_list(event.get("skip_batches"))
     ranges = ", ".join(f"{part[0]} to {part[1] - 1}" for part in skips if is_pair(part))
@@ -176,7 +177,7 @@ def is_pair(part: Any) -> bool:
     return isinstance(part, list) and len(part) == 2 and all(map(is_number, part))
 
 
-def alert_text(event: Row) -> str:
+def alert_text(event: Mapping[str, Any]) -> str:
     """A finding of the health rules: what was seen, its likely causes with their evidence, what to try."""
     kind = str(event.get("what") or "alert").replace("_", " ")
     if event.get("over"):
@@ -193,7 +194,7 @@ def alert_text(event: Row) -> str:
     return "; ".join(part.rstrip(".") for part in parts)
 
 
-def is_trouble(event: Row) -> bool:
+def is_trouble(event: Mapping[str, Any]) -> bool:
     """True for what went wrong."""
     if event["event"] == "stopped":
         return is_failure(event.get("code"))
@@ -228,13 +229,13 @@ def changes_text(changes: Any) -> str:
     return f"; changed: {', '.join(told)}" if told else ""
 
 
-def facts_text(event: Row, told: Iterable[str]) -> str:
+def facts_text(event: Mapping[str, Any], told: Iterable[str]) -> str:
     """': name value, ...' of what else a line holds."""
     facts = {name: value for name, value in event.items() if name not in ("time", "event", "step", *told)}
     return f": {described(facts)}" if facts else ""
 
 
-def marks(events: Sequence[Row]) -> list[Mark]:
+def marks(events: Sequence[Mapping[str, Any]]) -> list[Mark]:
     """What is marked in the plots: troubles and restarts, the newest MOST_MARKS; alike ones at one step count once."""
     found: dict[tuple[float, str], Mark] = {}
     for event in events:
