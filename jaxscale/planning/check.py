@@ -57,7 +57,7 @@ def find_problems(cfg: RunConfig, devices: list[Device]) -> tuple[list[str], boo
     need = memory_need(program) if program else least_memory(cfg, len(devices))
     there = device_bytes(devices)
     fits = there is None or need.total <= there
-    if not fits:
+    if there is not None and not fits:
         smallest = -(-least_memory(cfg, 1).state // there)
         findings.append(memory_line(need, there, devices, smallest, cfg.model.remat))
     return findings, fits

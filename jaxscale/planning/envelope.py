@@ -126,7 +126,8 @@ class Compared(NamedTuple):
         for row, (curve, (begin, end)) in enumerate(zip(curves, ends)):
             covers = (flops_C >= begin * (1 - 1e-9)) & (flops_C <= end * (1 + 1e-9))
             losses_RC[row, covers] = np.exp(np.interp(np.log(flops_C[covers] / curve.flops_per_token), *smooth(curve)))
-        return cls(flops_C, *(np.array(values, float) for values in zip(*(curve[:2] for curve in curves))), losses_RC)
+        params_R, per_token_R = (np.array(values, float) for values in zip(*(curve[:2] for curve in curves)))
+        return cls(flops_C, params_R, per_token_R, losses_RC)
 
     def edges(self) -> tuple[list[Optimum], list[str]]:
         """(where a size takes over from a smaller one, reasons for what was left out)."""
@@ -142,8 +143,9 @@ class Compared(NamedTuple):
             at = int(np.argmin(wrong_C))
             both = slice(max(at - 1, 0), at + 1)
             if not 0 < at or not np.isfinite(losses_SC[small : large + 1, both]).all():
+                larger, smaller = count(float(params_S[large])), count(float(params_S[small]))
                 left_out.append(
-                    f"{count(params_S[large])} parameters take over from {count(params_S[small])} where not all "
+                    f"{larger} parameters take over from {smaller} where not all "
                     "curves up to that size have begun, or some are over"
                 )
                 continue

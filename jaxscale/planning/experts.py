@@ -40,7 +40,13 @@ class Numbers(NamedTuple):
 
 def experts_of(model: ModelConfig) -> ExpertsConfig | None:
     """The settings of a model's experts, if it has any."""
-    return getattr(model, "experts", None)
+    return model.experts
+
+
+def known_experts(model: ModelConfig) -> ExpertsConfig:
+    """The settings of the experts of a model that has some."""
+    assert model.experts is not None, "asked of a model with experts"
+    return model.experts
 
 
 def exchange_of(program: Program) -> Exchange:
@@ -83,7 +89,7 @@ def device_rows(program: Program) -> int:
 
 def round_rows(program: Program, parts: int) -> int:
     """Rows that a device sends in one round, and gets, of one of `parts` parts of its tokens."""
-    devices, own = program.mesh.shape[AXIS], experts_of(program.cfg.model)
+    devices, own = program.mesh.shape[AXIS], known_experts(program.cfg.model)
     return devices * round_size(router_tokens(program) * own.chosen // parts, devices)
 
 
@@ -120,7 +126,7 @@ def block_memory(program: Program, width: int, reduced: int, *, staged: bool) ->
     Where it does not, each matrix's gradient is scattered as soon as it is there, so that one of three is held, and one
     gradient of rows: as the peaks of compiled programs have it (docs/plan.md).
     """
-    model, own, shape = program.cfg.model, experts_of(program.cfg.model), program.mesh.shape
+    model, own, shape = program.cfg.model, known_experts(program.cfg.model), program.mesh.shape
     tensor, parts, sends = shape["tensor"], block_parts(program), resting_parts(program) > 1
     tokens, embed, inner = router_tokens(program) // parts, model.embed_dim, own.mlp_dim // tensor
     rows = tokens * own.chosen
@@ -150,7 +156,7 @@ class BlockWeights(NamedTuple):
 
 def block_weights(program: Program, staged: bool) -> BlockWeights:
     """Of a device. staged: those of a pipeline's stage are counted apart."""
-    model, own, shape = program.cfg.model, experts_of(program.cfg.model), program.mesh.shape
+    model, own, shape = program.cfg.model, known_experts(program.cfg.model), program.mesh.shape
     sharing = shape["fsdp"] * shape["context"]
     zero3, apart = program.cfg.rules == "zero3", shape[AXIS] if resting_parts(program) == 1 else 1
     experts = 3 * own.number * model.embed_dim * own.mlp_dim / shape["tensor"] / resting_parts(program)

@@ -10,14 +10,15 @@ beyond it: such a group tells nothing and is left out, with its reason. Interval
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxscale.planning.loss_law import INTERVAL, SAME, Point
 from jaxscale.system.exits import BadInput
 
+T = TypeVar("T")
 LEAST_GROUPS = 3  # two points fix a line and tell nothing of its error
 
 
@@ -125,7 +126,8 @@ def lines_through(optima: Sequence[Optimum]) -> tuple[float, float, float, float
     """Slope and start of log N over log C, then of log D, by least squares."""
     log_flops = np.log([optimum.flops for optimum in optima])
     lines = [np.polyfit(log_flops, np.log(values), 1) for values in zip(*[(o.params, o.tokens) for o in optima])]
-    return tuple(float(number) for line in lines for number in line)
+    (a, a_start), (b, b_start) = lines
+    return float(a), float(a_start), float(b), float(b_start)
 
 
 def groups_of(points: Sequence[Point], budgets: Sequence[float], within: float) -> list[list[Point]]:
@@ -136,9 +138,9 @@ def groups_of(points: Sequence[Point], budgets: Sequence[float], within: float) 
     return together(points, lambda point: point.compute, within)
 
 
-def together(points: Sequence[Point], key: Callable[[Point], float], within: float) -> list[list[Point]]:
+def together(points: Iterable[T], key: Callable[[T], float], within: float) -> list[list[T]]:
     """Points in groups: the first of each is within so much of its last, relatively."""
-    groups: list[list[Point]] = []
+    groups: list[list[T]] = []
     for point in sorted(points, key=key):
         if groups and key(point) <= (1 + within) * key(groups[-1][0]):
             groups[-1].append(point)

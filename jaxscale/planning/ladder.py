@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import schema, units
@@ -89,7 +90,9 @@ class Rung:
     @property
     def curve(self) -> Curve:
         """Its training loss, as approach 1 takes it."""
-        return curve_of_run(self.params, self.flops / self.tokens, self.steps * self.tokens, self.losses)
+        return curve_of_run(
+            self.params, self.flops / self.tokens, (self.steps * self.tokens).tolist(), self.losses.tolist()
+        )
 
 
 class Ladder(NamedTuple):
@@ -114,9 +117,10 @@ class Ladder(NamedTuple):
     @property
     def bits_per_nat(self) -> float | None:
         """Bits per byte over nats per token, where every run tells both: the same held-out text has one such number."""
-        if not self.rungs or any(rung.bits_per_byte is None for rung in self.rungs):
+        found = [rung.bits_per_byte / rung.loss for rung in self.rungs if rung.bits_per_byte is not None]
+        if not found or len(found) < len(self.rungs):
             return None
-        ratios = np.array([rung.bits_per_byte / rung.loss for rung in self.rungs])
+        ratios = np.array(found)
         return float(np.median(ratios)) if np.ptp(ratios) <= 1e-3 * ratios.mean() else None
 
 
@@ -297,7 +301,7 @@ def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
     """
     steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
     schedule = optim_schedule(cfg.optim, **budget.schedule_steps)
-    due = np.asarray(schedule(steps - 1), float)  # a line of step n tells the rate that made step n, counted from 0
+    due = np.asarray(schedule(jnp.asarray(steps - 1)), float)  # a line of step n has the rate that made it, from 0 on
     off = np.abs(rates - due) > RATE_OFF * np.maximum(due, 1e-3 * cfg.optim.peak_lr)
     if off.any():
         at = int(np.argmax(off))

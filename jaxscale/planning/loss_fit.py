@@ -153,7 +153,8 @@ class Problem(NamedTuple):
         factors = np.exp(theta[1 : 1 + powers] + theta[1 + powers :] * self.centre)
         found = dict(zip({"both": "AB", "params": "A", "tokens": "B"}[self.form], factors))
         found |= dict(zip({"both": "ab", "params": "a", "tokens": "b"}[self.form], theta[1 + powers :]))
-        return (float(np.exp(theta[0])), *(float(found.get(name, 0.0)) for name in "ABab"))
+        A, B, alpha, beta = (float(found.get(name, 0.0)) for name in "ABab")
+        return float(np.exp(theta[0])), A, B, alpha, beta
 
     def off(self, theta: np.ndarray) -> np.ndarray:
         """What the points lie off the law, in log L, float64[points]."""

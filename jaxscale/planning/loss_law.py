@@ -118,6 +118,7 @@ class LossLaw:
                 f"{count(params)}; add runs of another size"
             )
         if self.form == "params":
+            assert self.line is not None, "a law of this form has it"
             usual = math.exp(self.line[0] + self.line[1] * math.log(params))
             if abs(math.log(tokens / usual)) > math.log(1.25):
                 raise BadInput(

@@ -45,7 +45,8 @@ class Measured:
             value, kind = getattr(self, field.name), field.type
             if kind is str and not isinstance(value, str):
                 raise TypeError(f"{field.name}={value!r} is no text")
-            if kind in (int, float) and not (type(value) in (int, float) and 0 < value < math.inf):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+            if kind in (int, float) and not is_number:
                 raise TypeError(f"{field.name}={value!r} is no number above 0")
 
 

@@ -26,7 +26,7 @@ from jaxscale.models.config import (
 )
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.optim.config import OptimConfig
-from jaxscale.planning.experts import block_memory, experts_of, resting_parts
+from jaxscale.planning.experts import block_memory, experts_of, known_experts, resting_parts
 from jaxscale.planning.positions import attention_memory, attention_way
 from jaxscale.planning.residuals import number_bytes, residuals_by_stack, tiled_bytes
 from jaxscale.planning.stages import compute_bytes, held_numbers, hop_bytes, stages_of
@@ -195,7 +195,7 @@ def unkept_numbers(program: Program, names: Collection[str]) -> int:
     rows are sent to them."""
     if resting_parts(program) == 1:
         return 0
-    own, tensor = experts_of(program.cfg.model), program.mesh.shape["tensor"]
+    own, tensor = known_experts(program.cfg.model), program.mesh.shape["tensor"]
     layers = program.cfg.model.num_layers - own.first_dense
     return len({MLP_GATE, MLP_UP} & set(names)) * layers * own.chosen * own.mlp_dim // tensor
 

@@ -87,7 +87,7 @@ def make_plan(
         saves=plan_saves(cfg, machine, program, work.total_steps, found, save_rate(wishes, machine, measured or [])),
         data=Data(
             data_bytes=work.tokens * id_bytes,
-            data_bytes_per_second=found.step_seconds and found.tokens_per_second.times(id_bytes),
+            data_bytes_per_second=found.tokens_per_second and found.tokens_per_second.times(id_bytes),
             data_tokens=data_tokens,  # of one pass over the data that exist
             data_source=data_source,
             epochs=work.tokens / data_tokens if data_tokens else None,
@@ -176,9 +176,9 @@ def save_rate(wishes: Wishes, machine: Machine, measured: list[Measured]) -> tup
     """(bytes/s to storage of all hosts together, how it is known)."""
     if wishes.save_bytes_per_second:
         return wishes.save_bytes_per_second, "as given by --save_bandwidth"
-    if timed := [one for one in measured if one.save_bytes_per_second]:
-        last = max(timed, key=lambda one: one.date)
-        rate = last.save_bytes_per_second * machine.num_devices / last.num_devices
+    if timed := [(one, rate) for one in measured if (rate := one.save_bytes_per_second)]:
+        last, rate = max(timed, key=lambda pair: pair[0].date)
+        rate = rate * machine.num_devices / last.num_devices
         return rate, f"measured by {last.by} with {last.num_devices} devices, {last.date}, and taken to grow with them"
     assumed = "1 GB/s of each host, assumed; jaxscale qualify and jaxscale rehearse measure it"
     return cost.SAVE_BYTES_PER_SECOND * machine.num_hosts, assumed
@@ -277,7 +277,7 @@ def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: 
 def speed_cautions(plan: RunPlan, cfg: RunConfig, wishes: Wishes) -> list[Caution | None]:
     """Of the step: how much of it is products, and whether they are enough for the MFU."""
     speed = plan.time.speed
-    if (products := speed.compute_seconds) is None:
+    if (products := speed.compute_seconds) is None or speed.step_seconds is None:
         return []
     found = [cautions.waits_for_links(products, speed.exposed_seconds or 0.0)]
     if wishes.mfu is None:

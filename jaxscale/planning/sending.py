@@ -69,8 +69,8 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
     """
     chip, found, hidden = topology.chip, mesh_links(program.mesh, topology.chip), hidden_kinds(program, topology)
     stretch = stages_of(program.cfg, program.mesh.shape).stretch(SENT)
-    links: collections.Counter[str] = collections.Counter()
-    nbytes: collections.Counter[str] = collections.Counter()
+    links: collections.defaultdict[str, float] = collections.defaultdict(float)
+    nbytes: collections.defaultdict[str, float] = collections.defaultdict(float)
     blocking = idle = 0.0
     for sent in sent_arrays(program):
         if program.mesh.shape[sent.axis] == 1 or not sent.nbytes:
@@ -83,7 +83,7 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
             stands = seconds * (sent.open if sent.hides and sent.kind in hidden else 1.0)
             blocking += stands
             idle += stands * (stretch - 1) * sent.in_stage
-    return Sending(dict(links), links.total(), blocking, idle, dict(nbytes))
+    return Sending(dict(links), sum(links.values()), blocking, idle, dict(nbytes))
 
 
 def between_slices(program: Program, topology: Topology) -> tuple[str, int, dict[str, float]] | None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.models.config import ATTENTION_ADDED, lora_params, saved_names
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.planning.experts import OPEN, Numbers, device_numbers, exchange_of, experts_of, rows_sent
 from jaxscale.planning.positions import CONTEXT, attention_sending
 from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_experts, held_numbers, hop_bytes, stages_of
@@ -44,7 +45,8 @@ def layer_weights(program: Program) -> list[Sent]:
     learned = Numbers(0, lora_params(cfg.model, cfg.lora) / program.mesh.shape["tensor"]) if cfg.lora.on else params
     learned, times = learned.times(reduced_bytes(program)), parts if cfg.rules != "zero1" else 1
     passes = params.times(2)
-    if experts_of(cfg.model) is not None:  # a table is gathered once: the lookup's gradient and the loss need no more
+    # With experts a table is gathered once: the lookup's gradient and the loss need no more.
+    if isinstance(cfg.model, LlamaConfig) and cfg.model.experts is not None:
         tables = cfg.model.vocab_size * cfg.model.embed_dim / program.mesh.shape["tensor"]
         held = 1 if cfg.model.tied_embeddings else 2
         passes = passes._replace(others=passes.others - 2 * held * tables + 2 * tables)

@@ -25,7 +25,7 @@ from jaxscale.models.config import (
 )
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
-from jaxscale.planning.experts import exchange_of, experts_of, resting_parts
+from jaxscale.planning.experts import exchange_of, known_experts, resting_parts
 from jaxscale.planning.machine import HERE
 from jaxscale.planning.measured import Measured, rate_for
 from jaxscale.planning.memory import (
@@ -232,9 +232,10 @@ def scores_again_flops(program: Program) -> float:
 def rows_again_flops(program: Program) -> float:
     """Operations per token of experts' first two products that are done again going back, although the remat policy
     keeps their results: where rows are sent, none of a round is kept (ops/exchange.py)."""
-    model, own = program.cfg.model, experts_of(program.cfg.model)
+    model = program.cfg.model
     if resting_parts(program) == 1:
         return 0.0
+    own = known_experts(model)
     kept, both = saved_names(model), {MLP_GATE, MLP_UP}
     held = both if kept is None else both & (kept | set(model.remat_offload))
     return len(held) * (model.num_layers - own.first_dense) * 2.0 * model.embed_dim * own.chosen * own.mlp_dim

@@ -130,7 +130,7 @@ def memory_lines(plan: RunPlan) -> list[str]:
 def time_rows(plan: RunPlan) -> Rows:
     """Step, throughput, wall time."""
     time, found = plan.time, plan.time.speed
-    if found.step_seconds is None:
+    if found.step_seconds is None or found.tokens_per_second is None or time.wall_seconds is None:
         return [("step", NOT_KNOWN, found.source)]
     mfu = span(found.mfu, lambda share: f"{share:.1%}") if found.mfu else NOT_KNOWN
     rate = "FLOPs a second that were measured here" if found.measured else "(MFU x peak x devices)"
@@ -141,11 +141,12 @@ def time_rows(plan: RunPlan) -> Rows:
         ("wall time", span(time.wall_seconds, duration), f"steps / {time.goodput:.0%} goodput"),
     ]
     if found.compute_seconds is not None:
-        sent = f"sending {seconds(found.link_seconds)}, {seconds(found.exposed_seconds)} of it exposed"
-        sent = sent if found.link_seconds else "nothing is sent"
+        exposed = found.exposed_seconds or 0.0
+        sent = f"sending {seconds(found.link_seconds)}, {seconds(exposed)} of it exposed" if found.link_seconds else ""
+        sent = sent or "nothing is sent"
         idle = f"waiting for other stages {seconds(found.idle_seconds)}, " if found.bubble else ""
         least = f"products {seconds(found.compute_seconds)}, {idle}{sent}; recomputation included"
-        whole = found.compute_seconds + found.idle_seconds + found.exposed_seconds
+        whole = found.compute_seconds + found.idle_seconds + exposed
         rows.append(("least of a step", seconds(whole), least))
         if found.sent_bytes:
             most_first = sorted(found.sent_bytes.items(), key=lambda one: -one[1])
@@ -165,7 +166,7 @@ def money_rows(plan: RunPlan) -> Rows:
     if money.chip_hours is None:
         return [("chip-hours", NOT_KNOWN, "without a step time")]
     rows = [("chip-hours", span(money.chip_hours, digits), f"{cost.chips(plan.machine.num_chips)} x wall time")]
-    if money.price is None:
+    if money.price is None or money.dollars is None:
         rows.append(("dollars", NOT_KNOWN, f"no price of {chip} is known: give --price=DOLLARS a chip and hour"))
     else:
         price = f"{dollars(money.price.dollars_per_hour)} a chip and hour"
@@ -196,7 +197,7 @@ def data_rows(plan: RunPlan) -> Rows:
     """Tokens that are needed, how fast, and how often those that exist are read."""
     data, tokens = plan.data, plan.work.tokens
     rows = [("needed", size(data.data_bytes), f"{count(tokens)} tokens x {data.data_bytes // tokens} B an id")]
-    if data.data_bytes_per_second is not None:
+    if data.data_bytes_per_second is not None and plan.time.speed.tokens_per_second is not None:
         rate = span(data.data_bytes_per_second, lambda number: digits(number / 1e6))
         rows.append(("read at", f"{rate} MB/s", f"{span(plan.time.speed.tokens_per_second, count)} tokens/s"))
     there = "unknown" if data.data_tokens is None else count(data.data_tokens)

@@ -148,7 +148,7 @@ def gpu_devices(name: TopologyName) -> list[Any]:
         raise BadInput(
             f"{name} is compiled for by jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
         )
-    if jax.config.jax_platforms != "cpu":
+    if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  jax sets it at import
         raise BadInput(f"{name} can only be compiled for where jax runs on the CPU alone: set JAX_PLATFORMS=cpu")
     hosts, cards = name.shape
     target = target_config(FAMILIES[name.family].device_kind)
@@ -220,7 +220,8 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
         hosts = min(MAX_HOSTS, max(1, round(total / most)))
         nearest = TopologyName(family, (hosts, min(total, most)))
         raise BadInput(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
-    hosts, cards = (1, *shape) if len(shape) == 1 else shape
+    ends = list(shape)  # of one number or two
+    hosts, cards = math.prod(ends[:-1]), ends[-1]
     if not (1 <= cards <= most and 1 <= hosts <= MAX_HOSTS):
         total = max(1, math.prod(shape))
         fit = (min(MAX_HOSTS, -(-total // most)), min(total, most))
