@@ -21,7 +21,7 @@ DEFAULT_WISHES = Wishes()
 
 def plan(
     cfg: RunConfig,
-    topology: str,
+    topology: str | None,
     wishes: Wishes = DEFAULT_WISHES,
     say: Callable[[str], None] = lambda line: None,
     *,

@@ -241,8 +241,10 @@ def save_steps(arguments: Arguments) -> None:
         record, lines = measure("step", *read_config(one), flags)
         show(flags, record, lines)
         devices = jax.devices()
-        about = dict(platform=devices[0].platform, num_devices=len(devices), memory_bytes=device_bytes(devices) or 0)
-        file = keep_measured(from_record(record, **about))
+        memory_bytes = device_bytes(devices) or 0
+        file = keep_measured(
+            from_record(record, platform=devices[0].platform, num_devices=len(devices), memory_bytes=memory_bytes)
+        )
         if not flags.json:
             put(f"  kept in {file}")
 
@@ -266,7 +268,7 @@ def data(arguments: Arguments) -> dict[str, Any]:
     if arguments.overrides and not (flags.input or flags.recipe):
         raise BadInput(f"--config.{next(iter(arguments.overrides))} sets a recipe's; give --recipe=FILE or --input too")
     if flags.input or flags.recipe:
-        values = config_values(flags.recipe) if flags.recipe else {"stages": bench_data.CURATION}
+        values: dict[str, Any] = config_values(flags.recipe) if flags.recipe else {"stages": bench_data.CURATION}
         if flags.input:
             values["sources"] = {"text": {"files": flags.input}}
         cfg = schema.from_dict(PrepareConfig, schema.merge(values, arguments.overrides))

@@ -113,15 +113,17 @@ def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
     ours, found = compared["ours"], []
     for other in compared["others"]:
         by_round = [us["tok_s"] / them["tok_s"] for us, them in zip(ours, other["records"])]
-        ratio = median_of(ours, "tok_s") / median_of(other["records"], "tok_s")
+        ratio = statistics.median([us["tok_s"] for us in ours]) / statistics.median(
+            [them["tok_s"] for them in other["records"]]
+        )
         found.append(dict(command=other["command"], ratio=round(ratio, 3), low=min(by_round), high=max(by_round)))
     return found
 
 
 def median_of(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
     """The median of a number that every record has, else None."""
-    values = [record.get(key) for record in records]
-    return statistics.median(values) if all(isinstance(value, (int, float)) for value in values) else None
+    values = [value for record in records if isinstance(value := record.get(key), (int, float))]
+    return statistics.median(values) if values and len(values) == len(records) else None
 
 
 def compare_lines(compared: dict[str, Any]) -> list[str]:
@@ -144,10 +146,11 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
         reported = " ".join(str(records[0][key]) for key in ("sys", "spec", "dtype") if key in records[0])
         rows.append([name, *(number_text(median_of(records, key)) for _, key in columns), reported])
     lines += table(rows, right=range(len(rows[0])), indent="")
-    if alone := median_of(ours, "product_gflops"):
+    alone, reached = median_of(ours, "product_gflops"), median_of(ours, "gflops")
+    if alone and reached is not None:
         lines.append(
             f"products alone, one after the other: {alone:,.0f} GFLOP/s, of which {OURS} reaches "
-            f"{median_of(ours, 'gflops') / alone:.0%} by the model's formula"
+            f"{reached / alone:.0%} by the model's formula"
         )
     for n, found in enumerate(ratios(compared), 1):
         lines.append(
@@ -160,8 +163,8 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
 def doubts(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
     """Why a record may not be of the same work: its losses, or its number of parameters."""
     found = []
-    losses = (median_of(records, name) for name in ("loss0", "lossN"))
-    problem = loss_problem(*losses, us["log_vocab"], us["logit_variance"])
+    first, last = median_of(records, "loss0"), median_of(records, "lossN")
+    problem = loss_problem(first, last, us["log_vocab"], us["logit_variance"])
     if problem:
         found.append(f"{name}: {problem}")
     params = records[0].get("params")

@@ -116,7 +116,7 @@ def in_turn_with(
     """
     file = pathlib.Path(folder) / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents), encoding="utf-8")
-    theirs, ours, stages, runs = [], [], None, []
+    theirs, ours, stages, runs = [], [], [], []
     for _ in range(rounds):
         found = run_one([*words, str(file)], shell_environment(), command, ("seconds",))
         named = found.get("stages")

@@ -44,7 +44,7 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
     times the mean. Raises BadInput for a model without experts.
     """
     model = cfg.model
-    if getattr(model, "experts", None) is None:
+    if not isinstance(model, LlamaConfig) or model.experts is None:
         raise BadInput(f"{name} has no experts: give --spec=M, or --config=FILE of a mixture")
     device = jax.devices()[0]
     kernels = choose_kernels(device.platform, model.attention, model.attention_needs(), device)
@@ -84,9 +84,11 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
 
 def make_sparse(model: LlamaConfig, kernels: Kernels, seed: int) -> SparseMlp:
     """The mixture of a block, new."""
-    make = dict(rngs=nnx.Rngs(params=seed), kernels=kernels, tensor=ONE)
-    shared = Mlp(model, model.experts.shared_dim, **make) if model.experts.shared_dim else None
-    return SparseMlp(model, **make, shared=shared)
+    assert model.experts is not None, "measure_experts() refuses other models"
+    rngs, shared = nnx.Rngs(params=seed), None
+    if model.experts.shared_dim:
+        shared = Mlp(model, model.experts.shared_dim, rngs=rngs, kernels=kernels, tensor=ONE)
+    return SparseMlp(model, rngs=rngs, kernels=kernels, tensor=ONE, shared=shared)
 
 
 def sparse_passes(group: Mapping[str, SparseMlp], dy_BTD: jax.Array) -> list[Pass]:

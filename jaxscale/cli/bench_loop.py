@@ -16,8 +16,11 @@ from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
 from jaxscale.monitor.writers import Writer
 from jaxscale.planning.check import check_machine
+from jaxscale.run.assembly import OpenedRun
 from jaxscale.run.opening import open_run
+from jaxscale.system.exits import BadInput
 from jaxscale.training import loop
+from jaxscale.training.autopilot import Rewound
 from jaxscale.training.feed import Feed, NumberedBatch
 from jaxscale.training.state import TrainState
 
@@ -110,7 +113,7 @@ class Bench(NamedTuple):
     """What is timed."""
 
     cfg: RunConfig
-    run: loop.Run
+    run: OpenedRun
     batch: Any  # the first, on the devices
     folder: pathlib.Path  # a temporary one
 
@@ -128,6 +131,7 @@ def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
         folder = pathlib.Path(name)
         run = open_run(cfg, str(folder / "run"), log=lambda text: None)
+        assert run is not None, "the folder is new, so its run is not complete"
         feed = run.open_feed(0, 1)
         batch = next(feed).batch
         feed.close()
@@ -140,7 +144,7 @@ def loop_pair(
 ) -> tuple[TrainState, dict[str, float]]:
     """(state, {way: seconds of the loop}), one way after the other: who comes first may find a colder machine."""
     seconds = {}
-    for way in list(ways) if turn % 2 else reversed(ways):
+    for way in list(ways) if turn % 2 else reversed(list(ways)):
         state, times = run_loop(bench, ways[way], f"{way}-{turn}", state, start=0, steps=steps)
         seconds[way] = times.seconds
     return state, seconds
@@ -182,7 +186,7 @@ def run_loop(
     writer.write = watch.around("metrics", writer.write)
     checkpoints.save = watch.around("save", checkpoints.save)
     began, cpu_began = time.perf_counter(), time.process_time()
-    state = loop.train(
+    outcome = loop.train(
         dataclasses.replace(
             run,
             state=state,
@@ -197,9 +201,11 @@ def run_loop(
             finish=lambda state: None,
         )
     )
+    if isinstance(outcome, Rewound):
+        raise BadInput("a step was skipped and the loop goes back, so nothing was measured; lower optim.peak_lr")
     parts = ended["parts"] if saves else watch.seconds  # a segment without a save of its own reports the last one
     checkpoints.close()
-    return state, LoopTimes(ended["at"] - began, ended["cpu"] - cpu_began, len(saves), parts)
+    return outcome, LoopTimes(ended["at"] - began, ended["cpu"] - cpu_began, len(saves), parts)
 
 
 def loop_lines(name: str, record: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from jaxscale.cli.attempt import simulated
 from jaxscale.config import RunConfig
 from jaxscale.models.config import BLOCKS
 from jaxscale.qualify.step import place, random_batches
-from jaxscale.sharding.config import MeshConfig, PipelineConfig
+from jaxscale.sharding.config import MeshConfig, PipelineConfig, ScheduleName
 from jaxscale.sharding.schedules import EQUAL, Costs, Schedule, simulated_seconds
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
@@ -32,7 +32,7 @@ COLUMNS = (
 class Cut(NamedTuple):
     """A schedule to be measured."""
 
-    name: str
+    name: ScheduleName
     chunks: int
     microbatches: int
 

@@ -38,7 +38,7 @@ def measure_time_to_loss(
     compilation and validation are inside. own: flags of `jaxscale.main` that name the config. loss: None: ours.
     Raises BadInput for a command that cannot be run or read, and for a config without held-out rows.
     """
-    systems = [dict(name=name, tokens=0, loss=[], seconds=[]) for name in (OURS, *commands)]
+    systems: list[dict[str, Any]] = [dict(name=name, tokens=0, loss=[], seconds=[]) for name in (OURS, *commands)]
     with tempfile.TemporaryDirectory() as folder:
         write_rows(cfg, folder)
         for number in range(1, rounds + 1):
@@ -64,8 +64,8 @@ def write_rows(cfg: RunConfig, folder: str) -> None:
     rows.npz: tokens, targets, weights [rows, T] in the order of our run, HORIZON times as many as it takes if there are
     so many (weight 0: nothing is learned from that target); held_tokens, held_targets, held_weights of our validation.
     """
-    how = dict(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda text: None)
-    corpus = open_data(cfg.data, **how)
+    say = lambda text: None
+    corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=say)
     if corpus.valid_rows is None or not cfg.eval.num_rows:
         raise BadInput("time_to_loss compares losses of held-out rows, and this config has none: set eval.num_rows")
     steps = resolve_budget(cfg, corpus.epoch_tokens).total_steps
@@ -78,7 +78,7 @@ def write_rows(cfg: RunConfig, folder: str) -> None:
         for prefix, some in (("", train), ("held_", held))
         for name in ("tokens", "targets", "weights")
     }
-    np.savez(pathlib.Path(folder, ROWS), **arrays)
+    np.savez(pathlib.Path(folder, ROWS), allow_pickle=False, **arrays)
     try:
         family = families.family_for(cfg.model)
     except BadInput:

@@ -179,7 +179,7 @@ def rules(request: Request) -> CheckpointConfig:
         read_optional(request.checkpoints.directory.parent / "config.json").get("config", {}).get("checkpoint", {})
     )
     defaults = dataclasses.asdict(CheckpointConfig())
-    found = {name: int(written.get(name, defaults.get(name, 0))) for name in RULES}
+    found: dict[str, Any] = {name: int(written.get(name, defaults.get(name, 0))) for name in RULES}
     given = {name: getattr(request.flags, name) for name in RULES}
     return CheckpointConfig(**found | {name: number for name, number in given.items() if number is not None})
 
@@ -265,6 +265,7 @@ def chosen(request: Request, newest: bool = False) -> list[int]:
     text = request.flags.steps or request.flags.step
     if text == "all" or text is None and newest:
         return there if text else there[-1:]
+    assert text is not None, "main() refuses verbs that need steps without them"
     steps = sorted({whole_number("--steps", part.strip(), 0) for part in text.split(",")})
     if missing := [step for step in steps if step not in there]:
         raise BadInput(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, there))}")
@@ -322,10 +323,11 @@ def main(arguments: Arguments) -> int:
     try:
         return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
     except Exception as error:
-        remote, of_storage = paths.is_remote(arguments.flags.workdir), isinstance(error, OSError)
-        if remote and of_storage or type(error).__module__.startswith("gcsfs."):  # which has errors of its own
+        remote = paths.is_remote(arguments.flags.workdir)
+        of_client = type(error).__module__.startswith("gcsfs.")  # which has errors of its own
+        if remote and isinstance(error, OSError) or of_client:
             raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
-        if of_storage and not isinstance(error, BadInput) and TELLING.search(str(error)):
+        if isinstance(error, OSError) and not isinstance(error, BadInput) and TELLING.search(str(error)):
             where = "" if error.filename else f"{arguments.flags.to or arguments.flags.workdir}: "
             raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; mend that, then run it again") from None
         raise

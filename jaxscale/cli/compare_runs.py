@@ -170,7 +170,7 @@ def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[st
 
 def dict_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """'name: value and value' for each name in which they differ."""
-    pairs = {name: (one.get(name), other.get(name)) for name in sorted(one | other)}
+    pairs = {name: (one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys())}
     return [f"{name} is {left!r} and {right!r}" for name, (left, right) in pairs.items() if left != right]
 
 

@@ -202,7 +202,7 @@ def own_name(pattern: str, kind: str) -> str:
     return plain if plain and not set("*?[") & set(pattern) else kind
 
 
-def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> list[int | None]:
+def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[int | None]:
     """The steps to measure; [None] for the newest. Says of --steps=all which cannot be believed and are left out.
 
     Raises BadInput for one that is no number, or not there.
@@ -237,9 +237,9 @@ def measured(metrics: Mapping[str, float]) -> list[str]:
     return [name for name in metrics if name not in COUNTS and not name.endswith("_stderr")]
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: float, what: str) -> str:
     """'1 document', '2 documents', '3 left out'."""
-    return f"{number:,} left out" if what == "left_out" else plural(number, what.removesuffix("s"))
+    return f"{number:,} left out" if what == "left_out" else plural(int(number), what.removesuffix("s"))
 
 
 def show_lines(record: Record) -> None:

@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 import math
 
-from jaxscale.sharding.config import PipelineConfig
+from jaxscale.sharding.config import ExchangeName, PipelineConfig, SharingName
 
 NUM_DEVICES, MOST_DEVICES = 8, 16  # for most layouts, and for four axes
 MICROBATCHES = (1, 2, 4)
 AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # and expert, of mixtures
-WAYS = ("gather", "ulysses", "ring")  # of context.attention
+WAYS: tuple[SharingName, ...] = ("gather", "ulysses", "ring")  # of context.attention
 WHOLE = PipelineConfig(head="whole")
 WIDTH = 58  # of a layout's name
 
@@ -21,9 +21,9 @@ class Layout:
     mesh: dict[str, int]  # axes longer than 1
     rules: str
     num_microbatches: int
-    sharing: str = "auto"  # context.attention
+    sharing: SharingName = "auto"  # context.attention
     stages: PipelineConfig = PipelineConfig()
-    exchange: str = "auto"  # expert.exchange
+    exchange: ExchangeName = "auto"  # expert.exchange
 
     @property
     def num_devices(self) -> int:

@@ -215,6 +215,7 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
         return propose_for_size(flags.model_size, f"--model_size={arguments.options['model_size']}")
     if flags.flops:
         return propose_for_flops(flags.flops, f"--flops={flags.flops:.3g}")
+    assert flags.budget is not None, "propose() wants one of the three"
     topology, measured = api.machine_of(flags.topology)
     chip = topology.chip
     price = flags.price or (chip.price and chip.price.dollars_per_hour)

@@ -229,7 +229,7 @@ def band_line(forecast: Forecast) -> str:
     if not held:
         return "the band over the curve could not be tried on held-out runs: there are too few"
     part = sum(held.values()) / len(held)
-    worst = min(held, key=held.get)
+    worst = min(held, key=held.__getitem__)
     text = (
         f"the shape of the other runs' curves holds {part:.0%} of each run's own, from its own end, on average "
         f"(worst: {worst}, {held[worst]:.0%})"

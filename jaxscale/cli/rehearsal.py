@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxscale import units
 from jaxscale.checkpoint.write import MARGIN, check_before_run
@@ -44,7 +44,7 @@ class Report:
         self.rows.append((what, mark, took, seen))
         self.say(f"rehearsal: {what}: {mark}{f', {took}' if took else ''}: {seen}")
 
-    def fail(self, what: str, seen: str) -> None:
+    def fail(self, what: str, seen: str) -> NoReturn:
         """Adds a row that means NO-GO, and ends the rehearsal."""
         self.add(what, NO, seen)
         raise NoGo

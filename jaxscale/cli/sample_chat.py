@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxscale.api.writing import Talk, asking_of
-from jaxscale.inference import make_generator
+from jaxscale.inference import make_generator, tokenizer_of
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.serve import open_chat
 from jaxscale.sampling.text import Written, write_texts
@@ -52,9 +52,9 @@ def converse(talk: Talk, context: int | None, *, prompts: Sequence[str], serve: 
 
 def go_on_from_lines(talk: Talk, generator: Generator) -> int:
     """Goes on from each line that a person writes."""
-    kept = talk.model.kept
+    kept = tokenizer_of(talk.model)
     for line in lines_of_person():
-        ids, written = [*kept.tokenizer.begin_ids, *kept.tokenizer.encode(line).tolist()], []
+        ids, written = [*kept.tokenizer.begin_ids, *kept.tokenizer.encode(line).tolist()], list[Written]()
         show_to_person(talk, behind(line, continued(talk, generator, ids, kept.stop_ids, written)))
         talk.tell_speed(generator.timing, written)
     return 0
@@ -76,7 +76,9 @@ def continued(
             f"this has {len(ids)} tokens, and a text here has at most {generator.engine.longest}; start over, write "
             "less, or give --context"
         )
-    for _, piece in write_texts(generator, talk.model.tokenizer, [ids], talk.write_settings(stop_ids), written):
+    for _, piece in write_texts(
+        generator, tokenizer_of(talk.model).tokenizer, [ids], talk.write_settings(stop_ids), written
+    ):
         yield piece
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  jax.distributed allows one client a process
 
 from jaxscale.checkpoint.saver import outcome
 from jaxscale.hosts.agree import Board, Peer, agreed, all_here, gathered, next_key

@@ -173,6 +173,7 @@ class Ended:
 def why_give_up(policy: Policy, ends: Sequence[Ended]) -> str:
     """Why another start is not worth it, or ''."""
     fruitless = trailing(ends, lambda end: end.fruitless)
+    assert policy.max_fruitless is not None, "the verb has put in the usual number"
     if fruitless >= policy.max_fruitless:
         last = ends[-1]
         codes = ", ".join(meaning(end.code) for end in ends[-fruitless:])

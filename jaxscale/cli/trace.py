@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> int:
         characters=flags.text,
         moved=arguments.overrides,
     )
-    code, piece = 0 if found.batch is None else remarks(found), None
+    code, piece = 0 if found.batch is None else remarks(found, found.batch), None
     for piece in found.pieces:
         line = piece_line(piece, found.run.ledger.corpus.seq_len, of_document=found.batch is None)
         put(json.dumps(piece.record) if flags.json else line)
@@ -78,9 +78,9 @@ def main(arguments: Arguments) -> int:
     return code
 
 
-def remarks(found: Trace) -> int:
-    """Says on stderr what a reader of the list must know, and returns the exit code."""
-    step, n, run = found.step, found.batch, found.run
+def remarks(found: Trace, n: int) -> int:
+    """Says on stderr what a reader of the list of batch n must know, and returns the exit code."""
+    step, run = found.step, found.run
     if step is None:
         tell(f"batch {n} is skipped: no step trains on it")
     elif step < run.done:
@@ -89,7 +89,7 @@ def remarks(found: Trace) -> int:
         tell(f"step {step} is still to come: the run has done {run.done} steps, as far as its folder tells")
     if (length := run.row_tokens.size(n)) < run.ledger.corpus.seq_len:
         tell(f"batch {n} is trained on in rows of {length} tokens, into which each of its rows is cut (seq_len_ramp)")
-    if found.hash_now:
+    if found.hash_now and step is not None:
         tell(
             f"what is listed is NOT what step {step} trained on: metrics.jsonl has tokens_hash {run.hashes[step]} for "
             f'it ("step": {step + 1}), and batch {n}, after the objective, has {found.hash_now} now; bring back the '

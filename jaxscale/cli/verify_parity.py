@@ -240,6 +240,7 @@ def captured_stderr() -> Iterator[list[str]]:
     own = os.dup(2)
     with tempfile.NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as file:
         copy = subprocess.Popen(["tee", "-i", file.name], stdin=subprocess.PIPE, stdout=own)
+        assert copy.stdin is not None, "it is a pipe"
         os.dup2(copy.stdin.fileno(), 2)
         try:
             yield written

@@ -126,7 +126,7 @@ def show(look: Look, stream: TextIO, every: float) -> None:
         now, size = time.monotonic(), shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
         if now - looked >= every:
             seen, looked, drawn = look.again(), now, None
-        if drawn != size:
+        if seen is not None and drawn != size:
             text = spelt(seen, size, stream, colour=has_colour(stream)).replace("\n", "\x1b[K\r\n")
             stream.write(f"\x1b[H{text}\x1b[K\x1b[J")
             stream.flush()

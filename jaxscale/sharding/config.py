@@ -6,6 +6,9 @@ from typing import Literal
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
+ScheduleName = Literal["1f1b", "zero_bubble", "gpipe"]
+SharingName = Literal["auto", "gather", "ulysses", "ring"]
+ExchangeName = Literal["auto", "gather", "send"]
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")  # slowest link first
 
 
@@ -35,7 +38,7 @@ class MeshConfig:
 class ContextConfig:
     """How the devices of mesh.context, each with some positions of a row, attend to the others' keys."""
 
-    attention: Literal["auto", "gather", "ulysses", "ring"] = setting(
+    attention: SharingName = setting(
         "auto",
         "gather: keys and values are gathered; ulysses: positions are exchanged for heads (arXiv:2309.14509); ring: "
         "keys and values go round (arXiv:2310.01889); auto prints what it chose and why",
@@ -46,7 +49,7 @@ class ContextConfig:
 class ExpertConfig:
     """How tokens and experts meet on the devices of mesh.expert, each of which has some of both."""
 
-    exchange: Literal["auto", "gather", "send"] = setting(
+    exchange: ExchangeName = setting(
         "auto",
         "gather: all experts of a layer come to every device; send: tokens go to their experts and back, in rounds "
         "until all have been; auto prints what it chose and why",
@@ -57,7 +60,7 @@ class ExpertConfig:
 class PipelineConfig:
     """How the stages of mesh.pipeline work on the microbatches of a step."""
 
-    schedule: Literal["1f1b", "zero_bubble", "gpipe"] = setting(
+    schedule: ScheduleName = setting(
         "1f1b",
         "1f1b: activations of a few microbatches exist at a time (arXiv:1806.03377); zero_bubble: so too, and some "
         "gradients of weights wait until a stage idles (arXiv:2401.10241); gpipe: of all (arXiv:1811.06965)",

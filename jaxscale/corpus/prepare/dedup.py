@@ -51,7 +51,7 @@ from jaxscale.corpus.prepare.join import (
     sorted_once,
     write_sketch,
 )
-from jaxscale.corpus.prepare.lookup import COLUMNS, Blocks, blocks_of
+from jaxscale.corpus.prepare.lookup import COLUMNS, Blocks, Numbered, blocks_of
 from jaxscale.corpus.prepare.records import Run, merged, read_parts, run_between, save_rows, save_sorted
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.unite import unite
@@ -99,7 +99,7 @@ class Join(NamedTuple):
 class Executor(AbstractContextManager, Protocol):
     """All cores of this machine, or a cluster. Pieces write their results to files, and may be done twice."""
 
-    def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
+    def run_all(self, function: Callable[[Any], Any], calls: Numbered) -> Iterator[Any]:
         """Yields function(call) of each call, in any order. Raises what a call raised."""
 
     def find_pairs(self, join: Join) -> None:
