@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.project import matmul_transposed, separate_on_cpu, weight_gradient
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
@@ -102,7 +103,7 @@ def summed_cross_entropy(
     return LossSums(total, *jax.tree.map(lax.stop_gradient, sums))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _summed(cfg, h_BTD, w_DV, targets_BT, weights_BT):
     nats_BT, lse_BT = token_nats(h_BTD, w_DV, targets_BT, cfg)
     nats, z = jnp.sum(nats_BT * weights_BT), jnp.sum(lse_BT * lse_BT * weights_BT)

@@ -61,7 +61,8 @@ def exchanged(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, 
     def one(number, y_RD):
         sent = work.send(number, route, (x_RD, weight_R))
         with jax.named_scope(work.scope(len(x_RD))):
-            y = run(weights, *sent.rows, sent.counts_e)
+            x_SD, weight_S = sent.rows
+            y = run(weights, x_SD, weight_S, sent.counts_e)
         return work.receive(number, route, y_RD, y[sent.place])
 
     return lax.fori_loop(0, route.rounds, one, jnp.zeros_like(x_RD)), route.rounds

@@ -81,7 +81,7 @@ def summing(shape: tuple[int, int], dtype: Any, write: Any) -> Any:
     """What a warpgroup does with a pipeline: it sums products of this shape in registers and writes them in `dtype`."""
 
     def compute(run):
-        @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC(shape, jnp.float32))
+        @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  # public: a lazy export
         def _(sum_ref):
             run(sum_ref)
             write(sum_ref[...].astype(dtype))

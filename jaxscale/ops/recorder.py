@@ -102,6 +102,7 @@ class StatisticsRecorder(Recorder):
     def end_layer(self, x_BTD: jax.Array) -> Intermediates:
         """The intermediates of the layer; x_BTD: the residual stream after it."""
         self.sow(ACTIVATION, x_BTD)
+        assert self.text_BT is not None  # as sow() has found
         self.layer.sums[POSITIONS] = jnp.sum(self.text_BT, dtype=jnp.float32)
         seen, self.layer, self.text_BT = self.layer, Intermediates({}, {}), None
         return seen
@@ -138,6 +139,7 @@ class ScoreRecorder(Recorder):
     def end_layer(self, x_BTD: jax.Array) -> Intermediates:
         """The largest scores of the layer, of all heads: those of other devices are -inf."""
         found_N, self.layer_N = self.layer_N, None
+        assert found_N is not None, "a layer ends without attention"
         return Intermediates({}, {SCORES: self.tensor.among_all(found_N, -jnp.inf)})
 
     def end_stack(self, seen: Intermediates) -> None:

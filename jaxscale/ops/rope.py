@@ -69,12 +69,14 @@ def stretched_base(head_dim: int, base: float, scaling: RopeScaling) -> float:
 
     transformers takes the longest row of each batch instead, so that one row is computed in another way beside others.
     """
+    assert scaling.longest_row is not None  # dynamic is one of BY_LENGTH
     longer = scaling.factor * scaling.longest_row / scaling.original_max_len - (scaling.factor - 1)
     return base * longer ** (head_dim / (head_dim - 2))
 
 
 def factors_by_length(scaling: RopeScaling) -> tuple[float, ...]:
     """longrope's divisors for rows of longest_row tokens. transformers chooses by the longest row of each batch."""
+    assert scaling.longest_row is not None  # longrope is one of BY_LENGTH
     return scaling.long_factor if scaling.longest_row > scaling.original_max_len else scaling.short_factor
 
 
@@ -86,7 +88,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         return scaling.attention_factor
     if scaling.name == "longrope":
         return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_len))
-    if scaling.mscale is None:
+    if scaling.mscale is None or scaling.mscale_all_dim is None:  # given both, or neither
         return temperature(scaling, 1.0)
     return temperature(scaling, scaling.mscale) / temperature(scaling, scaling.mscale_all_dim)
 

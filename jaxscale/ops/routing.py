@@ -169,7 +169,7 @@ def to_tokens(k: int, y_RD: jax.Array, rows: Sorted, as_bits: bool = False) -> j
     after the other, which XLA:CPU does in one loop."""
     if as_bits:
         place_kn = rows.place_R.reshape(-1, k).T
-        return sum(moved(y_RD, place_n).astype(F32) for place_n in place_kn).astype(y_RD.dtype)
+        return sum((moved(y_RD, place_n).astype(F32) for place_n in place_kn), jnp.zeros((), F32)).astype(y_RD.dtype)
     y_nkD = y_RD[rows.place_R].reshape(-1, k, y_RD.shape[1])
     return jnp.sum(y_nkD.astype(F32), axis=1).astype(y_RD.dtype)
 

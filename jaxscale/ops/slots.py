@@ -11,7 +11,7 @@ C contracted size  O output size
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -142,7 +142,7 @@ class Layout(NamedTuple):
             return [tree]
         return [jax.tree.map(operator.itemgetter(expert), tree) for expert in range(self.experts)]
 
-    def join(self, parts: list[Any]) -> Any:
+    def join(self, parts: Sequence[Any]) -> Any:
         """The inverse of split()."""
         return parts[0] if self.experts > APART else jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
 
@@ -150,7 +150,7 @@ class Layout(NamedTuple):
         """A function of one expert, as one of a part."""
         return jax.vmap(f) if self.experts > APART else f
 
-    def put(self, places: list[Place], bits_R: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    def put(self, places: list[Place], bits_R: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
         """bits_R with what lies in slots in its rows."""
         for place, part in zip(places, parts, strict=True):
             if self.experts > APART:

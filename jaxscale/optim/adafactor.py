@@ -64,7 +64,7 @@ def scale_by_factored(dims_tree: Any, by_parameter: bool) -> optax.GradientTrans
         results = [one(*leaves) for leaves in zip(*map(flat, trees), strict=True)]
         structure = jax.tree.structure(updates, is_leaf=is_masked)
         new, *moments = [structure.unflatten(leaves) for leaves in zip(*results)]
-        return new, FactoredState(optax.safe_increment(state.count), *moments)
+        return new, FactoredState(jnp.asarray(optax.safe_increment(state.count)), *moments)
 
     return optax.GradientTransformation(init, update)
 

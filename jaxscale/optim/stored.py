@@ -68,7 +68,7 @@ def stored(tx: optax.GradientTransformation, dtype: str, axes_tree: Any) -> opta
         back = lambda x, axes, name, number: from_blocks(x, block_dim(axes)) if is_blocks(x) else x.astype(jnp.float32)
         return each(back, state)
 
-    def update(updates, state, params=None, *, step, **extra):
+    def update(updates, state, params=None, *, step: Any = None, **extra):
         new, state = tx.update(updates, unpack(state), params)
         return new, pack(state, step)
 

@@ -4,7 +4,7 @@ Brought over all at once they fill the device just when the gradients do: XLA st
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def streamed(tx: optax.GradientTransformation, is_stacked: Any) -> optax.Gradien
     parameters and of scalars. is_stacked: a tree like the parameters, True where the first axis is that of layers.
     """
 
-    def update(updates, state, params=None, *, ok, **extra):
+    def update(updates, state: Any, params=None, *, ok: Any = None, **extra):
         grads, treedef = jax.tree.flatten(updates)
         is_moment = [jax.tree.structure(field) == treedef for field in state]
         old = list(zip(*[treedef.flatten_up_to(field) for field, flag in zip(state, is_moment) if flag]))
@@ -29,7 +29,7 @@ def streamed(tx: optax.GradientTransformation, is_stacked: Any) -> optax.Gradien
             """(what is added to the parameter, its renewed moments on the host, the renewed scalars)."""
             here = iter(jax.device_put(moments, DEVICE))
             before = type(state)(*[next(here) if flag else field for field, flag in zip(state, is_moment)])
-            added, after = tx.update(grad, before)
+            added, after = cast(tuple[Any, Any], tx.update(grad, before))
             kept = [jnp.where(ok, new, was) for new, was in zip(after, before)]
             back = jax.device_put([leaf for leaf, flag in zip(kept, is_moment) if flag], HOST)
             return added, back, [leaf for leaf, flag in zip(kept, is_moment) if not flag]
@@ -67,11 +67,12 @@ def renewed(
     groups, is_stacked: trees like the parameters; the latter as for streamed().
     """
 
-    def update(updates, state, params=None, *, ok, **extra):
+    def update(updates, state: Any, params=None, *, ok: Any = None, **extra):
         def visit(grad, param, group):
             here, tx = jax.device_put(param, DEVICE), make_tx(group)
             added, _ = tx.update(grad, tx.init(here), here, **extra)
-            return jax.device_put(jnp.where(ok, optax.apply_updates(here, added), here), HOST)
+            changed: Any = optax.apply_updates(here, added)
+            return jax.device_put(jnp.where(ok, changed, here), HOST)
 
         def visit_layers(grads, params, group):
             def layer(i, params):

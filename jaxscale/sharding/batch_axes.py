@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class Communication:
 
     def stages_of(self, name: Axis) -> tuple[LinkStage, ...]:
         """The links of an axis, where they are taken one after the other; () for several axes at once."""
-        return dict(self.stages).get(name, ())
+        return dict(self.stages).get(name, ()) if isinstance(name, str) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class BatchAxes:
         if turned:
             partition = tuple((1 if d == 2 else d, names) for d, names in partition)
             w = w.swapaxes(1, 2)
-        whole = _gather(partition, narrow, self.communication, w)
+        whole = cast(jax.Array, _gather(partition, narrow, self.communication, w))
         return checkpoint_name(whole.swapaxes(1, 2) if turned else whole, GATHERED)
 
     def narrowed(self, params: Any, axes: Any, dtype: Any) -> Any:

@@ -41,6 +41,24 @@ class Backward(NamedTuple):
     keep: np.ndarray  # where it is held on, as this pass leaves the gradients of weights to another; IDLE: it does not
 
 
+class Pass(NamedTuple):
+    """One of Passes."""
+
+    microbatch: int
+    chunk: int
+    slot: int
+
+
+class BackwardPass(NamedTuple):
+    """One of Backward."""
+
+    microbatch: int
+    chunk: int
+    slot: int
+    held: int
+    keep: int
+
+
 class Costs(NamedTuple):
     """Time of the parts of a chunk's passes, a backward one being all but the first."""
 
@@ -234,9 +252,8 @@ def check_places(schedule: Schedule, stage: int) -> None:
     slots: dict[int, tuple[int, int]] = {}
     held: dict[int, tuple[int, int]] = {}
     for t in range(schedule.num_ticks):
-        there, back = (
-            type(passes)(*(int(of[t, stage]) for of in passes)) for passes in (schedule.forward, schedule.backward)
-        )
+        there = Pass(*(int(of[t, stage]) for of in schedule.forward))
+        back = BackwardPass(*(int(of[t, stage]) for of in schedule.backward))
         if there.microbatch != IDLE:
             assert there.slot not in slots, f"stage {stage} overwrites slot {there.slot} at tick {t}"
             slots[there.slot] = there.microbatch, there.chunk

@@ -26,7 +26,9 @@ def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """The same placement, of several mesh axes for one dimension only the first and those of more than one device."""
 
     def brief(place: Placement) -> Placement:
-        first, *rest = names_of(place) or (None,)
+        if not (names := names_of(place)):
+            return None
+        first, *rest = names
         longer = [name for name in rest if mesh.shape[name] > 1]
         return (first, *longer) if longer else first
 
@@ -79,6 +81,7 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
     """Rows of a [rows, T] array that some device of this process holds, in order."""
     rows: set[int] = set()
     for index in sharding.addressable_devices_indices_map(shape).values():
+        assert index is not None  # the map is of addressable devices, and each holds a part
         rows.update(range(*index[0].indices(shape[0])))
     return sorted(rows)
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from jaxscale.hardware import Device
 
@@ -124,18 +125,18 @@ def coordinates(device: Device) -> tuple[int, ...]:
     return (getattr(device, "slice_index", 0), *device.coords, getattr(device, "core_on_chip", 0))
 
 
-def stage_sizes(points: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def stage_sizes(points: ArrayLike) -> tuple[int, ...]:
     """How a line of devices falls into nested runs, each along one coordinate; the outermost first.
 
     [(0,0), (0,1), (1,0), (1,1)] is (2, 2). What follows no such order (a snake, say) stays one run.
     """
-    points, sizes = np.asarray(points), []
-    while len(points) > 1:
-        run = max(length for length in range(1, len(points) + 1) if is_straight(points, length))
+    left, sizes = np.asarray(points), []
+    while len(left) > 1:
+        run = max(length for length in range(1, len(left) + 1) if is_straight(left, length))
         if run == 1:
-            return (len(points), *sizes)
+            return (len(left), *sizes)
         sizes.insert(0, run)
-        points = points[::run]
+        left = left[::run]
     return tuple(sizes)
 
 
@@ -144,4 +145,4 @@ def is_straight(points: np.ndarray, length: int) -> bool:
     if len(points) % length:
         return False
     runs = points.reshape(-1, length, points.shape[1])
-    return np.count_nonzero((runs != runs[:, :1]).any(axis=(0, 1))) <= 1
+    return bool(np.count_nonzero((runs != runs[:, :1]).any(axis=(0, 1))) <= 1)

@@ -46,7 +46,7 @@ def largest_score(
     if bias_NTS is not None:
         bias_NTS = filled(filled(bias_NTS, 1, queries), 2, keys)
     in_order = scope.places_T is None
-    places_T = jnp.arange(ids_BT.shape[1]) if in_order else filled(scope.places_T, 0, queries)
+    places_T = jnp.arange(ids_BT.shape[1]) if scope.places_T is None else filled(scope.places_T, 0, queries)
     pairs = visible_pairs(T, S, queries, keys, causal=causal and prefix_BS is None and in_order, window=window)
 
     def visit(top_KG, pair):

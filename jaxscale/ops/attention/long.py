@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.ops.attention.blockwise import F32, group_heads, product, soften, ungroup_heads
 from jaxscale.ops.attention.xla import HIDDEN
 from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.ops.gradient import custom_vjp
 
 BLOCK = 512  # positions: scores of a pair are 1 MiB a row and head
 
@@ -59,7 +60,7 @@ def make_attend_seen(*, softcap: float | None, window: int | None, block: int):
     def walk_of(q_BKTGH, v_BKSH) -> Walk:
         return Walk(q_BKTGH.shape[3], v_BKSH.shape[3], block, softcap, window)
 
-    @jax.custom_vjp
+    @custom_vjp
     def attend(q_BTNH, k_BSKH, v_BSKH, sight):
         return keep(q_BTNH, k_BSKH, v_BSKH, sight)[0]
 
@@ -70,8 +71,9 @@ def make_attend_seen(*, softcap: float | None, window: int | None, block: int):
         return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, sight, out_BKTGH, lse_BKR)
 
     def backward(saved, dout_BTNH):
-        q_BKTGH, k_BKSH, v_BKSH = saved[:3]
-        grads = walk_of(q_BKTGH, v_BKSH).backward(*saved, group_heads(dout_BTNH, k_BKSH.shape[1]))
+        q_BKTGH, k_BKSH, v_BKSH, sight, out_BKTGH, lse_BKR = saved
+        dout_BKTGH = group_heads(dout_BTNH, k_BKSH.shape[1])
+        grads = walk_of(q_BKTGH, v_BKSH).backward(q_BKTGH, k_BKSH, v_BKSH, sight, out_BKTGH, lse_BKR, dout_BKTGH)
         dq_BKTGH, dk_BKSH, dv_BKSH = grads
         return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
 

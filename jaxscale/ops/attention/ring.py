@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.attention.blockwise import F32
 from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.ops.gradient import custom_vjp
 from jaxscale.sharding.context_axis import ContextAxis
 
 
@@ -38,22 +39,36 @@ class Look(Protocol):
     share, are float32.
     """
 
-    def nothing_seen(self, q: jax.Array) -> Any:
+    def nothing_seen(self, q: jax.Array, /) -> Any:
         """What queries have seen before their first key."""
+        ...
 
-    def visit(self, seen: Any, q: jax.Array, held: Held, ids_BT: jax.Array, step: int | jax.Array) -> Any:
+    def visit(self, seen: Any, q: jax.Array, held: Held, ids_BT: jax.Array, step: int | jax.Array, /) -> Any:
         """What queries have seen with these keys too. ids_BT: the queries' segments."""
+        ...
 
-    def settle(self, seen: Any, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def settle(self, seen: Any, q: jax.Array, /) -> tuple[jax.Array, jax.Array]:
         """(out like q, logsumexp) of queries that have seen all keys."""
+        ...
 
-    def drift(self, out: jax.Array, dout: jax.Array) -> jax.Array:
+    def drift(self, out: jax.Array, dout: jax.Array, /) -> jax.Array:
         """The drift of each query."""
+        ...
 
     def pull(
-        self, dq: jax.Array, q: jax.Array, held: Held, ids_BT: jax.Array, step: int | jax.Array, *above: jax.Array
+        self,
+        dq: jax.Array,
+        q: jax.Array,
+        held: Held,
+        ids_BT: jax.Array,
+        step: int | jax.Array,
+        logsumexp: jax.Array,
+        drift: jax.Array,
+        dout: jax.Array,
+        /,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(dq with these keys' part, their own dk_BKTH, dv_BKTH), float32. above: logsumexp of all, drift, dout."""
+        """(dq with these keys' part, their own dk_BKTH, dv_BKTH), float32. logsumexp: of all keys."""
+        ...
 
 
 def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look], *, unrolled: bool = False):
@@ -64,7 +79,7 @@ def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look], *, unr
     loop, one layer on 8 devices crashed or stood still in 12 of 12 runs; without it none of 8 did).
     """
 
-    @jax.custom_vjp
+    @custom_vjp
     def attend(q, k_BKTH, v_BKTH, segment_ids_BT):
         return keep(q, k_BKTH, v_BKTH, segment_ids_BT)[0]
 
@@ -74,7 +89,8 @@ def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look], *, unr
         return out, (q, Held(*held), out, logsumexp)
 
     def backward(saved, dout):
-        return *Ring(context, look_of(saved[0]), unrolled).backward(*saved, dout), None
+        q, held, out, logsumexp = saved
+        return *Ring(context, look_of(q), unrolled).backward(q, held, out, logsumexp, dout), None
 
     attend.defvjp(keep, backward)
     return attend
@@ -116,6 +132,7 @@ class Ring:
         for first, last in self.runs():
             grads, held = self.go_round(look, grads, held, first, last)
         dq, dkv = grads
+        assert dkv is not None  # the first of runs() takes the device's own keys
         return dq.astype(q.dtype), *self.context.to_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
 
     def runs(self) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ B batch  T position of a device's own  t of a chunk  N query heads  K key-value 
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -204,18 +204,23 @@ class Kernels:
     def backward(self, q_BNtH, k_BKtH, v_BKtH, queries_Bt, keys_Bt, logsumexp_BNt, drift_BNt, dout_BNtH):
         """(dq_BNtH, dk_BKtH, dv_BKtH) in the dtypes of q, k, v. logsumexp: of all keys of the row."""
         sizes = self.sizes
-        layouts = dict(q_layout=sizes.q_layout, k_layout=sizes.k_layout, v_layout=sizes.v_layout, is_mqa=False)
+        q_dq, kv_dq, q_dkv, kv_dkv = sizes.block_q_dq, sizes.block_kv_dq, sizes.block_q_dkv, sizes.block_kv_dkv
+        compute_dkv = sizes.block_kv_dkv_compute
+        assert q_dq and kv_dq and q_dkv and kv_dkv and compute_dkv  # block_sizes() gives all of them
+        layouts: dict[str, Any] = dict(
+            q_layout=sizes.q_layout, k_layout=sizes.k_layout, v_layout=sizes.v_layout, is_mqa=False
+        )
 
         def one_row(q_NtH, k_KtH, v_KtH, queries_t, keys_t, logsumexp_Nt, drift_Nt, dout_NtH):
             ids = kernel_lib.SegmentIds(queries_t, keys_t)
             given = q_NtH, k_KtH, v_KtH, ids, None, logsumexp_Nt, dout_NtH, drift_Nt
             how = self.how() | layouts
             _, dk_KtH, dv_KtH = kernel_lib._splash_attention_bwd_dkv(
-                *given, mask_info=self.info(self.tables.dkv), bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
-                bkv_compute=sizes.block_kv_dkv_compute, use_fused_bwd_kernel=False, **how,
+                *given, mask_info=self.info(self.tables.dkv), bq=q_dkv, bkv=kv_dkv,
+                bkv_compute=compute_dkv, use_fused_bwd_kernel=False, **how,
             )  # fmt: skip
             dq_NtH = kernel_lib._splash_attention_bwd_dq(
-                *given, mask_info=self.info(self.tables.dq), bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, **how
+                *given, mask_info=self.info(self.tables.dq), bq=q_dq, bkv=kv_dq, **how
             )
             return dq_NtH, dk_KtH, dv_KtH
 
@@ -226,7 +231,8 @@ class Kernels:
     def info(self, found: Tables) -> info_lib.MaskInfo:
         """What the kernel reads of its tables."""
         own = lambda table: jnp.asarray(table)[self.number]
-        return info_lib.MaskInfo(own(found.block), None, own(found.visited), None, self.places_t)
+        places_t: Any = self.places_t  # the kernel takes a jax.Array where its type says numpy's
+        return info_lib.MaskInfo(own(found.block), None, own(found.visited), None, places_t)
 
     def how(self) -> dict:
         """What all three forms are told."""

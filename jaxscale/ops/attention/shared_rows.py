@@ -58,6 +58,7 @@ def long_standing(*, softcap: float | None, window: int | None) -> AttendStandin
         block = block_of(standing.chunk)
         pairs_P2 = jnp.asarray(standing_pairs(standing.starts_Cc, standing.chunk, block, window))[standing.device]
         places_S = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32)
+        assert scope.key_segment_ids_BS is not None  # keys of other devices come with their segments
         sight = long.Sight(pairs_P2, scope.segment_ids_BT, scope.key_segment_ids_BS, standing.places_T, places_S)
         return long.make_attend_seen(softcap=softcap, window=window, block=block)(q_BTNH, k_BSKH, v_BSKH, sight)
 

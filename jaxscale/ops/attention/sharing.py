@@ -122,8 +122,8 @@ def share_attention(
     """
     if sharing.form == "ulysses":
         return shared_rows.by_heads(whole_rows, context)
-    how = dict(softcap=needs.softcap, window=window)
-    blocks = {"blocks": splash.blocks_for(device_kind)} if attention == "splash" else {}
+    how: dict[str, Any] = dict(softcap=needs.softcap, window=window)
+    blocks: dict[str, Any] = {"blocks": splash.blocks_for(device_kind)} if attention == "splash" else {}
     standing = STANDING[attention](**how, **blocks)
     if sharing.form == "ring":
         walk = functools.partial(ring_walk.make_attend, unrolled=device_kind == "cpu")

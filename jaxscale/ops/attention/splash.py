@@ -9,6 +9,7 @@ B batch  T position of a query  S of a key  N query heads  K key-value heads  H 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def make_attend_standing(
         sizes = block_sizes(long_chunk, blocks, q_BTNH.dtype.itemsize, q_BTNH.shape[3], window, keys=padded_length(S))
         longer = Standing(standing.starts_Cc, long_chunk, standing.device)
         tables = make_tables(standing.starts_Cc, long_chunk, padded_length(S), window, sizes)
-        kernel = make_kernel(tables, longer, sizes, softcap=softcap, window=window, interpret=interpret)
+        kernel: Any = make_kernel(tables, longer, sizes, softcap=softcap, window=window, interpret=interpret)
         with jax.named_scope(tables.scope):
             out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKSH, v_BKSH, segments)
         out = out_BNTH.swapaxes(1, 2).reshape(-1, long_chunk, q_BTNH.shape[2], v_BSKH.shape[3])[:, :chunk]
@@ -112,7 +113,8 @@ def make_kernel(
 ) -> kernel_lib.SplashAttentionKernel:
     """The kernel of this device."""
     own = lambda table: jnp.asarray(table)[standing.device]
-    info = lambda found: info_lib.MaskInfo(own(found.block), None, own(found.visited), None, standing.places_T)
+    places_T: Any = standing.places_T  # the kernel takes a jax.Array where its type says numpy's
+    info = lambda found: info_lib.MaskInfo(own(found.block), None, own(found.visited), None, places_T)
     return kernel_lib.SplashAttentionKernel(
         *map(info, tables),
         block_sizes=sizes,

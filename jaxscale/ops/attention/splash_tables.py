@@ -38,10 +38,12 @@ def make_tables(
 ) -> KernelTables:
     """The tables of the three kernels, for every device. starts: the place in the row where each chunk begins."""
     spans = functools.partial(key_spans, starts_Cc, chunk, keys, window)
+    q_dq, kv_dq, q_dkv, kv_dkv = sizes.block_q_dq, sizes.block_kv_dq, sizes.block_q_dkv, sizes.block_kv_dkv
+    assert q_dq and kv_dq and q_dkv and kv_dkv  # block_sizes() gives all of them
     return KernelTables(
         by_queries(*spans(sizes.block_q, sizes.block_kv)),
-        by_queries(*spans(sizes.block_q_dq, sizes.block_kv_dq)),
-        by_keys(*spans(sizes.block_q_dkv, sizes.block_kv_dkv), keys // sizes.block_kv_dkv),
+        by_queries(*spans(q_dq, kv_dq)),
+        by_keys(*spans(q_dkv, kv_dkv), keys // kv_dkv),
     )
 
 
