@@ -83,8 +83,17 @@ class OptimConfig:
         "orthogonalised is attention's whole [D, heads x head_dim], as in the source, or each head's [D, head_dim]",
         read_if="optim.name=muon",
     )
-    muon_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "in which matrices go to the device that orthogonalises them, and back", read_if="optim.name=muon"
+    muon_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "float32",
+        "in which matrices go to the device that orthogonalises them, and back; auto: bfloat16 where "
+        "model.compute_dtype is, else float32",
+        read_if="optim.name=muon",
+    )
+    muon_steps: Literal[2, 3, 4] | None = setting(
+        None,
+        "of the orthogonalisation, with the coefficients that are optimal for so few (arXiv:2505.16932); none: the "
+        "source's 5, whose coefficients are all the same",
+        read_if="optim.name=muon",
     )
     scale_by_parameter: bool = setting(
         False,

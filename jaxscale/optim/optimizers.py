@@ -70,14 +70,14 @@ def make_optimizer(
     rules that look at whole tensors. ok: read where moments or parameters are offloaded, which stay as they were if it
     is False. Updates of offloaded parameters are the new parameters, as renewed() says; of frozen ones, zeros.
     """
-    rest = lambda tx: tx if cfg.moment_dtype == "float32" else stored(tx, cfg.moment_dtype, layout.axes)
+    rest = lambda tx: tx if cfg.moment_dtype == "float32" else stored(tx, cfg.moment_dtype, required(layout).axes)
     adam = lambda: rest(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps))
     moments = {
         "adamw": adam,
         "lion": lambda: rest(optax.scale_by_lion(cfg.b1, cfg.b2)),
         "sgd": lambda: rest(optax.trace(cfg.b1)) if cfg.b1 else optax.identity(),
-        "muon": lambda: muon(cfg, layout, rest(optax.trace(cfg.muon_momentum, nesterov=True)), adam()),
-        "adafactor": lambda: scale_by_factored(tree_dims(layout.axes), cfg.scale_by_parameter),
+        "muon": lambda: muon(cfg, required(layout), rest(optax.trace(cfg.muon_momentum, nesterov=True)), adam()),
+        "adafactor": lambda: scale_by_factored(tree_dims(required(layout).axes), cfg.scale_by_parameter),
         "lamb": adam,
     }[cfg.name]()
     if cfg.offload_moments:
@@ -89,13 +89,19 @@ def make_optimizer(
     else:
         end = last(groups)
     if cfg.name == "lamb":
-        end = (end[0], scale_by_trust(tree_dims(layout.axes)), end[1])
+        end = (end[0], scale_by_trust(tree_dims(required(layout).axes)), end[1])
     inner = optax.chain(clip, moments, *end)
     frozen = frozen_mask(groups)
     if not any(jax.tree.leaves(frozen)):
         return inner
     labels = jax.tree.map(lambda stays: "frozen" if stays else "learns", frozen)
     return optax.multi_transform({"learns": inner, "frozen": optax.set_to_zero()}, labels)
+
+
+def required(layout: Layout | None) -> Layout:
+    """The layout, for a rule that needs it."""
+    assert layout is not None, "this optimizer looks at whole tensors: pass their layout"
+    return layout
 
 
 def muon(
@@ -107,7 +113,7 @@ def muon(
     dims = jax.tree.leaves(tree_dims(layout.axes, each_head=cfg.muon_heads == "each"))
     place = lambda dims, spec: make_place(dims, spec, layout.mesh, layout.slow)
     places = [place(*both) for both in zip(dims, jax.tree.leaves(layout.specs), strict=True)]
-    matrices = optax.chain(momentum, orthogonalised(places, layout.mesh, cfg.muon_dtype))
+    matrices = optax.chain(momentum, orthogonalised(places, layout.mesh, cfg.muon_dtype, cfg.muon_steps))
     return optax.multi_transform({"muon": matrices, "adamw": adam}, labels)
 
 
@@ -123,7 +129,7 @@ def add_decay(groups: Any) -> optax.GradientTransformation:
 def scale_by_lr(schedule: Schedule, groups: Any) -> optax.GradientTransformationExtraArgs:
     """Multiplies by minus the learning rate of `step`, times lr_factor and the group's multiplier."""
 
-    def update(updates, state, params=None, *, step, lr_factor=1.0, **extra):
+    def update(updates, state, params=None, *, step: Any = None, lr_factor: Any = 1.0, **extra):
         lr = schedule(step) * lr_factor
         return map_with_groups(lambda u, group: -lr * group.lr_multiplier * u, groups, updates), state
 
@@ -164,10 +170,13 @@ def moment_axes(
     flat_axes, _ = jax.tree.flatten(axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
     boxed = jax.tree.unflatten(jax.tree.structure(params), [Axes(axes) for axes in flat_axes])
 
-    def of_moment(leaf, box):
+    def of_moment(leaf: Any, box: Any) -> Any:
         if is_masked(leaf):  # a frozen parameter has no moments, hence no axes
             return leaf
-        return Blocks(box, Axes(scale_axes(box.axes, *leaf, parts, UNCUT))) if is_blocks(leaf) else box
+        if not is_blocks(leaf):
+            return box
+        scales: Any = Axes(scale_axes(box.axes, leaf.codes, leaf.scales, parts, UNCUT))
+        return Blocks(box, scales)
 
     mapped = optax.tree_utils.tree_map_params(
         optimizer,

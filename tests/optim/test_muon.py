@@ -11,8 +11,9 @@ import optax
 import pytest
 from stacks import RATE, draw, losses, on_mesh, trained
 
+from jaxscale.optim import muon
 from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.muon import COEFFICIENTS, polar
+from jaxscale.optim.muon import PUBLISHED, newton_schulz, polar, scaled_polar
 
 MATRICES = ("wq", "wo", "gate", "up", "experts")
 
@@ -22,9 +23,8 @@ def on_one(**settings):
     return trained(on_mesh({}), name="muon", **settings)[0]
 
 
-def iterated(s, steps=5):
-    a, b, c = COEFFICIENTS
-    for _ in range(steps):
+def iterated(s):
+    for a, b, c in PUBLISHED:
         s = a * s + b * s**3 + c * s**5
     return s
 
@@ -34,15 +34,17 @@ def test_the_singular_vectors_stay_and_the_singular_values_are_iterated(shape):
     x = np.random.default_rng(0).normal(size=shape)
     u, s, v = np.linalg.svd(x, full_matrices=False)
     wanted = (u * iterated(s / np.linalg.norm(s, axis=1, keepdims=True))[:, None]) @ v
-    found = np.asarray(polar(jnp.asarray(x, jnp.float32)))
+    found = np.asarray(polar(jnp.asarray(x, jnp.float32), newton_schulz))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    exact = polar(jnp.asarray(x, jnp.float32), (15 / 8, -10 / 8, 3 / 8), 40)  # the quintic that converges
+    exact = polar(
+        jnp.asarray(x, jnp.float32), lambda x: newton_schulz(x, [(15 / 8, -10 / 8, 3 / 8)] * 40)
+    )  # the quintic that converges
     np.testing.assert_allclose(exact, u @ v, atol=2e-5)
 
 
 def published(x, steps=5):
     """zeropower_via_newtonschulz5 of github.com/KellerJordan/Muon, in float64."""
-    a, b, c = COEFFICIENTS
+    a, b, c = PUBLISHED[0]
     x = x.T if (tall := x.shape[0] > x.shape[1]) else x
     x = x / (np.linalg.norm(x) + 1e-7)
     for _ in range(steps):
@@ -96,10 +98,44 @@ def test_on_a_mesh_whole_matrices_are_orthogonalised(shape, rules, heads):
         assert "all-to-all" in program and "all-gather" not in program
 
 
+def test_few_steps_give_the_same_on_a_mesh():
+    found, _ = trained(on_mesh(dict(fsdp=4, tensor=2)), "zero3", name="muon", muon_steps=3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, on_one(muon_steps=3))
+
+
 def test_heads_by_themselves_are_other_matrices():
     fused, each = on_one()["blocks"], on_one(muon_heads="each")["blocks"]
     assert np.abs(fused["wq"] - each["wq"]).max() > 1e-3
     np.testing.assert_array_equal(fused["gate"], each["gate"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(2, 16, 16), (2, 16, 48), (2, 48, 16)])
+@pytest.mark.parametrize(("steps", "least", "farthest"), [(2, 0.03, 0.39), (3, 0.01, 0.28), (4, 0.003, 0.21)])
+def test_few_steps_with_optimal_coefficients_bring_singular_values_near_to_one(steps, least, farthest, shape, dtype):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape)
+    u, _, v = np.linalg.svd(x, full_matrices=False)
+    s = np.geomspace(least, 1, u.shape[-1]) if dtype == "float32" else np.linspace(0.2, 1, u.shape[-1])
+    bound = (s**4).sum() ** 0.25  # sqrt(|X X'|), of which the iteration takes the shares
+    s = np.maximum(s, 1.01 * least * bound)
+    found = np.asarray(scaled_polar(jnp.asarray((u * s) @ v, dtype), steps), np.float64) / (0.2 * max(shape[1:]) ** 0.5)
+    if dtype == "float32":  # bfloat16 rounds the matrix itself to one with other singular vectors
+        inner = u.swapaxes(1, 2) @ found @ v.swapaxes(1, 2)
+        np.testing.assert_allclose(inner, inner * np.eye(u.shape[-1]), atol=1e-3)
+    values = np.linalg.svd(found, compute_uv=False)
+    rounding = 0 if dtype == "float32" else {2: 0.04, 3: 0.04, 4: 0.35}[steps]  # it adds up from step to step
+    assert 1 - farthest - rounding < values.min() and values.max() < 1 + farthest + rounding
+    assert not np.any(np.asarray(scaled_polar(jnp.zeros(shape, dtype), steps)))
+
+
+def test_products_of_gram_matrices_give_what_products_of_the_matrix_do(monkeypatch):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 16, 64)), jnp.float32)
+    on_gram = scaled_polar(x, 3)
+    monkeypatch.setattr(muon, "GRAM_RATIO", 100)
+    direct = scaled_polar(x, 3)
+    assert np.any(on_gram != direct)
+    np.testing.assert_allclose(on_gram, direct, atol=1e-5)
 
 
 MESHES = [
@@ -114,9 +150,9 @@ MESHES = [
 @pytest.mark.soak  # the update alone is, above
 @pytest.mark.parametrize("overrides", MESHES)
 def test_a_run_is_the_same_on_every_mesh(overrides):
-    muon = {"optim.name": "muon"}
-    one = losses(muon | {"mesh.fsdp": 1}, 1)
-    np.testing.assert_allclose(losses(muon | overrides, 8), one, rtol=1e-5)
+    settings = {"optim.name": "muon"}
+    one = losses(settings | {"mesh.fsdp": 1}, 1)
+    np.testing.assert_allclose(losses(settings | overrides, 8), one, rtol=1e-5)
     assert one[-1] < one[0]
 
 
