@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import units
+from jaxscale.auto_dtype import for_device
 from jaxscale.budget import BatchStage, Budget, remaining_stages
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
@@ -36,7 +37,7 @@ from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import Layout, combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
-from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options
+from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options, options_of_rare_programs
 from jaxscale.sharding.mesh import groups_along, make_mesh
 from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.rules import axis_size
@@ -190,6 +191,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
 
     data_row: tokens in a row of the data, where the batches have shorter ones cut from these.
     """
+    cfg = for_device(cfg, mesh.devices.flat[0])
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
@@ -226,6 +228,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     jit = functools.partial(
         jax.jit, in_shardings=(shardings.state, shardings.rows), compiler_options=options.values or None
     )
+    rare = options_of_rare_programs(mesh.devices.flat[0].platform) | options.values
     return Program(
         cfg=cfg,
         model=model,
@@ -235,7 +238,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         abstract_grads=with_shardings(trainable(model.shapes, updates.groups), shardings.grads),
         train_step=jit(precisely(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0),
         gradient_norms=jit(precisely(make_gradient_norms(gradients)), out_shardings=shardings.whole),
-        statistics=jit(precisely(statistics), out_shardings=shardings.whole),
+        statistics=jit(precisely(statistics), out_shardings=shardings.whole, compiler_options=rare or None),
         schedule=updates.schedule,
         batch_sharding=shardings.rows,
         batch_shards=axis_size("act_batch", model.rules.params, mesh.shape),

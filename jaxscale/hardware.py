@@ -5,6 +5,8 @@ Peaks are dense bfloat16 (sparsity never counted); for cards without bfloat16, f
 
 import dataclasses
 import os
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 
@@ -58,6 +60,7 @@ class Chip:
     watts: float | None = None  # of one chip or board at full load
     watts_source: str = ""
     price: Price | None = None  # of one chip
+    compute_capability: float | None = None  # of NVIDIA GPUs: developer.nvidia.com/cuda-gpus
 
     def num_hosts(self, num_devices: int) -> int:
         """Hosts (VMs) of one slice, or of GPUs in full hosts, with this many devices."""
@@ -94,12 +97,13 @@ H100 = Chip(
     ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
     fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0, architecture="Hopper",
     watts_source="NVIDIA H100 datasheet; arXiv:2407.21783, section 3.3.1", price=Price(3.99, "2026-09-20", LAMBDA),
+    compute_capability=9.0,
 )  # fmt: skip
 A100 = Chip(
     "A100 40GB", 312e12, 40 * 10**9, 1.555e12, "NVIDIA A100 datasheet",
     ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
     fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet", architecture="A100",
-    price=Price(1.99, "2026-09-20", LAMBDA),
+    price=Price(1.99, "2026-09-20", LAMBDA), compute_capability=8.0,
 )  # fmt: skip
 CHIPS = {
     "TPU v3": Chip(
@@ -156,7 +160,7 @@ CHIPS = {
         "B200 SXM", 2250e12, 180 * 10**9, 8.0e12, "glennklockwood.com/garden/processors/B200, HGX at 1,000 W; 180 GB",
         ici_bandwidth=900e9, dcn_bandwidth=50e9, int8_flops=4500e12, fp8_flops=4500e12, links_source=BLACKWELL_LINKS,
         fp16_flops=2250e12, fp32_flops=80e12, watts=1000.0, watts_source="glennklockwood.com/garden/processors/B200",
-        architecture="Blackwell", price=Price(6.69, "2026-09-20", LAMBDA),
+        architecture="Blackwell", price=Price(6.69, "2026-09-20", LAMBDA), compute_capability=10.0,
     ),
     "NVIDIA GB200": Chip(
         "GB200", 360e15 / 72 / 2, 186 * 10**9, 8.0e12,
@@ -166,7 +170,7 @@ CHIPS = {
         "400 Gb/s port for each GPU: NVIDIA GB200 NVL72 reference architecture, from memory and not checked",
         fp16_flops=360e15 / 72 / 2, fp32_flops=80e12, watts=1200.0,
         watts_source="verda.com/blog/gb300-nvl72-architecture",
-        architecture="Blackwell",
+        architecture="Blackwell", compute_capability=10.0,
     ),
     "NVIDIA A100-SXM4-40GB": A100,
     "NVIDIA A100-SXM4-80GB": dataclasses.replace(
@@ -176,26 +180,28 @@ CHIPS = {
         "V100", 125e12, 16 * 10**9, 0.9e12, "NVIDIA V100 datasheet (float16)",
         ici_bandwidth=150e9, links_source="NVIDIA WP-08608-001: NVLink 300 GB/s, both directions; no network figure",
         fp16_flops=125e12, fp32_flops=15.7e12, bfloat16=False, watts=300.0, watts_source="NVIDIA V100 datasheet",
-        price=Price(0.79, "2026-09-20", LAMBDA),
+        price=Price(0.79, "2026-09-20", LAMBDA), compute_capability=7.0,
     ),
     "Tesla P100-PCIE-16GB": Chip(
         "P100", 18.7e12, 16 * 10**9, 0.732e12, "NVIDIA P100 PCIe datasheet (float16, without matrix units)",
         fp16_flops=18.7e12, fp32_flops=9.3e12, bfloat16=False, watts=250.0, watts_source="NVIDIA P100 PCIe datasheet",
+        compute_capability=6.0,
     ),
     "Tesla T4": Chip(
         "T4", 65e12, 16 * 10**9, 0.32e12, "NVIDIA T4 datasheet (float16)", int8_flops=130e12,
         fp16_flops=65e12, fp32_flops=8.1e12, bfloat16=False, watts=70.0, watts_source="NVIDIA T4 datasheet",
-        price=Price(0.35, GOOGLE_DATE, GOOGLE_CARD),
+        price=Price(0.35, GOOGLE_DATE, GOOGLE_CARD), compute_capability=7.5,
     ),
     "NVIDIA A10G": Chip(
         "A10G", 70e12, 24 * 10**9, 0.6e12,
         "NVIDIA A10G datasheet, as quoted by baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-inference",
         fp16_flops=70e12, fp32_flops=35e12, watts=300.0,
         watts_source="gist.github.com/shashankprasanna/10ebe6dc1ba1d8d93db17da4e2cc890e, TDP from nvidia-smi",
+        compute_capability=8.6,
     ),
     "NVIDIA L4": Chip(
         "L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet", watts=72.0, watts_source="aiwiki.ai/wiki/nvidia_l4",
-        price=Price(0.56, GOOGLE_DATE, GOOGLE_CARD),
+        price=Price(0.56, GOOGLE_DATE, GOOGLE_CARD), compute_capability=8.9,
     ),
 }  # fmt: skip
 
@@ -203,6 +209,76 @@ CHIPS = {
 def find_chip(device_kind: str) -> Chip | None:
     """The table's row for JAX's device_kind, or None when the chip is unknown: then nothing is assumed."""
     return CHIPS.get(device_kind)
+
+
+class DtypeChoice(NamedTuple):
+    """The compute dtype for a device, and the reason."""
+
+    dtype: str
+    reason: str
+
+
+AMPERE, VOLTA = 8.0, 7.0  # the first compute capabilities with matrix units for bfloat16, and for float16
+# The instruction sets that --xla_cpu_max_isa names, in order: XLA:CPU uses none after the named one.
+XLA_CPU_ISAS = ("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX", "AMX_FP16")
+MAX_ISA = re.compile(r"--xla_cpu_max_isa=(\w+)")
+CPU_BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}  # the CPU feature as Linux names it: its set
+
+
+def choose_compute_dtype(
+    device: Device, environ: Mapping[str, str] = os.environ, cpu_features: Collection[str] | None = None
+) -> DtypeChoice:
+    """bfloat16 where the hardware multiplies it, else float16 on GPUs with matrix units for it, else float32.
+
+    The device may be one that is only planned for. cpu_features: those of this machine unless given.
+    """
+    if device.platform == "tpu":
+        return DtypeChoice("bfloat16", "the matrix units of TPUs multiply bfloat16")
+    if device.platform == "cpu":
+        return cpu_compute_dtype(read_cpu_features() if cpu_features is None else cpu_features, environ)
+    capability = compute_capability(device)
+    if capability is None:
+        return DtypeChoice("float32", f"the compute capability of {device.device_kind!r} is unknown")
+    card = f"{device.device_kind}, compute capability {capability:g},"
+    if capability >= AMPERE:
+        return DtypeChoice("bfloat16", f"{card} has bfloat16 matrix units")
+    if capability >= VOLTA:
+        return DtypeChoice("float16", f"{card} has float16 matrix units and none for bfloat16")
+    return DtypeChoice("float32", f"{card} has no matrix units")
+
+
+def cpu_compute_dtype(features: Collection[str], environ: Mapping[str, str]) -> DtypeChoice:
+    """bfloat16 on a CPU with AMX-BF16 or AVX512-BF16 that XLA_FLAGS let XLA use, else float32."""
+    found = [name for name in CPU_BFLOAT16 if name in features]
+    limits = [name.upper() for name in MAX_ISA.findall(environ.get("XLA_FLAGS", ""))]  # the last one counts
+    allowed = XLA_CPU_ISAS.index(limits[-1]) if limits and limits[-1] in XLA_CPU_ISAS else len(XLA_CPU_ISAS)
+    for name in found:
+        if XLA_CPU_ISAS.index(CPU_BFLOAT16[name]) <= allowed:
+            return DtypeChoice("bfloat16", f"this CPU has {name}")
+    if found:
+        return DtypeChoice("float32", f"--xla_cpu_max_isa={limits[-1]} in XLA_FLAGS excludes this CPU's {found[-1]}")
+    return DtypeChoice("float32", "this CPU has neither amx_bf16 nor avx512_bf16")
+
+
+def compute_capability(device: Device | None) -> float | None:
+    """Of an NVIDIA GPU, as the device reports it or from the table; None where it is unknown."""
+    if device is None:
+        return None
+    try:
+        return float(getattr(device, "compute_capability", None) or "")
+    except ValueError:  # not reported, or of another maker: gfx90a
+        chip = find_chip(device.device_kind)
+        return chip.compute_capability if chip else None
+
+
+def read_cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """This machine's CPU features as Linux names them; empty where they are not listed."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = [line.partition(":") for line in file]
+    except OSError:
+        return frozenset()
+    return frozenset(next((text for name, _, text in lines if name.strip() in ("flags", "Features")), "").split())
 
 
 def host_memory_bytes() -> int:

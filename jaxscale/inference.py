@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxscale import schema, units
+from jaxscale.auto_dtype import model_for_device
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, weight_leaves
@@ -72,9 +73,11 @@ def open_model(
     if step is not None and source.step != step:
         raise BadInput(f"{named}={path} is step {source.step}, and step {step} is asked for; leave out one of them")
     run = source.record["run"]
+    chosen_mesh = make_mesh(mesh)
     cfg, config = read_model_config(source, compute_dtype), run["config"]
+    cfg = model_for_device(cfg, chosen_mesh.devices.flat[0])  # a converted model has no dtype of its own
     lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # none in a record of an older program
-    sharded = shard_model(cfg, make_mesh(mesh), config.get("rules", "zero3"), lora=lora)
+    sharded = shard_model(cfg, chosen_mesh, config.get("rules", "zero3"), lora=lora)
     workdir = source.checkpoints.directory.parent
     kept = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if kept is not None and not fits(kept.tokenizer, cfg.vocab_size):

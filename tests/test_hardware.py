@@ -1,10 +1,11 @@
 """The chip table: what every row must hold."""
 
 import re
+import types
 
 import pytest
 
-from jaxscale.hardware import CHIPS, find_chip
+from jaxscale.hardware import CHIPS, choose_compute_dtype, compute_capability, find_chip, read_cpu_features
 from jaxscale.planning.machine import open_machine
 from jaxscale.system.exits import BadInput
 
@@ -65,3 +66,58 @@ def test_a_gb200_tray_has_four_gpus():
 
 def test_an_unknown_chip_has_no_row():
     assert find_chip("TPU v99") is None
+
+
+def device(platform, kind="cpu", **reported):
+    return types.SimpleNamespace(platform=platform, device_kind=kind, **reported)
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype", "reason"),
+    [
+        (device("tpu", "TPU v5 lite"), "bfloat16", "TPUs multiply bfloat16"),
+        (device("tpu", "TPU v99"), "bfloat16", "TPUs"),
+        (device("gpu", "NVIDIA H100 80GB HBM3"), "bfloat16", "compute capability 9"),  # planned for: it reports nothing
+        (device("gpu", "NVIDIA RTX 9", compute_capability="8.6"), "bfloat16", "capability 8.6"),
+        (device("gpu", "Tesla T4", compute_capability="7.5"), "float16", "none for bfloat16"),
+        (device("gpu", "Tesla V100-SXM2-16GB"), "float16", "compute capability 7,"),
+        (device("gpu", "Tesla P100-PCIE-16GB"), "float32", "no matrix units"),
+        (device("gpu", "AMD", compute_capability="gfx90a"), "float32", "'AMD' is unknown"),
+    ],
+)
+def test_the_compute_dtype_of_a_device_is_one_that_its_hardware_multiplies(where, dtype, reason):
+    choice = choose_compute_dtype(where, {})
+    assert choice.dtype == dtype and reason in choice.reason
+
+
+AMX, ZEN4, ZEN3 = {"avx2", "avx512_bf16", "amx_bf16"}, {"avx2", "avx512_bf16"}, {"avx2", "fma"}
+
+
+@pytest.mark.parametrize(
+    ("features", "flags", "dtype", "reason"),
+    [
+        (AMX, "", "bfloat16", "amx_bf16"),
+        (ZEN4, "", "bfloat16", "avx512_bf16"),
+        (ZEN3, "", "float32", "neither amx_bf16 nor avx512_bf16"),
+        (AMX, "--xla_cpu_max_isa=AVX2", "float32", "--xla_cpu_max_isa=AVX2 in XLA_FLAGS excludes this CPU's"),
+        (AMX, "--xla_a=1 --xla_cpu_max_isa=avx512_bf16", "bfloat16", "avx512_bf16"),
+        (AMX, "--xla_cpu_max_isa=AVX512_VNNI", "float32", "AVX512_VNNI"),
+        (AMX, "--xla_cpu_max_isa=AVX2 --xla_cpu_max_isa=AMX", "bfloat16", "amx_bf16"),  # XLA reads the last
+        (ZEN3, "--xla_cpu_max_isa=AVX2", "float32", "neither"),
+    ],
+)
+def test_a_cpu_gets_bfloat16_where_xla_may_use_its_instructions(features, flags, dtype, reason):
+    choice = choose_compute_dtype(device("cpu"), {"XLA_FLAGS": flags}, features)
+    assert choice.dtype == dtype and reason in choice.reason
+
+
+def test_cpu_features_are_those_that_linux_lists(tmp_path):
+    (tmp_path / "cpuinfo").write_text("model name\t: EPYC\nflags\t\t: fpu avx2 amx_bf16\n\nflags\t\t: fpu\n")
+    assert read_cpu_features(str(tmp_path / "cpuinfo")) == {"fpu", "avx2", "amx_bf16"}
+    assert read_cpu_features(str(tmp_path / "none")) == frozenset()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CHIPS if "TPU" not in kind])
+def test_the_table_has_the_compute_capability_of_each_gpu(kind):
+    capability = compute_capability(device("gpu", kind))
+    assert capability is not None and (capability >= 8.0) == find_chip(kind).bfloat16

@@ -12,7 +12,7 @@ ROOMS = {
     "system": 0, "units": 1, "hardware": 1, "conditions": 1.1, "schema": 1.2, "command_line": 1.25, "unread": 1.3,
     "help_text": 1.3, "text": 2, "hosts": 2, "sharding": 2, "optim": 2, "monitor": 2, "ops": 2.5, "data": 3,
     "reporting": 3, "corpus": 3.5, "models": 4, "checkpoint": 5, "sampling": 5, "interop": 6, "eval": 6, "training": 7,
-    "config": 8, "budget": 8.2, "config_file": 8.5, "device_checks": 8.8, "first_state": 8.9,
+    "config": 8, "auto_dtype": 8.1, "budget": 8.2, "config_file": 8.5, "device_checks": 8.8, "first_state": 8.9,
     "model_on_mesh": 8.9, "build": 9,
     "inference": 9, "coordinates": 9.2, "planning": 9.5, "ahead": 10, "qualify": 10.5, "lab": 10.7, "run": 11,
     "api": 12, "cli": 13, "main": 14,
@@ -22,7 +22,7 @@ PARTS = {
     "text": {"config": 0, "document": 0, "sources": 1, "tokenizer": 1, "chat": 2},
     "data": {"batch": 0, "config": 0, "objective_config": 0, "objectives": 1},
     "corpus": {"curate": 0, "prepare": 1},
-    "ops": {"config": 0, "attention": 1},
+    "ops": {"config": 0, "gradient": 0, "attention": 1},
     "monitor": {"config": 0, "spikes": 0, "health": 1},
     "interop": {"families": 0},
 }

@@ -1,10 +1,12 @@
 """plan and preflight: what a run costs and whether it fits, before any chip is held."""
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxscale.ahead import preflight as compiled
 from jaxscale.ahead.report import Report
+from jaxscale.auto_dtype import device_dtypes
 from jaxscale.budget import BEGINNING, Position
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.config import RunConfig
@@ -30,19 +32,27 @@ def plan(
     """What a run costs on a machine, by arithmetic: `jaxscale plan`. No step is compiled.
 
     Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. wishes: price, deadline, budget and what else is known.
-    say: is told of a result of preflight that cannot be read. workdir: of a run that resumes there.
+    say: takes a line for each dtype that was 'auto', and for a result of preflight that cannot be read. workdir: of a
+    run that resumes there.
     """
     machine, measured = machine_of(topology)
+    position, recorded = run_to_resume(workdir)
+    cfg, dtypes = device_dtypes(cfg, machine.devices[0], recorded)
+    for one in dtypes:
+        say(str(one))
     kept = None if machine.name == HERE else compiled.find_kept(cfg, machine.name, say)
-    return make_plan(cfg, machine, wishes, measured=measured, kept=kept, position=position_of(workdir))
+    return make_plan(cfg, machine, wishes, measured=measured, kept=kept, position=position)
 
 
-def position_of(workdir: str | None) -> Position:
-    """Where the run in a work folder resumes; the beginning without one. Raises BadInput where it has no checkpoint."""
+def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
+    """(where the run in a work folder resumes, its config). Without a folder (the beginning, {}).
+
+    Raises BadInput where it has no checkpoint.
+    """
     if workdir is None:
-        return BEGINNING
+        return BEGINNING, {}
     source = open_source(workdir, named="workdir")
-    return recorded_position(source.record["run"], source.step)
+    return recorded_position(source.record["run"], source.step), source.record["run"]["config"]
 
 
 def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
@@ -77,12 +87,16 @@ def preflight(
     the compiled step. workdir: of a run that resumes there: stages of its ramps that are over need not fit.
     """
     file = None if save_executable is None else pathlib.Path(save_executable)
+    machine, (position, recorded) = open_topology(topology), run_to_resume(workdir)
+    cfg, dtypes = device_dtypes(cfg, machine.devices[0], recorded)
+    for one in dtypes:
+        say(str(one))
     return compiled.preflight(
         cfg,
-        open_topology(topology),
+        machine,
         config_name=name,
         keep=not fresh,
         save_executable=file,
         say=say,
-        position=position_of(workdir),
+        position=position,
     )

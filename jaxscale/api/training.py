@@ -15,6 +15,7 @@ from jaxscale.hosts.programs import keep_programs
 from jaxscale.planning.check import check_machine
 from jaxscale.reporting.history import read_history
 from jaxscale.run.branching import branch_settings
+from jaxscale.run.dtypes import resolve_run_dtypes
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions, allowed_names
 from jaxscale.run.resume_checks import has_begun, recorded_settings
@@ -83,6 +84,7 @@ def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[s
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
     with terminated_well(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
         keep_programs(workdir)
-        check_machine(cfg, begun=reached(lambda: has_begun(workdir), workdir))
+        resolved, _ = resolve_run_dtypes(cfg, workdir, options.replay)
+        check_machine(resolved, begun=reached(lambda: has_begun(workdir), workdir))
         with run_services(cfg, workdir, options, team) as services:
             train_to_completion(open_run(cfg, workdir, team, services=services, options=options))

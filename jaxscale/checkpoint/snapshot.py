@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.checkpoint.fingerprint import fingerprint, fingerprint_on_host, on_device, replicated
+from jaxscale.sharding.compiler_options import options_of_rare_programs
 
 HOST = "pinned_host"
 
@@ -65,7 +66,9 @@ def copy_program(described: tuple) -> Any:
         return [jnp.copy(array) for array in near], jnp.stack([fingerprint(array) for array in near])
 
     program = jax.jit(copy, out_shardings=(shardings, replicated(abstract)))
-    return program.lower(abstract).compile()  # here and now, in whichever thread: a jit would compile at its first call
+    platform = next(iter(described[0][2].device_set)).platform
+    options = options_of_rare_programs(platform) or None
+    return program.lower(abstract).compile(options)  # now, in whichever thread: a jit would compile at its first call
 
 
 def snapshot_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -18,7 +18,8 @@ from jaxscale.ahead.overlap import collective_lines
 from jaxscale.ahead.preflight import preflight
 from jaxscale.ahead.report import Report, report_lines, summary_rows
 from jaxscale.ahead.search import Candidate, Tried, winner
-from jaxscale.api.planning import position_of
+from jaxscale.api.planning import run_to_resume
+from jaxscale.auto_dtype import device_dtypes
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
@@ -77,7 +78,9 @@ def main(arguments: Arguments) -> int:
 def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
     """Prints the report on the config, and on others where that was asked for or is needed; DONE or NO_GO."""
     name = config_name(flags.config)
-    position = position_of(flags.workdir)
+    position, recorded = run_to_resume(flags.workdir)
+    cfg, dtypes = device_dtypes(cfg, topology.devices[0], recorded)
+    put(*map(str, dtypes))
     compile_one = lambda wanted, file=None: preflight(
         wanted, topology, config_name=name, keep=not flags.fresh, save_executable=file, say=put, position=position
     )

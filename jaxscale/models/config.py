@@ -31,6 +31,7 @@ SAVED: dict[str, tuple[str, ...]] = {
     "minimal": (LATENT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP),
 }
 Dtype = Literal["float32", "bfloat16", "float16"]
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MOST_LAYERS = 10_000  # ten times the deepest that was published (arXiv:2203.00555): beyond is a slip of the keyboard
 Kind = Literal["decoder", "encoder", "encoder_decoder"]  # a decoder reads one row from left to right
 NumberKind = Literal["compute", "operand", "float32"]  # a number of compute_dtype; as a product reads it; a float32
@@ -56,8 +57,11 @@ class ModelConfig:
     logit_softcap: float | None = setting(
         None, "c: logits become c * tanh(logits / c) (arXiv:2408.00118); none: as they are"
     )
-    compute_dtype: Dtype = setting(
-        "bfloat16", "matrix products and activations; parameters, norms and sums are float32"
+    compute_dtype: ComputeDtype = setting(
+        "auto",
+        "matrix products and activations; parameters, norms and sums are float32. auto: bfloat16 on TPUs, on NVIDIA "
+        "GPUs from Ampere on and on CPUs with AMX-BF16 or AVX512-BF16, float16 on V100 and T4, else float32; a run "
+        "keeps what it began with",
     )
     embed_compute_dtype: Dtype | None = setting(
         None, "embedding and logits; float32 is a fallback for instability; none: as compute_dtype"
@@ -107,7 +111,7 @@ class ModelConfig:
     norm_residuals: ClassVar[tuple[NumberKind, ...]] = ("compute",)  # that a norm keeps: RMSNorm its input alone
 
     @property
-    def embed_dtype(self) -> Dtype:
+    def embed_dtype(self) -> ComputeDtype:
         """In which the embedding is looked up and logits are multiplied."""
         return self.embed_compute_dtype or self.compute_dtype
 

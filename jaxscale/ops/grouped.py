@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-from jaxscale.hardware import Device
+from jaxscale.hardware import Device, compute_capability
 from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.grouped_hopper import hopper_of_weights, hopper_project
 from jaxscale.ops.project import PRODUCT
@@ -75,17 +75,17 @@ def kernel_products(*, interpret: bool = False) -> Products:
 
     def forward(x_RC, w_ECO, counts_E):
         x_RC, rows = whole_tiles(x_RC), len(x_RC)
-        tiles = tiling(*x_RC.shape, w_ECO.shape[2], x_RC.dtype.itemsize)
+        tiles = tiling(x_RC.shape[0], x_RC.shape[1], w_ECO.shape[2], x_RC.dtype.itemsize)
         return gmm(x_RC, w_ECO, counts_E, x_RC.dtype, tiles, interpret=interpret)[:rows]
 
     def back(dy_RO, w_ECO, counts_E):
         dy_RO, rows = whole_tiles(dy_RO), len(dy_RO)
-        tiles = tiling(*dy_RO.shape, w_ECO.shape[1], dy_RO.dtype.itemsize)
+        tiles = tiling(dy_RO.shape[0], dy_RO.shape[1], w_ECO.shape[1], dy_RO.dtype.itemsize)
         return gmm(dy_RO, w_ECO, counts_E, dy_RO.dtype, tiles, transpose_rhs=True, interpret=interpret)[:rows]
 
     def of_weights(x_RC, dy_RO, counts_E, dtype):
         x_RC, dy_RO = whole_tiles(x_RC), whole_tiles(dy_RO)
-        tiles = tiling(*x_RC.shape, dy_RO.shape[1], x_RC.dtype.itemsize)
+        tiles = tiling(x_RC.shape[0], x_RC.shape[1], dy_RO.shape[1], x_RC.dtype.itemsize)
         return tgmm(x_RC.swapaxes(0, 1), dy_RO, counts_E, dtype, tiles, interpret=interpret)  # 0 where no rows are
 
     return Products(forward, back, of_weights)
@@ -153,4 +153,4 @@ def choose_expert_kernels(platform: str, device: Device | None, dtype: Any) -> E
 
 def is_hopper(device: Device | None) -> bool:
     """Whether it is an NVIDIA card of that generation, such as an H100 or H200."""
-    return float(getattr(device, "compute_capability", None) or 0) == HOPPER
+    return compute_capability(device) == HOPPER

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxscale import units
-from jaxscale.hardware import Chip
+from jaxscale.hardware import VOLTA, Chip
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.stages import Stages
 
@@ -318,10 +318,11 @@ def dtype_of_chip(dtype: str, chip: Chip) -> Caution | None:
         return Caution(
             f"model.compute_dtype='bfloat16' on {chip.name}, which has no matrix units for it",
             "its peak is that of float16; bfloat16 is converted or computed far more slowly",
-            "set model.compute_dtype='float16', whose loss scale is then on by itself",
+            "leave model.compute_dtype at 'auto', which is "
+            + ("float16 with a dynamic loss scale there" if has_matrix_units(chip) else "float32 there"),
             chip.source,
         )
-    if dtype == "float32" and chip.fp32_flops is not None:
+    if dtype == "float32" and chip.fp32_flops is not None and has_matrix_units(chip):
         shorter = "bfloat16" if chip.bfloat16 else "float16"
         slower = (
             "as TF32 at half of that at best" if chip.bfloat16 else f"at most {chip.fp32_flops / 1e12:.3g} in float32"
@@ -334,6 +335,11 @@ def dtype_of_chip(dtype: str, chip: Chip) -> Caution | None:
             f"{chip.source}; jax.lax.Precision",
         )
     return None
+
+
+def has_matrix_units(chip: Chip) -> bool:
+    """False for NVIDIA GPUs before Volta."""
+    return chip.compute_capability is None or chip.compute_capability >= VOLTA
 
 
 def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:

@@ -6,6 +6,7 @@ import os
 import jax
 
 from jaxscale import units
+from jaxscale.auto_dtype import for_device
 from jaxscale.config import RunConfig
 from jaxscale.data.checks import check_data
 from jaxscale.hardware import Device, find_chip, host_memory_bytes
@@ -44,6 +45,7 @@ def check_machine(cfg: RunConfig, begun: bool = False) -> None:
 
 def find_problems(cfg: RunConfig, devices: list[Device]) -> tuple[list[str], bool]:
     """(one line a problem, whether the state fits in memory)."""
+    cfg = for_device(cfg, devices[0])
     findings = check_hosts() + missing_packages(cfg.monitor.writers)
     kernels = check_kernels(cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix)
     if kernels:  # the other checks can be made with another kernel

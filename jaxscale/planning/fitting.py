@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxscale import units
+from jaxscale.auto_dtype import for_device
 from jaxscale.budget import BEGINNING, Budget, Position, remaining_stages, resolve_budget
 from jaxscale.build import Program, add_stages, make_program
 from jaxscale.config import RunConfig
@@ -31,6 +32,7 @@ def fitting_program(
     Args: budget: of the run; without one, as of data that nobody has counted. position: where the run resumes.
     Raises BadInput.
     """
+    cfg = for_device(cfg, devices[0])
 
     def make(wanted: RunConfig) -> Program:
         amounts = budget or resolve_budget(wanted, UNCOUNTED, position)

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxscale.auto_dtype import for_device
 from jaxscale.budget import BEGINNING, Budget, Position, resolve_budget, train_flops
 from jaxscale.build import Program
 from jaxscale.checkpoint.write import state_bytes
@@ -68,6 +69,7 @@ def make_plan(
     step. position: where a run resumes on this machine.
     Raises BadInput for a config that no such machine can run, and where the horizon cannot be known.
     """
+    cfg = for_device(cfg, topology.devices[0])
     data_tokens, data_source = count_tokens(cfg.data, cfg.model.vocab_size)
     budget = resolve_budget(cfg, data_tokens, position)
     plain = dataclasses.replace(cfg, compiler={})  # options for the compiler change nothing that is planned here

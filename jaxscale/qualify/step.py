@@ -101,6 +101,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
     check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # none are read
     with CompileLog() as log:
         program = make_program(cfg, resolve_budget(cfg, epoch_tokens=LONGEST_DATA))
+        cfg = program.cfg  # in which no dtype is 'auto'
         state = jax.block_until_ready(program.init())
         batches = random_batches(program, 1 + warmup + steps)
         hits, losses, seconds, cpu_seconds = log.from_cache, [], [], []

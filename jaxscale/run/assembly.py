@@ -27,6 +27,7 @@ from jaxscale.monitor.runinfo import run_info
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.run.changes import find_jump, jump_lines, record_changes
+from jaxscale.run.dtypes import dtype_record
 from jaxscale.run.limiting import hourly_dollars, make_limits
 from jaxscale.run.resume_checks import check_same_evals, recorded_run, version_changes
 from jaxscale.run.start import Log, RunFolder, Start
@@ -157,6 +158,7 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
         folder.log(line)  # of a branch without the ways to go on in the same folder
     record = {
         "config": schema.to_dict(folder.cfg),
+        "dtypes": dtype_record(folder.dtypes, past),
         "budget": dataclasses.asdict(start.budget),
         "devices": {"kind": program.mesh.devices.flat[0].device_kind, "number": program.mesh.size},
         "peak": dataclasses.asdict(chip) if chip else None,  # what MFU is measured against

@@ -16,6 +16,7 @@ from jaxscale.eval.named import check_files
 from jaxscale.hosts.agree import check_shared
 from jaxscale.monitor.events import Events
 from jaxscale.run.assembly import OpenedRun, assemble, make_parts, open_evals
+from jaxscale.run.dtypes import resolve_run_dtypes
 from jaxscale.run.limiting import check_early_decay
 from jaxscale.run.options import DEFAULT_OPTIONS, RunOptions
 from jaxscale.run.replay import complete_rewind, read_decisions, with_replayed
@@ -118,12 +119,15 @@ def prepare_folder(
     path = paths.as_path(workdir)
     check_files(cfg.evals)
     check_shared(path, prepare=lambda: paths.make_run_dir(workdir, options.mode))
+    cfg, dtypes = resolve_run_dtypes(cfg, path, options.replay)
+    for one in dtypes:
+        log(str(one))
     checkpoints = open_checkpoints(cfg, path, services)
     cfg, replayed = with_replayed(cfg, path, options.replay, log) if options.replay else (cfg, None)
     if pending := read_decisions(path).pending:
         check_same_run(cfg, path, None, options.allow_change)  # a start that is refused moves nothing
         complete_rewind(pending, path, checkpoints)
-    return RunFolder(cfg, path, checkpoints, services, options, log, replayed)
+    return RunFolder(cfg, path, checkpoints, services, options, log, replayed, dtypes)
 
 
 def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> Tiers:

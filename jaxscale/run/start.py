@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxscale.auto_dtype import Resolved
 from jaxscale.budget import BatchStage, Budget, remaining_stages, resolve_budget
 from jaxscale.checkpoint.branch import Source, open_source
 from jaxscale.checkpoint.tiers import Tiers
@@ -44,6 +45,7 @@ class RunFolder:
     options: RunOptions
     log: Log
     replayed: Decisions | None  # of the run that --replay names
+    dtypes: tuple[Resolved, ...] = ()  # of the settings that were 'auto'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,6 +154,9 @@ class RecoveryConfig:
             raise BadInput(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
 
 
+DYNAMIC = "train.loss_scale.mode=auto and model.compute_dtype=auto|float16"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Dynamic: halve on overflow, double after `growth_interval` good steps, between `min` and `max`."""
@@ -162,15 +165,11 @@ class LossScaleConfig:
         "auto", "auto: dynamic in float16, 1 in other types; static: `initial`, kept"
     )
     initial: float = setting(
-        2.0**15, "first scale", read_if="train.loss_scale.mode=static or model.compute_dtype=float16"
+        2.0**15, "first scale", read_if="train.loss_scale.mode=static or model.compute_dtype=auto|float16"
     )
-    growth_interval: int = setting(
-        2000,
-        "good steps before the scale doubles",
-        read_if="train.loss_scale.mode=auto and model.compute_dtype=float16",
-    )
-    max: float = setting(2.0**24, "largest scale", read_if="train.loss_scale.mode=auto and model.compute_dtype=float16")
-    min: float = setting(1.0, "smallest scale", read_if="train.loss_scale.mode=auto and model.compute_dtype=float16")
+    growth_interval: int = setting(2000, "good steps before the scale doubles", read_if=DYNAMIC)
+    max: float = setting(2.0**24, "largest scale", read_if=DYNAMIC)
+    min: float = setting(1.0, "smallest scale", read_if=DYNAMIC)
 
     def __post_init__(self):
         if self.mode == "static" and self.initial <= 0:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxscale.hardware import Device
+from jaxscale.hardware import Device, compute_capability
 from jaxscale.ops.attention import blockwise, cudnn, cudnn_packed, long, splash, xla
 from jaxscale.ops.config import AttentionName, AttentionNeeds, Mix
 from jaxscale.system.exits import BadInput
@@ -92,19 +92,19 @@ def what_lacks(name: str, needs: AttentionNeeds, device: Device | None) -> str:
         return f"cudnn takes values as wide as keys, and here they have {needs.of_values} and {needs.head_dim} numbers"
     if needs.head_dim > cudnn.MOST_HEAD_DIM or needs.head_dim % 8:
         return f"cudnn takes a head_dim of at most {cudnn.MOST_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
-    if (capability := compute_capability(device)) < cudnn.LEAST_CAPABILITY:
+    if (capability := capability_of(device)) < cudnn.LEAST_CAPABILITY:
         return f"cudnn needs compute capability {cudnn.LEAST_CAPABILITY} (Ampere), and this card has {capability}"
     return ""
 
 
-def compute_capability(device: Device | None) -> float:
-    """Of an NVIDIA GPU; the least that cuDNN's attention runs on where no device is known."""
-    return float(getattr(device, "compute_capability", None) or cudnn.LEAST_CAPABILITY)
+def capability_of(device: Device | None) -> float:
+    """The compute capability of an NVIDIA GPU; where it is unknown, the least that cuDNN's attention runs on."""
+    return compute_capability(device) or cudnn.LEAST_CAPABILITY
 
 
 def reads_packed_rows(device: Device | None) -> bool:
     """Whether cuDNN reads packed documents on this card; it is given a mask on others."""
-    return compute_capability(device) >= cudnn_packed.LEAST_CAPABILITY
+    return capability_of(device) >= cudnn_packed.LEAST_CAPABILITY
 
 
 def either(near: Callable[..., Any], far: Callable[..., Any], mix: Mix) -> Callable[..., Any]:
