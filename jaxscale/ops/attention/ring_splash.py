@@ -55,8 +55,9 @@ def make_attend(
             return flat(jnp.pad(by_chunk(x), widths, constant_values=value))
 
         scaled_BTNH = (q_BTNH.astype(F32) * q_BTNH.shape[3] ** -0.5).astype(q_BTNH.dtype)
-        heads = [fill(x).swapaxes(1, 2) for x in (scaled_BTNH, k_BTKH, v_BTKH)]
-        out_BTNH = make_ring(context, lambda _: look)(*heads, fill(segment_ids_BT, NOBODY)).swapaxes(1, 2)
+        q_BNTH, k_BKTH, v_BKTH = (fill(x).swapaxes(1, 2) for x in (scaled_BTNH, k_BTKH, v_BTKH))
+        attend_ring = make_ring(context, lambda _: look)
+        out_BTNH = attend_ring(q_BNTH, k_BKTH, v_BKTH, fill(segment_ids_BT, NOBODY)).swapaxes(1, 2)
         return flat(by_chunk(out_BTNH)[:, :, :chunk])
 
     return attend
