@@ -12,9 +12,9 @@ import ml_collections
 
 def get_config():
     c = ml_collections.ConfigDict()
-    c.seq_len = 256
-    c.batch_tokens = 8 * 256
-    c.train_tokens = 430_000
+    c.seq_len = 128
+    c.batch_tokens = 8 * 128
+    c.train_tokens = 322 * 8 * 128
     c.model = dict(
         name="llama",
         vocab_size=264,
@@ -31,7 +31,7 @@ def get_config():
         peak_lr=8e-3, min_lr=1e-4, warmup_tokens="5%",
     )  # fmt: skip
     c.data = dict(name="stdlib")
-    c.eval = dict(every_steps=105, num_rows=128)
+    c.eval = dict(every_steps=161, num_rows=256)
     c.checkpoint = dict(save_every_steps=100)
     c.sample = dict(num_tokens=200, prompt="def ", temperature=0.6)
     return c
