@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxscale import schema
+from jaxscale import build, schema
 from jaxscale.api import Trained
+from jaxscale.budget import Budget
+from jaxscale.build import Program
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.storage_errors import reached
 from jaxscale.command_line import whole_number
@@ -13,6 +15,7 @@ from jaxscale.config_file import load_config
 from jaxscale.hosts import cluster
 from jaxscale.hosts.programs import keep_programs
 from jaxscale.planning.check import check_machine
+from jaxscale.planning.out_of_memory import memory_help, out_of_memory_explained
 from jaxscale.reporting.history import read_history
 from jaxscale.run.branching import branch_settings
 from jaxscale.run.dtypes import resolve_run_dtypes
@@ -86,5 +89,13 @@ def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[s
         keep_programs(workdir)
         resolved, _ = resolve_run_dtypes(cfg, workdir, options.replay)
         check_machine(resolved, begun=reached(lambda: has_begun(workdir), workdir))
-        with run_services(cfg, workdir, options, team) as services:
-            train_to_completion(open_run(cfg, workdir, team, services=services, options=options))
+        programs: list[Program] = []
+
+        def make_program(cfg: RunConfig, budget: Budget) -> Program:
+            programs.append(build.make_program(cfg, budget))
+            return programs[-1]
+
+        explained = out_of_memory_explained(lambda: memory_help(programs[-1] if programs else None))
+        with run_services(cfg, workdir, options, team) as services, explained:
+            run = open_run(cfg, workdir, team, services=services, options=options, make_program=make_program)
+            train_to_completion(run)

@@ -45,6 +45,7 @@ from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.hosts.agree import agreed
 from jaxscale.inference import LoadedModel, at_step, open_model
+from jaxscale.planning.out_of_memory import out_of_memory_explained
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
 from jaxscale.units import plural, table
@@ -112,7 +113,8 @@ def main(arguments: Arguments) -> int:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     place = cluster.find_own_place(options)
     facts = {name: value for name, value in options.items() if name not in cluster.FLAGS}
-    with cluster.joined(place, facts, options):
+    smaller = (f"--batch_tokens={max(flags.batch_tokens // 2, 1)}", "more devices (--mesh)")
+    with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
         first = jax.process_index() == 0
         say = tell if first else lambda line: None
         steps = chosen_steps(flags, say)

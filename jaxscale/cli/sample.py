@@ -22,6 +22,7 @@ from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.inference import open_model, tokenizer_of
 from jaxscale.models.config import Dtype
+from jaxscale.planning.out_of_memory import out_of_memory_explained
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, put_raw, tell
@@ -96,7 +97,8 @@ def main(arguments: Arguments) -> int:
     if place is not None and talking:
         raise BadInput("--interactive and --chat are for one host; give --prompt or --prompts on several")
     facts = {name: value for name, value in options.items() if name not in cluster.FLAGS} | {"prompts": texts}
-    with cluster.joined(place, facts, options):
+    smaller = (f"--batch={max(flags.batch // 2, 1)}", f"--num_tokens={max(flags.num_tokens // 2, 1)}")
+    with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
         say = tell if jax.process_index() == 0 else lambda line: None
         model = open_model(
             flags.workdir,

@@ -1,0 +1,49 @@
+"""Out of memory on a device, at compile time or at run time, as one line in place of XLA's traceback."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from jaxscale import units
+from jaxscale.build import Program
+from jaxscale.planning.memory import memory_need
+from jaxscale.system.exits import Exit, Stop
+
+EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*memory|RESOURCE_EXHAUSTED.*allocat", re.DOTALL | re.IGNORECASE)
+ASKED = re.compile(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+ ?(?:bytes|[KMGT]i?B))")
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> Iterator[None]:
+    """Raises Stop with NO_GO in place of XLA's error where a device has too little memory. Any other error passes.
+
+    Args: help: returns what the estimate said ('' without one), and the settings that lower the need most.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not EXHAUSTED.search(message := str(error)):
+            raise
+        asked = ASKED.search(message)
+        what = f"allocating {asked[1]} failed" if asked else message.splitlines()[0][:200]
+        estimate, settings = help()
+        line = f"out of device memory: {what}{estimate}; try {' or '.join(settings)}"
+        raise Stop(Exit.NO_GO, line) from None
+
+
+def memory_help(program: Program | None) -> tuple[str, tuple[str, ...]]:
+    """(estimate of a training step, the two settings that lower its largest part most)."""
+    if program is None:
+        return "", ("a smaller model", "more devices (mesh.fsdp)")
+    need, cfg = memory_need(program), program.cfg
+    estimate = (
+        f"; the estimate for each device was {units.size(need.total)}, of which {units.size(need.state)} are weights, "
+        f"gradients and moments and {units.size(need.activations)} activations"
+    )
+    if need.state > need.activations:
+        return estimate, ("more devices that share the state (mesh.fsdp)", "fewer layers (model.num_layers)")
+    fewer_rows = f"train.num_microbatches={2 * cfg.train.num_microbatches}"
+    again = "model.remat=full" if cfg.model.remat != "full" else f"a smaller seq_len than {cfg.seq_len}"
+    return estimate, (fewer_rows, again)
