@@ -35,7 +35,7 @@ from jaxscale.text.tokenizer.load import (
     load_tokenizer,
 )
 from jaxscale.text.tokenizer.load import SETTINGS as CONFIG
-from jaxscale.text.tokenizer.saved import FOLDER
+from jaxscale.text.tokenizer.saved import FOLDER, default_tokenizer
 from jaxscale.text.tokenizer.split import byte_alphabet
 
 FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"
@@ -217,7 +217,7 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     eos_token = str(note.get("eos_token") or data.get("eos_token") or "")
     if main := main_file(files):
         return begun(loaded(files, main, eos_token, seq_len), noted)
-    if name == "" and (run.get("converted") or data.get("name") in ("tokens", "synthetic")):
+    if name == "" and (run.get("converted") or (data.get("name") and not default_tokenizer(data))):
         return Texts(files, ("no tokenizer goes along: the work folder has none and its config names none",))
     if name in ("", "bytes"):
         return made_for(load_tokenizer("bytes"), byte_level(), EOS_NAME, seq_len, files)

@@ -73,6 +73,7 @@ class ReadConfig:
     where: ClassVar[str] = ""  # before a setting's name in messages: where these settings stand
     language_field: ClassVar[str] = ""  # as licence_field; only a recipe has use for it
     may_skip: ClassVar[bool] = True  # whether messages offer damaged='skip'
+    field_settings: ClassVar[tuple[str, ...]] = ("text_field",)  # what to set where no text is found
 
     text_field: str = setting(
         "text", "name of the text field or column in JSON lines, Parquet, Arrow and data sets; a.b: field b inside a"
@@ -142,9 +143,28 @@ class ReadConfig:
                 raise BadInput(f"encoding={self.encoding!r} is not known; name one such as 'latin-1'") from None
 
     @property
+    def set_field(self) -> str:
+        """The advice where no text is found, to be read behind 'set'."""
+        return " or ".join(f"{self.where}{name}" for name in self.field_settings)
+
+    @property
     def word_fields(self) -> tuple[str, str, str, str]:
         """The fields that hold a document's own name, its address, licence and language; '' for one not to be read."""
         return self.id_field, self.url_field, self.licence_field, self.language_field
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DocumentsConfig(ReadConfig):
+    """How documents for training are read: text, or token ids."""
+
+    field_settings: ClassVar[tuple[str, ...]] = ("text_field", "ids_field")
+
+    ids_field: str = setting(
+        "",
+        "name of the field or column with token ids, as text_field, to train on those and not on text; empty: "
+        "input_ids where there is no text field. Each row is a document, its ids unchanged; labels (-100: not learned) "
+        "and attention_mask (0: padding) beside it are read too",
+    )
 
 
 def read_settings(cfg: ReadConfig) -> dict[str, object]:

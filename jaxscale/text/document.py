@@ -19,6 +19,11 @@ class Document:
     licence: str = ""
     language: str = ""  # its ISO 639 code, once it was identified; before that what its file says, if that is trusted
     scores: tuple[tuple[str, float], ...] = ()  # (column, value) pairs that stages have added
+    ids: bytes = b""  # uint32[n]: the token ids that the text was decoded from; empty: it is to be encoded
+
+    def edited(self, text: str) -> "Document":
+        """The document with another text. Token ids are of the text as it was, and are dropped."""
+        return dataclasses.replace(self, text=text, ids=b"")
 
     @functools.cached_property
     def size(self) -> int:

@@ -66,6 +66,8 @@ def test_what_a_run_keeps_follows_what_it_is_trained_with_next(folder, tmp_path)
 def test_folders_without_a_tokenizer_use_what_the_settings_name(tmp_path):
     assert open_saved(tmp_path, {"name": "stdlib", "tokenizer": ""}).tokenizer.name == "bytes"
     assert open_saved(tmp_path, {"name": "tokens", "tokenizer": ""}) is None
+    assert open_saved(tmp_path, {"name": "files", "tokenizer": ""}).tokenizer.name == "bytes"  # of an older version
+    assert open_saved(tmp_path, {"name": "files", "tokenizer": "", "ids_field": ""}) is None  # it had token ids
     with pytest.raises(ValueError, match="has no folder tokenizer/, and data.tokenizer=/gone.json does not exist"):
         open_saved(tmp_path, {"name": "tokens", "tokenizer": "/gone.json"})
     save_tokenizer(ByteTokenizer(), tmp_path)

@@ -66,7 +66,20 @@ def chat(messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], given
         for place, message in enumerate(messages)
     ]
     shown = tuple({key: value for key, value in message.items() if key != "weight"} for message in messages)
-    return Chat(shown, tuple(learned), record.get("tools") or None)
+    return Chat(shown, tuple(learned), listed_tools(record.get("tools")) or None)
+
+
+def listed_tools(tools: Any) -> Any:
+    """The tools of a record; a list that is written as JSON text, as in tables whose tools differ, is read."""
+    if not isinstance(tools, str) or not tools:
+        return tools
+    try:
+        found = parse_json(tools)
+    except BadInput:
+        found = None
+    if not isinstance(found, list):
+        raise BadInput("has text as tools, which is no list in JSON")
+    return found
 
 
 def pair(record: Mapping[str, Any], cfg: ChatConfig) -> Chat | Pair:

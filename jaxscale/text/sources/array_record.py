@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxscale.text.config import ReadConfig
@@ -19,6 +19,21 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
 
     Raises: BadInput naming file and record for one that is invalid.
     """
+    for number, record, value in array_records(path, cfg, skipped, part):
+        if cfg.record_format == "text":
+            yield number, number, record, NO_WORDS
+        else:
+            yield from record_text(value, number, number, record, cfg, skipped, f"{path} record {number}")
+
+
+def array_records(
+    path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE, raw: Sequence[str] = ()
+) -> Iterator[tuple[int, bytes, Any]]:
+    """Yields (number, the record, its value as cfg.record_format has it) of the records [part.begin, part.end).
+
+    raw: features of a tf.train.Example that stay bytes beside the text field, so that bad UTF-8 in them is found. Of
+    text the value is the record. Raises: BadInput naming file and record for one that is invalid.
+    """
     with opened(path, cfg) as reader:
         if part.begin:
             reader.seek(part.begin)
@@ -29,14 +44,14 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
                 raise Damaged(f"{path} is broken at record {number:,}: {error}; fetch it again") from None
             if len(record) > cfg.max_line_bytes:
                 lose(skipped, "longer than max_line_bytes", len(record))
-            elif cfg.record_format == "text":
-                yield number, number, record, NO_WORDS
             else:
-                parse = second_look if cfg.record_format == "json" else example
-                place = f"{path} record {number}"
-                value = parse(record, cfg, skipped, place)
+                value, place = record, f"{path} record {number}"
+                if cfg.record_format == "json":
+                    value = second_look(record, cfg, skipped, place)
+                elif cfg.record_format == "example":
+                    value = example(record, cfg, skipped, place, raw)
                 if value is not MISSING:
-                    yield from record_text(value, number, number, record, cfg, skipped, place)
+                    yield number, record, value
 
 
 def is_array_record(path: str) -> bool:
@@ -78,10 +93,10 @@ def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part
     return [Part(begin, min(begin + step, total)) for begin in range(0, total, step)] or [WHOLE]
 
 
-def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
+def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: Sequence[str] = ()) -> Any:
     """{name: first value} of the byte features of a tf.train.Example, MISSING for what is none and was counted.
 
-    Format: tensorflow/core/example/example.proto.
+    raw: features that stay bytes beside the text field. Format: tensorflow/core/example/example.proto.
     """
     with needs("reading tf.train.Example", "protobuf"):
         from google.protobuf.message import DecodeError
@@ -93,7 +108,7 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any
                 for _, values in inner(parts.get(2, b""), 1):
                     name = parts.get(1, b"").decode("utf-8", "replace")
                     value = next((v for _, v in inner(values, 1)), b"")
-                    found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
+                    found[name] = value if name in (cfg.text_field, *raw) else value.decode("utf-8", "replace")
     except DecodeError:
         refuse(f"{place} is not a tf.train.Example", cfg, skipped, "not tf.train.Example", len(record))
         return MISSING

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxscale.system.exits import BadInput
@@ -12,6 +12,7 @@ from jaxscale.text.sources.unpack import RATIO_FLOOR
 
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024
+NUMBER_TYPES = {"INT32": 4, "INT64": 8}  # bytes of a value, by its type in Parquet
 NUMBER_BYTES = 5  # that a row takes at most where it is only a number
 
 
@@ -22,21 +23,31 @@ def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOL
     """
     with opened(path, cfg) as table:
         names = wanted(table.schema_arrow, path, cfg)
-        meta = table.metadata
-        groups = range(part.begin, min(part.end, meta.num_row_groups))
-        row = sum(meta.row_group(group).num_rows for group in range(part.begin))
-        for group in groups:
-            size = text_bytes(table, group, path, cfg)
-            rows = max(1, meta.row_group(group).num_rows)
-            batches = table.iter_batches(
-                batch_size=min(BATCH_ROWS, max(1, BATCH_BYTES * rows // max(size, 1))),
-                row_groups=[group],
-                columns=[name for name in names if name],
-                use_threads=False,
-            )
-            for batch in sound(batches, path, cfg):
-                yield from batch_rows(batch, names, row, path)
-                row += batch.num_rows
+        for row, batch in parquet_batches(table, [name for name in names if name], path, cfg, part):
+            yield from batch_rows(batch, names, row, path)
+
+
+def parquet_batches(
+    table: Any, columns: list[str], path: str, cfg: ReadConfig, part: Part = WHOLE
+) -> Iterator[tuple[int, Any]]:
+    """Yields (number of its first row, record batch) of these columns, for the row groups of the part.
+
+    Raises: Damaged as text_bytes and sound do.
+    """
+    meta = table.metadata
+    row = sum(meta.row_group(group).num_rows for group in range(part.begin))
+    for group in range(part.begin, min(part.end, meta.num_row_groups)):
+        size = text_bytes(table, group, path, cfg, columns)
+        rows = max(1, meta.row_group(group).num_rows)
+        batches = table.iter_batches(
+            batch_size=min(BATCH_ROWS, max(1, BATCH_BYTES * rows // max(size, 1))),
+            row_groups=[group],
+            columns=columns,
+            use_threads=False,
+        )
+        for batch in sound(batches, path, cfg):
+            yield row, batch
+            row += batch.num_rows
 
 
 def opened(path: str, cfg: ReadConfig) -> Any:
@@ -46,7 +57,7 @@ def opened(path: str, cfg: ReadConfig) -> Any:
 
     with whole(path, cfg, "Parquet"):
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        if (column := leaf(table, cfg.text_field)) is not None and repeats(table.metadata, column):
+        if (columns := leaves(table, [cfg.text_field])) and repeats(table.metadata, columns[0]):
             table.close()
             table = pyarrow.parquet.ParquetFile(
                 path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=[cfg.text_field]
@@ -78,25 +89,31 @@ def repeats(meta: Any, column: int) -> bool:
     return False
 
 
-def leaf(table: Any, field: str) -> int | None:
-    """The number of a column's place in the row groups, None if it is not there."""
+def leaves(table: Any, fields: Iterable[str]) -> list[int]:
+    """The places in the row groups of the columns of these fields, those inside lists and structs among them."""
     schema = table.metadata.schema
-    return next((i for i in range(len(schema)) if schema.column(i).path == field), None)
+    inside = tuple(f"{field}." for field in fields)
+    paths = [f"{schema.column(i).path}." for i in range(len(schema))]
+    return [i for i, path in enumerate(paths) if path.startswith(inside)]
 
 
-def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig) -> int:
-    """Bytes of the text of a row group, unpacked. Raises Damaged if they are more than cfg allows."""
-    column = leaf(table, cfg.text_field)
-    if column is None:
+def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Iterable[str]) -> int:
+    """Bytes of some fields of a row group, unpacked. Raises Damaged if they are more than cfg allows."""
+    chunks = [table.metadata.row_group(group).column(i) for i in leaves(table, fields)]
+    if not chunks:
         return table.metadata.row_group(group).total_byte_size
-    chunk = table.metadata.row_group(group).column(column)
-    size, packed = chunk.total_uncompressed_size, max(chunk.total_compressed_size, 1)
+    size, packed = sum(map(unpacked_bytes, chunks)), max(sum(chunk.total_compressed_size for chunk in chunks), 1)
     if size > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed) or size > cfg.max_unpacked_bytes:
         raise Damaged(
             f"{path} is refused: {packed:,} bytes of its row group {group} unpack to {size:,}, more than "
             f"{cfg.where}max_unpacked_ratio or {cfg.where}max_unpacked_bytes allow; take it out, or raise them"
         )
     return size
+
+
+def unpacked_bytes(chunk: Any) -> int:
+    """Bytes of a column chunk in memory. Parquet stores a run of equal numbers as one number and its length."""
+    return max(chunk.total_uncompressed_size, chunk.num_values * NUMBER_TYPES.get(chunk.physical_type, 0))
 
 
 def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
@@ -152,23 +169,21 @@ def first_line(error: Exception) -> str:
 
 def wanted(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
     """The columns of the text and of its words, '' for one that is not there. Raises BadInput without text."""
-    names = [name if name and in_schema(schema, name) else "" for name in (cfg.text_field, *cfg.word_fields)]
+    names = [name if name and type_of(schema, name) is not None else "" for name in (cfg.text_field, *cfg.word_fields)]
     if not names[0]:
-        raise BadInput(
-            f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.where}text_field"
-        )
+        raise BadInput(f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.set_field}")
     return tuple(names)
 
 
-def in_schema(schema: Any, name: str) -> bool:
-    """True if the schema has such a column; a.b is the field b of the column a."""
-    with contextlib.suppress(KeyError, ValueError, IndexError):
+def type_of(schema: Any, name: str) -> Any:
+    """The Arrow type of a column, None if there is no such column; a.b is the field b of the column a."""
+    with contextlib.suppress(KeyError, ValueError, IndexError, AttributeError, TypeError):
         head, *rest = [name] if name in schema.names else name.split(".")
         kind = schema.field(head).type
         for inner in rest:
             kind = kind.field(inner).type
-        return True
-    return False
+        return kind
+    return None
 
 
 def batch_rows(batch: Any, names: tuple[str, ...], row: int, path: str) -> Records:
@@ -221,7 +236,7 @@ def parquet_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
     with opened(path, cfg) as table:
         parts, begin, held = [], 0, 0
         for group in range(table.metadata.num_row_groups):
-            held += text_bytes(table, group, path, cfg)
+            held += text_bytes(table, group, path, cfg, [cfg.text_field])
             if held >= part_bytes:
                 parts, begin, held = [*parts, Part(begin, group + 1)], group + 1, 0
         return [*parts, Part(begin, table.metadata.num_row_groups)] if held or not parts else parts

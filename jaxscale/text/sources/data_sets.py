@@ -5,7 +5,7 @@ import importlib
 import os
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.system.exits import BadInput
@@ -34,8 +34,7 @@ def read_dataset(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOL
 
     Raises: BadInput naming the data set if it cannot be reached or read, or a row that has no text field.
     """
-    with needs(f"reading {path}", "datasets"):
-        import datasets
+    datasets = load_datasets(path)
     number = 0
     with reachable(datasets, path):
         rows = iter(streamed(datasets, path) if path.startswith("hf://") else saved(datasets, path))
@@ -48,14 +47,21 @@ def read_dataset(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOL
         number += 1
 
 
-def streamed(datasets: Any, path: str) -> Iterable[dict[str, Any]]:
+def load_datasets(path: str) -> Any:
+    """The library of Hugging Face. Raises BadInput if it is not installed."""
+    with needs(f"reading {path}", "datasets"):
+        import datasets
+    return datasets
+
+
+def streamed(datasets: Any, path: str) -> Any:
     """The rows of a data set of the hub, or of a folder of data files."""
     name, query = query_of(path, "hf://", HF_SETTINGS)
     split = query.get("split", "train")
     return datasets.load_dataset(name, query.get("config"), split=split, revision=query.get("revision"), streaming=True)
 
 
-def saved(datasets: Any, path: str) -> Iterable[dict[str, Any]]:
+def saved(datasets: Any, path: str) -> Any:
     """The rows of a saved data set; of one with splits, those for training."""
     found = datasets.load_from_disk(path)
     if not isinstance(found, datasets.DatasetDict):

@@ -169,7 +169,7 @@ def no_text(record: Any, text: Any, cfg: ReadConfig) -> str:
     if text is not MISSING:
         return f": field {cfg.text_field!r} is {type(text).__name__}, not text"
     has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-    return f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.where}text_field"
+    return f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.set_field}"
 
 
 def refuse(message: str, cfg: ReadConfig, skipped: Counter, reason: str, size: int) -> None:

@@ -19,6 +19,7 @@ WAYS_OUT = {  # by the reason that they are counted under; other counts, as of r
     "not JSON": "write them again, or name the files .txt if lines are no records",
     "not tf.train.Example": "name what they are in {where}record_format",
     "without text field": "name it in {where}text_field",
+    "without token ids": "name them in {where}ids_field, or write these rows again",
     "longer than max_line_bytes": "raise {where}max_line_bytes, or give each document a line",
     "longer than max_document_bytes": "raise {where}max_document_bytes",
     "page that is no text": "fetch them again",

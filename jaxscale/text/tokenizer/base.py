@@ -164,7 +164,7 @@ def block_of(encoded: Iterable[np.ndarray | Sequence[int]]) -> Block:
 
 
 def frame_documents(block: Block, tokenizer: Tokenizer, dtype: np.dtype) -> Block:
-    """The block with what begins and ends a document around every one, as `dtype` (of shards.dtype_for).
+    """The block with what begins and ends a document around every one, as `dtype` (of shard_writer.dtype_for).
 
     Raises: BadInput if an id is not in the vocabulary: the tokenizer and its file do not belong together.
     """

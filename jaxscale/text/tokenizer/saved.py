@@ -107,14 +107,22 @@ def open_saved(
         return read_folder(folder)
     if named:
         return opened(named, "", "")
-    by_default = "" if converted or data.get("name") in ("tokens", "synthetic", None) else "bytes"
-    name = data.get("tokenizer") or by_default
+    name = data.get("tokenizer") or ("" if converted else default_tokenizer(data))
     if not name:
         return None
     if problem := tokenizer_problem(name):
         raise BadInput(f"{workdir} has no folder {FOLDER}/, and {problem}")
     # settings that do not know bos_token began documents with nothing
     return opened(name, data.get("eos_token") or "", data.get("bos_token", NO_BOS))
+
+
+def default_tokenizer(data: Mapping[str, Any]) -> str:
+    """The tokenizer of a run whose settings name none and whose work folder has none; '' where it is not known.
+
+    Runs that know data.ids_field and tokenize as bytes write that into their work folder, so others have token ids.
+    """
+    of_ids = data.get("name") in ("tokens", "synthetic", None) or (data["name"] != "stdlib" and "ids_field" in data)
+    return "" if of_ids else "bytes"
 
 
 def opened(name: str, eos_token: str, bos_token: str) -> SavedTokenizer:

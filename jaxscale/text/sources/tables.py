@@ -1,0 +1,128 @@
+"""Rows of tables with all of their columns: Parquet, Arrow files and streams, and Hugging Face datasets."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from jaxscale.text.config import ReadConfig
+from jaxscale.text.sources.columns import BATCH_ROWS, arrow_batches, opened, parquet_batches, sound, whole
+from jaxscale.text.sources.data_sets import load_datasets, reachable, saved, streamed
+from jaxscale.text.sources.files import is_saved_dataset, unpacked_name
+from jaxscale.text.sources.part import WHOLE, Part
+
+DATASET_ROWS = 256  # rows of a Hugging Face dataset that are in memory together
+
+
+class Table(NamedTuple):
+    """An open table."""
+
+    schema: Any  # pyarrow.Schema
+    batches: Callable[[list[str]], Iterator[tuple[int, Any]]]  # columns -> (number of the first row, record batch)
+
+
+def is_table(path: str) -> bool:
+    """True for Parquet and Arrow files and for Hugging Face datasets."""
+    name = unpacked_name(path)
+    return name.endswith((".parquet", ".arrow", ".feather")) or path.startswith("hf://") or is_saved_dataset(path)
+
+
+@contextlib.contextmanager
+def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table]:
+    """Opens a file or dataset for which is_table is True. Only Parquet has parts.
+
+    Raises: Damaged for a file that is broken, BadInput for a dataset that cannot be reached.
+    """
+    import pyarrow
+
+    name = unpacked_name(path)
+    if path.startswith("hf://") or is_saved_dataset(path):
+        yield open_dataset(path)
+    elif name.endswith(".parquet"):
+        with opened(path, cfg) as table:
+            yield Table(table.schema_arrow, lambda columns: parquet_batches(table, columns, path, cfg, part))
+    else:
+        with whole(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
+            schema, batches = arrow_batches(mapped)
+            yield Table(schema, lambda columns: small_batches(sound(batches, path, cfg)))
+
+
+def open_dataset(path: str) -> Table:
+    """The table of hf://NAME?..., or of a folder that save_to_disk wrote. Its first rows are read at once."""
+    datasets = load_datasets(path)
+    with reachable(datasets, path):
+        found = streamed(datasets, path) if path.startswith("hf://") else saved(datasets, path)
+        tables = iter(found.with_format("arrow").iter(batch_size=DATASET_ROWS))
+        first = next(tables, None)
+
+    def batches(columns: list[str]) -> Iterator[tuple[int, Any]]:
+        row, rest = 0, tables if first is None else itertools.chain([first], tables)
+        while True:
+            with reachable(datasets, path, f" after row {row:,}"):
+                table = next(rest, None)
+            if table is None:
+                return
+            for batch in table.to_batches():
+                yield row, batch
+                row += batch.num_rows
+
+    if first is None:
+        import pyarrow
+
+        return Table(pyarrow.schema([]), batches)
+    return Table(first.schema, batches)
+
+
+def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Yields (number of the first row, record batch of at most BATCH_ROWS rows)."""
+    row = 0
+    for batch in batches:
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            yield row + first, batch.slice(first, BATCH_ROWS)
+        row += batch.num_rows
+
+
+def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yields each row as JSON Lines would hold it: fields that are null are left out.
+
+    Arrow gives all structs of a column the same fields, and those that a record does not have are null. In a row with
+    text that is not UTF-8, every text comes as bytes.
+    """
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError:
+        rows = [row for i in range(batch.num_rows) for row in row_records(batch.slice(i, 1))]
+    return map(without_nulls, rows)
+
+
+def row_records(row: Any) -> list[dict[str, Any]]:
+    """The records of a batch of one row, their texts as bytes if one of them is not UTF-8."""
+    import pyarrow
+
+    try:
+        return row.to_pylist()
+    except UnicodeDecodeError:
+        return row.cast(pyarrow.schema([field.with_type(as_binary(field.type)) for field in row.schema])).to_pylist()
+
+
+def as_binary(kind: Any) -> Any:
+    """The Arrow type with binary in the place of text, in lists and structs too."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return pyarrow.large_binary()
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(as_binary(field.type)) for field in kind])
+    if types.is_large_list(kind):
+        return pyarrow.large_list(kind.value_field.with_type(as_binary(kind.value_type)))
+    if types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(as_binary(kind.value_type)))
+    return kind
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the fields of its objects that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
