@@ -8,7 +8,6 @@ and each text of an item that is shorter than 13 words is looked for too, as a w
 Evaluation items are named FILE:LINE or FILE:ROW, from 1; an index holds their word sequences.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +157,7 @@ def treat(
     if not text:
         return Outcome(None, "contamination: nothing is left", detail=detail)
     edits = (("evaluation item", len(begins)),)
-    return Outcome(dataclasses.replace(document, text=text), edits=edits, detail=detail)
+    return Outcome(document.edited(text), edits=edits, detail=detail)
 
 
 def load_evaluation(

@@ -11,7 +11,6 @@ band are candidates, which has the probability 1 - (1 - J^rows)^bands (Indyk and
 Ullman: Mining of Massive Datasets, 3.4). The join verifies them.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -96,7 +95,7 @@ def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarr
         if len(text.strip()) < cfg.min_document_characters:
             outcomes[place] = Outcome(None, "repeated lines: too little is left", detail=f"{len(gone)} lines repeated")
         else:
-            edited = dataclasses.replace(document, text=text)
+            edited = document.edited(text)
             outcomes[place] = Outcome(edited, edits=(("repeated line", len(gone)),))
     return outcomes
 

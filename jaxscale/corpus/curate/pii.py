@@ -200,7 +200,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
             edits.update(KINDS[span.kind] for span in spans)
         if not edits:
             return Outcome(doc)
-        return Outcome(dataclasses.replace(doc, text=text), edits=tuple(sorted(edits.items())))
+        return Outcome(doc.edited(text), edits=tuple(sorted(edits.items())))
 
     return each(judge)
 

@@ -7,7 +7,6 @@ FineWeb: Penedo et al., arXiv:2406.17557, section 3.6: lists, menus and duplicat
 """
 
 import collections
-import dataclasses
 import functools
 import os
 import re
@@ -168,7 +167,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
     if not cleaned:
         return Outcome(None, "c4: no line left")
     if cleaned != text:
-        document = dataclasses.replace(document, text=cleaned)
+        document = document.edited(cleaned)
     return Outcome(document, edits=tuple(sorted(edits.items())))
 
 

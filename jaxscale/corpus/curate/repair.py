@@ -3,7 +3,6 @@
 Clean text passes three tests that the interpreter makes at memory speed. Only a text that fails one is touched.
 """
 
-import dataclasses
 import re
 import unicodedata
 from collections import Counter
@@ -144,7 +143,7 @@ def make_repair(cfg: RepairConfig) -> Stage:
             )
         if reason:
             return Outcome(None, reason)
-        kept = doc if text == doc.text else dataclasses.replace(doc, text=text)
+        kept = doc if text == doc.text else doc.edited(text)
         return Outcome(kept, edits=tuple(sorted(edits.items())))
 
     return each(judge)

@@ -6,7 +6,6 @@ first is cut, so a longer repeated passage is cut as a whole. Memory: about 15 b
 peak (suffix array, its inverse and the common prefixes, 4 bytes each), 23 where all of it is repeated.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,7 +53,7 @@ def cut(document: Document, data: bytes, spans: Sequence[tuple[int, int]], cfg: 
     if len(text.strip()) < cfg.min_document_characters:
         return Outcome(None, "repeated passages: too little is left", detail=f"{gone} bytes repeated")
     edits = (("repeated passage", len(spans)),)
-    return Outcome(dataclasses.replace(document, text=text), edits=edits, detail=f"{gone} bytes repeated")
+    return Outcome(document.edited(text), edits=edits, detail=f"{gone} bytes repeated")
 
 
 def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.ndarray]:

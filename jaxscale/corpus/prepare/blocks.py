@@ -31,6 +31,7 @@ def cut(documents: Iterable[Document], block_bytes: int) -> Iterator[list[Docume
     for document in documents:
         block.append(document)
         held += document.size + len(document.id) + len(document.url) + len(document.licence) + OBJECT_BYTES
+        held += len(document.ids)
         if held >= block_bytes or len(block) == MOST_DOCUMENTS:
             yield block
             block, held = [], 0
@@ -43,6 +44,8 @@ def to_table(documents: Sequence[Document], *, with_text: bool = True) -> pa.Tab
     columns: dict[str, Any] = {}
     if with_text:
         columns["text"] = pa.array([clean(document.text) for document in documents], pa.large_string())
+        if any(document.ids for document in documents):
+            columns["ids"] = pa.array([document.ids for document in documents], pa.large_binary())
     for name in TEXTS[1:]:
         words = [getattr(document, name) for document in documents]
         columns[name] = pa.array(words if "".join(words).isascii() else [clean(word) for word in words], pa.string())
@@ -58,10 +61,11 @@ def from_table(table: pa.Table) -> list[Document]:
     names = [name for name in table.column_names if name.startswith("score.")]
     held = [table.column(name).to_pylist() for name in names]
     labels = [name.removeprefix("score.") for name in names]
-    fields = [table.column(name).to_pylist() for name in (*TEXTS, "offset")]
+    columns = (*TEXTS, "offset", *(["ids"] if "ids" in table.column_names else []))
+    fields = [table.column(name).to_pylist() for name in columns]
     return [
         Document(
-            **dict(zip((*TEXTS, "offset"), values)),
+            **dict(zip(columns, values)),
             scores=tuple((label, column[i]) for label, column in zip(labels, held) if column[i] is not None),
         )
         for i, values in enumerate(zip(*fields))

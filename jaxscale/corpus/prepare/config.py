@@ -24,7 +24,7 @@ from jaxscale.corpus.curate.filter_config import ClassifierConfig, UrlConfig
 from jaxscale.corpus.curate.pii import PIIConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import Globs, ReadConfig
+from jaxscale.text.config import DocumentsConfig, Globs
 from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 
 STAGES = (
@@ -40,7 +40,7 @@ TRAINED = "train"  # as tokenizer.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeReadConfig(ReadConfig):
+class RecipeReadConfig(DocumentsConfig):
     """How the files of all sources are read."""
 
     where: ClassVar[str] = "read."
@@ -190,7 +190,7 @@ class PrepareConfig:
         """The files of each source."""
         return {name: source.files for name, source in self.sources.items()}
 
-    def reading(self, source: str) -> ReadConfig:
+    def reading(self, source: str) -> DocumentsConfig:
         """How the files of a source are read."""
         own = self.sources[source]
         own_field = {} if own.text_field is None else {"text_field": own.text_field}

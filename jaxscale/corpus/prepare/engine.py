@@ -54,6 +54,7 @@ from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import make_exchange, move_out, shard_name, tokenizer_of
 from jaxscale.corpus.prepare.work import Block, Call, block_rows, join_folder, run
 from jaxscale.data.cache import stamp
+from jaxscale.data.fields import choose_all, describe
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import check_manifest, write_manifest
 from jaxscale.system.digest import file_sha256
@@ -97,6 +98,13 @@ def make_plan(cfg: PrepareConfig) -> Plan:
     problems += filter(None, map(no_text_problem, files))
     if problems:
         raise BadInput(problems[0])
+    for source in cfg.sources:
+        reading = cfg.reading(source)
+        choices = choose_all([file for file in files if file.source == source], reading)
+        of_ids = [file.path for file, choice in choices.items() if choice.kind == "ids"]
+        if of_ids and cfg.tokenizer.is_trained:
+            raise BadInput(f"{of_ids[0]} holds token ids; name the tokenizer that made them in tokenizer.name")
+        notes += describe(choices, reading)
     pieces = Pieces.of(files, (parts(file, cfg.reading(file.source), cfg.block_bytes) for file in files))
     least = max(len(pieces), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
     if least > MOST_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
@@ -172,6 +180,8 @@ def prepare(
     with locked(output / LOCK, functools.partial(in_use, output)):
         made_by = hash_of({**versions(), "layout": LAYOUT})[:8]  # other versions may give other bytes
         folder = output / f"work-{plan.key}-{made_by}"
+        for line in plan.notes:
+            progress.say(line)
         if is_open(plan, output, folder, progress.say):
             make_set(plan, output, folder, executor, progress, strict)
         elif strict:

@@ -22,16 +22,18 @@ from jaxscale.corpus.prepare.exchange import Exchange, RunAll, exchange
 from jaxscale.corpus.prepare.fertility import measure
 from jaxscale.corpus.prepare.lookup import Blocks, blocks_of, recipe_of
 from jaxscale.data.header import tokenizer_header
-from jaxscale.data.shards import ShardWriter, dtype_for
+from jaxscale.data.shard_writer import ShardWriter, dtype_for
 from jaxscale.data.verified import remove
 from jaxscale.system.paths import make_private, replacing, sync_folder, write_bytes_atomic
 from jaxscale.text.document import Document
+from jaxscale.text.tokenizer.base import Block as EncodedBlock
 from jaxscale.text.tokenizer.base import Tokenizer, cut_at, frame_documents
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.loss import Loss, measure_loss
 
 FILES_AT_ONCE = 16  # so many files' worth of tokens in memory while files are merged: 128 MB of blocks of 16 MiB
 SHARDS_IN_FOLDER = 1000  # five files each: what is more lies in folders below the manifest's, this many in each
+IS_WHOLE = "is_whole"  # column of blocks where documents came as token ids: these have no end token of ours
 MEASURED = 20  # documents of each block, chosen by the shuffle, on which the tokenizer is measured
 
 
@@ -60,15 +62,30 @@ def tokenise_block(
     keys = shuffle_keys(cfg.write.seed, place, len(documents))
     order = np.argsort(keys, kind="stable")
     documents = [documents[i] for i in order]
-    encoded = tokenizer.encode_block([document.text for document in documents])
-    ids, lengths = frame_documents(encoded, tokenizer, dtype_for(tokenizer.vocab_size - 1))
+    is_whole = [bool(document.ids) for document in documents]
+    encoded = tokenizer.encode_block([document.text for document in documents if not document.ids])
+    block = frame_documents(encoded, tokenizer, dtype_for(tokenizer.vocab_size - 1))
+    ids, lengths = with_ids(block, documents) if any(is_whole) else block
     rows = to_table(documents, with_text=False)
     rows = rows.append_column("key", pa.array(keys[order]))
     rows = rows.append_column("tokens", pa.array(lengths))
     rows = rows.append_column("bytes", pa.array([document.size for document in documents], pa.int64()))
+    if any(is_whole):
+        rows = rows.append_column(IS_WHOLE, pa.array(is_whole))
     write_bytes_atomic(f"{base}.ids", ids.data)
     write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)  # each shard looks at a part of it
-    return len(ids), measure(tokenizer, documents[:MEASURED]), measure_loss(tokenizer, [one.text for one in documents])
+    loss = measure_loss(tokenizer, [one.text for one in documents if not one.ids])
+    return len(ids), measure(tokenizer, documents[:MEASURED]), loss
+
+
+def with_ids(block: EncodedBlock, documents: Sequence[Document]) -> EncodedBlock:
+    """The encoded documents of a block, and in their places those that came as token ids, unchanged."""
+    encoded = iter(block.split())
+    parts = [
+        np.frombuffer(document.ids, "<u4").astype(block.ids.dtype) if document.ids else next(encoded)
+        for document in documents
+    ]
+    return EncodedBlock(np.concatenate(parts), np.array([len(part) for part in parts], np.int64))
 
 
 @functools.lru_cache(maxsize=2)
@@ -168,15 +185,18 @@ def write_shard(call: Exchange, collect: Callable[[], tuple[np.ndarray, pa.Table
     writer = ShardWriter(making, plain_name, **ends, sources=tuple(cfg.sources))
     lengths = rows.column("tokens").to_numpy()
     numbers = pc.index_in(rows.column("source"), pa.array(tuple(cfg.sources))).to_numpy()
-    writer.add_block(ids, lengths, numbers)
+    of_ids = int(pc.sum(rows.column(IS_WHOLE)).as_py() or 0) if IS_WHOLE in rows.column_names else 0
+    writer.add_block(ids, lengths, numbers, is_whole=of_ids > 0)
     header = {
         "tokenizer": tokenizer_header(tokenizer, pathlib.Path(cfg.tokenizer.path(call.source.folder)).name),
         "eos_id": tokenizer.eos_id,
         "text_bytes": int(pc.sum(rows.column("bytes")).as_py() or 0),
         "skipped": {},
         "files": [{"name": plain_name, "source": "", "documents": len(rows)}],
+        **({"ids_documents": of_ids} if of_ids else {}),
     }
-    writer.finish(tokenizer.token_bytes, header, lineage=rows.drop_columns(["key", "tokens", "source", "bytes"]))
+    others = [name for name in ("key", "tokens", "source", "bytes", IS_WHOLE) if name in rows.column_names]
+    writer.finish(tokenizer.token_bytes, header, lineage=rows.drop_columns(others))
     mark_done(done, {}, sorted(making.iterdir()), making)
     try:
         making.rename(final)

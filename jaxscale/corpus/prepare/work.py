@@ -36,10 +36,15 @@ from jaxscale.corpus.prepare.join import signatures_path
 from jaxscale.corpus.prepare.lookup import Pass, block_base, blocks_of, done_path, passes_of, piece_of, recipe_of
 from jaxscale.corpus.prepare.progress import RUNNING
 from jaxscale.corpus.prepare.tally import Tally
-from jaxscale.corpus.prepare.tokens import tokenise_block
+from jaxscale.corpus.prepare.tokens import tokenise_block, tokenizer_of
+from jaxscale.data.fields import choose, fields_of
+from jaxscale.data.token_columns import Vocabulary, read_ids
+from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.text.document import Document, Stage
-from jaxscale.text.sources.read import read_file
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.part import Part
+from jaxscale.text.sources.read import read_file, readable
 
 MAKERS: dict[str, Callable[[Any], Stage]] = {
     "url_blocklist": make_urls,
@@ -164,13 +169,41 @@ def incoming(cfg: PrepareConfig, call: Call, tally: Tally, running: Running) -> 
         file, part = piece_of(call.folder, call.number)
         skipped: Counter = Counter()
         part = part._replace(tell=running.tell)
-        yield from cut(read_file(file, cfg.reading(file.source), skipped, part), cfg.block_bytes)
+        yield from cut(read_documents(cfg, call.folder, file, skipped, part), cfg.block_bytes)
         tally.add_skipped(file.source, file.name, part.begin, skipped)
         return
     before = call.pass_number - 1
     documents = from_table(read_table(pathlib.Path(f"{blocks_of(call.folder, before)[call.number]}.arrow")))
     folders = {join: join_folder(call.folder, before, join) for join in passes_of(call.folder)[before].joins}
     yield apply_joins(cfg, folders, call.number, documents, tally)
+
+
+def read_documents(
+    cfg: PrepareConfig, folder: str, file: SourceFile, skipped: Counter, part: Part
+) -> Iterator[Document]:
+    """Yields the documents of a part of a file; those of token ids with their text too, for stages to judge.
+
+    Raises: BadInput as read_file and read_ids do, and for labels, which shards do not have.
+    """
+    reading = cfg.reading(file.source)
+    with readable(file.path, reading, skipped):
+        choice = choose(file.path, fields_of(file.path, reading), reading)
+    if choice.kind != "ids":
+        yield from read_file(file, reading, skipped, part)
+        return
+    tokenizer = tokenizer_of(cfg.tokenizer.path(folder), cfg.tokenizer)
+    vocabulary = Vocabulary(tokenizer.vocab_size, f"tokenizer.name={cfg.tokenizer.name}")
+    with readable(file.path, reading, skipped):
+        for offset, found, words in read_ids(file.path, choice, reading, vocabulary, skipped, part):
+            if found.learned is not None:
+                raise BadInput(
+                    f"{found.place} has labels that are not learned, which prepared sets do not have; train on the "
+                    "file itself (data.files)"
+                )
+            text, (id, url, licence, language) = tokenizer.decode(found.ids.tolist()), words
+            content = found.ids.astype("<u4").tobytes()
+            licence = licence or reading.licence
+            yield Document(text, file.source, file.name, offset, id, url, licence, language, ids=content)
 
 
 def write_block(
