@@ -49,6 +49,7 @@ class RowOrder:
 
     def group(self, group: int) -> tuple[int, int, str]:
         """(first row, number of rows, name) of a group."""
+        assert self.mixture is not None, "groups are the sources of a mixture"
         first, stop = (int(bound) for bound in self.rows.group_rows[group : group + 2])
         return first, stop - first, self.mixture.names[group]
 
@@ -145,7 +146,8 @@ class Batches:
             sources = None if mixture is None else mixture.source_numbers(places).astype(np.int32)
             found = self.order.rows.locate(self.order.row_numbers(places)), sources
             self._recent = ((stage, part), found)
-        return (*found, batch * rows)
+        located, sources = found
+        return located, sources, batch * rows
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_recent": (None, None)}

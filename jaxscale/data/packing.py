@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxscale.data.array_folder import Arrays, ArrayWriter, Buckets
 from jaxscale.data.batch import Batch
-from jaxscale.data.documents import Documents, bisect
+from jaxscale.data.documents import Documents, TokenSet, bisect
 from jaxscale.data.remote import map_ids
 from jaxscale.data.rows import Located, Pieces, TokenFiles, broken_piece, locate, read_rows
 from jaxscale.data.verified import Unchanged
@@ -62,9 +62,15 @@ class DocumentRows(abc.ABC):
     def __getstate__(self) -> dict:
         return {key: value for key, value in self.__dict__.items() if key not in MADE_ANEW}
 
+    @property
+    def _token_set(self) -> TokenSet:
+        """Where the tokens are, which is not known while rows are planned."""
+        assert self.documents.files is not None, "rows are read of documents that have files"
+        return self.documents.files
+
     @functools.cached_property
     def _unchanged(self) -> Unchanged:
-        return Unchanged(self.documents.files.expected)
+        return Unchanged(self._token_set.expected)
 
     def _map(self, path: str, dtype: str) -> Any:
         """The ids or marks in a file that is still the one that was verified."""
@@ -73,11 +79,11 @@ class DocumentRows(abc.ABC):
 
     @functools.cached_property
     def _files(self) -> TokenFiles:
-        return TokenFiles(self.documents.files.paths, self.documents.files.dtypes, self._map)
+        return TokenFiles(self._token_set.paths, self._token_set.dtypes, self._map)
 
     @functools.cached_property
     def _marks(self) -> TokenFiles | None:
-        files = self.documents.files
+        files = self._token_set
         if not any(files.trained):
             return None
         return TokenFiles(files.trained, ["|u1"] * len(files.paths), lambda *file: file[0] and self._map(*file))
@@ -108,7 +114,7 @@ class DocumentRows(abc.ABC):
 
     def _paths(self, located: Located, chosen: Sequence[int]) -> list[str]:
         """The files that the rows are read from."""
-        first, files, tokens = located.first, located.files, self.documents.files
+        first, files, tokens = located.first, located.files, self._token_set
         numbers = {file for row in chosen for file in files[first[row] : first[row + 1]]}
         numbers |= {located.after_files[row] for row in chosen} - {-1}
         return [path for number in numbers for path in (tokens.paths[number], *tokens.trained[number : number + 1])]

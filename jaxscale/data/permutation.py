@@ -63,13 +63,13 @@ def walked(indices: ArrayLike, size: int, step: Callable[[Halves, int, int], Hal
 
 def rounds(halves: Halves, a: int, b: int, *, key: str, inverse: bool = False) -> Halves:
     """All rounds: each adds to one half a hash of the other. inverse: undoes them, the last one first."""
-    halves, sizes, keys = list(halves), (np.uint64(a), np.uint64(b)), list(enumerate(round_keys(key)))
+    found, sizes, keys = list(halves), (np.uint64(a), np.uint64(b)), list(enumerate(round_keys(key)))
     for number, salt in reversed(keys) if inverse else keys:
         half = number % 2
         size = sizes[half]
-        added = mix(halves[1 - half] + salt) % size
-        halves[half] = (halves[half] + (size - added if inverse else added)) % size
-    return halves[0], halves[1]
+        added = mix(found[1 - half] + salt) % size
+        found[half] = (found[half] + (size - added if inverse else added)) % size
+    return found[0], found[1]
 
 
 @functools.lru_cache(maxsize=1024)

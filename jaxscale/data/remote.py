@@ -184,6 +184,7 @@ class ShardCache:
 
     def _write_use(self, line: str) -> None:
         """Notes a change of use. The caller holds the cache's lock."""
+        assert self._user is not None, "a file is used before its use is noted"
         self._user.write(f"{line}\n".encode())
         (self._using.add if line[0] == "+" else self._using.discard)(line[1:])
 

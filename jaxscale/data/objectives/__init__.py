@@ -54,7 +54,7 @@ def find_ids(
     start_id = end_id if cfg.start_id is None else known_id("start_id", cfg.start_id, None, None, vocab_size)
     sentinels = find_sentinels(cfg, tokenizer, vocab_size, seq_len)
     modes = find_modes(cfg, vocab_size)
-    check_apart({"first_sentinel_id": sentinels, "mode_ids": modes.values(), "end_id": [end_id]}, token_bytes)
+    check_apart({"first_sentinel_id": sentinels, "mode_ids": [*modes.values()], "end_id": [end_id]}, token_bytes)
     is_special = find_special([start_id, end_id, *sentinels, *modes.values()], *known)
     return SpecialIds(
         is_special, sentinels=np.array(sentinels, np.int32), start_id=start_id, end_id=end_id, modes=modes

@@ -154,6 +154,7 @@ def two_rows(
     ids: SpecialIds, inputs: Stream, targets: Stream, rows: np.ndarray, num_rows: int, lengths: Lengths
 ) -> tuple[Batch, np.ndarray]:
     """The inputs for an encoder, the targets for its decoder, which reads them one place later."""
+    assert lengths.encoder is not None, "rows of an encoder have a length"
     first = np.diff(targets.document, prepend=-1) != 0
     read = np.where(first, ids.start_id, np.roll(targets.ids, 1))
     shape, encoder_shape = (num_rows, lengths.row), (num_rows, lengths.encoder)
