@@ -15,7 +15,8 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.megatron import index_bytes
-from jaxscale.data.shards import ShardWriter, changed, open_shard, shard_files
+from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.data.shards import changed, open_shard, shard_files
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document

@@ -18,7 +18,8 @@ from jaxscale import main
 from jaxscale.config_file import config_name
 from jaxscale.data.header import sealed
 from jaxscale.data.manifest import parse_manifest, write_manifest
-from jaxscale.data.shards import ShardWriter, open_shard
+from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.data.shards import open_shard
 from jaxscale.monitor.writers import json_record
 from jaxscale.reporting import local_server
 from jaxscale.system import paths

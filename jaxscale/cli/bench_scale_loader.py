@@ -23,7 +23,7 @@ from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import open_set, read_manifest, write_manifest
 from jaxscale.data.names import publish_names
 from jaxscale.data.pipeline import Corpus, open_data
-from jaxscale.data.shards import ShardWriter
+from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.system.exits import BadInput
 
 SHARD_DOCUMENTS = 1 << 20  # of the made-up set

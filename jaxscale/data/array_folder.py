@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxscale.data.remote import shard_cache
-from jaxscale.data.shards import write_synced
+from jaxscale.data.shard_writer import write_synced
 from jaxscale.data.verified import Expected, Say, Unchanged, damaged, expected, of_size, remove
 from jaxscale.system.digest import json_sha256
 from jaxscale.system.exits import BadInput

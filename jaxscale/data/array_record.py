@@ -12,7 +12,8 @@ from jaxscale.data.cache import NAME, cached, stamp
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import listed, untold_header
 from jaxscale.data.remote import map_ids
-from jaxscale.data.shards import Shard, ShardWriter
+from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.data.shards import Shard
 from jaxscale.data.verified import Say
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.array_record import load_package

@@ -6,41 +6,29 @@ import json
 import os
 import shutil
 import socket
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.header import VERSION, listed, tokenizer_header, untold_header
-from jaxscale.data.lineage import join_lineages, lineage_table
-from jaxscale.data.reading import Reading, make_reading
+from jaxscale.data.header import VERSION, listed, untold_header
 from jaxscale.data.remote import Unwritable
-from jaxscale.data.shards import Shard, ShardWriter, expect_whole, open_shard, write_index
+from jaxscale.data.shard_writer import write_index
+from jaxscale.data.shards import Shard, expect_whole, open_shard
 from jaxscale.data.verified import HASHED, Say, remove, stamp_of
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import Unreadable, open_regular
 from jaxscale.system.paths import cache_dir, locked, make_private, write_json
-from jaxscale.text.config import read_settings
-from jaxscale.text.document import Document
 from jaxscale.text.sources.decode import REPAIRED, is_repair
 from jaxscale.text.sources.files import SourceFile, file_stamp
-from jaxscale.text.sources.left_out import left_out
 from jaxscale.text.sources.part import unreadable
-from jaxscale.text.tokenizer.base import Tokenizer
-from jaxscale.text.tokenizer.loss import Loss, measure_loss
 
 Opened = TypeVar("Opened")
 
-CHUNK_BYTES = 4 << 20  # of text given to the tokenizer at once: enough for all cores, little enough for any memory
 SCAN_TOKENS = 1 << 24  # of a raw .bin looked at at once
-SAY_SECONDS = 10.0
-DAMAGED_SHOWN = 5  # files named one by one; the sum tells the rest
 NAME = "tokens"
-END = b"\xff" * 4  # between documents: no id is that large
 PROBED_IDS = 1 << 16  # of a raw .bin, to see whether its type is the right one
 FEWEST_PROBED = 32  # fewer prove nothing
 
@@ -48,91 +36,6 @@ FEWEST_PROBED = 32  # fewer prove nothing
 def cache_folder(cfg: DataConfig) -> Path:
     """Where tokenised text is kept."""
     return Path(cfg.cache_dir).expanduser() if cfg.cache_dir else cache_dir()
-
-
-def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
-    """The documents of all files as one shard, from the cache if these very files were tokenised before.
-
-    Raises: BadInput if no document is left, or as read_file does.
-    """
-    made_from = {
-        "files": [[*file, *stamp(file.path)] for file in files],
-        "tokenizer": tokenizer.fingerprint,
-        "read": read_settings(cfg),
-    }
-    reading = make_reading(tokenizer, cfg, say)
-    if reading.fingerprint:
-        made_from["chat"] = reading.fingerprint
-    return cached(cfg, made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading), say)
-
-
-def tokenise(
-    folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say, reading: Reading
-) -> None:
-    """Writes the shard of `files` into `folder`. Several documents are encoded at a time."""
-    make = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, trained=reading.marks)
-    writer = ShardWriter(folder, NAME, sources=list(dict.fromkeys(file.source for file in files)), **make)
-    skipped, counts, contents = Counter(), Counter(), {file: hashlib.sha256() for file in files}
-    lineage, waiting, text_bytes, waiting_bytes = [], [], 0, 0
-    loss = Loss()
-
-    def write_waiting() -> None:
-        loss.add(measure_loss(tokenizer, [document.text for _, document, _ in waiting]))
-        encoded = reading.encode([item for *_, item in waiting])
-        for (file, _, _), (ids, learned) in zip(waiting, encoded):
-            writer.add(ids, file.source, learned)
-            counts[file] += 1
-            contents[file].update(np.asarray(ids, "<u4").tobytes() + END)
-            if learned is not None:
-                contents[file].update(np.packbits(learned).tobytes())
-        lineage.append(lineage_table([document for _, document, _ in waiting]))
-        waiting.clear()
-
-    started = said = time.monotonic()
-    say(f"tokenising {count(len(files), 'file')} with {tokenizer.name} (once; then kept in the cache)")
-    try:
-        for file, document, item in read_documents(files, reading, skipped, say):
-            waiting.append((file, document, item))
-            text_bytes, waiting_bytes = text_bytes + document.size, waiting_bytes + document.size
-            if waiting_bytes >= CHUNK_BYTES:
-                write_waiting()
-                waiting_bytes = 0
-                if (now := time.monotonic()) - said > SAY_SECONDS:
-                    said = now
-                    say(f"  {rates(writer.num_documents, text_bytes, now - started)}, in {file.name}")
-        write_waiting()
-        if not writer.num_documents:
-            some = f"{files[0].path}{' and the other files' * (len(files) > 1)}"
-            lost = left_out(skipped, 0, 0, cfg.where)
-            why = lost.line if lost else describe_skipped(skipped)
-            raise BadInput(f"{some} hold no document{f' ({why})' if why else ''}")
-    except BaseException:
-        writer.abandon()
-        raise
-    # The hash of each file is that of its documents' ids, so that a change can be named.
-    parts = [listed(file, counts[file]) | {"sha256": contents[file].hexdigest()} for file in files]
-    about = {"tokenizer": tokenizer_header(tokenizer, tokenizer.name), "eos_id": tokenizer.eos_id}
-    header = {**about, "text_bytes": text_bytes, "skipped": dict(skipped), "files": parts}
-    writer.finish(tokenizer.token_bytes, header, join_lineages(lineage))
-    progress = rates(writer.num_documents, text_bytes, time.monotonic() - started)
-    say(f"  {progress}; skipped: {describe_skipped(skipped) or 'none'}")
-    if (lost := left_out(skipped, writer.num_documents, text_bytes, cfg.where)) and lost.is_much:
-        say(f"WARNING: {lost.line}")
-    if loss.lost:
-        say(f"{'WARNING: ' * loss.is_much}{loss.line(f'data.tokenizer={tokenizer.name}', tokenizer.loss_reason)}")
-
-
-def read_documents(
-    files: Sequence[SourceFile], reading: Reading, skipped: Counter, say: Say
-) -> Iterator[tuple[SourceFile, Document, Any]]:
-    """Yields (file, document, what encode takes) of all files, and names those with documents that are not UTF-8."""
-    counted = damaged = 0
-    for file in files:
-        for document, item in reading.read(file, skipped):
-            yield file, document, item
-        if (invalid := skipped["invalid UTF-8"] - counted) and (damaged := damaged + 1) <= DAMAGED_SHOWN:
-            say(f"  {file.path}: {count(invalid, 'document')} skipped, not UTF-8 (see data.invalid_utf8)")
-        counted += invalid
 
 
 def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
@@ -333,12 +236,6 @@ def describe_skipped(skipped: dict[str, int]) -> str:
     counts = [f"{number:,} {reason}" for reason, number in skipped.items() if number and not is_repair(reason)]
     repairs = [f"{number:,} {reason.removeprefix(REPAIRED)}" for reason, number in skipped.items() if is_repair(reason)]
     return "; ".join(filter(None, [", ".join(counts), "repaired " * bool(repairs) + ", ".join(repairs)]))
-
-
-def rates(documents: int, text_bytes: int, seconds: float) -> str:
-    """Progress in one phrase."""
-    speed = text_bytes / 1e6 / max(seconds, 1e-9)
-    return f"{count(documents, 'document')}, {text_bytes / 1e6:,.1f} MB in {seconds:,.1f} s ({speed:,.1f} MB/s)"
 
 
 def count(number: int, thing: str) -> str:

@@ -1,5 +1,6 @@
 """Everything that can be wrong with the data, found before anything is read, tokenised or compiled."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 
 from jaxscale.data.cache import cache_folder, count, raw_dtype
 from jaxscale.data.config import DataConfig, mixture_names
+from jaxscale.data.fields import choose, fields_of
 from jaxscale.data.header import read_header
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import SHOWN, is_manifest
@@ -23,6 +25,7 @@ from jaxscale.text.sources.files import (
     identity,
     ignored,
     is_saved_dataset,
+    is_stream,
     list_files,
     size_of,
     stdlib_files,
@@ -44,13 +47,23 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
         problems.append(f"data.files is an empty corpus: {count(len(files), 'file')} of 0 bytes; name other files")
     if cfg.name == "tokens" and files and not problems:
         problems += token_file_problems(cfg, files, everything, seq_len, vocab_size)
-    name = cfg.tokenizer or ("" if cfg.name == "tokens" else "bytes")
+    name = cfg.tokenizer or ("" if cfg.name == "tokens" or not problems and holds_ids(cfg, files) else "bytes")
     if name:
         problems += tokenizer_problems(cfg, name, vocab_size, seq_len)
     folder = cache_folder(cfg)
     if folder.exists() and not folder.is_dir():
         problems.append(f"data.cache_dir={folder} is a file; name a folder")
     return problems
+
+
+def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
+    """True if the first file holds token ids by its schema; datasets of a hub are not asked."""
+    if not files or is_stream(files[0].path):
+        return False
+    with contextlib.suppress(BadInput, OSError):  # which reading the file raises again
+        chat = cfg.chat if cfg.name == "chat" else None
+        return choose(files[0].path, fields_of(files[0].path, cfg), cfg, chat).kind == "ids"
+    return False
 
 
 def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> None:
@@ -170,7 +183,7 @@ def token_file_problems(
             tokens += seq_len  # how many there are is known when they are read
             continue
         if header is None and not file.path.endswith(".bin"):
-            problems.append(f"{file.path} is no .bin of token ids; for text set data.name='files'")
+            problems.append(f"{file.path} is no .bin of token ids; for text, or columns of ids, set data.name='files'")
         if header is not None and header["max_id"] >= vocab_size:
             problems.append(vocabulary_problem(file.path, header["max_id"], vocab_size))
         if file in files:

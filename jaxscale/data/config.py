@@ -10,7 +10,7 @@ from jaxscale import units
 from jaxscale.data.objective_config import NextTokenConfig, ObjectiveConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import ChatConfig, Globs, ReadConfig
+from jaxscale.text.config import ChatConfig, DocumentsConfig, Globs
 
 NGRAM = 8  # tokens
 
@@ -53,10 +53,10 @@ class RowFilterConfig:
 
 
 # The standard library is plain files of text, and ids are no text.
-OF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(ReadConfig)}
+OF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(DocumentsConfig)}
 OF_RECORDS = dict.fromkeys(
-    ("text_field", "id_field", "url_field", "licence_field", "html_text", "record_format", "max_unpacked_bytes",
-     "max_unpacked_ratio"),
+    ("text_field", "ids_field", "id_field", "url_field", "licence_field", "html_text", "record_format",
+     "max_unpacked_bytes", "max_unpacked_ratio"),
     "data.name=files|chat|hf",
 )  # fmt: skip
 
@@ -65,17 +65,19 @@ MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig(ReadConfig):
-    """Which text or tokens a run reads, and how they become ids; with what ReadConfig says of reading text."""
+class DataConfig(DocumentsConfig):
+    """Which text or tokens a run reads, and how they become ids; with what DocumentsConfig says of reading them."""
 
     where: ClassVar[str] = "data."
     inherited_read_if: ClassVar[dict[str, str]] = OF_TEXT | OF_RECORDS
 
     name: Literal["stdlib", "files", "chat", "hf", "tokens", "synthetic"] = setting(
         "files",
-        "stdlib: source of this Python's standard library; files: text, tokenised once into the cache; hf: the same "
-        "of data sets of the Hugging Face hub, files being their names; chat: .jsonl of conversations (messages, or "
-        "ShareGPT's conversations), of prompt and completion, or of text, of which completions alone are learned; "
+        "stdlib: source of this Python's standard library; files: text, tokenised once into the cache, or columns of "
+        "token ids (ids_field); hf: the same "
+        "of data sets of the Hugging Face hub, files being their names; chat: .jsonl, .parquet, .arrow or data sets of "
+        "conversations (messages, or ShareGPT's conversations), of prompt and completion, or of text, of which "
+        "completions alone are learned; "
         "tokens: .bin files of ids, memory-mapped; synthetic: uniform random ids, for throughput",
     )
     files: Globs = setting(

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.header import ENDINGS, SHA256, is_good
-from jaxscale.data.shards import Shard, expect_size, open_shard, read_token_bytes, shard_files, write_synced
+from jaxscale.data.shard_writer import write_synced
+from jaxscale.data.shards import Shard, expect_size, open_shard, read_token_bytes, shard_files
 from jaxscale.data.verified import damaged, hashed
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput

@@ -18,7 +18,8 @@ import numpy as np
 from jaxscale.data.cache import cached, index_raw, stamp
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
-from jaxscale.data.shards import Shard, expect_size, write_synced
+from jaxscale.data.shard_writer import write_synced
+from jaxscale.data.shards import Shard, expect_size
 from jaxscale.data.verified import Say
 from jaxscale.system.digest import READ_BYTES
 from jaxscale.system.exits import BadInput

@@ -1,7 +1,6 @@
 """From the settings to a corpus: the one door through which the rest of the program gets its batches."""
 
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import plan_settings
-from jaxscale.data.cache import cache_folder, tokenised
+from jaxscale.data.cache import cache_folder
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.data.config import DataConfig, stages_of
 from jaxscale.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
@@ -30,13 +29,11 @@ from jaxscale.data.shards import Shard
 from jaxscale.data.split import Division, divide
 from jaxscale.data.summary import facts_of
 from jaxscale.data.token_files import common_token_bytes, open_tokens, set_of
+from jaxscale.data.tokenize import open_documents
 from jaxscale.data.verified import of_size
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.template import load_template
-from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.base import Tokenizer
-from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
-from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.units import BatchSizes
 
 VALIDATION_ROWS_SYNTHETIC = 4096
@@ -58,8 +55,8 @@ class Corpus:
     token_bytes: np.ndarray | None  # int32[vocabulary]: bytes of text that each id stands for
     fingerprint: str  # equal wherever the same tokens are divided the same way
     summary: str  # one line for the log
+    ids: SpecialIds  # that data.objective needs
     shards: tuple[Shard, ...] = ()  # that the training rows are read from
-    ids: SpecialIds | None = None  # that data.objective needs
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see data_parts
     published: str = ""  # where the prepared set lies that the shards are, with its indexes
     chat: Mapping[str, Any] | None = None  # how conversations were written: ChatTemplate.note
@@ -162,8 +159,9 @@ class Corpus:
             places = [*part, *range(-missing, 0)]
             batch, origin = apply_with_origin(self.cfg.objective, self.ids, batch, 0, places, VALIDATION_SEED)
             sources = np.take_along_axis(sources, origin, axis=1)
-            is_told = self.token_bytes is not None and reads_text_in_order(self.cfg.objective)
-            sizes = self.token_bytes[batch.targets] if is_told else np.zeros_like(batch.targets)
+            sizes = np.zeros_like(batch.targets)
+            if self.token_bytes is not None and reads_text_in_order(self.cfg.objective):
+                sizes = self.token_bytes[batch.targets]
             yield batch, sources, np.where(batch.weights > 0, sizes, 0).astype(np.int32)
 
 
@@ -190,34 +188,22 @@ def open_data(
     if cfg.name == "tokens":
         shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
     else:
-        tokenizer = load_tokenizer(cfg.tokenizer or "bytes", cfg.eos_token, cfg.bos_token)
-        if fits(tokenizer, vocab_size) and (line := tell_beyond(tokenizer, vocab_size)):
-            say(f"{tokenizer.name} {line}")
-            tokenizer = fitted(tokenizer, vocab_size)
-        shards = [tokenised(files, tokenizer, cfg, say)]
-        for line in unpinned(files, shards[0]):
-            say(line)
-        val_shards = [tokenised(val_files, tokenizer, cfg, say)] if val_files else []
+        shards, val_shards, tokenizer = open_documents(cfg, files, val_files, vocab_size, say)
     if cfg.verify == "size":
         shards, val_shards = (
             [shard._replace(expected=of_size(shard.expected)) for shard in some] for some in (shards, val_shards)
         )
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
-            raise BadInput(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
+            place = shard.header.get("largest_place") or shard.place
+            raise BadInput(vocabulary_problem(place, shard.header["max_id"], vocab_size))
+        if shard.trained_path and cfg.objective.name != "next_token":
+            raise BadInput(
+                f"labels tell what is learned of {shard.header['files'][0]['name']}; data.objective.name="
+                f"{cfg.objective.name!r} must be next_token"
+            )
     make = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     return assemble(cfg, shards, val_shards, tokenizer, say, published=set_of(cfg, files), **make)
-
-
-def unpinned(files: Sequence[SourceFile], shard: Shard) -> list[str]:
-    """A line for each data set of a hub that may have changed since its copy in the cache was made."""
-    made = datetime.date.fromtimestamp(Path(shard.bin_path).stat().st_mtime)
-    return [
-        f"{file.path}: as it was on {made}, when it was tokenised; a newer one is not looked for. "
-        "revision=COMMIT pins one"
-        for file in files
-        if file.path.startswith("hf://") and "revision=" not in file.path
-    ]
 
 
 def assemble(
@@ -275,7 +261,7 @@ def assemble(
         ids=find_ids(cfg.objective, known, token_bytes, vocab_size, seq_len),
         parts=data_parts(trained, held, made_with, settings),
         published=published,
-        chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" else None,
+        chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" and tokenizer else None,
         tokens_of_sources=dict(zip(names, plan.facts["tokens"]["train"])),
     )
 

@@ -91,7 +91,7 @@ def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tupl
     fetch_indexes(shards)
     for shard in shards:
         renumber = np.array([names.index(name) for name in shard.header["sources"]], np.uint16)
-        offsets, source_ids = shard.index.read()
+        offsets, source_ids = shard.doc_index.read()
         yield np.diff(offsets), renumber[source_ids]
 
 

@@ -31,7 +31,8 @@ def facts_of(
     facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
     if begin := tokenizer and "".join(begin_names(tokenizer)):
         facts += [f"{'prompts and texts' if cfg.name == 'chat' else 'documents'} begin with {begin}"]
-    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
+    of_ids = any(shard.header.get("ids_documents") for shard in shards)  # which end as they are
+    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token and not of_ids else []
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])
 

@@ -99,11 +99,8 @@ def open_tokens(
             with contextlib.suppress(BadInput):  # another file stands there now
                 found = load_tokenizer(header["name"], header["eos_token"], as_setting(header.get("begin_tokens", ())))
                 tokenizer = found if found.fingerprint == fingerprint else None
-    asked = tokenizer and tokenizer.begin_ids and not made_with and not cfg.bos_token
-    if asked and not most_begin_with(tokenizer.begin_ids, shards):
-        name = "".join(begin_names(tokenizer))
-        say(f"data.files: documents do not begin with {name}, as those of {cfg.tokenizer} do; see data.bos_token")
-        tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, NO_BOS)
+    if tokenizer and not made_with:
+        tokenizer = of_ids(cfg, tokenizer, shards, say)
     for shard in [*shards, *val_shards]:
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
             raise BadInput(
@@ -113,6 +110,15 @@ def open_tokens(
     return shards, val_shards, tokenizer
 
 
+def of_ids(cfg: DataConfig, tokenizer: Tokenizer, shards: Sequence[Shard], say: Say) -> Tokenizer:
+    """data.tokenizer for ids that do not tell theirs: it begins documents only if most of the first ones begin so."""
+    if not tokenizer.begin_ids or cfg.bos_token or most_begin_with(tokenizer.begin_ids, shards):
+        return tokenizer
+    name = "".join(begin_names(tokenizer))
+    say(f"data.files: documents do not begin with {name}, as those of {cfg.tokenizer} do; see data.bos_token")
+    return load_tokenizer(cfg.tokenizer, cfg.eos_token, NO_BOS)
+
+
 def renamed(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
     """The shard, of the source that the person has named its file by; with its own sources where nobody did."""
     header = shard.header
@@ -120,7 +126,7 @@ def renamed(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
         return shard
     files = [{**one, "source": file.source} for one in header["files"]]
     return shard._replace(
-        header={**header, "sources": [file.source], "files": files}, index=shard.index.of_one_source()
+        header={**header, "sources": [file.source], "files": files}, doc_index=shard.doc_index.of_one_source()
     )
 
 

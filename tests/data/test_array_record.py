@@ -18,7 +18,8 @@ from jaxscale.data.array_record import (  # noqa: E402
 )
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import ShardWriter, open_shard  # noqa: E402
+from jaxscale.data.shard_writer import ShardWriter  # noqa: E402
+from jaxscale.data.shards import open_shard  # noqa: E402
 from jaxscale.text.sources.array_record import load_package
 from jaxscale.text.sources.files import SourceFile
 

@@ -11,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.data.cache import index_raw, scanned, tokenised
+from jaxscale.data.cache import index_raw, scanned
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import read_header
-from jaxscale.data.shards import ShardWriter, dtype_for, open_shard
+from jaxscale.data.shard_writer import ShardWriter, dtype_for
+from jaxscale.data.shards import open_shard
+from jaxscale.data.tokenize import tokenised
 from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.load import ByteTokenizer
 
 # Tokenises the files given on the command line, and waits as told at the second chunk (a folder is then half written).
 SLOW_WRITER = """
 import pathlib, sys, time
-from jaxscale.data.cache import tokenised
+from jaxscale.data.tokenize import tokenised
 from jaxscale.data.config import DataConfig
 from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.load import ByteTokenizer

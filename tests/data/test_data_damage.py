@@ -13,7 +13,7 @@ from jaxscale.data.header import sealed
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import ShardWriter
+from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.run.resume_checks import open_same_data
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.text.document import Document

@@ -13,7 +13,7 @@ from jaxscale.data.lineage import lineage_table
 from jaxscale.data.names import publish_names
 from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import ShardWriter
+from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.text.document import Document
 from jaxscale.text.tokenizer.load import ByteTokenizer
 

@@ -16,7 +16,7 @@ from jaxscale.data.manifest import (
     verify_once,
     write_manifest,
 )
-from jaxscale.data.shards import ShardWriter
+from jaxscale.data.shard_writer import ShardWriter
 
 TOKENIZER = {"name": "old.json", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 SOME_FILE = {"bytes": 1, "sha256": "0" * 64}

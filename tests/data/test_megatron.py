@@ -19,7 +19,8 @@ from jaxscale.data.megatron import (
     read_index,
 )
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import ShardWriter, open_shard
+from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.data.shards import open_shard
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.files import SourceFile
 

@@ -8,7 +8,7 @@ import tokenizers
 
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import check_data, evenly_spread, open_data
-from jaxscale.data.shards import ShardWriter
+from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.data.split import held_out
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.system import open_files

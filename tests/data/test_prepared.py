@@ -14,7 +14,8 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import ShardWriter, open_shard
+from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.data.shards import open_shard
 from jaxscale.text.tokenizer.load import ByteTokenizer
 
 SEQ_LEN = 64

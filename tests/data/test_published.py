@@ -10,7 +10,8 @@ from gcs_emulator import BIG, Fault
 from jaxscale.corpus.publish import publish
 from jaxscale.data.manifest import read_manifest, write_manifest
 from jaxscale.data.remote import ShardCache, locator, map_ids, shard_cache
-from jaxscale.data.shards import ShardWriter, fetch_indexes, read_lineage
+from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.data.shards import fetch_indexes, read_lineage
 from jaxscale.data.token_files import open_remote_set
 from jaxscale.system.storage import open_bucket
 

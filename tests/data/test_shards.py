@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from jaxscale.data.header import ENDINGS
 from jaxscale.data.lineage import lineage_bytes, lineage_table
-from jaxscale.data.shards import ShardWriter, open_shard, read_lineage
+from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.data.shards import open_shard, read_lineage
 
 TOKENIZER = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 

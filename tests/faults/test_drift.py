@@ -14,7 +14,7 @@ from jaxscale.config import RunConfig
 from jaxscale.config_file import load_config
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import ShardWriter
+from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.run import resume_checks as same_run
 from jaxscale.run.changes import record_changes
 from jaxscale.run.opening import open_run

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data.config import DataConfig
+from jaxscale.data.fields import Choice
 from jaxscale.data.objective_config import PrefixLmConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.reading import make_reading
@@ -178,7 +179,7 @@ def test_a_record_that_is_not_utf8_or_holds_nul_is_skipped_repaired_or_named_as_
 
     def documents(**changes):
         reading = make_reading(load_tokenizer("bytes"), DataConfig(**{**vars(cfg), **changes}), lambda line: None)
-        read = reading.read(SourceFile(cfg.files, "chat.jsonl", "text"), skipped := Counter())
+        read = reading.read(SourceFile(cfg.files, "chat.jsonl", "text"), Choice("chat"), skipped := Counter())
         return [document.text for document, _ in read], skipped
 
     assert documents() == (["fine"], {"NUL bytes": 2, "invalid UTF-8": 2, "bytes left out": 44})
@@ -262,11 +263,11 @@ def test_the_cache_and_the_fingerprint_follow_what_is_learned(tmp_path):
         changed = DataConfig(**{**vars(cfg), "chat": chat})
         return open_data(changed, seq_len=32, vocab_size=300, seed=0, say=said.append)
 
-    pair, swapped = (
-        ChatConfig(prompt_field="q", completion_field="a"),
-        ChatConfig(prompt_field="text", completion_field="q"),
+    pair, swapped, other = (
+        ChatConfig(prompt_field=prompt, completion_field=completion)
+        for prompt, completion in (("q", "a"), ("text", "q"), ("a", "text"))
     )
-    prints = [open_one(chat).fingerprint for chat in (ChatConfig(), pair, swapped, pair)]
+    prints = [open_one(chat).fingerprint for chat in (other, pair, swapped, pair)]
     assert len(set(prints)) == 3 and prints[1] == prints[3]
     assert sum("tokenising" in line for line in said) == 3
     for marks in (tmp_path / "cache").glob("tokens-*/tokens.trained"):

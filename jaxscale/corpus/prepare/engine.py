@@ -180,8 +180,6 @@ def prepare(
     with locked(output / LOCK, functools.partial(in_use, output)):
         made_by = hash_of({**versions(), "layout": LAYOUT})[:8]  # other versions may give other bytes
         folder = output / f"work-{plan.key}-{made_by}"
-        for line in plan.notes:
-            progress.say(line)
         if is_open(plan, output, folder, progress.say):
             make_set(plan, output, folder, executor, progress, strict)
         elif strict:
