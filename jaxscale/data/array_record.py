@@ -3,6 +3,7 @@
 Grain asks for group_size:1, without which each read of a record unpacks its neighbours too.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -73,8 +74,8 @@ def array_record_shard(
     if eos_id is None:
         raise BadInput(f"{file.path} does not tell where documents end; set data.eos_id, or data.tokenizer")
     made_from = {"array record": [*file, *stamp(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}
-    make = dict(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id)
-    return cached(cfg, made_from, lambda folder: import_array_record(file, folder, **make), say)
+    make = functools.partial(import_array_record, file, dtype=dtype, vocab_size=vocab_size, eos_id=eos_id)
+    return cached(cfg, made_from, make, say)
 
 
 def import_array_record(file: SourceFile, folder: Path, *, dtype: str, vocab_size: int, eos_id: int) -> None:

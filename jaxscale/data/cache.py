@@ -83,7 +83,7 @@ def index_raw(
     sha256, largest, ends = hashlib.sha256(), 0, [np.zeros(1, np.int64)]
     for start in range(0, len(ids), SCAN_TOKENS):
         part = np.asarray(ids[start : start + SCAN_TOKENS])
-        sha256.update(part)
+        sha256.update(part.data)
         if part.min() < 0 or part.max() >= negative_from:
             raise BadInput(f"{file.path} holds negative ids: it is no file of token ids")
         largest = max(largest, int(part.max()))

@@ -206,7 +206,13 @@ def named(globs: Globs, name: str) -> Globs:
     if name != "hf":
         return globs
     if isinstance(globs, dict):
-        return {source: named(inner, name) for source, inner in globs.items()}
+        split = lambda some: hub_name(some) if isinstance(some, str) else tuple(map(hub_name, some))
+        return {source: split(some) for source, some in globs.items()}
     if isinstance(globs, tuple):
-        return tuple(named(inner, name) for inner in globs)
-    return globs if globs.startswith(STREAMS) or is_saved_dataset(globs) else f"hf://{globs}"
+        return tuple(map(hub_name, globs))
+    return hub_name(globs)
+
+
+def hub_name(glob: str) -> str:
+    """The name with the scheme of a hub, unless it has a scheme or is the path of a saved dataset."""
+    return glob if glob.startswith(STREAMS) or is_saved_dataset(glob) else f"hf://{glob}"

@@ -208,10 +208,11 @@ class DataConfig(DocumentsConfig):
 
 def stages_of(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
     """(start, weights) of each stage as they are written. Raises BadInput for what is neither form of the setting."""
-    staged = [isinstance(value, Mapping) for value in mixture.values()]
-    if any(staged) and not all(staged):
+    staged = [(start, value) for start, value in mixture.items() if isinstance(value, Mapping)]
+    if staged and len(staged) < len(mixture):
         raise BadInput("mixture must be {source: weight}, or {start: {source: weight}}, not both in one")
-    stages = list(mixture.items()) if any(staged) else [("0", mixture)]
+    weights = {name: value for name, value in mixture.items() if not isinstance(value, Mapping)}
+    stages: list[tuple[str, Weights]] = [*staged] or [("0", weights)]
     for start, weights in stages:
         units.parse("data.mixture's start", start)
         if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):

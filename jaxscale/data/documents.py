@@ -184,6 +184,7 @@ class Documents:
 
     def locate(self, numbers: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
         """(file, where in it a part's first token is) of each."""
+        assert self.files is not None, "places are looked up of documents that have files"
         files = self.files.first_documents.searchsorted(numbers, side="right") - 1
         begins = self.positions(numbers) - self.files.first_tokens[files]
         return files, begins if part == TRAIN else begins + self._own(numbers, part)[0]
@@ -256,5 +257,8 @@ def bisect(array: np.ndarray, low: np.ndarray, high: np.ndarray, keys: np.ndarra
 def token_set(files: Sequence[tuple[str, str, str, int, int, Mapping[str, Expected]]]) -> TokenSet:
     """Of (path, dtype, path of the marks or '', documents, tokens, what its files must stay) of each file."""
     paths, dtypes, trained, documents, tokens, expected = zip(*files)
-    firsts = [np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]) for sizes in (documents, tokens)]
-    return TokenSet(paths, dtypes, *firsts, trained, {path: known for each in expected for path, known in each.items()})
+    first_documents, first_tokens = (
+        np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]) for sizes in (documents, tokens)
+    )
+    known = {path: one for each in expected for path, one in each.items()}
+    return TokenSet(paths, dtypes, first_documents, first_tokens, trained, known)

@@ -97,7 +97,7 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
     """Raises BadInput for what is missing or of another kind."""
     for key, kind in HEADER.items():
         value = header.get(key)
-        if type(value) is not kind or not all(name in value for name in INNER.get(key, ())):
+        if value is None or type(value) is not kind or not all(name in value for name in INNER.get(key, ())):
             raise BadInput(f"{path} has no good {key!r}; {WAY_OUT}")
         if kind is int and value < 0:
             raise BadInput(f"{path} has no good {key!r}: it is {value}; {WAY_OUT}")

@@ -133,12 +133,14 @@ class Ledger:
                 pieces = self._rows.pieces(np.array([row]))
                 ends = np.cumsum(pieces.lengths)
                 (at,) = np.flatnonzero(pieces.documents == number)
-                piece = [int(column[at]) for column in (ends - pieces.lengths, pieces.lengths, pieces.skipped)]
+                begin, length, before = (
+                    int(column[at]) for column in (ends - pieces.lengths, pieces.lengths, pieces.skipped)
+                )
                 for place in self.batches.order.places_of(row, max(0, stop_place)).tolist():
                     n, in_batch = self.batches.sizes.find(place)
                     step = step_of(n, self.skipped)
                     if step is not None and step < stop:
-                        sights.append((step, self.entry(in_batch, *piece, number)))
+                        sights.append((step, self.entry(in_batch, begin, length, before, number)))
         return sorted(sights, key=lambda sight: (sight[0], sight[1].row))
 
     def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> Entry:
@@ -220,19 +222,20 @@ def look_through(shard: Shard, document: str, file: str, offset: int | None) -> 
     import pyarrow
     import pyarrow.compute
 
+    compute: Any = pyarrow.compute  # whose functions are made while it is imported
     first = 0
     with open_lineage(shard.lineage_path) as lineage:
         for group in range(lineage.num_row_groups):
             table = lineage.read_row_group(group, columns=["file", "offset", "id"], use_threads=False)
-            here = pyarrow.compute.equal(table["id"], document)
+            here = compute.equal(table["id"], document)
             if file and offset is not None:
                 names = table["file"].cast(pyarrow.string())
                 meant = [name for name in names.unique().to_pylist() if on_one_line(name) == file]  # as it is listed
-                there = pyarrow.compute.and_(
-                    pyarrow.compute.is_in(names, pyarrow.array([file, *meant], pyarrow.string())),
-                    pyarrow.compute.equal(table["offset"], offset),
+                there = compute.and_(
+                    compute.is_in(names, pyarrow.array([file, *meant], pyarrow.string())),
+                    compute.equal(table["offset"], offset),
                 )
-                here = pyarrow.compute.or_(here, there)
+                here = compute.or_(here, there)
             yield from (first + np.flatnonzero(here.to_numpy())).tolist()
             first += table.num_rows
 

@@ -85,9 +85,9 @@ def read_index(path: Path) -> MegatronIndex:
         stop = place + np.dtype(dtype).itemsize * count
         parts.append(np.asarray(raw[place:stop]).view(dtype))
         place = stop
-    index = MegatronIndex(
-        code, *parts, np.asarray(raw[place:]).view(np.int8) if sequences and place < len(raw) else None
-    )
+    lengths, pointers, documents = parts
+    modes = np.asarray(raw[place:]).view(np.int8) if sequences and place < len(raw) else None
+    index = MegatronIndex(code, lengths, pointers, documents, modes)
     check_index(path, index)
     return index
 

@@ -121,7 +121,7 @@ def from_record(record: Sequence[Sequence[Any]], names: Sequence[str]) -> Mixtur
     """The mixture of this record. names: of the sources, in the corpus's order, and as losses are reported."""
     counts = [np.array([named.get(name, 0) for name in names], np.int64) for _, named in record]
     stages = [Stage(int(first), pattern_of(counts_G)) for (first, _), counts_G in zip(record, counts)]
-    return Mixture(names, tuple(stages), reported_names=tuple(names))
+    return Mixture(tuple(names), tuple(stages), reported_names=tuple(names))
 
 
 def same_past(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence[Any]] | None, rows: int) -> bool:

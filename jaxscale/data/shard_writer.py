@@ -84,7 +84,9 @@ class ShardWriter:
         """
         if source not in self._sources:
             raise BadInput(f"{self._base}: source {source!r} is none of {self._sources}")
-        ids = ids if is_whole else np.append(ids, self._eos_id)
+        if not is_whole:
+            assert self._eos_id is not None, "a shard without an end token has whole documents"
+            ids = np.append(ids, self._eos_id)
         self.add_block(ids, [len(ids)], [self._sources.index(source)], trained, is_whole=is_whole)
 
     def add_block(

@@ -94,8 +94,9 @@ def lists(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
     Raises: BadInput if the column is not there, or is no lists.
     """
     import pyarrow
-    from pyarrow import compute
+    import pyarrow.compute
 
+    compute: Any = pyarrow.compute  # whose functions are made while it is imported
     if type_of(batch.schema, name) is None:
         raise BadInput(f"{path} has no column {name!r} in some of its rows; write it again with one schema")
     column = column_of(batch, name)
