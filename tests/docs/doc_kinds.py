@@ -47,7 +47,7 @@ KINDS = (
     Kind(OTHERS, r"^(gcloud|docker|hf|wandb|xprof|export|touch) ", "another program"),
     Kind(
         OTHERS,
-        r"^(JAXSCALE_\w+=\S+ )?(pytest|ruff|\.ci/run|python docs/(build|scale_tables)\.py|python tests/)",
+        r"^(JAXSCALE_\w+=\S+ )?(pytest|ruff|pyright|\.ci/run|python docs/(build|scale_tables)\.py|python tests/)",
         "a tool of this repository",
     ),
     Kind(DRY, r"^(launch/\S+\.(sh|sbatch)|sbatch) ", "a cloud or a cluster"),
