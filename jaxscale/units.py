@@ -171,8 +171,8 @@ def dollars(amount: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """'1 host', '4 hosts', '2 microbatches'."""
-    ending = "es" if noun.endswith("ch") else "s"
+    """'1 host', '4 hosts', '2 microbatches', '2 processes'."""
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:,} {noun}{ending * (number != 1)}"
 
 

@@ -57,8 +57,8 @@ class Checkpoints:
     ):
         """note: takes every event. may_commit: raises Stop if the run's lock is not ours any more.
 
-        reports: how all processes of a run learn of a failure after the same step; None for a single process. phase:
-        the watchdog's, for the thread that saves.
+        reports: makes poll() report a failure after the same step in all processes; None for a single process, and
+        where nothing polls: wait() raises in all processes alike. phase: the watchdog's, for the thread that saves.
         """
         self.directory, self.cfg, self.note = paths.absolute(directory), cfg, note
         self.reports = reports or Failures()
@@ -80,6 +80,11 @@ class Checkpoints:
 
         self.preparing = threading.Thread(target=work, name="prepare-saving", daemon=True)
         self.preparing.start()
+
+    def wait_prepared(self) -> None:
+        """Returns when what prepare() started has ended."""
+        if self.preparing is not None:
+            self.preparing.join()
 
     # What is there.
 
@@ -277,8 +282,7 @@ class Checkpoints:
     def start(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
         """Hands a copy of the state over to the thread that saves."""
         self.due = self.postponed = False
-        if self.preparing is not None:
-            self.preparing.join()
+        self.wait_prepared()
         snapshot = take_snapshot(named_leaves(state))
         self.saver.start(Job(next_key("save"), step, snapshot, json.dumps(run), health, metrics))
 
@@ -336,8 +340,7 @@ class Checkpoints:
 
         most_seconds: give up on the save after so long, without an error: the caller has one already.
         """
-        if self.preparing is not None:
-            self.preparing.join()  # an interpreter that ends while it compiles dies of a signal
+        self.wait_prepared()  # an interpreter that ends while it compiles dies of a signal
         if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:
             return  # poll has said so
         if most_seconds is not None and not self.saver.join(most_seconds):

@@ -5,7 +5,7 @@
 Measured, in 8 minutes: matrix products, memory and links beside the datasheet; every device beside the others; each
 kernel beside its definition in float32; a training step of the 1B class, or a smaller one that fits, beside the
 compiler's memory and the roofline, and how much of its communication is hidden; saves and restores. It writes
-FOLDER/qualify.html and FOLDER/qualify.json, after each probe anew, and keeps the step for `jaxscale plan`.
+FOLDER/qualify.html and FOLDER/qualify.json again after each probe, and keeps the step for `jaxscale plan`.
 
 Of several hosts each runs the same command, and the first one writes. Exit code 0: qualified; 3: below a floor, or a
 probe failed; 15: a probe hung.
@@ -21,12 +21,13 @@ from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name
-from jaxscale.hardware import find_chip
+from jaxscale.hardware import Chip, find_chip
 from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.hosts.watchdog import Watchdog
+from jaxscale.planning.check import check_machine
 from jaxscale.qualify.page import summary_lines
-from jaxscale.qualify.result import Floors, Limits, Machine, Qualification
+from jaxscale.qualify.result import Floors, Limits, Machine, Qualification, usual_mfu_floor
 from jaxscale.qualify.run import PROBES, qualify
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
@@ -65,7 +66,7 @@ class QualifyFlags(cluster.HostFlags):
 
     out: str = flag("qualify", "where the page and the JSON are written", "FOLDER")
     saves: str | None = flag(
-        None, "where saves are tried, gs:// too; default FOLDER. 4 GiB of each host, removed afterwards", "FOLDER"
+        None, "where saves are tried, gs:// too; default FOLDER. 4 GiB of each process, removed afterwards", "FOLDER"
     )
     minutes: float = flag(
         8.0, "no probe begins after that; one that takes as long alone hangs (exit 15)", "8", read=above_0
@@ -77,19 +78,21 @@ class QualifyFlags(cluster.HostFlags):
     products_floor: float = floor(DEFAULTS.products, "least share of the datasheet's FLOP/s, in each type")
     bandwidth_floor: float = floor(DEFAULTS.bandwidth, "of its memory bandwidth")
     links_floor: float = floor(DEFAULTS.links, "of its link bandwidth, at the largest size along one dimension")
-    mfu_floor: float = floor(DEFAULTS.mfu, "least MFU of the step")
+    mfu_floor: float | None = flag(
+        None, "least MFU of the step; default 0.38 on chips of H100's architecture, none on others", "0.4", read=above_0
+    )
     memory_within: float = floor(
         DEFAULTS.memory_within, "how far the step's peak may be from the compiler's figure, as a share of that"
     )
-    slow: float = floor(DEFAULTS.slow, "a device that takes so many times as long as the median is slow")
+    slow: float = floor(DEFAULTS.slow, "a device is slow that takes more than this times the median")
 
-    def floors(self) -> Floors:
-        """What the machine must reach."""
+    def floors(self, chip: Chip | None) -> Floors:
+        """The limits of the figures on these chips."""
         return Floors(
             products=self.products_floor,
             bandwidth=self.bandwidth_floor,
             links=self.links_floor,
-            mfu=self.mfu_floor,
+            mfu=usual_mfu_floor(chip) if self.mfu_floor is None else self.mfu_floor,
             memory_within=self.memory_within,
             slow=self.slow,
         )
@@ -123,15 +126,19 @@ def model_of(arguments: Arguments) -> tuple[str, RunConfig] | None:
 def measure(flags: QualifyFlags, own_model: tuple[str, RunConfig] | None, team: cluster.Team) -> Qualification:
     """All that was found, by this process and the others."""
     folder, seconds = paths.absolute(flags.out), 60 * flags.minutes
+    if own_model is not None:  # before minutes of other probes; none of its data are read
+        cfg = own_model[1]
+        check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))
     if jax.process_index() == 0:
         paths.make_run_dir(folder, paths.PRIVATE)
     limits = Limits.all(max(LEAST_LIMIT, seconds))
     with Watchdog(folder, limits, others=team, setting="--minutes") as dog:
         devices = tuple(jax.devices())
+        chip = find_chip(devices[0].device_kind)
         machine = Machine(
             devices=devices,
-            chip=find_chip(devices[0].device_kind),
-            floors=flags.floors(),
+            chip=chip,
+            floors=flags.floors(chip),
             folder=folder,
             save_folder=flags.saves or folder,
             seconds=seconds,

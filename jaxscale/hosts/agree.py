@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from jax._src import distributed
@@ -26,6 +26,8 @@ SEEN_SECONDS = 30  # for a file to be seen by other machines: network file syste
 ALL_SECONDS = 10
 FIRST_PAUSE_SECONDS = 0.002  # between looks at what the others have given; doubled up to SLICE_SECONDS
 SLICE_SECONDS = 0.25  # of waiting without a look at signals: the kernel may hand one to another thread
+CAUSE_CHARACTERS = 300  # of an error that all processes get
+T = TypeVar("T")
 ALREADY, LATE = "ALREADY_EXISTS", "DEADLINE_EXCEEDED"  # how the service's errors begin
 
 
@@ -74,6 +76,36 @@ def agreed(
     if line is None:
         raise Stop(Exit.PEER_LOST, f"process 0 said nothing for {seconds:g} s; start all again")
     return json.loads(line)
+
+
+class FailedElsewhere(Exception):
+    """Raised by in_all() where the work failed in other processes only; the message has their causes."""
+
+
+def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
+    """Returns this process's work(), if it succeeds in all processes. All call it at the same place of the program.
+
+    Raises: what work() raised, and FailedElsewhere in the other processes: none of them continues alone into a
+    collective. seconds: for the slowest.
+    """
+    key, result, error = next_key("in_all"), None, None
+    try:
+        result = work()
+    except Exception as failure:
+        error = failure
+    causes = gathered(key, error and f"{type(error).__name__}: {error}"[:CAUSE_CHARACTERS], seconds)
+    if error is not None:
+        raise error
+    if failed := [f"process {process}: {cause}" for process, cause in enumerate(causes) if cause]:
+        raise FailedElsewhere("; ".join(failed))
+    return cast(T, result)
+
+
+def align_keys(key: str) -> None:
+    """Gives all processes the same next_key() again, after one of them left a block early. key: the same in all."""
+    number = next(OWN_NUMBERS)
+    for _ in range(gathered(key, number, made_of=max) - number):
+        next(OWN_NUMBERS)
 
 
 def all_here(peer: Peer | None = None) -> None:
@@ -189,7 +221,11 @@ def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], sec
             peer.client.key_value_set(f"{key}/to/{process}", json.dumps(answers[process]))
 
     gathered(key, mine, seconds, hand_out, peer)
-    return own[0] if peer.process == 0 else json.loads(waited(peer.client, f"{key}/to/{peer.process}", ALL_SECONDS))
+    if peer.process == 0:
+        return own[0]
+    if (line := waited(peer.client, f"{key}/to/{peer.process}", ALL_SECONDS)) is None:
+        raise TimeoutError(late(0, ALL_SECONDS))
+    return json.loads(line)
 
 
 def forget(key: str) -> None:

@@ -1,4 +1,4 @@
-"""How fast each mesh axis moves data, and which host is slow: what `jaxscale bench collectives` measures."""
+"""Measures for `jaxscale bench collectives`: the bandwidth of each mesh axis, and slow hosts."""
 
 import datetime
 import os
@@ -32,7 +32,7 @@ MEASURES = ("product", "copy", "permute")  # what a process does on its own, and
 
 
 def read_mesh(arguments: Arguments) -> MeshConfig:
-    """The mesh of --config, with --config.mesh.AXIS=N put in; all devices along fsdp if nothing is said."""
+    """The mesh of --config with --config.mesh.AXIS=N; all devices along fsdp without either."""
     if arguments.config:
         return config_file.load_config(arguments.config, arguments.overrides).mesh
     if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
@@ -53,7 +53,7 @@ def read_sizes(text: str) -> list[int]:
 
 
 def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats: int) -> dict[str, Any]:
-    """What --json prints: seconds and bandwidth of each kind, size and axis, and each process's own times.
+    """The record of --json: seconds and bandwidth of each kind, size and axis, and the times of each process.
 
     A collective is timed from its call to its result, a call after the other, and the median of `repeats` counts, at
     the process where it is longest. bytes_per_s is what one device sends: of an array of S bytes over k devices,
@@ -138,7 +138,7 @@ def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -
 
 
 def own_numbers(what: str, size: int, devices: int) -> int:
-    """How many float32 numbers a device holds before the collective, if the larger of before and after is `size`."""
+    """float32 numbers of a device before the collective, if the larger of before and after has `size` bytes."""
     return size // 4 // (devices if what == "all-gather" else 1)
 
 

@@ -1,4 +1,4 @@
-"""What jax compiles, and how long that takes."""
+"""Counts and times what JAX compiles."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's name for one co
 
 
 class CompileLog:
-    """What jax says of its compilations while this is entered."""
+    """Records JAX's compilations while this is entered."""
 
     def __init__(self):
         self.seconds: dict[str, list[float]] = {}  # by name of the function, one for each program
@@ -16,7 +16,7 @@ class CompileLog:
 
     @property
     def count(self) -> int:
-        """How many programs were compiled, or read from the cache."""
+        """The number of programs that were compiled, or read from the cache."""
         return sum(map(len, self.seconds.values()))
 
     def __enter__(self) -> "CompileLog":
@@ -28,11 +28,11 @@ class CompileLog:
         jax.monitoring.unregister_event_duration_listener(self.note)
         jax.monitoring.unregister_event_listener(self.note_hit)
 
-    def note(self, event: str, seconds: float, **facts: Any) -> None:
+    def note(self, event: str, duration_secs: float, **facts: Any) -> None:
         """Listens to durations."""
         if event == COMPILED:
             name = str(facts.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            self.seconds.setdefault(name, []).append(seconds)
+            self.seconds.setdefault(name, []).append(duration_secs)
 
     def note_hit(self, event: str, **facts: Any) -> None:
         """Listens to events."""

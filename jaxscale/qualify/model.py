@@ -1,5 +1,6 @@
-"""A training step of a size that fits: its speed, memory and overlap, beside what the compiler says of it."""
+"""A training step of a size that fits: its speed, memory and overlap, compared with the compiler's figures."""
 
+import dataclasses
 import datetime
 import math
 import statistics
@@ -15,9 +16,9 @@ from jaxscale.ahead.report import Report
 from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
-from jaxscale.hosts.agree import agreed
+from jaxscale.hosts.agree import agreed, gathered, in_all, next_key
 from jaxscale.monitor.machine import memory_metrics
-from jaxscale.monitor.runinfo import run_info
+from jaxscale.monitor.runinfo import versions
 from jaxscale.planning.check import device_bytes
 from jaxscale.planning.fitting import UNCOUNTED
 from jaxscale.planning.measured import Measured
@@ -41,27 +42,35 @@ SEQ_LEN, VOCAB_SIZE, HEAD_DIM = 4096, 32_768, 128
 WAYS = [(8, "none"), (4, "none"), (8, "minimal"), (4, "minimal"), (2, "none"), (4, "full"), (1, "full")]
 USABLE = 0.9  # of the memory: the estimate is one, and the compiler and the other probes take their part
 WARMUP, LEAST_STEPS, MOST_STEPS, TRACED_STEPS = 2, 3, 20, 3
+BY_6N = "MFU, counted as 6 FLOPs a parameter and token alone"  # without attention, with the embedding's lookup
 TIMED_SHARE = 1 / 8  # of the time for all probes
 
 
 def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
     """Tokens/s, MFU, memory and overlap of the largest of WIDTHS that fits; and what `jaxscale plan` keeps of it."""
     for name, cfg in candidates(machine):
-        try:
-            program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), machine.devices)
-            if not fits(program, machine):
-                continue
-            executable = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if not str(error).startswith("RESOURCE_EXHAUSTED"):
-                raise
-            continue  # the estimate was wrong, and the compiler knows
-        return measure_program(name, program, executable, machine)
+        compiled = in_all(lambda cfg=cfg: compile_step(cfg, machine), machine.seconds)
+        in_all_processes = gathered(next_key("fits"), compiled is not None, made_of=all)
+        if compiled is not None and in_all_processes:
+            return measure_program(name, *compiled, machine)
     return Probe(name="step", problem="no step of the smallest model fits into the memory of a device"), None
 
 
+def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None:
+    """(program, compiled step) of the config; None where it does not fit into the memory of a device."""
+    program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), machine.devices)
+    if not fits(program, machine):
+        return None
+    try:
+        return program, program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return None  # the estimate was wrong, and the compiler knows
+
+
 def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
-    """(name, config) of what may be timed, the largest and fastest first; on a CPU the smaller spec of `bench step`."""
+    """Yields (name, config) to try, the largest and fastest first; on a CPU the smaller spec of `bench step`."""
     if machine.own_model is not None:
         yield machine.own_model
         return
@@ -81,7 +90,7 @@ def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
 
 
 def fits(program: Program, machine: Machine) -> bool:
-    """Whether the estimate leaves some of the devices' memory; true where that is not known."""
+    """True if the estimate leaves some of the devices' memory free, or their memory is not known."""
     there = device_bytes(list(machine.devices))
     return there is None or memory_need(program).total <= USABLE * there
 
@@ -96,7 +105,7 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
     run.steps(number)
     timed, peak = run.seconds[-number:], device_peak()
     report = describe(name, program, executable, machine)
-    figures = [*speed_figures(program, timed, report, machine), *memory_figures(before, peak, report, machine)]
+    figures = [*speed_figures(program.cfg, timed, report, machine), *memory_figures(before, peak, report, machine)]
     try:
         overlap, notes = overlap_figures(executable.as_text(), lambda: run.steps(TRACED_STEPS))
     except (BadInput, OSError, RuntimeError) as error:
@@ -115,7 +124,7 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
 
 
 class Run:
-    """The state of a step that is run again and again, and the batches that are still to come."""
+    """The state of a step that runs repeatedly, and its remaining batches."""
 
     def __init__(self, program: Program, executable: Any):
         self.program, self.executable = program, executable
@@ -126,20 +135,20 @@ class Run:
         self.losses: list[float] = []
 
     def steps(self, number: int) -> None:
-        """Runs so many steps, each waited for."""
+        """Runs `number` steps, each waited for."""
         for _ in range(number):
             took, _, loss, self.state = run_step(self.program, self.executable, self.state, self.batches.pop())
             self.seconds.append(took)
             self.losses.append(loss)
 
 
-def device_peak() -> int | None:
+def device_peak() -> float | None:
     """The most bytes that a device of this process has held; None where the platform does not say."""
     return memory_metrics([device.memory_stats() for device in jax.local_devices()])["device_peak_bytes"]
 
 
 def describe(name: str, program: Program, executable: Any, machine: Machine) -> Report | None:
-    """What preflight reports of a step, of the executable that runs here; None without a datasheet."""
+    """Preflight's report of the executable that runs; None without a datasheet."""
     if machine.chip is None:
         return None
     devices = list(machine.devices)
@@ -153,27 +162,34 @@ def describe(name: str, program: Program, executable: Any, machine: Machine) -> 
     return make_report(name, program, here, Compiled(memory, facts, None, 0.0, 0.0, installed_versions(), today))
 
 
-def speed_figures(program: Program, timed: list[float], report: Report | None, machine: Machine) -> list[Figure]:
-    """Tokens/s; MFU and the time beside the roofline where there is a datasheet."""
-    cfg = program.cfg
+def speed_figures(cfg: RunConfig, timed: list[float], report: Report | None, machine: Machine) -> list[Figure]:
+    """Tokens/s; where there is a datasheet also MFU, counted two ways, and the time compared with the roofline.
+
+    "MFU" counts 6 FLOPs for each parameter of a matrix that a token is multiplied with, the output projection included
+    and the embedding's lookup not, and the products of attention over the keys that a query sees.
+    """
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
     found = [
         Figure(name="speed of the step", value=tokens / step, unit="tokens/s", low=tokens / high, high=tokens / low)
     ]
-    against = {}
+    time = Figure(name="time of a step", value=step, unit="s", low=low, high=high)
     if report is not None and report.roofline is not None:
-        against = dict(against=report.roofline.at_least_s, source="the least by the roofline, as preflight shows it")
-    found.append(Figure(name="time of a step", value=step, unit="s", low=low, high=high, **against))
+        bound, source = report.roofline.at_least_s, "the least by the roofline, as preflight shows it"
+        time = dataclasses.replace(time, against=bound, source=source)
+    found.append(time)
     if machine.chip is not None:
-        peak_seconds = cfg.flops_per_token * tokens / (machine.chip.peak_flops * len(machine.devices))
-        mfu = {"value": peak_seconds / step, "low": peak_seconds / high, "high": peak_seconds / low}
-        found.append(Figure(name="MFU", unit="share", least=machine.floors.mfu, **mfu))
+        for name, flops, least in (
+            ("MFU", cfg.flops_per_token, machine.floors.mfu), (BY_6N, 6 * cfg.model.active_params, None)
+        ):  # fmt: skip
+            peak = flops * tokens / (machine.chip.peak_flops * len(machine.devices))
+            mfu = Figure(name=name, value=peak / step, unit="share", low=peak / high, high=peak / low, least=least)
+            found.append(mfu)
     return found
 
 
-def memory_figures(before: int | None, peak: int | None, report: Report | None, machine: Machine) -> list[Figure]:
-    """The most that a device held, beside what the compiler said; none where an earlier probe held more."""
+def memory_figures(before: float | None, peak: float | None, report: Report | None, machine: Machine) -> list[Figure]:
+    """The peak memory of a device, compared with the compiler's figure; [] if an earlier probe used more."""
     if peak is None or report is None or report.peak_bytes is None or peak <= (before or 0):
         return []
     said, within = report.peak_bytes, machine.floors.memory_within
@@ -186,7 +202,7 @@ def memory_figures(before: int | None, peak: int | None, report: Report | None, 
 
 
 def measured_of(name: str, program: Program, step_seconds: float) -> Measured:
-    """What `jaxscale plan` keeps of the step, as `bench step --save` does."""
+    """The step in the form that `jaxscale plan` reads, as `bench step --save` writes it."""
     cfg, devices = program.cfg, list(program.mesh.devices.flat)
     flops = cfg.flops_per_token * cfg.tokens_per_step
     return Measured(
@@ -200,5 +216,5 @@ def measured_of(name: str, program: Program, step_seconds: float) -> Measured:
         step_seconds=step_seconds,
         flops_per_second=flops / step_seconds,
         date=datetime.date.today().isoformat(),
-        versions=run_info()["versions"],
+        versions=versions(),
     )

@@ -1,4 +1,4 @@
-"""How much of the collectives' time products run in: a trace of a few steps, read with the program that was traced.
+"""The share of the collectives' time in which products run: a trace of a few steps, read with its program.
 
 jax's profiler says when each instruction ran on each device; the program's text says which of them are products, which
 collectives, and which two are the start and the end of one.
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What a program's instructions are to a reader of its trace, by name."""
+    """The roles of a program's instructions in its trace, by name."""
 
     products: frozenset[str]
     collectives: frozenset[str]
@@ -101,11 +101,12 @@ def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]
 
 
 def read_overlap(events: Iterable[Event], roles: Roles) -> Overlap:
-    """What the events say. Asynchronous collectives are under way from their start to the end of their -done."""
+    """The overlap of the events. Asynchronous collectives last from their start to the end of their -done."""
     by_device: dict[str, list[Event]] = collections.defaultdict(list)
     for event in events:
         by_device[event.device].append(event)
-    totals, exposed = collections.Counter(), collections.Counter()
+    totals: dict[str, float] = collections.defaultdict(float)  # nanoseconds
+    exposed: dict[str, float] = collections.defaultdict(float)
     unpaired: set[str] = set()
     for found in by_device.values():
         products = union((event.begin, event.end) for event in found if event.op in roles.products)
@@ -120,7 +121,8 @@ def read_overlap(events: Iterable[Event], roles: Roles) -> Overlap:
         [f"{len(unpaired)} asynchronous collectives whose start is in another part of the program"] if unpaired else []
     )
     seconds = {name: value / 1e9 for name, value in totals.items()}
-    longest = tuple((op, nanoseconds / 1e9) for op, nanoseconds in exposed.most_common(MOST_NAMED) if nanoseconds > 0)
+    by_time = sorted(exposed.items(), key=lambda item: -item[1])[:MOST_NAMED]
+    longest = tuple((op, nanoseconds / 1e9) for op, nanoseconds in by_time if nanoseconds > 0)
     zero = dict.fromkeys(("busy", "collective", "covered"), 0.0)
     return Overlap(**zero | seconds, exposed=longest, untold=tuple(untold))
 
@@ -166,12 +168,12 @@ def common(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """How long they are together."""
+    """The sum of their lengths."""
     return sum(end - begin for begin, end in spans)
 
 
 def trace(run: Callable[[], Any]) -> list[Event]:
-    """What each device of this process ran while run() did, by jax's profiler. run() waits for its own result."""
+    """The instructions that each device of this process ran during run(), which waits for its result."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="jaxscale-trace-") as folder:
@@ -189,7 +191,8 @@ def read_events(data: Any) -> list[Event]:
         for line in plane.lines if place or plane.name == "/host:CPU" else ():
             for event in line.events:
                 facts = dict(event.stats)
-                op = facts.get("hlo_op") or (place and OP.match(event.name) and OP.match(event.name)[1])
+                written = OP.match(event.name) if place else None
+                op = facts.get("hlo_op") or (written and written[1])
                 if op:
                     device = place[0] if place else f"cpu {facts.get('device_ordinal', 0)}"
                     found.append(Event(device, str(op), event.start_ns, event.start_ns + event.duration_ns))

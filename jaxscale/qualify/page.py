@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxscale.qualify.result import NO_DATASHEET, Figure, Floors, Probe, Qualification, amount
+from jaxscale.qualify.result import NO_DATASHEET, Figure, Floors, Probe, Qualification, amount, limits
 from jaxscale.reporting.page import whole_page
 from jaxscale.reporting.sections import Section
 from jaxscale.reporting.tables import Cell, n, table
@@ -29,6 +29,7 @@ def make_page(result: Qualification) -> str:
     facts = [
         ("devices", result.devices, result.chip or "no datasheet"),
         ("hosts", str(len(result.hosts)), ", ".join(result.hosts[:4])),
+        ("processes", str(result.num_processes), ""),
         *headlines(result),
         ("took", duration(result.seconds), result.date[:16].replace("T", " ") + " UTC"),
     ]
@@ -59,7 +60,7 @@ def verdict(result: Qualification) -> tuple[str, str]:
 
 
 def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
-    """The few figures that are asked for first."""
+    """(name, value, share of the datasheet) of the figures at the top of the page."""
     for probe in result.probes:
         for figure in probe.figures:
             if figure.name in ("speed of the step", "MFU", "overlap: collective time in which products run") or (
@@ -73,17 +74,21 @@ def probe_html(probe: Probe) -> str:
     """The state of a probe, its figures and its notes."""
     state = f'<p><span class="state {SHOWN[probe.state]}">{escape(probe.state)}</span></p>'
     rows = [figure_row(figure) for figure in probe.figures]
-    filled = [any(isinstance(row[place], str) or row[place].html for row in rows) for place in range(len(HEAD))]
+    filled = [any(row[place].html for row in rows) for place in range(len(HEAD))]
     keep = lambda cells: [cell for cell, wanted in zip(cells, filled) if wanted]
     kinds = ["trouble" if figure.passed is False else "" for figure in probe.figures]
-    notes = [*([probe.problem] if probe.problem else []), *probe.notes]
-    told = "".join(f'<p class="left">{escape(note)}</p>' for note in notes)
-    return state + table(keep(HEAD), map(keep, rows), kinds) + told
+    notes = "".join(f'<p class="left">{escape(line)}</p>' for line in lines_below(probe))
+    return state + table(keep(HEAD), map(keep, rows), kinds) + notes
 
 
-def figure_row(figure: Figure) -> list[str | Cell]:
+def lines_below(probe: Probe) -> list[str]:
+    """The lines below the figures of a probe: what failed, here and in other processes, then notes."""
+    return [*filter(None, (probe.problem, *probe.elsewhere)), *probe.notes]
+
+
+def figure_row(figure: Figure) -> list[Cell]:
     """The cells of a figure."""
-    told = lambda value: n("" if value is None else amount(value, figure.unit))
+    number = lambda value: n("" if value is None else amount(value, figure.unit))
     quiet = lambda text: Cell(escape(text), "t")
     share = figure.share
     bar = ""
@@ -93,13 +98,7 @@ def figure_row(figure: Figure) -> list[str | Cell]:
     mark = {True: "passed", False: "not passed", None: ""}[figure.passed]
     values = (figure.value, figure.low, figure.high, figure.against)
     part = n("" if share is None else f"{share:.1%}")
-    return [Cell(escape(figure.name), "w"), *map(told, values), part, Cell(bar), quiet(limits(figure)), quiet(mark)]
-
-
-def limits(figure: Figure) -> str:
-    """'at least 593 TFLOP/s'."""
-    told = [f"at least {amount(figure.least, figure.unit)}"] if figure.least is not None else []
-    return " and ".join(told + ([f"at most {amount(figure.most, figure.unit)}"] if figure.most is not None else []))
+    return [Cell(escape(figure.name), "w"), *map(number, values), part, Cell(bar), quiet(limits(figure)), quiet(mark)]
 
 
 def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
@@ -112,7 +111,11 @@ def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
             f"{floors.links:.0%}",
             "of the datasheet's link bandwidth, largest size, along one dimension",
         ),
-        ("--mfu_floor", f"{floors.mfu:.0%}", "of the datasheet's FLOP/s, by the training step"),
+        (
+            "--mfu_floor",
+            "none" if floors.mfu is None else f"{floors.mfu:.0%}",
+            "of the datasheet's FLOP/s, by the training step",
+        ),
         ("--memory_within", f"{floors.memory_within:.0%}", "of the compiler's figure, either way, for the step's peak"),
         ("--slow", f"{floors.slow:g}", "times the median device"),
     ]
@@ -126,18 +129,19 @@ def floors_html(result: Qualification) -> str:
 
 def summary_lines(result: Qualification) -> list[str]:
     """The result for a terminal: each figure with a limit or beside the datasheet, then the floors and the verdict."""
-    lines = [f"{result.devices} on {plural(len(result.hosts), 'host')}; {result.datasheet or NO_DATASHEET}"]
+    where = f"{plural(result.num_processes, 'process')} on {plural(len(result.hosts), 'host')}"
+    lines = [f"{result.devices}, {where}; {result.datasheet or NO_DATASHEET}"]
     for probe in result.probes:
         lines += ["", f"{probe.name}: {probe.state}, {duration(probe.seconds)}"]
         rows = [
             (
                 figure.name, amount(figure.value, figure.unit),
-                "" if figure.share is None else f"{figure.share:.1%} of {amount(figure.against, figure.unit)}",
+                f"{figure.share:.1%} of {amount(figure.against, figure.unit)}" if figure.against else "",
                 limits(figure), "NOT PASSED" if figure.passed is False else "",
             )
             for figure in probe.figures
         ]  # fmt: skip
         lines += text_table(rows, right=(1,)) if rows else []
-        lines += [f"  {note}" for note in ([probe.problem] if probe.problem else []) + list(probe.notes)]
+        lines += [f"  {line}" for line in lines_below(probe)]
     floors = ", ".join(f"{flag}={floor}" for flag, floor, _ in floor_rows(result.floors))
     return [*lines, "", f"floors: {floors}", verdict(result)[0]]

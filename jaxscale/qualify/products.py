@@ -1,4 +1,4 @@
-"""Matrix products and memory of a device, beside the datasheet; and every device beside the others.
+"""Matrix products and memory of a device, compared with the datasheet; and devices with each other.
 
 N width of the square operands
 """
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxscale.hardware import Chip, Device
-from jaxscale.hosts.agree import gathered, next_key
+from jaxscale.hosts.agree import gathered, in_all, next_key
 from jaxscale.qualify.result import NO_DATASHEET, Figure, Machine, Probe, first_words, held
 from jaxscale.qualify.timing import Timed, timed
 
@@ -56,13 +56,13 @@ def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float 
     """(type of the operands, the datasheet's FLOP/s or None)."""
     if chip is None:
         return [("float32", None), ("bfloat16", None)]
-    found = [("bfloat16" if chip.bfloat16 else "float16", chip.peak_flops)]
+    found: list[tuple[str, float | None]] = [("bfloat16" if chip.bfloat16 else "float16", chip.peak_flops)]
     found += [("int8", chip.int8_flops)] if chip.int8_flops else []
     return found + ([("float8_e4m3fn", chip.fp8_flops)] if chip.fp8_flops else [])
 
 
 def product_width(device: Device) -> int:
-    """Of the operands: a fraction of a second in all."""
+    """The width of the operands, for a fraction of a second in all."""
     return CPU_WIDTH if device.platform == "cpu" else WIDTH
 
 
@@ -132,16 +132,14 @@ def product_seconds(device: Device, repeats: int = REPEATS) -> float:
 
 
 def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds) -> Probe:
-    """Each device of all processes beside the median of all; those that are slow, by name.
+    """Compares each device of all processes with the median; names those that are slow.
 
     The simulated devices of a CPU share its cores, so that of each process one is timed.
     """
     local = [device for device in machine.devices if device.process_index == jax.process_index()]
     shared = machine.on_cpu and len(local) > 1 and time_device is product_seconds
-    mine = [
-        dataclasses.asdict(DeviceTime(device_name(d), socket.gethostname(), jax.process_index(), time_device(d)))
-        for d in (local[:1] if shared else local)
-    ]
+    time_one = lambda d: DeviceTime(device_name(d), socket.gethostname(), jax.process_index(), time_device(d))
+    mine = in_all(lambda: [dataclasses.asdict(time_one(d)) for d in (local[:1] if shared else local)], machine.seconds)
     rows = [DeviceTime(**row) for rows in gathered(next_key("devices"), mine) for row in rows]
     notes = ["simulated devices share the processor: one of each process was timed"] if shared else []
     if len(rows) == 1:

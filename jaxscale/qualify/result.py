@@ -1,6 +1,7 @@
-"""What a qualification found: figures beside what they are held against, probe by probe, and the verdict."""
+"""The result of a qualification: figures and what they are compared with, by probe, and the verdict."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ NO_DATASHEET = "no datasheet for this machine: its figures are compared with not
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Floors:
-    """What a machine must reach to be qualified.
+    """Limits that a machine must meet to be qualified.
 
     But for MFU, memory and slow devices they were chosen, not measured: so far below its datasheet a chip is ill, or
     is not the one that was ordered, rather than badly programmed.
@@ -23,14 +24,23 @@ class Floors:
     products: float = 0.6  # of the datasheet's FLOP/s
     bandwidth: float = 0.6  # of the datasheet's bytes/s of memory
     links: float = 0.4  # of the datasheet's bytes/s of the links along one axis, at the largest size
-    mfu: float = reached_on(H100)[0].low  # the least that `plan` expects of these
+    mfu: float | None = None  # of the datasheet's FLOP/s, by the training step; None: no floor
     memory_within: float = 0.05  # of the compiler's own figure, either way: what preflight says would not hold here
     slow: float = 1.25  # times the median of all devices: below that, chips of one kind differ without being ill
 
 
+def usual_mfu_floor(chip: Chip | None) -> float | None:
+    """The least published MFU of H100, for chips of its architecture; None for others.
+
+    Elsewhere none is published for models as small as the one that is timed, or none at all.
+    """
+    same = chip is not None and chip.architecture == H100.architecture
+    return reached_on(H100)[0].low if same else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long each probe may take before it counts as a hang, in seconds: phases of the watchdog."""
+    """Seconds of each probe after which it counts as a hang: phases of the watchdog."""
 
     products_seconds: float
     devices_seconds: float
@@ -51,7 +61,7 @@ UNWATCHED = Watchdog(None, Limits.all(0.0))
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is qualified."""
+    """The machine, and how it is qualified."""
 
     devices: tuple[Device, ...]  # of all processes
     chip: Chip | None  # the datasheet; None for a device that the table does not have, and for a CPU
@@ -89,12 +99,12 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """Of what it is compared with; None where there is nothing."""
+        """The value as a share of what it is compared with; None without that."""
         return self.value / self.against if self.against else None
 
     @property
     def passed(self) -> bool | None:
-        """Whether it is within its limits; None where it has none. What is no number is not."""
+        """True if the value is within its limits, False also for NaN; None without limits."""
         if self.least is None and self.most is None:
             return None
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -102,7 +112,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What one kind of measurement found. `problem`: why it found nothing, or not all, in words."""
+    """The figures of one kind of measurement. `problem`: why there are none, or not all, in words."""
 
     name: str
     figures: tuple[Figure, ...] = ()
@@ -111,12 +121,17 @@ class Probe:
     left_out: bool = False  # for lack of time, or because it was not asked for
     seconds: float = 0.0
     traceback: str = ""  # of what ended it
+    elsewhere: tuple[str, ...] = ()  # what is outside its limits in other processes, a line each
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """The figures of this process that are outside their limits, a line each."""
+        return tuple(f"{one.name}: {limit_words(one)}" for one in self.figures if one.passed is False)
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What speaks against the machine, a line each."""
-        found = [f"{one.name}: {limit_words(one)}" for one in self.figures if one.passed is False]
-        return (*found, self.problem) if self.problem else tuple(found)
+        """All reasons for which the machine is not qualified, a line each."""
+        return tuple(filter(None, (*self.outside, *self.elsewhere, self.problem)))
 
     @property
     def state(self) -> str:
@@ -125,8 +140,9 @@ class Probe:
             return "left out"
         if self.problem:
             return "failed"
-        verdicts = {one.passed for one in self.figures}
-        return "below" if False in verdicts else "passed" if True in verdicts else "measured"
+        if self.outside or self.elsewhere:
+            return "below"
+        return "passed" if any(one.passed for one in self.figures) else "measured"
 
 
 ProbeFunction = Callable[[Machine], Probe]
@@ -137,7 +153,8 @@ class Qualification:
     """All that was found, as qualify.json has it."""
 
     devices: str
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # by name, each once
+    num_processes: int
     chip: str | None
     datasheet: str  # its source, or that there is none
     floors: Floors
@@ -149,7 +166,7 @@ class Qualification:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What speaks against the machine, a line each, its probe in front."""
+        """All reasons for which the machine is not qualified, a line each, after the name of its probe."""
         return tuple(f"{probe.name}: {line}" for probe in self.probes for line in probe.failures)
 
     @property
@@ -158,23 +175,29 @@ class Qualification:
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what is not a finite number is text."""
+        """Plain data for JSON. A number that is not finite becomes text: JSON has no NaN."""
         found = dataclasses.asdict(self) | {"passed": self.passed, "failures": self.failures}
         for plain, probe in zip(found["probes"], self.probes):
             plain["state"] = probe.state
             for row, figure in zip(plain["figures"], probe.figures):
                 row["share"], row["passed"] = figure.share, figure.passed
+                row.update({key: str(x) for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)})
         return found
 
 
 def limit_words(figure: Figure) -> str:
     """'412 TFLOP/s, 41.6% of 989 TFLOP/s, and at least 593 TFLOP/s are wanted'."""
-    told = amount(figure.value, figure.unit)
-    if figure.share is not None:
-        told += f", {figure.share:.1%} of {amount(figure.against, figure.unit)}"
-    wanted = [f"at least {amount(figure.least, figure.unit)}"] if figure.least is not None else []
-    wanted += [f"at most {amount(figure.most, figure.unit)}"] if figure.most is not None else []
-    return f"{told}; wanted {' and '.join(wanted)}" if wanted else told
+    text = amount(figure.value, figure.unit)
+    if figure.against and figure.share is not None:
+        text += f", {figure.share:.1%} of {amount(figure.against, figure.unit)}"
+    return f"{text}; wanted {wanted}" if (wanted := limits(figure)) else text
+
+
+def limits(figure: Figure) -> str:
+    """'at least 593 TFLOP/s'; '' without a limit."""
+    lower = [f"at least {amount(figure.least, figure.unit)}"] if figure.least is not None else []
+    upper = [f"at most {amount(figure.most, figure.unit)}"] if figure.most is not None else []
+    return " and ".join(lower + upper)
 
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -205,7 +228,7 @@ Rate = tuple[float, float, float]  # the median, and the spread
 
 
 def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Figure:
-    """A Figure of a rate, beside the datasheet if there is one, and held against a floor that is a share of it."""
+    """A Figure of a rate, compared with the datasheet if there is one; `floor` is a share of that."""
     median, low, high = rate
     found = Figure(name=name, value=median, unit=unit, low=low, high=high)
     if not datasheet:

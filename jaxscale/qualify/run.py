@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxscale.hosts.agree import agreed, gathered, next_key
-from jaxscale.monitor.runinfo import run_info
+from jaxscale.hosts.agree import FailedElsewhere, agreed, align_keys, gathered, next_key
+from jaxscale.monitor.runinfo import versions
 from jaxscale.planning.measured import QUALIFY, Measured, keep_measured
 from jaxscale.qualify.kernels import measure_kernels
 from jaxscale.qualify.links import measure_links
@@ -22,16 +22,17 @@ from jaxscale.qualify.products import measure_devices, measure_products
 from jaxscale.qualify.result import Machine, Probe, ProbeFunction, Qualification, first_words
 from jaxscale.qualify.storage import measure_storage
 from jaxscale.system import paths
-from jaxscale.system.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop, tell
 from jaxscale.units import duration
 
+WAIT_SECONDS = 300.0  # at the end of a probe for the slowest process, if --minutes is not more
 # Seconds that a probe is taken to need on an accelerator, most for compiling. Assumed, and used for the time to go.
 EXPECTED = {"products": 20.0, "devices": 20.0, "links": 60.0, "kernels": 90.0, "step": 180.0, "storage": 60.0}
 PROBES = tuple(EXPECTED)
 
 
 class Kept:
-    """What a probe leaves for `jaxscale plan` beside its figures."""
+    """The step that the step probe leaves for `jaxscale plan`."""
 
     measured: Measured | None = None
 
@@ -55,9 +56,10 @@ def qualify(
     A probe that fails is reported in words. One that hangs is the watchdog's, whose phases machine.phase gives.
     """
     began, kept = clock(), Kept()
-    hosts = tuple(gathered(next_key("hosts"), socket.gethostname()))
+    hosts = tuple(dict.fromkeys(gathered(next_key("hosts"), socket.gethostname())))
     found: list[Probe] = []
     wanted = [name for name in PROBES if name in only]
+    result = describe(machine, hosts, (), 0.0, tuple(wanted))
     for name, function in probe_functions(kept).items():
         elapsed = agreed(lambda: clock() - began)
         if name not in only:
@@ -79,28 +81,42 @@ def qualify(
 
 
 def to_go(done: Collection[str], ahead: Collection[str], elapsed: float) -> str:
-    """'about 3m20s to go', by what is expected, at the pace so far."""
+    """'about 3m20s to go', from the expected times and the pace so far."""
     pace = elapsed / sum(EXPECTED[name] for name in done) if done else 1.0
     return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} to go"
 
 
 def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callable[[], float]) -> Probe:
-    """The probe, with what failed in words, here or in another process, and how long it took."""
-    began = clock()
+    """The probe with its failures in this and in other processes, and its seconds.
+
+    A process that fails in work of its own joins the others again at the end of the probe. One that fails in a
+    collective leaves them waiting in it, and their watchdog ends all.
+    """
+    began, key, process = clock(), next_key("probe"), jax.process_index()
     try:
         with machine.phase(name):
             probe = function(machine)
+    except FailedElsewhere:
+        probe = Probe(name=name)
     except Exception as error:
         if isinstance(error, Stop) and error.code == Exit.PEER_LOST:
             raise
         probe = Probe(name=name, problem=first_words(error), traceback=traceback.format_exc())
-    others = []
-    for process, failures in enumerate(gathered(next_key("probe"), list(probe.failures))):
-        if process != jax.process_index():
-            others += [f"process {process}: {line}" for line in failures if line not in probe.failures]
-    if others:
-        probe = dataclasses.replace(probe, problem="; ".join([*filter(None, [probe.problem]), *others]))
-    return dataclasses.replace(probe, seconds=clock() - began)
+        if jax.process_count() > 1:  # the others may wait for this one, for as long as a probe may take
+            tell(f"process {process}: {name} failed: {probe.problem}")
+    try:
+        answers = gathered(key, [probe.problem, list(probe.outside)], max(WAIT_SECONDS, machine.seconds))
+    except TimeoutError as error:
+        raise Stop(Exit.PEER_LOST, f"{name}: {error}; start all again") from None
+    if any(problem for problem, _ in answers):
+        align_keys(f"{key}/numbers")
+    problems, outside = [probe.problem] if probe.problem else [], []
+    for other, (problem, lines) in enumerate(answers):
+        if other != process:
+            problems += [f"process {other}: {problem}"] if problem and problem != probe.problem else []
+            outside += [f"process {other}: {line}" for line in lines]
+    joined = "; ".join(problems)
+    return dataclasses.replace(probe, problem=joined, elsewhere=tuple(outside), seconds=clock() - began)
 
 
 def probe_line(probe: Probe) -> str:
@@ -116,20 +132,21 @@ def describe(
     return Qualification(
         devices=f"{len(machine.devices)} x {machine.devices[0].device_kind}",
         hosts=hosts,
+        num_processes=jax.process_count(),
         chip=chip and chip.name,
         datasheet=chip.source if chip else "",
         floors=machine.floors,
         probes=probes,
         seconds=seconds,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions=run_info()["versions"],
+        versions=versions(),
         unfinished=unfinished,
     )
 
 
 def write(result: Qualification, folder: Any) -> None:
     """Writes qualify.json and qualify.html."""
-    text = json.dumps(result.to_dict(), indent=1, default=str)
+    text = json.dumps(result.to_dict(), indent=1, default=str, allow_nan=False)
     paths.write_text_atomic(folder / "qualify.json", text + "\n")
     paths.write_text_atomic(folder / "qualify.html", make_page(result))
 

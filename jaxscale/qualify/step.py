@@ -105,6 +105,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         state = jax.block_until_ready(program.init())
         batches = random_batches(program, 1 + warmup + steps)
         hits, losses, seconds, cpu_seconds = log.from_cache, [], [], []
+        first_step_s, from_cache = None, False
         for batch in batches:
             took, cpu_took, loss, state = run_step(program, program.train_step, state, batch)
             losses.append(loss)
@@ -133,7 +134,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "compiled_times": len(compiled),
         "compile_from_cache": from_cache,
         "first_step_s": None if first_step_s is None else round(first_step_s, 2),
-        "rss_mb": round(memory["host_peak_bytes"] / 2**20),
+        "rss_mb": round((memory["host_peak_bytes"] or 0) / 2**20),
         "device_peak_mb": memory["device_peak_bytes"] and round(memory["device_peak_bytes"] / 2**20),
         "loss0": round(losses[0], 4),
         "lossN": round(losses[-1], 4),

@@ -1,6 +1,7 @@
 """Kernels are held against their definitions in float32, and one that does something else is found."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -40,5 +41,8 @@ def test_a_kernel_is_near_its_definition_and_another_is_not(cases, name):
     assert 0 < value <= case.value_most and gradient <= case.gradient_most
     wrong = dataclasses.replace(case, kernel=lambda *x: case.kernel(*x) * jnp.asarray(1.1, jnp.bfloat16))
     assert min(kernels.errors_of(wrong)) > case.gradient_most
+    half = lambda x: x + 0 * jnp.sqrt(x - x)  # the same value; its gradient is NaN
+    last = dataclasses.replace(case, kernel=lambda *x: case.kernel(*x[:-1], half(x[-1])))
+    assert kernels.errors_of(last)[0] <= case.value_most and math.isnan(kernels.errors_of(last)[1])
     bent = dataclasses.replace(case, exact=lambda *x: jnp.tanh(case.exact(*x)))
     assert kernels.errors_of(bent)[0] > case.value_most

@@ -1,7 +1,7 @@
 """What qualify runs, writes and refuses. Nothing here asserts a speed: clocks of a shared machine prove nothing."""
 
-import dataclasses
 import json
+import pathlib
 
 import headless
 import jax
@@ -13,12 +13,12 @@ from jaxscale.hardware import CHIPS
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.measured import read_measured
-from jaxscale.qualify import products, run
+from jaxscale.qualify import model, products, run, storage
 from jaxscale.qualify.links import figure_of, meshes
 from jaxscale.qualify.page import make_page, summary_lines
 from jaxscale.qualify.products import DeviceTime, beside_median, measure_devices, product_seconds
 from jaxscale.qualify.result import Figure, Floors, Limits, Machine, Probe, amount, held
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 H100 = CHIPS["NVIDIA H100 80GB HBM3"]
 TINY = """
@@ -196,6 +196,37 @@ def test_what_is_no_number_passes_no_floor():
     assert Figure(name="a", value=float("nan"), unit="share", most=0.1).passed is False
 
 
+def test_the_result_is_strict_json_though_a_figure_is_no_number(tmp_path):
+    figure = Figure(name="softcap: value", value=float("nan"), unit="share", most=0.1, high=float("inf"))
+    found = run.describe(machine(tmp_path), ("here",), (Probe(name="kernels", figures=(figure,)),), 1.0, ())
+    run.write(found, tmp_path)
+    refuse = lambda word: pytest.fail(f"{word} is no JSON")
+    row = json.loads((tmp_path / "qualify.json").read_text(), parse_constant=refuse)["probes"][0]["figures"][0]
+    assert (row["value"], row["high"], row["passed"]) == ("nan", "inf", False)
+
+
+def test_saves_that_a_killed_qualification_left_are_removed_first(tmp_path):
+    left = tmp_path / storage.FOLDER / "timed" / "0"  # with the same bits it would be taken for saved, in no time
+    left.mkdir(parents=True)
+    with storage.empty_folder(tmp_path) as folder:
+        assert folder == tmp_path / storage.FOLDER and not folder.exists()
+        left.mkdir(parents=True)
+    assert not folder.exists()
+
+
+def test_mfu_is_counted_two_ways_which_the_page_of_the_h200_has(tmp_path):
+    topology = open_machine("h200:8")
+    one = machine(tmp_path, devices=tuple(topology.devices[:1]), chip=topology.chip)
+    name, cfg = next(model.candidates(one))
+    assert (name, cfg.model.num_params) == ("1B", 1_126_262_784)
+    seconds = cfg.tokens_per_step / 60_482
+    figures = {figure.name: figure.value for figure in model.speed_figures(cfg, [seconds], None, one)}
+    shares = [f"{figures[name]:.1%}" for name in ("MFU", model.BY_6N)]
+    assert shares == ["45.6%", "41.3%"]
+    page = pathlib.Path("docs/qualify.md").read_text()
+    assert all(text in page for text in (*shares, "60,482 tokens/s", "1,126,262,784"))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -215,4 +246,17 @@ def test_random_operands_are_multiplied_as_they_say():
     assert flops == products.QUEUED * 2 * 64**3 and found.calls == 1
     a = jnp.arange(-8, 8, dtype=jnp.int8).reshape(4, 4)
     assert (products.multiply(a, a) == a.astype(jnp.int32) @ a.astype(jnp.int32).T).all()
-    assert dataclasses.asdict(Floors())["mfu"] == 0.38
+
+
+def test_a_config_that_does_not_fit_the_devices_is_refused_before_any_probe(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    flags = [f"--out={tmp_path / 'out'}", f"--config={tmp_path / 'tiny.py'}", "--config.mesh.tensor=3", "--only=step"]
+    with pytest.raises(Stop, match="needs a multiple of 3 devices") as stopped:
+        verb.main(flags)
+    assert stopped.value.code == Exit.BAD_INPUT and not (tmp_path / "out").exists()
+
+
+def test_the_floor_of_mfu_is_of_the_architecture_that_it_was_published_for():
+    usual = lambda name: verb.QualifyFlags().floors(next(c for c in CHIPS.values() if c.name.startswith(name))).mfu
+    assert [usual(name) for name in ("H100", "H200", "T4", "TPU v5p")] == [0.38, 0.38, None, None]
+    assert verb.QualifyFlags(mfu_floor=0.5).floors(None).mfu == 0.5 and verb.QualifyFlags().floors(None).mfu is None
