@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from jaxscale.cli import run_verb
 from jaxscale.cli.shrink import as_overrides, shrink, with_its_training
 from jaxscale.command_line import Arguments, flag
+from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name
 from jaxscale.help_text import command
 from jaxscale.lab import running
-from jaxscale.lab.experiment import Wishes
+from jaxscale.lab.experiment import Options
 from jaxscale.lab.experiments import EXPERIMENTS
 from jaxscale.lab.page import capital, lab_page
 from jaxscale.lab.trial import Base, Result, Trial, distinct
@@ -42,9 +43,9 @@ def numbers(kind: type):
             found = tuple(kind(part.replace("_", "")) for part in text.split(","))
         except ValueError:
             found = ()
-        if not found or min(found) <= 0:
+        if not found or not all(0 < number < math.inf for number in found):
             raise BadInput(f"--{name}={text} must be numbers above 0 with commas, such as 1,2,4")
-        return found
+        return tuple(dict.fromkeys(found))
 
     return read
 
@@ -91,7 +92,10 @@ class LabFlags:
         0.0, "ladder: trains a model of so many times the parameters of the largest rung too", "10", read=times_above_1
     )
     names: tuple[str, ...] = flag(
-        (), "rate, optimizers: optimizers; precision: forms", "adamw,lion", read=lambda _, text: tuple(text.split(","))
+        (),
+        "rate, optimizers: optimizers; precision: forms",
+        "adamw,lion",
+        read=lambda _, text: tuple(dict.fromkeys(text.split(","))),
     )
     vary: tuple[str, ...] = flag((), "vary: a setting and its values; all combinations are run", "NAME=VALUE,VALUE")
     jobs: int = flag(0, "runs at a time; 0: one for each core, on CPUs", least=0)
@@ -107,8 +111,9 @@ def main(arguments: Arguments) -> int:
     flags, name = arguments.flags, arguments.subverb
     check_flags(flags, name)
     base = base_of(arguments)
+    check_held_out(base.cfg)
     work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
-    wishes = Wishes(
+    options = Options(
         flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names, read_vary(flags.vary)
     )
     jobs = flags.jobs or running.default_jobs(os.environ.get("JAX_PLATFORMS"))
@@ -125,7 +130,7 @@ def main(arguments: Arguments) -> int:
 
     experiment = EXPERIMENTS[name]
     try:
-        found = experiment.answer(base, wishes, run)
+        found = experiment.answer(base, options, run)
     except Planned:
         return 0
     put("", experiment.question, *(f"  {capital(line)}" for line in found.verdict))
@@ -161,6 +166,16 @@ def check_flags(flags: LabFlags, name: str) -> None:
             raise BadInput(f"--{flag_name} is for jaxscale lab {', '.join(experiments)}; lab {name} does not read it")
     if flags.seeds and name == "resume":
         raise BadInput("lab resume compares runs of one seed; leave --seeds out")
+
+
+def check_held_out(cfg: RunConfig) -> None:
+    """Raises BadInput for a config whose runs end without a held-out loss: each would count as diverged."""
+    if not cfg.eval.num_rows:
+        raise BadInput("eval.num_rows=0, and the lab compares held-out losses; give --config.eval.num_rows=64")
+    if not (cfg.data.val_fraction or cfg.data.val_files or cfg.data.name == "synthetic"):
+        raise BadInput(
+            "no data are held out, and the lab compares held-out losses; give --config.data.val_fraction=0.01"
+        )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
-from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, curves_of, drawing, line, mean_line
+from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, curves_of, drawing, line, mean_line
 from jaxscale.lab.rate import BATCH, FACTORS, RATE, bounds, floor_of, inside, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.planning.scaling import critical_batch as published_batch
@@ -33,14 +33,14 @@ LIMITS = (
 )
 
 
-def batch_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def batch_trials(base: Base, options: Options) -> list[Trial]:
     """Batches x rates around the square root rule x seeds, each for the same tokens."""
     own, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
-    for batch in wishes.batches or tuple(usual * times for times in TIMES):
+    for batch in options.batches or tuple(usual * times for times in TIMES):
         root = (batch / usual) ** 0.5
-        rates = wishes.rates or [own.peak_lr * root * factor for factor in FACTORS[1:4]]
-        found += over_rates(base, {BATCH: batch}, rates, wishes.seeds_of(2))
+        rates = options.rates or [own.peak_lr * root * factor for factor in FACTORS[1:4]]
+        found += over_rates(base, {BATCH: batch}, rates, options.seeds_of(2))
     return found
 
 
@@ -48,6 +48,7 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
     """Short runs that learn nothing, from the weights of a finished one: their gradients' norms are what is wanted."""
     still = floor_of(base.cfg.optim, 0.0) | {
         "optim.warmup_tokens": 0, "init.from_path": best.folder, "checkpoint.save_every_steps": 0,
+        "monitor.log_every_steps": 1,
     }  # fmt: skip
     return [
         base.with_settings({BATCH: batch, RATE: 0.0}, 0, still | {"train_tokens": f"{NOISE_STEPS} steps"})
@@ -55,9 +56,9 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
     ]
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Tokens and steps to one loss over the batch; the critical batch both ways."""
-    results = inside(run(batch_trials(base, wishes)), wishes, run, of_batch)
+    results = inside(run(batch_trials(base, options)), options, run, of_batch)
     if not (best := best_rates(results, of_batch)):
         return Conclusion(["At every batch and rate a run diverged."], LIMITS, PREDICTED, [], (), [])
     return conclude(results, run(noise_trials(base, min(best, key=of_batch))))
@@ -177,7 +178,8 @@ def noise_text(still: Sequence[Result]) -> str:
     """The noise scale in words."""
     norms = [[row["grad_norm"] for row in r.history.rows if row.get("grad_norm")] for r in still]
     try:
-        scale = noise_scale(*(float(r.at(BATCH)) for r in still), *norms)
+        small, large = (float(r.at(BATCH)) for r in still)
+        scale = noise_scale(small, large, *norms)
     except NotTold as error:
         return f"The gradient noise scale at the end of training could not be told: {error}."
     steps = units.count(len(norms[0]))

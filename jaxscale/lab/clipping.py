@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.lab.estimate import mean
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, mean_line
+from jaxscale.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line
 from jaxscale.lab.rate import RATE, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
@@ -17,18 +17,18 @@ PREDICTED = (
 )
 
 
-def clipping_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def clipping_trials(base: Base, options: Options) -> list[Trial]:
     """With and without x rates x seeds."""
     own, found = base.cfg.optim, []
     for clip in (own.clip_norm or USUAL, 0.0):
-        rates = wishes.rates or [own.peak_lr * factor for factor in FACTORS]
-        found += over_rates(base, {CLIP: clip}, rates, wishes.seeds_of(2))
+        rates = options.rates or [own.peak_lr * factor for factor in FACTORS]
+        found += over_rates(base, {CLIP: clip}, rates, options.seeds_of(2))
     return found
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """The highest rate at which no run was lost, with clipping and without."""
-    return conclude(run(clipping_trials(base, wishes)))
+    return conclude(run(clipping_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -5,7 +5,7 @@ length of training.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,16 +28,22 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         """With as many digits as the interval is worth, two of its width."""
-        if self.low is None:
+        if self.low is None or self.high is None:
             return f"{self.value:.4g}"
         width = (self.high - self.low) / max(abs(self.value), 1e-300)
         digits = min(max(2, 1 + math.ceil(-math.log10(width))), 6) if 0 < width < math.inf else 4
-        value, low, high = (f"{number:.{digits}g}" for number in self)
+        value, low, high = (f"{number:.{digits}g}" for number in (self.value, self.low, self.high))
         return f"{value} ({low} to {high})"
 
     def has(self, value: float) -> bool:
-        """Whether the interval holds the value; False without one."""
-        return self.low is not None and self.low <= value <= self.high
+        """True if the value is in the interval; False without an interval."""
+        return self.low is not None and self.high is not None and self.low <= value <= self.high
+
+    def mapped(self, f: Callable[[float], float]) -> "Estimate":
+        """f, which never falls, of the number and of both ends of its interval."""
+        if self.low is None or self.high is None:
+            return Estimate(f(self.value))
+        return Estimate(f(self.value), f(self.low), f(self.high))
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -95,10 +101,8 @@ def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
         raise NotTold("no run of these did not diverge")
     edges = [edge for _, _, edge in lowest]
     logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
-    exp = lambda value: None if value is None else math.exp(value)
     edge = max(sorted(edges, reverse=True), key=edges.count)  # as many inside as at an end: it may lie beyond
-    ends = (None, None) if edge else (exp(logs.low), exp(logs.high))
-    return Optimum(Estimate(math.exp(logs.value), *ends), values, edge)
+    return Optimum((Estimate(logs.value) if edge else logs).mapped(math.exp), values, edge)
 
 
 def vertex(curve: Mapping[float, float]) -> tuple[float, float, str]:
@@ -128,17 +132,11 @@ class Power(NamedTuple):
 def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
     """The power law through points, by least squares of logarithms; the interval is of what they scatter about it."""
     x, y = np.log(xs), np.log(ys)
-    found = stats.linregress(x, y)
-    freedom = len(xs) - 2
-    half = t_of(freedom) * found.stderr if freedom > 0 else None
-    slope = float(found.slope)
-    interval = (None, None) if half is None else (slope - half, slope + half)
-    return Power(Estimate(slope, *map(as_float, interval)), float(math.exp(found.intercept)))
-
-
-def as_float(value: float | None) -> float | None:
-    """A plain float."""
-    return None if value is None else float(value)
+    found: Any = stats.linregress(x, y)  # scipy has no types: its result has the attributes that are read here
+    slope, freedom = float(found.slope), len(xs) - 2
+    half = t_of(freedom) * float(found.stderr) if freedom > 0 else 0.0
+    exponent = Estimate(slope, slope - half, slope + half) if freedom > 0 else Estimate(slope)
+    return Power(exponent, math.exp(found.intercept))
 
 
 class Critical(NamedTuple):
@@ -180,6 +178,8 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
 
     small, large: tokens of the batches. Raises NotTold where the norms tell nothing: noise drowns the gradient.
     """
+    if not (len(norms_small) and len(norms_large)):
+        raise NotTold("no gradient was measured")
     squares = [np.square(norms) for norms in (norms_small, norms_large)]
 
     def scale(of_small: float, of_large: float) -> float:

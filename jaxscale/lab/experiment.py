@@ -1,10 +1,10 @@
-"""What an experiment is asked, and what it answers."""
+"""An experiment: its options and its conclusion."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxscale.lab.estimate import running_mean
 from jaxscale.lab.trial import Base, Result, Trial
@@ -19,8 +19,8 @@ LOST = 1.5
 Run = Callable[[Sequence[Trial]], list[Result]]  # runs what was not run before, and reads all
 
 
-class Wishes(NamedTuple):
-    """What a person sets of an experiment; empty: its own defaults."""
+class Options(NamedTuple):
+    """Options of an experiment; empty: its defaults."""
 
     seeds: int = 0
     rates: tuple[float, ...] = ()  # learning rates
@@ -59,21 +59,24 @@ class Experiment(NamedTuple):
 
     what: str  # in a line of --help
     question: str  # the title of its page
-    answer: Callable[[Base, Wishes, Run], Conclusion]
+    answer: Callable[[Base, Options, Run], Conclusion]
 
 
-def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: bool = False, **more) -> Drawing:
-    """A plot over an axis of its own. log_below: that is logarithmic. more: of Plot."""
-    lines, bands = ([one for one in drawn if isinstance(one, kind)] for kind in (Line, Band))
+def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: bool = False, **more: Any) -> Drawing:
+    """A plot and its axis. log_below: the axis is logarithmic. more: of Plot."""
+    lines = [one for one in drawn if isinstance(one, Line)]
+    bands = [one for one in drawn if isinstance(one, Band)]
     across = axis_over([x for line in lines for x in line.steps], log=log_below)
     if bands:
         more["note"] = " ".join([BANDS, more.get("note", "")]).strip()
     return Drawing(Plot(title=title, lines=lines, bands=bands, named=True, **more), across, below)
 
 
-def line(label: str, points: dict[float, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"):
-    """The points as a line from left to right, in the colour of its place."""
-    ordered = sorted(points.items() if isinstance(points, dict) else points)
+def line(
+    label: str, points: Mapping[Any, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"
+) -> Line:
+    """The points as a line from left to right, in the colour of its place. points: {x: y}, or (x, y) pairs."""
+    ordered = sorted(points.items() if isinstance(points, Mapping) else points)
     return Line(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
 
 

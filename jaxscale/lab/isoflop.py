@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxscale.lab.estimate import mean, power
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line
+from jaxscale.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line
 from jaxscale.lab.sizes import train_tokens_of, wider
 from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.planning.best_size import three_ways
@@ -27,18 +27,18 @@ PREDICTED = (
 )
 
 
-def isoflop_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def isoflop_trials(base: Base, options: Options) -> list[Trial]:
     """Budgets x sizes x seeds; a run's tokens are what its budget pays for."""
     tokens, found = train_tokens_of(base), []
     for part in BUDGETS:
         flops = part * tokens * base.cfg.flops_per_token
-        for times in wishes.sizes or WIDTHS:
+        for times in options.sizes or WIDTHS:
             settings = wider(base.cfg, times)
             sized = base.with_settings(settings).cfg
             steps = max(1, round(flops / sized.flops_per_token / sized.tokens_per_step))
             settings["train_tokens"] = steps * sized.tokens_per_step
             at = {SIZE: sized.model.embed_dim, BUDGET: flops}
-            found += [base.with_settings(settings, seed, at=at) for seed in wishes.seeds_of(1)]
+            found += [base.with_settings(settings, seed, at=at) for seed in options.seeds_of(1)]
     return distinct(found)  # two sizes may come to the same number of heads
 
 
@@ -62,9 +62,9 @@ def smooth_line(curve: Curve, place: int) -> Line:
     return line(f"{count(curve.params)} parameters", points, place)
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """How the best size grows with FLOPs."""
-    return conclude(run(isoflop_trials(base, wishes)))
+    return conclude(run(isoflop_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

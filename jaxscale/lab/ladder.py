@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxscale.lab.estimate import Estimate, mean, power
-from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line
+from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, drawing, line
 from jaxscale.lab.isoflop import point_of
 from jaxscale.lab.sizes import larger, train_tokens_of
 from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
@@ -56,29 +56,29 @@ def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
     return [base.with_settings(settings, seed, at={SIZE: params}) for seed in seeds]
 
 
-def ladder_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def ladder_trials(base: Base, options: Options) -> list[Trial]:
     """Sizes x seeds."""
-    sizes = wishes.sizes or TIMES  # two may come to the same number of heads
-    return distinct([trial for times in sizes for trial in rung(base, times, wishes.seeds_of(2))])
+    sizes = options.sizes or TIMES  # two may come to the same number of heads
+    return distinct([trial for times in sizes for trial in rung(base, times, options.seeds_of(2))])
 
 
-def target_trial(base: Base, wishes: Wishes, most: int) -> Trial:
+def target_trial(base: Base, options: Options, most: int) -> Trial:
     """One run of the least size that has `target` times the parameters of the largest rung, or more."""
     heads = base.cfg.model.num_heads
-    times = max(wishes.sizes or TIMES)
+    times = max(options.sizes or TIMES)
     while True:
         times = (round(times * heads) + 1) / heads
         (trial,) = rung(base, times, [0])
-        if trial.cfg.model.num_params >= wishes.target * most:
+        if trial.cfg.model.num_params >= options.target * most:
             return trial
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """What the rungs foretell, and what comes."""
-    results = run(ladder_trials(base, wishes))
+    results = run(ladder_trials(base, options))
     target: list[Result] = []
-    if wishes.target:
-        target = run([target_trial(base, wishes, max(int(r.at(SIZE)) for r in results))])
+    if options.target:
+        target = run([target_trial(base, options, max(int(r.at(SIZE)) for r in results))])
     return conclude(results, target)
 
 
@@ -99,7 +99,8 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
             law = law_of(of)
             one = compare(law, runs) if runs else foretold(law)
         except BadInput as error:
-            verdict.append(f"Of {name} nothing is foretold: {error}.")
+            few = f"{error}".partition(":")[0]  # what follows names flags of `jaxscale plan`
+            verdict.append(f"Of {name} nothing is foretold: {few}; give more --sizes or --seeds.")
             continue
         laws.append(law)
         tried.append(one)

@@ -5,8 +5,8 @@ import typing
 from collections.abc import Mapping, Sequence
 
 from jaxscale.lab.batch import best_rates, ending, to_loss
-from jaxscale.lab.estimate import Estimate, apart, mean
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, mean_line
+from jaxscale.lab.estimate import apart, mean
+from jaxscale.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line
 from jaxscale.lab.rate import OPTIMIZER, RATE, bounds, inside, middle_rate, over_rates
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.optim.config import OptimConfig
@@ -28,27 +28,27 @@ LIMITS = (
 )
 
 
-def names_of(wishes: Wishes) -> tuple[str, ...]:
+def names_of(options: Options) -> tuple[str, ...]:
     """The optimizers. Raises BadInput for one that is not known."""
     known = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
-    for name in wishes.names:
+    for name in options.names:
         if name not in known:
             raise BadInput(f"--names has {name!r}; optim.name may be {', '.join(known)}")
-    return wishes.names or known
+    return options.names or known
 
 
-def optimizer_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def optimizer_trials(base: Base, options: Options) -> list[Trial]:
     """Optimizers x rates x seeds."""
     own, found = base.cfg.optim, []
-    for name in names_of(wishes):
-        rates = wishes.rates or [middle_rate(own, name) * factor for factor in FACTORS]
-        found += over_rates(base, {OPTIMIZER: name}, rates, wishes.seeds_of(2))
+    for name in names_of(options):
+        rates = options.rates or [middle_rate(own, name) * factor for factor in FACTORS]
+        found += over_rates(base, {OPTIMIZER: name}, rates, options.seeds_of(2))
     return found
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Each optimizer at its own best rate."""
-    return conclude(inside(run(optimizer_trials(base, wishes)), wishes, run, lambda r: r.at(OPTIMIZER)))
+    return conclude(inside(run(optimizer_trials(base, options)), options, run, lambda r: r.at(OPTIMIZER)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -63,10 +63,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     reached = {name: {r.seed: to_loss(r, target) for r in runs} for name, runs in best.items()}
     losses = {name: {r.seed: r.loss for r in runs} for name, runs in best.items()}
     ends = {name: mean(list(of.values())) for name, of in losses.items()}
-    tokens = {name: None if None in of.values() else mean(list(of.values())) for name, of in reached.items()}
-    logs = {name: {s: math.log(t) for s, t in of.items()} for name, of in reached.items() if tokens[name]}
+    logs = {name: {s: math.log(t) for s, t in of.items() if t} for name, of in reached.items() if all(of.values())}
+    tokens = {name: mean([t for t in reached[name].values() if t]).value for name in logs}
     verdict = [
-        "Held-out loss, best first: " + ", ".join(f"{name} {ends[name]}" for name in sorted(ends, key=ends.get)) + ".",
+        "Held-out loss, best first: "
+        + ", ".join(f"{name} {ends[name]}" for name in sorted(ends, key=lambda name: ends[name]))
+        + ".",
         *(faster_text(name, first, losses, logs) for name in best if name != first),
         *lost,
         *bounds(by_name),
@@ -74,8 +76,8 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     rows = [
         [
             name, n(f"{runs[0].at(RATE):.3g}"), n(str(ends[name])),
-            n(count(tokens[name].value) if tokens[name] else "never"),
-            n(duration(tokens[name].value / rate_of(runs)) if tokens[name] else "never"),
+            n(count(tokens[name]) if name in tokens else "never"),
+            n(duration(tokens[name] / rate_of(runs)) if name in tokens else "never"),
         ]
         for name, runs in best.items()
     ]  # fmt: skip
@@ -119,5 +121,5 @@ def faster_text(
         return f"{text}; not every seed of {first} came to the mean of its ends, so tokens are not compared."
     if name not in logs:
         return f"{text}; it never reached the loss that {first} ends with."
-    part = Estimate(*(None if value is None else math.exp(value) for value in apart(logs, name, first)))
+    part = apart(logs, name, first).mapped(math.exp)
     return f"{text}; it needs {part} of the tokens for the loss that {first} ends with."

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.lab.estimate import Estimate, mean, running_mean
-from jaxscale.lab.experiment import SMALL, SMOOTHED, Conclusion, Run, Wishes, banded, curves_of, drawing
+from jaxscale.lab.experiment import SMALL, SMOOTHED, Conclusion, Options, Run, banded, curves_of, drawing
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.plots import Line, color_of
 from jaxscale.reporting.tables import n
@@ -11,7 +11,7 @@ from jaxscale.reporting.text import percent, plain
 from jaxscale.system.exits import BadInput
 
 FORM, LOSS_SCALE = "precision", "train/loss_scale"
-FIRST, DYNAMIC = "float32", "float16, dynamic scale"
+FIRST, DYNAMIC = "float32", "float16 dynamic scale"  # no commas: --names has them between two
 # A first scale that overflows at once, so that its trace shows what dynamic scaling does; 2**24 did so in two of three
 # seeds of configs/lab.py alone, and not before step 41 (2026-11-26, jax 0.10.2).
 OVERFLOWS = 2.0**28
@@ -21,7 +21,7 @@ FORMS = {
     DYNAMIC: {
         "model.compute_dtype": "float16", "train.loss_scale.initial": OVERFLOWS, "train.loss_scale.max": OVERFLOWS,
     },
-    "float16, no scale": {
+    "float16 no scale": {
         "model.compute_dtype": "float16", "train.loss_scale.mode": "static", "train.loss_scale.initial": 1,
     },
     "int8 products": {"model.compute_dtype": "bfloat16", "model.matmul_dtype": "int8"},
@@ -34,18 +34,18 @@ PREDICTED = (
 )
 
 
-def precision_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def precision_trials(base: Base, options: Options) -> list[Trial]:
     """Forms x seeds. Raises BadInput for a form that is not known."""
-    for name in wishes.names:
+    for name in options.names:
         if name not in FORMS:
-            raise BadInput(f"--names has {name!r}; there is {'; '.join(FORMS)}")
-    names = dict.fromkeys([FIRST, *(wishes.names or FORMS)])
-    return [base.with_settings(FORMS[name], seed, at={FORM: name}) for name in names for seed in wishes.seeds_of(3)]
+            raise BadInput(f"--names has {name!r}; it may be {', '.join(FORMS)}")
+    names = dict.fromkeys([FIRST, *(options.names or FORMS)])
+    return [base.with_settings(FORMS[name], seed, at={FORM: name}) for name in names for seed in options.seeds_of(3)]
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Each form beside float32."""
-    return conclude(run(precision_trials(base, wishes)))
+    return conclude(run(precision_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.lab.estimate import Optimum, Power, optimum, power
-from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Run, Wishes, drawing, line, mean_line, over_seeds
+from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, drawing, line, mean_line, over_seeds
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.optim.config import OptimConfig
 from jaxscale.reporting.plots import Line, with_points
@@ -35,15 +35,15 @@ PREDICTED = (
 LIMITS = (*SMALL, "The exponent's interval is of the scatter of the best rates about a line: of these batches alone.")
 
 
-def rate_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def rate_trials(base: Base, options: Options) -> list[Trial]:
     """Optimizers x batches x rates x seeds, each for the same tokens."""
     own, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
-    for name in wishes.names or dict.fromkeys((own.name, "sgd")):
+    for name in options.names or dict.fromkeys((own.name, "sgd")):
         middle = middle_rate(own, name)
-        for batch in wishes.batches or [usual * times for times in TIMES]:
-            rates = wishes.rates or [middle * (batch / usual) ** 0.5 * factor for factor in FACTORS]
-            found += over_rates(base, {OPTIMIZER: name, BATCH: batch}, rates, wishes.seeds_of(2))
+        for batch in options.batches or [usual * times for times in TIMES]:
+            rates = options.rates or [middle * (batch / usual) ** 0.5 * factor for factor in FACTORS]
+            found += over_rates(base, {OPTIMIZER: name, BATCH: batch}, rates, options.seeds_of(2))
     return found
 
 
@@ -69,12 +69,12 @@ def over_rates(
     return trials
 
 
-def inside(results: Sequence[Result], wishes: Wishes, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
+def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
     """These results, and those of further rates where the best of a group by `key` was the last tried.
 
     Rates that a person chose are not added to.
     """
-    for _ in range(0 if wishes.rates else FURTHER):
+    for _ in range(0 if options.rates else FURTHER):
         further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
         if not further:
             break
@@ -127,10 +127,10 @@ def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
     return {"optim.min_lr": rate * optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0}
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """The exponent of the best rate over the batch, for each optimizer."""
     of_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
-    return conclude(inside(run(rate_trials(base, wishes)), wishes, run, of_batch))
+    return conclude(inside(run(rate_trials(base, options)), options, run, of_batch))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

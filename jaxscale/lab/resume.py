@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.budget import resolve_budget
-from jaxscale.lab.experiment import Conclusion, Run, Wishes, curve_line, drawing
+from jaxscale.lab.experiment import Conclusion, Options, Run, curve_line, drawing
 from jaxscale.lab.trial import Base, Result, Trial
 from jaxscale.reporting.plots import Mark
 from jaxscale.reporting.status import BEGINS
@@ -22,7 +22,7 @@ PREDICTED = (
 )
 
 
-def resume_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def resume_trials(base: Base, options: Options) -> list[Trial]:
     """One run left alone, and one for each kill."""
     trial = base.with_settings({}, 0)
     steps = total_steps(trial)
@@ -37,9 +37,9 @@ def total_steps(trial: Trial) -> int:
     return resolve_budget(trial.cfg, None).total_steps
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Whether the curves are equal in every bit."""
-    return conclude(run(resume_trials(base, wishes)))
+    return conclude(run(resume_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -64,7 +64,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         rows.append([name, n("0" if again is None else str(again)), n(str(compared)), n(str(len(apart)))])
         curves.append(curve_line(name, result, place, style="dash"))
         tokens = result.trial.cfg.tokens_per_step
-        marks.append(Mark(result.trial.kill_at * tokens, name, "trouble"))
+        marks.append(Mark((result.trial.kill_at or 0) * tokens, name, "trouble"))
     drawings = [drawing("Training loss", curves, "tokens", unit="nats", marks=marks, note="Red: a kill.")]
     limits = ("The runs are of one machine and one version: other chips, or more of them, round sums otherwise.",)
     head = ("", "went on from step", "values compared", "values that differ")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxscale.lab.batch import best_rates
 from jaxscale.lab.estimate import Estimate, apart, mean
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, line, mean_line
+from jaxscale.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, line, mean_line
 from jaxscale.lab.rate import RATE, bounds, inside, over_rates
 from jaxscale.lab.sizes import inner_flops, shaped
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
@@ -29,21 +29,21 @@ PREDICTED = (
 )
 
 
-def shape_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def shape_trials(base: Base, options: Options) -> list[Trial]:
     """Shapes x rates x seeds, each for the same tokens."""
     own, found = base.cfg, []
-    depths = dict.fromkeys(max(1, round(own.model.num_layers * times)) for times in wishes.sizes or TIMES)
+    depths = dict.fromkeys(max(1, round(own.model.num_layers * times)) for times in options.sizes or TIMES)
     for layers in depths:
         settings = shaped(own, layers)
         told = {LAYERS: layers, WIDTH: settings["model.embed_dim"]}
-        rates = wishes.rates or [settings[RATE] * factor for factor in FACTORS]
-        found += over_rates(base, told, rates, wishes.seeds_of(3), also=settings)
+        rates = options.rates or [settings[RATE] * factor for factor in FACTORS]
+        found += over_rates(base, told, rates, options.seeds_of(3), also=settings)
     return found
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Which shapes are best."""
-    return conclude(inside(run(shape_trials(base, wishes)), wishes, run, lambda r: r.at(LAYERS)))
+    return conclude(inside(run(shape_trials(base, options)), options, run, lambda r: r.at(LAYERS)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -112,10 +112,11 @@ def in_words(
     if not others:
         return [f"{lowest}; no other shape held."]
     behind = {layers: apart(losses, layers, first) for layers in others}
-    part = lambda one: Estimate(*(None if value is None else 100 * value / told[first].value for value in one))
+    part = lambda one: one.mapped(lambda value: 100 * value / told[first].value)
     higher = lambda layers: f"{names[layers]} (by {part(behind[layers])}%)"
-    close = [names[layers] for layers in others if behind[layers].low is not None and behind[layers].low <= 0]
-    far = [higher(layers) for layers in others if behind[layers].low is None or behind[layers].low > 0]
+    near = lambda one: one.low is not None and one.low <= 0
+    close = [names[layers] for layers in others if near(behind[layers])]
+    far = [higher(layers) for layers in others if not near(behind[layers])]
     if behind[others[0]].low is None:
         text = [f"{lowest}; higher: {', '.join(far)}; one seed does not tell whether that is more than noise."]
     else:

@@ -7,7 +7,9 @@ from typing import Any
 from jaxscale.config import RunConfig
 from jaxscale.lab.rate import RATE, floor_of
 from jaxscale.lab.trial import Base
+from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import ModelConfig
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.planning.scaling import rate_over_width
 from jaxscale.system.exits import BadInput
 
@@ -16,11 +18,12 @@ LARGE = 3  # times those heads, from which on a model is large: as many more or 
 AROUND = 1.3  # times the width that the depth alone would ask for, and as much below: where a shape is looked for
 
 
-def check_varied(model: ModelConfig) -> None:
-    """Raises BadInput for a model that is no dense decoder of the Llama kind."""
-    if model.name != "llama" or model.experts is not None or model.latent is not None:
-        kind = repr(model.name) if model.name != "llama" else "one with experts or latent attention"
+def check_varied(model: AnyModelConfig) -> LlamaConfig:
+    """Returns the model's settings. Raises BadInput if it is not a dense decoder of the Llama kind."""
+    if not isinstance(model, LlamaConfig) or model.experts is not None or model.latent is not None:
+        kind = "one with experts or latent attention" if isinstance(model, LlamaConfig) else repr(model.name)
         raise BadInput(f"this experiment varies the size of dense models of model.name='llama', and this is {kind}")
+    return model
 
 
 def train_tokens_of(base: Base) -> int:
@@ -33,7 +36,7 @@ def train_tokens_of(base: Base) -> int:
     return tokens
 
 
-def of_heads(model: ModelConfig, heads: int) -> dict[str, Any]:
+def of_heads(model: LlamaConfig, heads: int) -> dict[str, Any]:
     """Settings of so many heads, with as many of keys and values for each as before."""
     groups = max(1, round(model.num_kv_heads * heads / model.num_heads))
     return {"num_heads": heads, "num_kv_heads": next(g for g in range(groups, 0, -1) if heads % g == 0)}
@@ -48,11 +51,11 @@ def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
 
 def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
     """The settings of a model `times` as wide, in whole heads. Raises BadInput as check_varied() does."""
-    check_varied(cfg.model)
-    heads = max(1, round(cfg.model.num_heads * times))
-    factor = heads / cfg.model.num_heads
-    sizes = {name: round(getattr(cfg.model, name) * factor) for name in ("embed_dim", "mlp_dim")}
-    return as_settings(cfg, of_heads(cfg.model, heads) | sizes)
+    model = check_varied(cfg.model)
+    heads = max(1, round(model.num_heads * times))
+    factor = heads / model.num_heads
+    sizes = {name: round(getattr(model, name) * factor) for name in ("embed_dim", "mlp_dim")}
+    return as_settings(cfg, of_heads(model, heads) | sizes)
 
 
 def larger(cfg: RunConfig, times: float) -> dict[str, Any]:
@@ -73,8 +76,7 @@ def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
     Of the widths about what that asks for, the one whose MLP is nearest to the config's own part of the width; the MLP
     then takes up what is left. Raises BadInput where none does, and as check_varied() does.
     """
-    check_varied(cfg.model)
-    own = cfg.model
+    own = check_varied(cfg.model)
     wanted, ideal = inner_flops(own, cfg.seq_len), own.embed_dim * math.sqrt(own.num_layers / layers)
     shared = own.head_dim * (own.num_heads // own.num_kv_heads)
     step = shared if ideal >= LARGE * shared else SMALL_WIDTH

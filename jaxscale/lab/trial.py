@@ -1,4 +1,4 @@
-"""A trial: one run of an experiment, its folder, and what came of it."""
+"""A trial: one run of an experiment, its folder, and its result."""
 
 import dataclasses
 import functools
@@ -41,16 +41,22 @@ class Base:
         return cls(file, dict(overrides), config_file.load_config(file, dict(overrides)))
 
     def with_settings(
-        self, settings: Mapping[str, Any], seed: int = 0, also: Mapping[str, Any] | None = None, **more: Any
+        self,
+        settings: Mapping[str, Any],
+        seed: int = 0,
+        also: Mapping[str, Any] | None = None,
+        *,
+        at: Mapping[str, Any] | None = None,
+        kill_at: int | None = None,
     ) -> "Trial":
         """A trial with these settings and this seed, a difference from the config's own.
 
-        Args: also: further settings, which its label leaves out. more: of Trial; `at` in it stands in the label in
-        place of the settings.
+        Args: also: further settings, which its label leaves out. at: the label's settings, if not `settings`. kill_at:
+        as of Trial.
         """
         changed = UNGUARDED | {name: as_text(value) for name, value in {**(also or {}), **settings}.items()}
         overrides = dict(self.overrides) | changed | {"seed": str(self.cfg.seed + seed)}
-        return Trial(base=self, overrides=overrides, seed=seed, **({"at": dict(settings)} | more))
+        return Trial(self, dict(settings) if at is None else at, overrides, seed, kill_at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +95,12 @@ class Trial:
 
 
 class Result(NamedTuple):
-    """What came of a trial."""
+    """The result of a trial."""
 
     trial: Trial
     folder: str
     diverged: bool  # ended by its guard, or no better than chance
-    loss: float | None  # held-out, after the last step, nats per token; None where it diverged
+    loss: float  # held-out, after the last step, nats per token; NaN where it diverged
     history: History
     seconds: float  # of its steps alone
 
@@ -104,7 +110,7 @@ class Result(NamedTuple):
         return self.trial.seed
 
     def at(self, name: str) -> Any:
-        """The setting that it was varied in."""
+        """The value of a setting that the experiment varies."""
         return self.trial.at[name]
 
     def curve(self, name: str = "loss") -> tuple[list[float], list[float]]:
@@ -129,7 +135,7 @@ def distinct(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def folder_of(trial: Trial, work: Any) -> Any:
-    """Where the run of a trial lies or shall lie: found by its digest, whichever experiment made it."""
+    """The folder of a trial's run, made or not: found by its digest, whichever experiment made it."""
     folder, name = paths.as_path(work) / "runs", trial.name
     found = sorted(folder.glob(f"*{name[-DIGEST - 1 :]}"))
     return found[0] if found else folder / name
@@ -145,7 +151,8 @@ def outcome_of(folder: Any) -> int | None:
     code, total = last.get("code"), history.part("budget").get("total_steps")
     if last.get("event") != "stopped" or code not in ENDS:
         return None
-    return code if code == Exit.NON_FINITE or (is_number(total) and history.reached_step >= total) else None
+    finished = is_number(total) and history.reached_step is not None and history.reached_step >= total
+    return code if code == Exit.NON_FINITE or finished else None
 
 
 def read_result(trial: Trial, work: Any) -> Result:
@@ -159,7 +166,8 @@ def read_result(trial: Trial, work: Any) -> Result:
     # A run that ends no better than chance learned nothing that can be compared: such rates collapse a model whose
     # norms keep it finite.
     diverged = code == Exit.NON_FINITE or loss is None or loss > CHANCE * math.log(trial.cfg.model.vocab_size)
-    return Result(trial, str(folder), diverged, None if diverged else loss, history, seconds_of(history.rows))
+    end = math.nan if loss is None or diverged else loss
+    return Result(trial, str(folder), diverged, end, history, seconds_of(history.rows))
 
 
 def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:

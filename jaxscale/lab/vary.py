@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from jaxscale.lab.estimate import Estimate, mean, optimum
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, curves_of, drawing, mean_line, over_seeds
+from jaxscale.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line, over_seeds
 from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.plots import COLORS
 from jaxscale.reporting.tables import n
@@ -12,18 +12,26 @@ from jaxscale.reporting.text import percent
 from jaxscale.system.exits import BadInput
 
 
-def vary_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def vary_trials(base: Base, options: Options) -> list[Trial]:
     """All combinations of the values x seeds. Raises BadInput without a setting to vary."""
-    if not wishes.vary:
+    if not options.vary:
         raise BadInput("lab vary needs --vary=NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
-    names = [name for name, _ in wishes.vary]
-    grid = itertools.product(*(values for _, values in wishes.vary))
-    return [base.with_settings(dict(zip(names, at)), seed) for at in grid for seed in wishes.seeds_of(3)]
+    names = [name for name, _ in options.vary]
+    if "seed" in names:
+        raise BadInput("--vary=seed: every setting is run with the same seeds; --seeds=N says how many")
+    grid = itertools.product(*(values for _, values in options.vary))
+    trials = [base.with_settings(dict(zip(names, at)), seed) for at in grid for seed in options.seeds_of(3)]
+    first: dict[str, str] = {}
+    for trial in trials:
+        label = label_of(trial)
+        if (other := first.setdefault(trial.name, label)) != label:
+            raise BadInput(f"--vary: {other} and {label} are the same run; give each value once")
+    return trials
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Which setting ends lowest, and whether seeds tell it from the others."""
-    return conclude(run(vary_trials(base, wishes)))
+    return conclude(run(vary_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
@@ -86,11 +94,11 @@ def winner(steady: dict[str, Estimate]) -> str:
     said = f"{best} ends lowest, at {steady[best]} nats"
     if not others:
         return f"{said}; nothing else was tried that held."
-    if steady[best].low is None:
+    if (high := steady[best].high) is None:
         second = others[0]
         gap = steady[second].value / steady[best].value - 1
         return f"{said}, {percent(gap)} below {second}; one seed does not tell whether that is more than noise."
-    close = [name for name in others if steady[name].low <= steady[best].high]
+    close = [name for name in others if (low := steady[name].low) is not None and low <= high]
     return (
         f"{said}; {'seeds do not tell it from ' + '; '.join(close) if close else 'all others end higher beyond noise'}."
     )

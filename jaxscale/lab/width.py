@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxscale.lab.estimate import mean, power
-from jaxscale.lab.experiment import SMALL, Conclusion, Run, Wishes, drawing, line, mean_line
+from jaxscale.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line, mean_line
 from jaxscale.lab.rate import RATE, best_rate, inside, over_rates
 from jaxscale.lab.sizes import wider
-from jaxscale.lab.trial import Base, Result, Trial, groups_of, is_number
+from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of, is_number
 from jaxscale.reporting.plots import Line, with_points
 from jaxscale.reporting.tables import n
 
@@ -31,17 +31,17 @@ PREDICTED = (
 )
 
 
-def width_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def width_trials(base: Base, options: Options) -> list[Trial]:
     """Parametrisations x widths x rates x seeds. Raises BadInput for a model that has no muP."""
-    rates = wishes.rates or [base.cfg.optim.peak_lr * factor for factor in FACTORS]
+    rates = options.rates or [base.cfg.optim.peak_lr * factor for factor in FACTORS]
     return [
         trial
-        for told, sizes in shapes_of(base, wishes)
-        for trial in over_rates(base, told, rates, wishes.seeds_of(2), also=sizes)
+        for told, sizes in shapes_of(base, options)
+        for trial in over_rates(base, told, rates, options.seeds_of(2), also=sizes)
     ]
 
 
-def coordinate_trials(base: Base, wishes: Wishes) -> list[Trial]:
+def coordinate_trials(base: Base, options: Options) -> list[Trial]:
     """Parametrisations x widths x seeds, each of a few steps that are all looked at."""
     short = {
         "train_tokens": f"{STEPS + 1} steps", "optim.warmup_tokens": 0, "monitor.statistics_every_steps": 1,
@@ -49,27 +49,27 @@ def coordinate_trials(base: Base, wishes: Wishes) -> list[Trial]:
     }  # fmt: skip
     return [
         base.with_settings(sizes | short, seed, at=told | {"steps": STEPS})
-        for told, sizes in shapes_of(base, wishes)
-        for seed in wishes.seeds_of(2)
+        for told, sizes in shapes_of(base, options)
+        for seed in options.seeds_of(2)
     ]
 
 
-def shapes_of(base: Base, wishes: Wishes) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+def shapes_of(base: Base, options: Options) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
     """(what a label says, the settings) of each parametrisation and width."""
     for form in (STANDARD, MUP):
-        for times in wishes.sizes or TIMES:
+        for times in options.sizes or TIMES:
             sizes = {name: value for name, value in wider(base.cfg, times).items() if name.startswith("model.")}
             if form == MUP:
                 sizes["model.mup.base_dim"] = base.cfg.model.embed_dim
             yield {FORM: form, WIDTH: sizes["model.embed_dim"]}, sizes
 
 
-def answer(base: Base, wishes: Wishes, run: Run) -> Conclusion:
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """How the best rate moves with the width, with muP and without, and how activations do."""
     of_width = lambda r: (r.at(FORM), r.at(WIDTH))
-    trials = width_trials(base, wishes)
-    results = run([*trials, *coordinate_trials(base, wishes)])
-    return conclude(inside(results[: len(trials)], wishes, run, of_width), results[len(trials) :])
+    trials = distinct(width_trials(base, options))  # two sizes may come to the same number of heads
+    results = run([*trials, *distinct(coordinate_trials(base, options))])
+    return conclude(inside(results[: len(trials)], options, run, of_width), results[len(trials) :])
 
 
 def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusion:

@@ -1,5 +1,6 @@
 """The best size for so many operations, by the three ways of arXiv:2203.15556 side by side, in words."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -68,11 +69,14 @@ def of_loss(points: Sequence[Point], flops: float, law: LossLaw | None = None) -
     if not (terms.A and terms.B):
         return f"{LOSS} of the loss: the runs tell of {law.form} alone, and a best size needs both."
     exponent = terms.beta / (terms.alpha + terms.beta)
-    ratio = (terms.alpha * terms.A / (terms.beta * terms.B)) ** (1 / (terms.alpha + terms.beta))
-    params = ratio * (flops / 6) ** exponent
-    loss = law.predict(params, flops / 6 / params)
-    return (
+    log_ratio = math.log(terms.alpha * terms.A / (terms.beta * terms.B)) / (terms.alpha + terms.beta)
+    log_params = log_ratio + exponent * math.log(flops / 6)
+    text = (
         f"{LOSS} of the loss: L = {terms.E:.3g} + {terms.A:.3g} / N ** {terms.alpha:.2f} + {terms.B:.3g} / "
-        f"D ** {terms.beta:.2f}, so the best size grows as C ** {exponent:.2f}; at {flops:.2g} FLOPs it is "
-        f"{count(params)} parameters, with {loss.middle:.3f} nats ({loss.low:.3f} to {loss.high:.3f})."
+        f"D ** {terms.beta:.2f}, so the best size grows as C ** {exponent:.2f}; at {flops:.2g} FLOPs "
     )
+    if not 0 <= log_params <= math.log(flops / 6):
+        return f"{text}it gives less than one parameter or one token: these runs determine no best size."
+    params = math.exp(log_params)
+    loss = law.predict(params, flops / 6 / params)
+    return f"{text}it is {count(params)} parameters, with {loss.middle:.3f} nats ({loss.low:.3f} to {loss.high:.3f})."

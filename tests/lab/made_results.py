@@ -21,7 +21,7 @@ def made(trial, loss, *, curve=None, diverged=False, metrics=None, events=()):
     ]
     rows.append({"step": len(curve), "validation/loss": loss})
     history = History(workdir=f"runs/{trial.name}", rows=tuple(rows), events=tuple(events))
-    return Result(trial, f"runs/{trial.name}", diverged, None if diverged else loss, history, 0.01 * len(curve))
+    return Result(trial, f"runs/{trial.name}", diverged, float("nan") if diverged else loss, history, 0.01 * len(curve))
 
 
 def noisy(trial, size=0.002):

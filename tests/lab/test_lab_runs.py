@@ -8,7 +8,7 @@ import pytest
 from made_results import BASE
 
 from jaxscale.cli.lab import main
-from jaxscale.lab import running
+from jaxscale.lab import precision, running
 from jaxscale.lab.trial import Base, folder_of, outcome_of, read_result
 from jaxscale.system.exits import BadInput, Exit, Stop
 
@@ -57,6 +57,12 @@ def test_an_experiment_on_a_large_config_may_be_made_on_a_small_one(tmp_path, ca
     assert small.train_tokens / small.model.num_params == pytest.approx(ratio, rel=1e-3)
 
 
+def test_every_form_of_precision_can_be_named(tmp_path, capsys):
+    names = ",".join(precision.FORMS)
+    assert main(["precision", *SMALL, f"--names={names}", "--seeds=1", f"--workdir={tmp_path}", "--dry_run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(precision.FORMS)
+
+
 def test_an_accelerator_takes_one_run_at_a_time():
     assert running.default_jobs("tpu") == running.default_jobs("cuda,cpu") == 1
     assert running.default_jobs("cpu") == len(os.sched_getaffinity(0))
@@ -76,6 +82,12 @@ def test_a_trial_is_known_by_all_its_settings_and_by_nothing_else():
         (["vary", "--vary=optim.peak_lr"], "must be NAME=VALUE,VALUE"),
         (["rate", "--vary=optim.b1=0.9"], "lab rate does not read it"),
         (["rate", "--rates=0"], "must be numbers above 0"),
+        (["rate", "--rates=1e-3,nan"], "must be numbers above 0"),
+        (["width", "--sizes=inf"], "must be numbers above 0"),
+        (["vary", "--vary=optim.peak_lr=1e-3,0.001"], "optim.peak_lr=1e-3 and optim.peak_lr=0.001 are the same run"),
+        (["vary", "--vary=seed=0,1"], "--seeds=N says how many"),
+        (["rate", "--config.eval.num_rows=0"], "eval.num_rows=0, and the lab compares held-out losses"),
+        (["precision", "--names=bfloat17"], "float16 dynamic scale, float16 no scale, int8 products"),
         (["optimizers", "--names=adam"], "optim.name may be adamw"),
         (["rate", "--target=10"], "--target is for jaxscale lab ladder; lab rate does not read it"),
         (["ladder", "--target=1"], "must be one number above 1"),

@@ -9,11 +9,13 @@ from headless import BROWSER, Browser
 from made_results import BASE, made, noisy
 
 from jaxscale.lab import batch, clipping, isoflop, ladder, optimizers, precision, rate, resume, shape, vary, width
-from jaxscale.lab.experiment import Wishes
+from jaxscale.lab.experiment import Options
 from jaxscale.lab.experiments import EXPERIMENTS
 from jaxscale.lab.page import lab_page
 from jaxscale.lab.sizes import inner_flops, wider
 from jaxscale.lab.trial import Base, seconds_of
+from jaxscale.planning.best_size import of_loss
+from jaxscale.planning.loss_law import Point
 from jaxscale.system.exits import BadInput
 
 USUAL = BASE.cfg.optim.peak_lr
@@ -26,7 +28,7 @@ def power_in(sentence):
 
 def rate_results(exponent, seeds=2):
     found = []
-    for trial in rate.rate_trials(BASE, Wishes(names=("adamw",), seeds=seeds)):
+    for trial in rate.rate_trials(BASE, Options(names=("adamw",), seeds=seeds)):
         tokens = trial.at["batch_tokens"] / BASE.cfg.tokens_per_step
         off = math.log(trial.at["optim.peak_lr"] / (USUAL * tokens**exponent))
         found.append(made(trial, 2.0 + 0.05 * off**2 + noisy(trial)))
@@ -54,8 +56,8 @@ def test_rates_are_added_until_the_best_lies_inside_those_tried():
         off = lambda t: math.log(t.at["optim.peak_lr"] / best[t.at["optim.name"]])
         return [made(t, 2.0 + 0.05 * off(t) ** 2, diverged=lost(t)) for t in trials]
 
-    wishes, of_name = Wishes(names=tuple(best)), lambda r: r.at("optim.name")
-    results = rate.inside(run(optimizers.optimizer_trials(BASE, wishes)), wishes, run, of_name)
+    options, of_name = Options(names=tuple(best)), lambda r: r.at("optim.name")
+    results = rate.inside(run(optimizers.optimizer_trials(BASE, options)), options, run, of_name)
     rates = {name: sorted({t.at["optim.peak_lr"] for t in tried if t.at["optim.name"] == name}) for name in best}
     assert rates["adamw"][-1] == 8 * USUAL and len(rates["adamw"]) == 6 and len(rates["lion"]) == 8
     assert rates["sgd"][-1] == 1600 * USUAL and any(map(lost, tried))
@@ -63,14 +65,14 @@ def test_rates_are_added_until_the_best_lies_inside_those_tried():
     assert len(results) == len(tried) == len({t.name for t in tried})
     of_muon = Base.load("configs/lab.py", {"optim.name": "muon"}).cfg.optim  # whose rate is no AdamW's
     assert rate.middle_rate(of_muon, "muon") == USUAL == 4 * rate.middle_rate(of_muon, "adamw")
-    mine = wishes._replace(rates=(1e-3, 2e-3, 4e-3))
+    mine = options._replace(rates=(1e-3, 2e-3, 4e-3))
     assert len(rate.inside(run(optimizers.optimizer_trials(BASE, mine)), mine, run, of_name)) == 3 * 3 * 2
 
 
 def batch_results(critical, least=20_000):
     """Runs whose loss falls as a power of tokens / (1 + batch / critical)."""
     found = []
-    for trial in batch.batch_trials(BASE, Wishes(rates=(USUAL,))):
+    for trial in batch.batch_trials(BASE, Options(rates=(USUAL,))):
         size = trial.at["batch_tokens"]
         tokens = np.arange(size, 200_000 + 1, size)
         curve = 2.0 * (tokens / (least * (1 + size / critical))) ** -0.2
@@ -95,19 +97,19 @@ def test_the_critical_batch_is_found_by_curves_and_by_noise():
 
 
 def test_of_each_batch_the_best_rate_counts_and_none_at_which_a_run_was_lost():
-    trials = batch.batch_trials(BASE, Wishes(rates=(1e-3, 2e-3, 4e-3), batches=(1024,)))
+    trials = batch.batch_trials(BASE, Options(rates=(1e-3, 2e-3, 4e-3), batches=(1024,)))
     losses = {1e-3: 2.2, 2e-3: 2.1, 4e-3: 1.9}
     lost = lambda t: t.at["optim.peak_lr"] == 4e-3 and t.seed == 1
     results = [made(t, losses[t.at["optim.peak_lr"]], diverged=lost(t)) for t in trials]
     assert {r.at("optim.peak_lr") for r in batch.best_rates(results, batch.of_batch)} == {2e-3}
     found = batch.conclude(results, still_results(9_000))
     assert found.verdict[-1] == "Only bounded by the rates tried: the best rate of 1.02K tokens at least 0.002828."
-    assert batch.answer(BASE, Wishes(), lambda trials: [made(t, 9.0, diverged=True) for t in trials]).rows == []
+    assert batch.answer(BASE, Options(), lambda trials: [made(t, 9.0, diverged=True) for t in trials]).rows == []
 
 
 def optimizer_results(speed, noise=0.0005):
     found = []
-    for trial in optimizers.optimizer_trials(BASE, Wishes(names=tuple(speed))):
+    for trial in optimizers.optimizer_trials(BASE, Options(names=tuple(speed))):
         name = trial.at["optim.name"]
         off = math.log(trial.at["optim.peak_lr"] / rate.middle_rate(BASE.cfg.optim, name))
         tokens = np.arange(1, 197) * 1024
@@ -134,17 +136,17 @@ def test_an_optimizer_that_needs_half_the_tokens_is_told_so():
 
 def test_precision_is_measured_against_the_same_seed():
     worse = {"float32": 0.0, "bfloat16": 0.0, "fp8 products": 0.01}
-    names = ("bfloat16", "fp8 products", "float16, no scale", precision.DYNAMIC)
+    names = ("bfloat16", "fp8 products", "float16 no scale", precision.DYNAMIC)
     results = [
         made(t, 2.0 + 0.3 * t.seed + worse.get(t.at["precision"], 0) * 2 + noisy(t, 1e-4),
              diverged="no scale" in t.at["precision"], metrics={"train/loss_scale": [2.0**28] * 3 + [2.0**24] * 37})
-        for t in precision.precision_trials(BASE, Wishes(names=names))
+        for t in precision.precision_trials(BASE, Options(names=names))
     ]  # fmt: skip
     found = precision.conclude(results)
     told = {line.removeprefix("With ").partition(":")[0]: line for line in found.verdict}
     assert "not told apart from it" in told["bfloat16"]
     assert "worse than it" in told["fp8 products"] and "+0.8" in told["fp8 products"]
-    assert told["float16, no scale"].endswith(": 3 of 3 runs diverged.")
+    assert told["float16 no scale"].endswith(": 3 of 3 runs diverged.")
     assert told[precision.DYNAMIC].endswith("; the scale fell from 2.68e+08 to 1.68e+07.")
     fp8, band = (
         next(one for one in drawn if one.label == "fp8 products")
@@ -155,10 +157,35 @@ def test_precision_is_measured_against_the_same_seed():
     assert band.color == fp8.color
 
 
+def test_every_gradient_of_the_noise_scale_is_logged():
+    seldom = Base.load("configs/lab.py", {"monitor.log_every_steps": "10"})
+    trials = batch.noise_trials(seldom, rate_results(0.5, 1)[0])
+    assert {t.cfg.monitor.log_every_steps for t in trials} == {1}
+    nothing = [made(t, 2.0, curve=[]) for t in trials]
+    assert "no gradient was measured" in batch.noise_text(nothing)
+
+
+def test_two_sizes_of_one_number_of_heads_are_one_width():
+    tried = []
+    run = lambda trials: tried.extend(trials) or [made(t, 2.0) for t in trials]
+    width.answer(BASE, Options(sizes=(1, 1.1, 2), rates=(USUAL,), seeds=1), run)
+    assert len(tried) == len({t.name for t in tried}) == 2 * 2 * 2  # forms, widths, a rate and the check
+
+
+def test_a_law_that_puts_the_best_size_below_one_parameter_determines_none():
+    ends = {  # of real runs: {parameters: {tokens: nats}}
+        5_544: {4_096: 5.121, 8_192: 4.404, 16_384: 3.459, 32_512: 3.137},
+        13_600: {1_536: 5.387, 3_072: 5.173, 6_144: 4.667, 12_288: 3.846},
+        37_500: {1_024: 5.496, 2_048: 5.403, 4_096: 5.178},
+    }
+    points = [Point(params, tokens, loss) for params, of in ends.items() for tokens, loss in of.items()]
+    assert of_loss(points, 7.6e9).endswith("these runs determine no best size.")
+
+
 def test_clipping_that_allows_twice_the_rate_is_told_so():
     limits = {1.0: 16 * USUAL, 0.0: 4 * USUAL}
     lost = lambda t: t.at["optim.peak_lr"] > limits[t.at["optim.clip_norm"]]
-    trials = clipping.clipping_trials(BASE, Wishes())
+    trials = clipping.clipping_trials(BASE, Options())
     results = [made(t, 2.0, diverged=lost(t), metrics={"grad_norm": [1.5] * 40}) for t in trials]
     clipped, bare, ends = clipping.conclude(results).verdict
     assert ends == "At its best rate a run ends at 2 (2 to 2) nats with clipping, at 2 (2 to 2) without."
@@ -169,7 +196,7 @@ def test_clipping_that_allows_twice_the_rate_is_told_so():
 def test_the_best_size_is_found_three_ways_from_a_known_law():
     law = lambda params, tokens: 1.0 + 1000 / params**0.5 + 400 / tokens**0.5  # so the best size grows as C ** 0.5
     results = []
-    for trial in isoflop.isoflop_trials(BASE, Wishes()):
+    for trial in isoflop.isoflop_trials(BASE, Options()):
         batch, total = trial.cfg.tokens_per_step, trial.cfg.train_tokens
         curve = law(trial.cfg.model.num_params, np.arange(batch, total + 1, batch))
         results.append(made(trial, float(curve[-1]), curve=curve))
@@ -196,7 +223,7 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
 
 def test_a_rate_that_moves_with_the_width_without_mup_is_told():
     results = []
-    for trial in width.width_trials(BASE, Wishes()):
+    for trial in width.width_trials(BASE, Options()):
         power = -1.0 if trial.at["parametrisation"] == "standard" else 0.0
         best = USUAL * 1.3 * (trial.at["width"] / 64) ** power
         loss = 2.0 + 0.05 * math.log(trial.at["optim.peak_lr"] / best) ** 2 + noisy(trial, 0.0005)
@@ -205,7 +232,7 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
     looked_at = [
         made(t, 5.0, curve=[5.0] * 4, metrics={f"stats/{kind}_rms/0{layer}": [1.0, 1.1, 1.2, grown(t)]
                                                for kind in width.KINDS for layer in range(2)})
-        for t in width.coordinate_trials(BASE, Wishes())
+        for t in width.coordinate_trials(BASE, Options())
     ]  # fmt: skip
     standard, mup, ends, *coordinates = width.conclude(results, looked_at).verdict
     powers = [[float(part.split()[0]) for part in text.split("to the power ")[1:]] for text in coordinates]
@@ -218,7 +245,7 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
     assert left_out.endswith(" 2 of 6 runs have none that are finite and are left out.") and "nan" not in left_out
     nothing = width.conclude(results, list(map(lost, looked_at))).verdict[-1]
     assert "fewer than two widths tell nothing. 6 of 6 runs" in nothing
-    assert {t.cfg.train_tokens for t in width.coordinate_trials(BASE, Wishes())} == {"4 steps"}
+    assert {t.cfg.train_tokens for t in width.coordinate_trials(BASE, Options())} == {"4 steps"}
     assert ends.startswith("At a width of 256 the best rate ends at ") and ends.count("nats with") == 2
     assert power_in(standard) == pytest.approx(-1, abs=0.05) and "does not hold" in standard
     assert power_in(mup) == pytest.approx(0, abs=0.05) and "which holds no change" in mup
@@ -227,7 +254,7 @@ def test_a_rate_that_moves_with_the_width_without_mup_is_told():
 def shape_results(bend, seeds=3):
     """Runs whose loss rises with the square of log(width / layers) from that of 2 layers."""
     found = []
-    for trial in shape.shape_trials(BASE, Wishes(seeds=seeds)):
+    for trial in shape.shape_trials(BASE, Options(seeds=seeds)):
         off = math.log(trial.at["width"] / trial.at["layers"] / 32)
         rate_off = math.log(trial.at["optim.peak_lr"] * trial.at["width"] / 64 / USUAL)
         found.append(made(trial, 2.0 + bend * off**2 + 0.05 * rate_off**2 + 0.3 * trial.seed + noisy(trial)))
@@ -251,17 +278,17 @@ def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
     assert flat.count(" layer") >= 5 and "not told from it" in flat
     assert "one seed does not tell" in shape.conclude(shape_results(0.01, 1)).verdict[0]
     with pytest.raises(BadInput, match="no width gives a model of 32 layers"):
-        shape.shape_trials(BASE, Wishes(sizes=(16,)))
+        shape.shape_trials(BASE, Options(sizes=(16,)))
 
 
 def test_a_ladder_foretells_a_size_ten_times_as_large_and_says_where_it_does_not():
     law = lambda cfg: 1.2 + 30 * cfg.model.num_params**-0.35
-    wishes = Wishes(target=10, sizes=(0.5, 1, 1.5, 2, 2.5))
-    trials = ladder.ladder_trials(BASE, wishes)
+    options = Options(target=10, sizes=(0.5, 1, 1.5, 2, 2.5))
+    trials = ladder.ladder_trials(BASE, options)
     ratios = [t.cfg.train_tokens / t.cfg.model.num_params for t in trials]
     assert max(ratios) < 1.02 * min(ratios) and len(trials) == 10
     results = [made(t, law(t.cfg) + noisy(t), curve=[2.0] * (t.cfg.train_tokens // 1024)) for t in trials]
-    target = ladder.target_trial(BASE, wishes, results[-1].at("parameters"))
+    target = ladder.target_trial(BASE, options, results[-1].at("parameters"))
     assert 10 <= target.cfg.model.num_params / results[-1].at("parameters") < 13
     end = lambda times: [made(target, times * law(target.cfg), curve=[2.0] * (target.cfg.train_tokens // 1024))]
     last, not_made, of_all, kaplan = ladder.conclude(results).verdict
@@ -277,7 +304,7 @@ def test_a_ladder_foretells_a_size_ten_times_as_large_and_says_where_it_does_not
 
 
 def test_one_value_that_differs_after_a_kill_is_found():
-    whole, *killed = resume.resume_trials(BASE, Wishes())
+    whole, *killed = resume.resume_trials(BASE, Options())
     curve = np.linspace(5, 2, 40)
     resumed = [{"event": "started"}, {"event": "resumed", "step": 28}]
     same = [made(whole, 2.0, curve=curve), *(made(t, 2.0, curve=curve, events=resumed) for t in killed)]
@@ -291,7 +318,7 @@ def test_one_value_that_differs_after_a_kill_is_found():
 
 def test_a_sweep_names_the_lowest_and_what_seeds_do_not_tell_from_it():
     ends = {"1e-3": 2.2, "2e-3": 2.0, "4e-3": 2.001, "8e-3": 2.5}
-    trials = vary.vary_trials(BASE, Wishes(vary=(("optim.peak_lr", tuple(ends)),)))
+    trials = vary.vary_trials(BASE, Options(vary=(("optim.peak_lr", tuple(ends)),)))
     first, parabola = vary.conclude([made(t, ends[t.at["optim.peak_lr"]] + noisy(t)) for t in trials]).verdict
     assert first.startswith("optim.peak_lr=2e-3 ends lowest") and "do not tell it from optim.peak_lr=4e-3" in first
     assert parabola.startswith("The best optim.peak_lr by a parabola through the lowest points: 0.00")
