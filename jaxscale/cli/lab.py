@@ -124,9 +124,9 @@ def main(arguments: Arguments) -> int:
         if flags.dry_run and (lines := running.command_lines(once, work)):
             put(*lines)
             raise Planned
-        results = {r.trial.name: r for r in running.run_all(once, work, jobs=jobs, say=put)}
+        results = {r.trial.digest: r for r in running.run_all(once, work, jobs=jobs, say=put)}
         seen.update(results)
-        return [results[trial.name] for trial in trials]
+        return [results[trial.digest]._replace(trial=trial) for trial in trials]
 
     experiment = EXPERIMENTS[name]
     try:

@@ -1,5 +1,6 @@
 """Trials as processes side by side: each once, those that were done before not again, and what is left is told."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -97,12 +98,12 @@ def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
     """The trial's process, its output in its folder. Ctrl-C does not reach it: it is told to end, once, by run_all."""
     folder = folder_of(trial, work)
     folder.mkdir(parents=True, exist_ok=True)
-    pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
     with (folder / OUTPUT).open("ab") as output:
         command = train_command(trial, folder)
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=pin, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    if cores:  # here, for a function that runs after the fork may deadlock where JAX has threads
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(process.pid, cores)
     return Going(trial, folder, process, time.monotonic(), cores)
 
 

@@ -81,12 +81,17 @@ class Trial:
         return config_file.load_config(self.base.file, dict(self.overrides))
 
     @functools.cached_property
-    def name(self) -> str:
-        """Of its folder: a label to read, and a digest of all its settings, by which it is found again."""
+    def digest(self) -> str:
+        """Of all its settings: equal for two trials that are the same run, however their labels write it."""
         facts = schema.flatten(schema.to_dict(self.cfg)) | ({"kill_at": self.kill_at} if self.kill_at else {})
         text = json.dumps(facts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGEST]
+
+    @property
+    def name(self) -> str:
+        """The name of its folder: a label to read, and the digest, by which it is found again."""
         plain = re.sub(r"[^\w.=+-]+", "_", self.label, flags=re.ASCII)[:LABEL]
-        return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:DIGEST]}"
+        return f"{plain}-{self.digest}"
 
     def command(self, folder: Any) -> list[str]:
         """The arguments of `jaxscale train` that make this run."""
@@ -130,15 +135,15 @@ def as_text(value: Any) -> str:
 
 
 def distinct(trials: Iterable[Trial]) -> list[Trial]:
-    """The trials, each config once."""
-    return list({trial.name: trial for trial in trials}.values())
+    """The trials, each run once: of two labels for the same run the last."""
+    return list({trial.digest: trial for trial in trials}.values())
 
 
 def folder_of(trial: Trial, work: Any) -> Any:
     """The folder of a trial's run, made or not: found by its digest, whichever experiment made it."""
-    folder, name = paths.as_path(work) / "runs", trial.name
-    found = sorted(folder.glob(f"*{name[-DIGEST - 1 :]}"))
-    return found[0] if found else folder / name
+    folder = paths.as_path(work) / "runs"
+    found = sorted(folder.glob(f"*-{trial.digest}"))
+    return found[0] if found else folder / trial.name
 
 
 def outcome_of(folder: Any) -> int | None:

@@ -24,7 +24,7 @@ def vary_trials(base: Base, options: Options) -> list[Trial]:
     first: dict[str, str] = {}
     for trial in trials:
         label = label_of(trial)
-        if (other := first.setdefault(trial.name, label)) != label:
+        if (other := first.setdefault(trial.digest, label)) != label:
             raise BadInput(f"--vary: {other} and {label} are the same run; give each value once")
     return trials
 
