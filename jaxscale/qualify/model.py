@@ -49,7 +49,7 @@ TIMED_SHARE = 1 / 8  # of the time for all probes
 def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
     """Tokens/s, MFU, memory and overlap of the largest of WIDTHS that fits; and what `jaxscale plan` keeps of it."""
     for name, cfg in candidates(machine):
-        compiled = in_all(lambda cfg=cfg: compile_step(cfg, machine), machine.seconds)
+        compiled = in_all(lambda cfg=cfg: compile_step(cfg, machine), machine.wait_seconds)
         in_all_processes = gathered(next_key("fits"), compiled is not None, made_of=all)
         if compiled is not None and in_all_processes:
             return measure_program(name, *compiled, machine)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxscale.config import RunConfig
 from jaxscale.hardware import H100, Chip, Device
+from jaxscale.hosts.agree import WAIT_SECONDS
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.planning.reached import reached_on
 
@@ -76,6 +77,11 @@ class Machine:
     def platform(self) -> str:
         """'cpu', 'gpu' or 'tpu'."""
         return self.devices[0].platform
+
+    @property
+    def wait_seconds(self) -> float:
+        """For the slowest process in a probe."""
+        return max(WAIT_SECONDS, self.seconds)
 
     @property
     def on_cpu(self) -> bool:

@@ -25,7 +25,6 @@ from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop, tell
 from jaxscale.units import duration
 
-WAIT_SECONDS = 300.0  # at the end of a probe for the slowest process, if --minutes is not more
 # Seconds that a probe is taken to need on an accelerator, most for compiling. Assumed, and used for the time to go.
 EXPECTED = {"products": 20.0, "devices": 20.0, "links": 60.0, "kernels": 90.0, "step": 180.0, "storage": 60.0}
 PROBES = tuple(EXPECTED)
@@ -105,7 +104,7 @@ def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callabl
         if jax.process_count() > 1:  # the others may wait for this one, for as long as a probe may take
             tell(f"process {process}: {name} failed: {probe.problem}")
     try:
-        answers = gathered(key, [probe.problem, list(probe.outside)], max(WAIT_SECONDS, machine.seconds))
+        answers = gathered(key, [probe.problem, list(probe.outside)], machine.wait_seconds)
     except TimeoutError as error:
         raise Stop(Exit.PEER_LOST, f"{name}: {error}; start all again") from None
     if any(problem for problem, _ in answers):
