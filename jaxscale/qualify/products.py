@@ -139,7 +139,9 @@ def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds)
     local = [device for device in machine.devices if device.process_index == jax.process_index()]
     shared = machine.on_cpu and len(local) > 1 and time_device is product_seconds
     time_one = lambda d: DeviceTime(device_name(d), socket.gethostname(), jax.process_index(), time_device(d))
-    mine = in_all(lambda: [dataclasses.asdict(time_one(d)) for d in (local[:1] if shared else local)], machine.seconds)
+    mine = in_all(
+        lambda: [dataclasses.asdict(time_one(d)) for d in (local[:1] if shared else local)], machine.wait_seconds
+    )
     rows = [DeviceTime(**row) for rows in gathered(next_key("devices"), mine) for row in rows]
     notes = ["simulated devices share the processor: one of each process was timed"] if shared else []
     if len(rows) == 1:
