@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -89,10 +90,12 @@ class Child:
             self.attempt = Attempt(command, env, output=file.fileno())
 
     def tail(self) -> str:
-        """The last line of its output."""
-        lines = self.log.read_text("utf-8", "replace").strip().splitlines()
+        """The last line of its output; without the note that JAX puts after the error of a traceback."""
+        lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if not NOTE.match(line)]
         return lines[-1] if lines else f"it printed nothing to {self.log}"
 
+
+NOTE = re.compile(r"\s*(-*$|For simplicity, JAX has removed its internal frames)")  # or a blank line
 
 # XLA:CPU ends a process one of whose devices waits for the others in a collective for longer. By default that is less
 # than 90 seconds (jaxlib 0.10.2, 2026-11-25), which pass where many devices share few cores with other programs.
