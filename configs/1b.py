@@ -1,5 +1,5 @@
 """A 1.1B Llama in TinyLlama's shape (arXiv:2401.02385), heads of 128: 1,126,262,784 parameters.
-Measured on one H200 (jax 0.11.2, 2026-11-27, 2 runs): 8 rows, remat none, 57,880 and 59,379 tokens/s, MFU 43.6% and 44.8%.
+Measured on an H200 (jax 0.11.2, 2026-11-27): 8 rows, remat none, 57,880 and 59,379 tokens/s, 43.6% and 44.8% MFU.
 
     python -m jaxscale.main --config=configs/1b.py --config.data.files='shards/manifest.json'
 
