@@ -29,9 +29,7 @@ def write_set(folder, shards=3, tokens=20_000):
         files = [{"name": f"part-{number}", "source": "web", "documents": 4}]
         header = {"tokenizer": tokenizer, "eos_id": 0, "text_bytes": 9, "skipped": {}, "files": files}
         writer.finish(np.ones(60_000, np.int32), header, lineage())
-    tokenizer = folder / "some.json"
-    tokenizer.write_text("{}")
-    return write_manifest(folder, PARTS[:shards], recipe={}, tokenizer_file=tokenizer)
+    return write_manifest(folder, PARTS[:shards], recipe={}, tokenizer_file=("tokenizer.json", b"{}"))
 
 
 def lineage():

@@ -70,7 +70,6 @@ def test_an_end_that_only_the_config_names_is_the_next_id_as_in_transformers_and
     ("name", "record"),
     [
         ("chat", {"prompt": "hi", "completion": "there"}),
-        ("chat", {"text": "hi there"}),
         ("files", {"text": "hi there you"}),
     ],
     ids=str,
@@ -96,15 +95,19 @@ def test_text_among_conversations_begins_as_prompts_do_whatever_file_it_is_in(tm
     path = folder_of(tmp_path, **about, add_bos_token=True)
     (tmp_path / "a.jsonl").write_text('{"text": "hi there"}\n')
     (tmp_path / "a.txt").write_text("hi there")
-    rows = {}
-    for name in ("a.jsonl", "a.txt"):
-        corpus = open_corpus(tmp_path, name="chat", files=str(tmp_path / name), tokenizer=path)
-        rows[name] = corpus.batches(1).batch(0)
-    assert rows["a.txt"].tokens[0, 0] == START
-    np.testing.assert_array_equal(rows["a.txt"].tokens, rows["a.jsonl"].tokens)
-    folder_of(tmp_path, **about, add_bos_token=False)  # the same files, and another rule beside them
-    corpus = open_corpus(tmp_path, name="chat", files=str(tmp_path / "a.jsonl"), tokenizer=path)
-    assert START not in corpus.batches(1).batch(0).tokens
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "hi", "completion": "you"}\n')
+
+    def ids_of(name):
+        """The ids of the text, and of the pair behind it."""
+        files = (str(tmp_path / name), str(tmp_path / "chat.jsonl"))
+        (shard,) = open_corpus(tmp_path, name="chat", files=files, tokenizer=path).shards
+        return np.split(np.fromfile(shard.bin_path, shard.header["dtype"]), shard.offsets[1:-1])
+
+    text, pair = ids_of("a.txt")
+    assert text[0] == pair[0] == START
+    np.testing.assert_array_equal(text, ids_of("a.jsonl")[0])
+    folder_of(tmp_path, **about, add_bos_token=False)  # the same files, and another rule next to them
+    assert START not in np.concatenate(ids_of("a.jsonl"))
 
 
 def test_a_run_that_was_told_another_end_hands_it_on_with_its_tokenizer(tmp_path):

@@ -12,8 +12,8 @@ from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import make_plan, prepare
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.data.cache import tokenised
 from jaxscale.data.config import DataConfig
+from jaxscale.data.tokenize import tokenised
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.load import ByteTokenizer, load_tokenizer

@@ -37,7 +37,7 @@ from jaxscale.corpus.prepare.lookup import Pass, block_base, blocks_of, done_pat
 from jaxscale.corpus.prepare.progress import RUNNING
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenise_block, tokenizer_of
-from jaxscale.data.fields import choose, fields_of
+from jaxscale.data.fields import Choice, choose, fields_of
 from jaxscale.data.token_columns import Vocabulary, read_ids
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_text_atomic
@@ -186,7 +186,8 @@ def read_documents(
     Raises: BadInput as read_file and read_ids do, and for labels, which shards do not have.
     """
     reading = cfg.reading(file.source)
-    with readable(file.path, reading, skipped):
+    choice = Choice("text")  # of a file that is broken and to be skipped: reading it counts it
+    with readable(file.path, reading, Counter()):
         choice = choose(file.path, fields_of(file.path, reading), reading)
     if choice.kind != "ids":
         yield from read_file(file, reading, skipped, part)
