@@ -11,7 +11,7 @@ from jaxscale.text.sources.array_record import array_records, is_array_record
 from jaxscale.text.sources.columns import type_of
 from jaxscale.text.sources.files import SourceFile, unpacked_name
 from jaxscale.text.sources.jsonl import MISSING, at, field_of, json_records
-from jaxscale.text.sources.part import WHOLE, Damaged, Part
+from jaxscale.text.sources.part import WHOLE, Damaged, Part, unreadable
 from jaxscale.text.sources.read import JSON_LINES
 from jaxscale.text.sources.tables import is_table, open_table
 
@@ -192,6 +192,8 @@ def choose_all(
             if cfg.damaged == "stop":
                 raise
             found[file] = Choice("text")
+        except OSError as error:
+            raise unreadable(file.path, error) from None
     return found
 
 
