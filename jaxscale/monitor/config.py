@@ -15,9 +15,9 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 RULES = (
-    "nonfinite", "spike", "divergence", "flat_start", "plateau", "oscillation", "explosion", "skipped_steps",
-    "activations", "attention_logits", "busy_machine", "starvation", "slow_step", "utilisation_drop", "memory_creep",
-    "overfitting", "source_jump", "forecast", "router_collapse", "dead_experts", "router_bias",
+    "nonfinite", "spike", "divergence", "flat_start", "plateau", "oscillation", "explosion", "zero_gradient",
+    "skipped_steps", "activations", "attention_logits", "busy_machine", "starvation", "slow_step", "utilisation_drop",
+    "memory_creep", "overfitting", "source_jump", "forecast", "router_collapse", "dead_experts", "router_bias",
 )  # fmt: skip
 PARTS = ("flat_drop", "plateau_drop", "data_wait", "speed_drop", "memory_rise", "overfit_rise", "branch_low")
 RANGE = re.compile(r"([0-9]+):([0-9]+)")
@@ -91,6 +91,11 @@ class HealthConfig:
         "explosion",
     )
     grad_ratio: float = threshold(10.0, "and so does one so many times its own median, in two records", "explosion")
+    zero_grad_records: int = threshold(
+        3,
+        "consecutive records with statistics in which the gradient of one trained parameter is exactly zero",
+        "zero_gradient",
+    )
     activation_high: float = threshold(100.0, "largest healthy RMS of a layer's activations", "activations")
     activation_low: float = threshold(0.01, "smallest healthy RMS of a layer's activations", "activations")
     branch_low: float = threshold(
@@ -136,6 +141,11 @@ class HealthConfig:
                 raise BadInput(f"{name}={getattr(self, name)} must be above 0")
         if self.plateau_records < 50:
             raise BadInput(f"plateau_records={self.plateau_records} must be at least 50: fewer are noise")
+        if self.zero_grad_records < 2:
+            raise BadInput(
+                f"zero_grad_records={self.zero_grad_records} must be at least 2: a first step, or a batch without "
+                "targets, gives gradients of zero in a healthy run"
+            )
         if not 0 < self.activation_low < self.activation_high:
             raise BadInput("activation_low must be above 0 and below activation_high")
         if self.speed_seconds < 0:

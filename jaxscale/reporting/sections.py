@@ -26,6 +26,7 @@ STATISTICS = (
     ("attention_logit_max", "Largest attention logit", ""),
     ("attention_logit_bound", "Bound of the largest attention logit", "max|q| max|k|"),
     ("grad_norm", "Gradient norm by group", ""),
+    ("zero_grad", "Parameters whose gradient is exactly zero", ""),
     ("update_ratio", "Update-to-weight ratio by group", ""),
     ("update_norm", "Norm of the update by group", ""),
     ("weight_norm", "Norm of the weights by group", ""),

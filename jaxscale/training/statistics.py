@@ -30,19 +30,22 @@ from jaxscale.training.step import Gradients
 
 DEVICE = jax.memory.Space.Device
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"  # groups of the parameters outside of blocks
+ZERO_GRAD = "zero_grad"
 BLOCK = re.compile(r"(\w*blocks)/(?:(\d+)/)?")  # how the path of a block's parameter begins
 
-# {name: {number of a stack's first layer: float32[its layers], or a group: float32[]}}
+# {name: {number of a stack's first layer: float32[its layers], or a group: float32[]}}, and under ZERO_GRAD
+# {path of a parameter: bool[], or bool[layers] of a stacked one}
 Statistics = dict[str, dict[str, jax.Array]]
 StatisticsStep = Callable[[TrainState, Batch], Statistics]
 
 
 class Groups(NamedTuple):
-    """Which number each parameter's sum of squares is added to: those of the layers come first, then the others."""
+    """The group that each parameter's sum of squares is added to: layers come first, then the others."""
 
     num_layers: int
     others: tuple[str, ...]
     places: tuple[np.ndarray | int, ...]  # of each parameter; an array, [layers], for one that is stacked
+    names: tuple[str, ...]  # of each parameter: its path
 
 
 def parameter_groups(axes: Any, stacks: Mapping[str, int]) -> Groups:
@@ -65,7 +68,8 @@ def parameter_groups(axes: Any, stacks: Mapping[str, int]) -> Groups:
         stack, layer = block.groups()
         return starts[stack] + (int(layer) if layer else np.arange(stacks[stack]))
 
-    return Groups(num_layers, others, tuple(place(path, names) for path, names in paths))
+    places = tuple(place(path, names) for path, names in paths)
+    return Groups(num_layers, others, places, tuple(path for path, _ in paths))
 
 
 def outer_group(path: str, axes: tuple[str, ...]) -> str:
@@ -98,7 +102,8 @@ def make_statistics_step(
         norms["update_ratio"] = norms["update_norm"] / norms["weight_norm"]
         layers = groups.num_layers
         by_group = lambda values: {"0": values[:layers]} | dict(zip(groups.others, values[layers:]))
-        return layer_statistics(means[SOWN]) | {name: by_group(values) for name, values in norms.items()}
+        grouped = {name: by_group(values) for name, values in norms.items()}
+        return layer_statistics(means[SOWN]) | grouped | {ZERO_GRAD: zero_gradients(groups, grads)}
 
     return statistics_step
 
@@ -114,21 +119,40 @@ def group_norms(groups: Groups, tree: Any, before: Any = None) -> jax.Array:
     for leaf, old, place in zip(leaves, olds, groups.places, strict=True):
         if is_masked(leaf):  # frozen: it has neither gradient nor update
             continue
-        squares = squares.at[place].add(sum_of_squares(leaf, old, stacked=isinstance(place, np.ndarray)))
+        squares = squares.at[place].add(reduced(sum_of_squares, leaf, old, stacked=isinstance(place, np.ndarray)))
     return jnp.sqrt(squares)
 
 
-def sum_of_squares(leaf: jax.Array, old: jax.Array | None, *, stacked: bool) -> jax.Array:
-    """float32[], or float32[layers] of a stack. From an array on the host, of which the device never holds more than a
-    layer of a stack, `old` is subtracted."""
-    total = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
+def zero_gradients(groups: Groups, grads: Any) -> dict[str, jax.Array]:
+    """{path: True where every entry of the gradient is exactly zero} of the trained parameters, by layer of a stack.
+
+    Entries are compared themselves: the square of a small one underflows.
+    """
+    leaves = zip(groups.names, groups.places, jax.tree.leaves(grads, is_leaf=is_masked), strict=True)
+    return {
+        name: reduced(lambda x: jnp.all(x == 0), leaf, stacked=isinstance(place, np.ndarray))
+        for name, place, leaf in leaves
+        if not is_masked(leaf)
+    }
+
+
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """float32[]: the sum of the squared entries."""
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def reduced(
+    reduction: Callable[[jax.Array], jax.Array], leaf: jax.Array, old: jax.Array | None = None, *, stacked: bool
+) -> jax.Array:
+    """The reduction of a parameter to one number, or to [layers] of a stack. From an array on the host, of which the
+    device never holds more than a layer of a stack, `old` is subtracted."""
     if not is_on_host(leaf):
-        return jax.vmap(total)(leaf) if stacked else total(leaf)
+        return jax.vmap(reduction)(leaf) if stacked else reduction(leaf)
     pair = [leaf] if old is None else [leaf, old]
 
     def visit(pair):
         here = jax.device_put(pair, DEVICE)
-        return total(here[0] - here[1] if len(here) > 1 else here[0])
+        return reduction(here[0] - here[1] if len(here) > 1 else here[0])
 
     if not stacked:
         return visit(pair)
@@ -166,7 +190,10 @@ def named(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """{'stats/activation_rms/00': number, ..., 'stats/grad_norm/embedding': number} of fetched Statistics.
 
     Numbers of layers have as many digits as the last needs, two at least: the order of the text is that of the layers.
+    Of ZERO_GRAD it has the parameters whose gradient is zero only: 'stats/zero_grad/blocks/1/mlp/up' is 1.0.
     """
+    zero = statistics.get(ZERO_GRAD, {})
+    statistics = {name: parts for name, parts in statistics.items() if name != ZERO_GRAD}
     starts = [(int(key), values) for parts in statistics.values() for key, values in parts.items() if key.isdigit()]
     last = max(start + len(values) for start, values in starts) - 1
     digits = max(2, len(str(last)))
@@ -178,7 +205,16 @@ def named(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
                 numbers |= {f"stats/{name}/{layer:0{digits}}": value for layer, value in layers}
             else:
                 numbers[f"stats/{name}/{key}"] = float(values)
+    numbers |= {f"stats/{ZERO_GRAD}/{name}": 1.0 for path, flags in zero.items() for name in flagged(path, flags)}
     return dict(sorted(numbers.items()))
+
+
+def flagged(path: str, flags: np.ndarray) -> list[str]:
+    """The path if its flag is set; of a stacked parameter a path for each layer whose flag is set."""
+    if not flags.ndim:
+        return [path] * bool(flags)
+    stack, _, rest = path.partition("/")
+    return [f"{stack}/{layer}/{rest}" for layer in np.flatnonzero(flags)]
 
 
 class Watch:

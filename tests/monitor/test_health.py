@@ -15,6 +15,7 @@ from jaxscale.monitor.health.course_rules import band_at
 from jaxscale.monitor.health.finding import band_of, is_harmless
 from jaxscale.monitor.health.robust import Baseline, Blocks, median, slope
 from jaxscale.monitor.health.words import WORDS
+from jaxscale.system.exits import BadInput
 
 FACTS = RunFacts(workdir="runs/a", total_steps=10_000, warmup_steps=100, decay="constant", clip_norm=1.0, branched=True)
 SEEDED = random.Random(0)
@@ -168,6 +169,66 @@ def test_a_branch_that_adds_nothing_is_told_behind_a_stream_that_looks_well():
     assert told == [("activations", 300, False)] and found[0].numbers["shut"] == {"mlp of 03": 5e-5}
     assert found[0].seen == "of the stream behind them, these add less than 0.001: mlp of 03 (5e-05)"
     assert said([shut(step, attention_rms=0.0) for step in (50, 100)])[0] == []  # in the warmup
+
+
+def statistics_record(step, *zero, **more):
+    known = {"stats/grad_norm/00": 0.5, "stats/grad_norm/head": 0.1}
+    return record(step) | known | {f"stats/zero_grad/{name}": 1.0 for name in zero} | more
+
+
+def test_a_parameter_whose_gradient_stays_exactly_zero_is_named_with_causes_and_advice():
+    dead = ("blocks/0/mlp/up", "head")
+    records = [statistics_record(step, *dead if 300 <= step < 700 else ()) for step in range(100, 1000, 100)]
+    records += [record(step) for step in range(510, 600, 10)]  # between two records with statistics
+    found, cases = said(sorted(records, key=lambda record: record["step"]))
+    assert found == [("zero_gradient", 500, False), ("zero_gradient", 800, True)]
+    seen = "the gradient of blocks/0/mlp/up and head was exactly zero in 3 records with statistics in a row"
+    assert cases[0].seen == f"{seen}, since step 300"
+    assert cases[0].numbers["parameters"] == list(dead) and cases[0].numbers["since"] == 300
+    causes = " ".join(cause.what for cause in cases[0].causes)
+    for cause in ("the loss does not depend on it", "both factors of a product are zero", "mask or gate"):
+        assert cause in causes
+    assert "float16" not in cases[0].causes[0].what and "optim.groups" in " ".join(cases[0].advice)
+    assert cases[1].seen == "every trained parameter has a gradient again"
+
+
+def test_float16_is_the_first_suspect_of_a_gradient_of_zero_where_it_computes():
+    facts = dataclasses.replace(FACTS, compute_dtype="float16")
+    _, found = said([statistics_record(step, "head") for step in (100, 200, 300)], facts)
+    assert "float16" in found[0].causes[0].what
+
+
+def test_a_gradient_that_is_zero_now_and_then_raises_no_alert():
+    """LoRA's A at the first step, where B is zero; a batch without a target; two parameters in turn."""
+    assert said([statistics_record(step, *["blocks/0/mlp/up_lora_a"] * (step == 1)) for step in range(1, 9)])[0] == []
+    turns = [statistics_record(step, ("head", "final_norm")[step % 2]) for step in range(1, 20)]
+    assert said(turns)[0] == []
+    gaps = [statistics_record(step, *["head"] * (step % 3 > 0)) for step in range(1, 30)]
+    assert said(gaps)[0] == [] and said(gaps, zero_grad_records=2)[0][0] == ("zero_gradient", 2, False)
+
+
+def test_records_without_statistics_or_with_an_infinite_gradient_count_neither_way():
+    lost = statistics_record(2) | {"stats/grad_norm/00": None, "stats/grad_norm/head": None}
+    records = [
+        statistics_record(1, "head"),
+        lost,
+        statistics_record(3, "head"),
+        record(4),
+        statistics_record(5, "head"),
+    ]
+    assert said(records)[0] == [("zero_gradient", 5, False)]
+
+
+def test_a_long_list_of_parameters_without_gradient_is_counted():
+    names = [f"blocks/{layer}/mlp/up" for layer in range(20)]
+    _, found = said([statistics_record(step, *names) for step in (1, 2, 3)])
+    assert "blocks/3/mlp/up and 16 more was exactly zero" in found[0].seen
+    assert found[0].numbers["count"] == 20 and len(found[0].numbers["parameters"]) == 8
+
+
+def test_fewer_than_two_records_of_a_gradient_of_zero_are_refused():
+    with pytest.raises(BadInput, match="zero_grad_records=1 must be at least 2"):
+        HealthConfig(zero_grad_records=1)
 
 
 def test_large_attention_logits_are_told_as_exact_or_as_a_bound():

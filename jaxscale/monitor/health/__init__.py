@@ -8,7 +8,14 @@ from jaxscale.monitor.health.course_rules import OutOfForecast, Overfitting
 from jaxscale.monitor.health.evidence import Past, batch, suspect
 from jaxscale.monitor.health.expert_rules import DeadExperts, RouterBias, RouterCollapse
 from jaxscale.monitor.health.finding import Cause, Finding, RunFacts, Sign, facts_of
-from jaxscale.monitor.health.gradient_rules import Activations, AttentionLogits, Explosion, SkippedSteps, SourceJump
+from jaxscale.monitor.health.gradient_rules import (
+    Activations,
+    AttentionLogits,
+    Explosion,
+    SkippedSteps,
+    SourceJump,
+    ZeroGradient,
+)
 from jaxscale.monitor.health.loss_rules import Divergence, FlatStart, NonFinite, Oscillation, Plateau, Spike
 from jaxscale.monitor.health.rule import Losses, Rule, View
 from jaxscale.monitor.health.speed_rules import BusyMachine, MemoryCreep, SlowStep, Starvation, UtilisationDrop
@@ -19,7 +26,7 @@ __all__ = ["Cause", "Finding", "Health", "RunFacts", "facts_of"]
 UNKNOWN = RunFacts()
 # in the order in which they are asked: a later one may keep silent about what an earlier one has said
 ALL = (
-    NonFinite, Spike, Divergence, FlatStart, Plateau, Oscillation, Explosion, SkippedSteps, Activations,
+    NonFinite, Spike, Divergence, FlatStart, Plateau, Oscillation, Explosion, ZeroGradient, SkippedSteps, Activations,
     AttentionLogits, BusyMachine, Starvation, SlowStep, UtilisationDrop, MemoryCreep, Overfitting, SourceJump,
     OutOfForecast, RouterCollapse, DeadExperts, RouterBias,
 )  # fmt: skip

@@ -189,6 +189,14 @@ def numerics(past: Past, facts: RunFacts, step: int) -> Evidence:
     return Evidence(NOTHING, f"model.compute_dtype is {facts.compute_dtype or 'not known'}")
 
 
+def float16(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the run computes in float16, in which small gradients underflow."""
+    dtype = facts.compute_dtype
+    if dtype == "float16":
+        return Evidence(FOR, "model.compute_dtype is float16, whose smallest number is 6e-8")
+    return Evidence(AGAINST if dtype else NOTHING, f"model.compute_dtype is {dtype or 'not known'}")
+
+
 def data_wait(past: Past, facts: RunFacts, step: int) -> Evidence:
     """Whether the step waits for data."""
     pairs = [(record.get("data_wait_seconds"), record.get("step_seconds")) for record in list(past.records)[-5:]]

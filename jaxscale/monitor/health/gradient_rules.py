@@ -40,6 +40,34 @@ class Explosion(Rule):
         return Sign(True, seen, told, sure=absurd and steep)
 
 
+class ZeroGradient(Rule):
+    """A trained parameter whose gradient is exactly zero in consecutive records of statistics."""
+
+    kind = "zero_gradient"
+    begin, end = 1, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[str, list[int]] = {}  # of the consecutive records in which the parameter's gradient is zero
+
+    def look(self, view: View) -> Sign | None:
+        if not named(view, "stats/grad_norm/"):
+            return None
+        self.steps = {name: [*self.steps.get(name, ()), view.step] for name in named(view, "stats/zero_grad/")}
+        if not self.steps:
+            return Sign(False, "every trained parameter has a gradient again")
+        records = view.cfg.zero_grad_records
+        found = [name for name, steps in self.steps.items() if len(steps) >= records]
+        if not found:
+            return None
+        first = min(self.steps[name][0] for name in found)
+        names = found[:4] + [f"{len(found) - 4} more"] * (len(found) > 4)
+        listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+        seen = f"the gradient of {listed} was exactly zero in {records} records with statistics in a row"
+        numbers = {"parameters": found[:8], "count": len(found), "records": records, "since": first}
+        return Sign(True, f"{seen}, since step {first}", numbers)
+
+
 class SkippedSteps(Rule):
     """Steps that the guard has refused, several of them."""
 

@@ -131,6 +131,25 @@ WORDS = {
             "own threshold: so many times the run's own median",
         ),
     ),
+    "zero_gradient": Words(
+        (
+            (
+                "the loss does not depend on it: an unused parameter, or a branch that is multiplied by zero",
+                evidence.silent,
+            ),
+            ("both factors of a product are zero, so that neither gets a gradient", evidence.silent),
+            ("a mask or gate in front of it is always closed", evidence.silent),
+            ("its gradient underflows in float16", evidence.float16),
+        ),
+        (
+            "follow the parameter from its use in the model to the loss",
+            "initialize one of the two factors with values that are not zero",
+            "if it is not meant to learn, freeze it: optim.groups with its pattern and frozen=true, which saves its "
+            "moments and its gradient",
+            "if it belongs to an expert, look for dead_experts too: one without tokens gets no gradient",
+        ),
+        ("own threshold: exactly zero, in consecutive records with statistics",),
+    ),
     "skipped_steps": Words(
         (("the guard meets gradients that explode", evidence.gradient), NUMERICS, BATCH, STAGE),
         (
