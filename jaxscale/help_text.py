@@ -152,7 +152,8 @@ def list_groups(cls: type) -> str:
     hints, docs = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        docs[field.name] = first_sentence(docstring(kind)) if dataclasses.is_dataclass(kind) else ""
+        is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        docs[field.name] = first_sentence(docstring(kind)) if is_group else ""
     groups = by_group(cls)
     width = max(map(len, groups))
     lines = [f"  {name.ljust(width)}  {len(groups[name]):3}  {WHAT.get(name) or docs[name]}" for name in groups]

@@ -76,7 +76,7 @@ def about(config: Mapping[str, Any]) -> str:
 SIZES = {"num_layers": "layers", "embed_dim": "wide"}
 
 
-def bar(step: int, total: int, eta: float | None, width: int, *, unicode: bool) -> str:
+def bar(step: int, total: float, eta: float | None, width: int, *, unicode: bool) -> str:
     """' 51% ██████····  step 10,200 of 20,000  eta 3h12m'."""
     done = min(max(step / total, 0.0), 1.0) if total else 0.0
     told = f"step {step:,} of {total:,}" if total else f"step {step:,}"

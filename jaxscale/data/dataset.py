@@ -26,8 +26,8 @@ class BatchSource:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, i: int) -> Any:
-        return self.element(int(i))
+    def __getitem__(self, index: int) -> Any:
+        return self.element(int(index))
 
 
 def read_batch(read: ReadRows, rows: Sequence[int], transforms: Sequence[Transform], n: int) -> Batch:
@@ -67,7 +67,7 @@ def open_transform(name: str) -> Transform:
     """The function MODULE:FUNCTION. Raises BadInput if it cannot be imported."""
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        found: Transform | None = getattr(importlib.import_module(module), attribute, None)
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise BadInput(f"data.transforms: {module} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(found):

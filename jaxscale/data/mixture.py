@@ -255,16 +255,16 @@ def plan_mixture(
 
 
 def start_batches(
-    mixture: MixtureSetting, batches: units.BatchSizes, begun: Mapping[str, int], **known: int | None
+    mixture: MixtureSetting, batches: units.BatchSizes, begun: Mapping[str, int], *, seq_len: int, **known: int | None
 ) -> list[tuple[int, Weights, str]]:
     """(first batch, weights, start as it is written) of each stage, in order.
 
-    Args: batches: in tokens. begun: first batches that stay. known: what units.resolve needs.
+    Args: batches: in tokens. begun: first batches that stay. seq_len, known: arguments of units.resolve.
     Raises: BadInput unless the first is batch 0, and where two are the same.
     """
 
     def first_batch(start: str) -> int:
-        tokens = units.resolve("data.mixture's start", start, **known)
+        tokens = units.resolve("data.mixture's start", start, seq_len=seq_len, **known)
         return begun.get(start, batches.holding(tokens))
 
     starts = sorted(

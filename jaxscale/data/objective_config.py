@@ -174,9 +174,10 @@ class Denoiser:
 
 
 def denoisers(cfg: DenoisingConfig) -> tuple[Denoiser, ...]:
-    """Those that the settings mix."""
+    """Returns the denoisers of the objective, one of which is drawn for each row."""
     if isinstance(cfg, SpanCorruptionConfig):
         return (Denoiser(cfg.noise_density, cfg.mean_span),)
+    assert isinstance(cfg, Ul2Config), "there are two denoising objectives"
     return tuple(Denoiser(density, mean or None, weight, mode) for mode, density, mean, weight in cfg.denoisers)
 
 

@@ -52,8 +52,8 @@ class Backstop:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         for event in (
             Event(notify=BY_SIGNAL, signal=STACKS_SIGNAL),
-            Event(notify=BY_THREAD, function=address(self.libc.warnx), value=ctypes.addressof(self.text)),
-            Event(notify=BY_THREAD, function=address(self.libc._exit), value=int(Exit.HANG)),
+            Event(notify=BY_THREAD, function=address(self.libc, "warnx"), value=ctypes.addressof(self.text)),
+            Event(notify=BY_THREAD, function=address(self.libc, "_exit"), value=int(Exit.HANG)),
         ):
             timer = ctypes.c_void_p()
             if self.libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
@@ -105,9 +105,11 @@ def library() -> ctypes.CDLL:
     return libc
 
 
-def address(function: ctypes._CFuncPtr) -> int:
-    """Where the function is."""
-    return ctypes.cast(function, ctypes.c_void_p).value
+def address(library: ctypes.CDLL, name: str) -> int:
+    """Returns the address of a function of the library."""
+    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert found is not None, "only a null pointer has no value"
+    return found
 
 
 def linger_on_abort() -> int | None:
@@ -122,7 +124,7 @@ def linger_on_abort() -> int | None:
         return None
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-    libc.signal(signal.SIGABRT, address(libc.sleep))
+    libc.signal(signal.SIGABRT, address(libc, "sleep"))
     reader, writer = os.pipe()
     os.set_blocking(writer, False)  # a stack that nobody reads must not hold up the end
     faulthandler.enable(file=writer, all_threads=False)

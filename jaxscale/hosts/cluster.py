@@ -73,7 +73,7 @@ def joined(place: Place | None, facts: Mapping[str, Any], flags: Mapping[str, st
     given = flags.get("roll_call_seconds")
     usual = host_budgets(place.num_processes).roll_call_seconds
     seconds = usual if given is None else float(number("--roll_call_seconds", given))
-    facts, began = facts | own_facts(), time.monotonic()
+    facts, began = {**facts, **own_facts()}, time.monotonic()
     watch = Watch(place, call_roll(place, facts, seconds), aborts=linger_on_abort())
     sys.setswitchinterval(SWITCH_SECONDS)
     called = time.monotonic()

@@ -30,22 +30,23 @@ class Maintenance:
 
     def __enter__(self) -> "Maintenance":
         if self.server is not None:
-            threading.Thread(target=self.work, name="maintenance", daemon=True).start()
+            threading.Thread(target=self.work, args=(self.server,), name="maintenance", daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.over.set()
 
-    def work(self) -> None:
-        """Asks again and again."""
-        known = self.announced()
+    def work(self, server: str) -> None:
+        """Polls the metadata server until it announces something new."""
+        known = announced(server)
         while not self.over.wait(self.poll_seconds):
-            now = self.announced()
+            now = announced(server)
             if news := sorted(now - known):
                 return self.announce(f"the machine is about to be taken away ({news[0]})")
             known = now
 
-    def announced(self) -> set[str]:
-        """What has been announced: {'maintenance-event: TERMINATE_ON_HOST_MAINTENANCE'}; empty where nobody answers."""
-        answers = {name: ask_instance(self.server, name) or "" for name in ENDS}
-        return {f"{name}: {text.strip()}" for name, text in answers.items() if text.startswith(ENDS[name])}
+
+def announced(server: str) -> set[str]:
+    """Returns the announced events: {'maintenance-event: TERMINATE_ON_HOST_MAINTENANCE'}; empty without an answer."""
+    answers = {name: ask_instance(server, name) or "" for name in ENDS}
+    return {f"{name}: {text.strip()}" for name, text in answers.items() if text.startswith(ENDS[name])}

@@ -105,7 +105,8 @@ def from_flags(flags: Mapping[str, str]) -> Place | None:
     count = number("--num_processes", given["num_processes"]) if "num_processes" in given else None
     if count == 1:
         return Place(host="localhost", port=TPU_PORT, num_processes=1, process_id=0, found_in="flags")
-    if missing := [f"--{name}" for name in FLAGS[:3] if name not in given]:
+    missing = [f"--{name}" for name in FLAGS[:3] if name not in given]
+    if missing or count is None:
         raise BadInput(f"{' and '.join(missing)} must be given too: {', '.join(f'--{n}' for n in given)} alone tells "
                          "a process too little of where it stands")  # fmt: skip
     host, port = split_address("--coordinator", given["coordinator"])

@@ -15,7 +15,7 @@ import warnings
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler, distributed
+from jax._src import compilation_cache, compiler, config, distributed
 from jax.experimental.compilation_cache import compilation_cache as public
 
 from jaxscale.system import paths
@@ -36,7 +36,7 @@ def keep_programs(workdir: str) -> None:
     own = environment()[DIRECTORY]
     chosen = os.environ.get(DIRECTORY, own)
     is_shared = paths.is_remote(workdir) or distributed.global_state.client is not None
-    if not jax.config.jax_enable_compilation_cache:
+    if not config.enable_compilation_cache.value:
         return
     far, make = None, jax_cache
     if is_shared or paths.is_remote(chosen):
@@ -56,7 +56,7 @@ def write_here(key: str, seconds: float, name: str, backend: Any, executable: An
     """What jax does with a program it has compiled, in each process."""
     if distributed.global_state.process_id == 0:
         return write_as_the_first(key, seconds, name, backend, executable, *callbacks)
-    if any(callbacks) or seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
+    if any(callbacks) or seconds < config.persistent_cache_min_compile_time_secs.value:
         return None
     try:
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))

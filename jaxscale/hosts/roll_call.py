@@ -90,10 +90,11 @@ def gather(place: Place, hello: dict, facts: Mapping[str, str], seconds: float) 
         selector.register(listener, selectors.EVENT_READ)
         while len(here) + 1 < place.num_processes and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                if key.fileobj is listener:
-                    selector.register(Wire(listener.accept()[0]), selectors.EVENT_READ)
+                wire: Wire | None = key.data
+                if wire is None:  # the listener
+                    accepted = Wire(listener.accept()[0])
+                    selector.register(accepted, selectors.EVENT_READ, accepted)
                     continue
-                wire = key.fileobj
                 messages = wire.read()
                 if messages == []:
                     continue
@@ -108,7 +109,7 @@ def gather(place: Place, hello: dict, facts: Mapping[str, str], seconds: float) 
                     problems.append(f"{name}: {found}")
                     deadline = min(deadline, time.monotonic() + AFTER_A_PROBLEM)
                 here.setdefault(number, (wire, name))
-        wires = [key.fileobj for key in selector.get_map().values() if key.fileobj is not listener]
+        wires: list[Wire] = [key.data for key in selector.get_map().values() if key.data is not None]
     missing = [place.name(n) for n in range(1, place.num_processes) if n not in here]
     code = None
     if problems:
@@ -131,7 +132,7 @@ def gather(place: Place, hello: dict, facts: Mapping[str, str], seconds: float) 
 
 def is_hello(message: Mapping[str, Any]) -> bool:
     """True if the message has the form of a hello."""
-    kinds = dict(process=int, of=int, host=str, pid=int, facts=dict)
+    kinds: dict[str, type] = dict(process=int, of=int, host=str, pid=int, facts=dict)
     return all(isinstance(message.get(name), kind) for name, kind in kinds.items())
 
 

@@ -68,10 +68,10 @@ class Watch:
             while any(key.data is not None for key in selector.get_map().values()):
                 for key, _ in selector.select():
                     if key.data is None:
-                        selector.unregister(self.aborts)
+                        selector.unregister(key.fileobj)
                         threading.Thread(target=self.aborting, name="watch-abort", daemon=True).start()
                         continue
-                    messages = key.fileobj.read()
+                    messages = self.wires[key.data].read()
                     for message in messages or ():
                         self.hear(key.data, message)
                     if messages is None:

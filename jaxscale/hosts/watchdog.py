@@ -114,15 +114,15 @@ class Watchdog:
                 self.bark(self.accusation(phase), phase)
             with self.ready:
                 if self.backstop is not None and not self.barked.locked():
-                    self.put_off(phase)
+                    self.put_off(self.backstop, phase)
 
-    def put_off(self, phase: "Phase | None") -> None:
+    def put_off(self, backstop: Backstop, phase: "Phase | None") -> None:
         """Sets the kernel's timers for what is now the first to end."""
         if phase is None or phase.deadline == math.inf:
-            self.backstop.disarm()
+            backstop.disarm()
         else:
             line = f"stopped (hang, exit {int(Exit.HANG)}): {self.accusation(phase)}, and Python stands still"
-            self.backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
+            backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
 
     def accusation(self, phase: "Phase") -> str:
         """'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
@@ -139,7 +139,7 @@ class Watchdog:
             self.stacks = open_stacks(self.workdir, self.process)
             with contextlib.suppress(OSError, AttributeError):  # without it, what Python itself can see is seen
                 self.backstop = Backstop(self.stacks)
-                self.put_off(phase)
+                self.put_off(self.backstop, phase)
 
     def bark(self, line: str, phase: "Phase | None" = None, *, elsewhere: bool = False) -> None:
         """Ends the process: the line, word to the others, the stacks, the event. elsewhere: it is another's hang."""

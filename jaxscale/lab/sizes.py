@@ -43,9 +43,10 @@ def of_heads(model: LlamaConfig, heads: int) -> dict[str, Any]:
 
 
 def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings by dotted name, and the rate that goes with its width; muP has its own."""
-    times = model["embed_dim"] / cfg.model.embed_dim
-    rate = cfg.optim.peak_lr * (1.0 if cfg.model.mup is not None else rate_over_width(cfg.optim.name, times))
+    """Returns the model's settings by dotted name, and the learning rate for its width; muP scales the rate itself."""
+    base = check_varied(cfg.model)
+    times = model["embed_dim"] / base.embed_dim
+    rate = cfg.optim.peak_lr * (1.0 if base.mup is not None else rate_over_width(cfg.optim.name, times))
     return {f"model.{name}": value for name, value in model.items()} | {RATE: rate} | floor_of(cfg.optim, rate)
 
 

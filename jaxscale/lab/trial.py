@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from jaxscale import config_file, schema
 from jaxscale.config import RunConfig
@@ -124,8 +124,8 @@ class Result(NamedTuple):
         return [row["tokens_seen"] for row in rows], [row[name] for row in rows]
 
 
-def is_number(value: Any) -> bool:
-    """A finite number."""
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Returns True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -87,7 +87,8 @@ class CacheRecorder(Recorder):
         return recorded
 
     def end_layer(self, x_BTD: jax.Array) -> tuple:
-        """The keys and values of the layer."""
+        """Returns the keys and values of the layer."""
+        assert self.layer is not None, "a layer ends without attention"
         return self.layer
 
     def end_stack(self, seen: tuple) -> None:
@@ -135,13 +136,19 @@ class CacheReader(Recorder):
         """Takes the layer's part of the cache."""
         self.layer = held
 
+    def layer_cache(self) -> Cache:
+        """Returns the layer's part of the cache."""
+        assert self.layer is not None, "run_stack() calls begin_layer() before the layer"
+        return self.layer
+
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Attention to the cache in the place of `attend`. local: whether the layer has the window, where some have."""
 
         def attend_cached(q_B1NH, k_B1KH, v_B1KH, segments, *, local: bool | jax.Array | None = None):
             self.new = (k_B1KH, v_B1KH)
-            seen_BR = visible(self.lengths_B, self.layer[0].shape[1], self.needs.window, local)
-            return attend_one(q_B1NH, k_B1KH, v_B1KH, *self.layer, seen_BR, self.needs.softcap)
+            cache = self.layer_cache()
+            seen_BR = visible(self.lengths_B, cache[0].shape[1], self.needs.window, local)
+            return attend_one(q_B1NH, k_B1KH, v_B1KH, *cache, seen_BR, self.needs.softcap)
 
         return attend_cached
 
@@ -150,14 +157,16 @@ class CacheReader(Recorder):
 
         def attend_cached(q_B1NH, latents: Latents, w_CNE, segments, *, local: bool | jax.Array | None = None):
             self.new = one_head(latents)
-            old = Latents(kv_BSC=self.layer[1][:, :, 0], key_BSR=self.layer[0][:, :, 0])
-            seen_BR = visible(self.lengths_B, self.layer[0].shape[1], self.needs.window, local)
+            cache = self.layer_cache()
+            old = Latents(kv_BSC=cache[1][:, :, 0], key_BSR=cache[0][:, :, 0])
+            seen_BR = visible(self.lengths_B, cache[0].shape[1], self.needs.window, local)
             return attend_absorbed(q_B1NH, latents, old, joined_weight(w_CNE), seen_BR, self.needs.softcap)
 
         return attend_cached
 
     def end_layer(self, x_BTD: jax.Array) -> tuple:
-        """The new token's key and value."""
+        """Returns the new token's key and value."""
+        assert self.new is not None, "a layer ends without attention"
         return self.new
 
     def end_stack(self, seen: tuple) -> None:

@@ -126,10 +126,11 @@ class Engine:
         return recorder.extended(), unembed(model, h_B1D[:, 0])
 
     def state_spec(self, sampling: Sampling) -> State:
-        """Where the state lives."""
+        """Returns the partition spec of each array of the state, in its place."""
         rows = self.rows_spec
         seen = rows if sampling.looks_back else None
-        return State(Cache(self.cache_spec, self.cache_spec), rows, rows, rows, rows, rows, seen, P())
+        cache = Cache._make((self.cache_spec, self.cache_spec))
+        return State._make((cache, rows, rows, rows, rows, rows, seen, P()))
 
     def drawn(self, state: State, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
         """(the state with one token more, int32[B] the token, ENDED or NO_NUMBER)."""
@@ -281,6 +282,7 @@ def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling
     """
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.looks_back:
+        assert seen_BV is not None, "a repetition penalty needs the tokens of the text so far"
         penalty = sampling.repetition_penalty
         logits_BV = jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
     if sampling.temperature == 0:

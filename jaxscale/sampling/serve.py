@@ -56,8 +56,8 @@ def open_chat(answer: Answer, title: str, port: int, longest: int) -> ChatServer
     answer(messages, written) yields the pieces of the model's turn, and puts what it is in all into `written`. longest:
     tokens that a text has at most; what is surely longer is refused before the model is taken.
     """
-    state = dict(title=title, longest=longest, busy=threading.Lock(), ending=threading.Event())
-    return ChatServer(ChatHandler, port, answer=answer, **state)
+    busy, ending = threading.Lock(), threading.Event()
+    return ChatServer(ChatHandler, port, answer=answer, title=title, longest=longest, busy=busy, ending=ending)
 
 
 def allowed(content: str) -> str:

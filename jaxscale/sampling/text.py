@@ -21,7 +21,8 @@ class Decoder(Protocol):
     """What is needed of a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Returns the text of ids."""
+        ...
 
 
 @dataclasses.dataclass

@@ -98,9 +98,13 @@ class BadInput(ValueError):
     Any other exception, a ValueError too, is a defect and keeps its traceback (exit 1).
     """
 
+    errno: int | None = None  # of the OSError behind it, where there is one
+
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback: the line."""
-        return [shown(verdict(self)[1])]
+        """Returns what a notebook shows in place of a traceback: the line."""
+        _, line = verdict(self)
+        assert line is not None, "each class with this method has a line"
+        return [shown(line)]
 
 
 class Stop(Exception):
