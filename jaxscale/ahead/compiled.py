@@ -31,6 +31,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
 
 FORMAT = 5  # of a kept result; another number makes all earlier ones unread
+CACHE_ENABLED = "jax_enable_compilation_cache"  # the name of jax's setting
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([0-9.]+)([BKMGT]?)"
@@ -165,13 +166,13 @@ def to_bytes(number: str, unit: str) -> int:
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
     """jax's persistent compilation cache is off inside."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    before = getattr(jax.config, CACHE_ENABLED)
+    jax.config.update(CACHE_ENABLED, False)
     compilation_cache.reset_cache()  # jax looks at the setting once, with the first program
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update(CACHE_ENABLED, before)
         compilation_cache.reset_cache()
 
 

@@ -235,7 +235,7 @@ def result_shapes(instruction: Instruction) -> tuple[Shape, ...]:
     results_alone = instruction.opcode == "all-reduce-start" and not instruction.type_text.startswith("((")
     if instruction.opcode.endswith("-start") and not results_alone:
         elements = instruction.elements
-        return elements[1] if len(elements) > 1 else elements[0]
+        return elements[1 if len(elements) > 1 else 0]
     return instruction.shapes
 
 

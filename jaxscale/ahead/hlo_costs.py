@@ -143,10 +143,11 @@ def splash_flops(kernel: str, instruction: Instruction, computation: Computation
     table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)
     arrays = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype[0] in "bf"]
     suffix = "" if kernel == "fwd" else f"_{kernel}"
-    sizes = [re.search(rf'block_{of}{suffix}\\?": (\d+)', instruction.attributes) for of in ("q", "kv")]
-    if table is None or len(arrays) < 2 or None in sizes:
+    found = (re.search(rf'block_{of}{suffix}\\?": (\d+)', instruction.attributes) for of in ("q", "kv"))
+    sizes = [int(size[1]) for size in found if size]
+    if table is None or len(arrays) < 2 or len(sizes) < 2:
         return 0.0
-    of_q, of_kv = (int(size[1]) for size in sizes)
+    of_q, of_kv = sizes
     num_q, num_kv = arrays[0].dims[-2] // of_q, arrays[1].dims[-2] // of_kv
     if told := re.search(r"visits_(\d+)_(\d+)_(\d+)", instruction.attributes):
         visited = int(told[1 + ("fwd", "dq", "dkv").index(kernel)])

@@ -52,7 +52,7 @@ class Reader:
     def __init__(self, module: Module, numbers: Mapping[tuple[str, str], int]) -> None:
         self.module, self.numbers = module, numbers
         self.read: dict[str, tuple[Item, ...]] = {}
-        self.products: dict[str, collections.Counter[str]] = {}
+        self.products: dict[str, dict[str, float]] = {}
         self.places: dict[int, str] = {}
 
     def items(self, name: str) -> tuple[Item, ...]:
@@ -123,7 +123,7 @@ class Reader:
 
     def flops(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
         """FLOPs of an instruction, and of what it calls, by operand type."""
-        found: collections.Counter[str] = collections.Counter()
+        found: dict[str, float] = collections.defaultdict(int)
         if product := product_flops(instruction, computation):
             found[product[0]] += product[1]
         if instruction.opcode == "custom-call" and custom_target(instruction).startswith(PALLAS):
@@ -131,10 +131,12 @@ class Reader:
         for name in instruction.called if instruction.opcode in FUSIONS else ():
             if name not in self.products:
                 inner = self.module.computations[name]
-                self.products[name] = collections.Counter()
+                self.products[name] = collections.defaultdict(int)
                 for one in inner.instructions.values():
-                    self.products[name].update(self.flops(inner, one))
-            found.update(self.products[name])
+                    for dtype, flops in self.flops(inner, one).items():
+                        self.products[name][dtype] += flops
+            for dtype, flops in self.products[name].items():
+                found[dtype] += flops
         return {dtype: flops for dtype, flops in found.items() if flops}
 
 

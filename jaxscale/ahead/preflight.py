@@ -79,7 +79,9 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
     usable, why = usable_memory(topology)
     if shortage is not None and shortage.space == "hbm" and shortage.available is not None:
         usable, why = shortage.available, "what the compiler may use"
-    peak = compiled.memory.peak if compiled.memory else shortage.needed if shortage.space == "hbm" else None
+    peak = compiled.memory.peak if compiled.memory else None
+    if shortage is not None and shortage.space == "hbm":
+        peak = shortage.needed
     return Report(
         config=config_name,
         topology=topology.name,
@@ -101,7 +103,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
         compiled_flops=facts and facts.dot_flops + facts.kernel_flops,
         model_flops=model_flops,
         traffic=sum_traffic(facts.collectives) if facts else (),
-        collectives=collective_rows(facts, bounds.played) if facts and bounds.played else (),
+        collectives=collective_rows(facts, bounds.played) if facts and bounds and bounds.played else (),
         roofline=bounds,
         notes=notes(program, bounds),
         lower_seconds=compiled.lower_seconds,

@@ -217,7 +217,7 @@ def is_hopeful(one: Candidate, tried: Tried, enough: int | None) -> bool:
             return False  # the same repair, and more than that
     best = winner(tried)
     least = one.guess.least_s + SURE * one.guess.exposed_s
-    return bool(enough) or best is None or least <= best[1].roofline.at_least_s * SAME_TIME
+    return bool(enough) or best is None or least <= bounds_of(best[1]).at_least_s * SAME_TIME
 
 
 def learnt_scale(one: Candidate, tried: Tried) -> float:
@@ -226,15 +226,17 @@ def learnt_scale(one: Candidate, tried: Tried) -> float:
     The last one of its remat policy tells it, with or without a pipeline and rows that are sent as it is, else the last
     of any; without one it is a hope.
     """
-    told = [
-        (other, report) for other, report in tried if report.peak_bytes is not None and other.guess.activation_bytes
+    measured = [
+        (other, report.peak_bytes)
+        for other, report in tried
+        if report.peak_bytes is not None and other.guess.activation_bytes
     ]
     kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.guess.exchange)
-    alike = [both for both in told if kind(both[0]) == kind(one)]
-    if not told:
+    alike = [both for both in measured if kind(both[0]) == kind(one)]
+    if not measured:
         return HOPEFUL
-    other, report = (alike or told)[-1]
-    return MARGIN * max(0, report.peak_bytes - other.guess.state_bytes) / other.guess.activation_bytes
+    other, peak_bytes = (alike or measured)[-1]
+    return MARGIN * max(0, peak_bytes - other.guess.state_bytes) / other.guess.activation_bytes
 
 
 def needs_as_much(one: Candidate, failed: Candidate) -> bool:
@@ -260,8 +262,15 @@ def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
     _, report = pair
     if not report.fits:
         return (1, report.peak_bytes or math.inf)
-    line = report.roofline
-    return (0, bucket(line.at_least_s), line.serial_s, report.peak_bytes)
+    bounds = bounds_of(report)
+    assert report.peak_bytes is not None, "a step fits only if its peak is known"
+    return (0, bucket(bounds.at_least_s), bounds.serial_s, report.peak_bytes)
+
+
+def bounds_of(report: Report) -> Roofline:
+    """Returns the roofline of a step that fits."""
+    assert report.roofline is not None, "a step that fits was compiled, and make_report gives it a roofline"
+    return report.roofline
 
 
 def winner(tried: Tried) -> tuple[Candidate, Report] | None:
@@ -272,11 +281,11 @@ def winner(tried: Tried) -> tuple[Candidate, Report] | None:
 def why_lines(tried: Tried) -> list[str]:
     """Why the best of those that fit is it: its time by part, beside that of the next and of the config as it is."""
     best, *rest = fitting(ranked(tried))
-    lines = [f"{best[0].label} wins: {parts_text(best[1].roofline)}"]
+    lines = [f"{best[0].label} wins: {parts_text(bounds_of(best[1]))}"]
     own = [pair for pair in tried if not pair[0].changes and pair is not best]
     for one, report in [*(pair for pair in rest[:1] if pair[0].changes), *own]:
         name = f"next, {one.label}" if one.changes else "the config as it is"
-        lines.append(f"{name}: {parts_text(report.roofline) if report.fits else 'does not fit'}")
+        lines.append(f"{name}: {parts_text(bounds_of(report)) if report.fits else 'does not fit'}")
     return lines
 
 
@@ -314,7 +323,7 @@ def outcome_text(report: Report) -> str:
     size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than there is"
     if not report.fits:
         return f"does not fit: {size}"
-    return f"fits: {size}, at least {report.roofline.at_least_s * 1e3:.4g} ms a step"
+    return f"fits: {size}, at least {bounds_of(report).at_least_s * 1e3:.4g} ms a step"
 
 
 def override_lines(changes: dict[str, Any]) -> list[str]:

@@ -124,6 +124,9 @@ def read_pieces(path: pathlib.Path, about: Mapping[str, Any]) -> dict[str, dict[
 
 def on_devices(pieces: Mapping[Place, np.ndarray], wanted: Any) -> jax.Array:
     """The array of a shape, dtype and sharding, of pieces that were cut alike. Raises KeyError where one is missing."""
-    return jax.make_array_from_callback(
-        wanted.shape, wanted.sharding, lambda index: pieces[place_of(index, wanted.shape)], dtype=wanted.dtype
-    )
+
+    def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "jax passes the index of each shard"
+        return pieces[place_of(index, wanted.shape)]
+
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, piece, dtype=wanted.dtype)

@@ -151,7 +151,8 @@ class FileLock:
     """A file `lock`, held open and flocked by its owner."""
 
     def __init__(self, folder: pathlib.Path):
-        self.path, self.handle = folder / "lock", None
+        self.path = folder / "lock"
+        self.handle: int | None = None  # the open file, while the lock is held
         self.folder_id: tuple[int, int] | None = None  # the folder itself, whatever its name, while the lock is held
 
     def look(self) -> Look | None:
@@ -222,7 +223,7 @@ class FileLock:
 
     def renew(self, owner: LockOwner) -> None:
         """Writes the owner's new beat. Raises Changed if the lock is another's."""
-        if not self.is_own(owner):
+        if not self.is_own(owner) or self.handle is None:
             raise Changed(str(self.path))
         os.pwrite(self.handle, owner.content(), 0)
         os.fsync(self.handle)
@@ -310,7 +311,7 @@ class ObjectLock:
                 return True
             except Changed:
                 found = self.look(door)  # perhaps by a try of our own whose answer was lost
-                if not owner.is_in(found):
+                if found is None or not owner.is_in(found):
                     return False
                 self.generation = found.version
                 return True

@@ -161,7 +161,7 @@ class Checkpoints:
             return self.fall_back(step, error, log)
         return step
 
-    def fall_back(self, step: int | None, error: Stop, log: Callable[[str], None] = print) -> int:
+    def fall_back(self, step: int | None, error: Stop, log: Callable[[str], None] = print) -> int | None:
         """The newest readable step below a damaged one, which is moved aside, with a line and an event that say so.
 
         The oldest is left where it is: what was lost is never made up for by beginning anew in silence. For all
@@ -277,7 +277,7 @@ class Checkpoints:
                 return
             if attempt < self.cfg.max_failed_saves:
                 time.sleep(RETRY_SECONDS)
-        raise self.storage_error(*failure)
+        raise self.storage_error(failure[0], failure[1])
 
     def start(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
         """Hands a copy of the state over to the thread that saves."""

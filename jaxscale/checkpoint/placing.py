@@ -147,11 +147,15 @@ def place(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
         (value,) = buffers.values()
         if not hasattr(leaf, "dtype"):
             return type(leaf)(value.item())
-        return value if isinstance(leaf, np.ndarray) else jax.random.wrap_key_data(value, impl=key_kind(leaf))
+        return (
+            value
+            if isinstance(leaf, np.ndarray)
+            else jax.random.wrap_key_data(jax.numpy.asarray(value), impl=key_kind(leaf))
+        )
     sharding, local = sharding_of(leaf), []
     if is_sent(leaf):
         buffers = {region: buffer.view(WORDS[buffer.itemsize]) for region, buffer in buffers.items()}
-        sharding = jax.sharding.NamedSharding(sharding.mesh, sharding.spec)
+        sharding = jax.sharding.NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)
     for region, devices in holders(tuple(leaf.shape), sharding_of(leaf)).items():
         value = buffers.get(region)
         for device in devices:

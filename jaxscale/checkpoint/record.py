@@ -113,9 +113,9 @@ def leaf_text(described: list | None) -> str:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content as JSON will give it back (tuples are lists there), with the sha256 of its canonical text."""
-    content = json.loads(json.dumps(content))
-    return content | {"sha256": digest(content)}
+    """Returns the content after a round trip through JSON (tuples become lists), with the sha256 of its sorted text."""
+    plain: dict[str, Any] = json.loads(json.dumps(content))
+    return plain | {"sha256": digest(plain)}
 
 
 def is_sealed(record: Any) -> bool:

@@ -4,7 +4,7 @@ A state of which one bit differs from what was saved is refused; what is passed 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -116,7 +116,7 @@ def read_state(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
         raise_for(folder, "state", cause, is_storage_error(error))
 
 
-def raise_for(folder: Any, item: str, cause: str, trouble: bool) -> None:
+def raise_for(folder: Any, item: str, cause: str, trouble: bool) -> NoReturn:
     """Raises what a failed read is: trouble with the storage leaves the checkpoint as good as it was."""
     if trouble:
         raise Stop(
@@ -130,7 +130,7 @@ def raise_for(folder: Any, item: str, cause: str, trouble: bool) -> None:
 def check_fit(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -> None:
     """Raises Stop (CONFIG_MISMATCH) listing leaves that differ in name, shape or dtype: Orbax casts silently."""
     differences = []
-    for name in sorted(wanted | saved):
+    for name in sorted({*wanted, *saved}):
         old, new = (list(side[name][:2]) if name in side else None for side in (saved, wanted))
         if old != new and not (partial and new is None):
             differences.append(f"{name} is {leaf_text(old)} in the checkpoint and {leaf_text(new)} in this config")

@@ -37,27 +37,38 @@ class Offer(NamedTuple):
     elsewhere: list  # addresses of those that have its part too
 
 
+class Taken(NamedTuple):
+    """The local copy that a start resumes from."""
+
+    offer: Offer
+    record: dict[str, Any]
+    pieces: Mapping[str, Any]
+
+
 class Tiers(Checkpoints):
     """The checkpoints of a run, and its local copies where checkpoint.local.folder names a place for them."""
 
     def __init__(self, directory: Any, *arguments: Any, **settings: Any):
         super().__init__(directory, *arguments, **settings)
         self.local: LocalSaver | None = None
-        self.store, self.exchange, self.neighbour = None, None, None
+        self.store: LocalStore | None = None
+        self.exchange: exchange.Exchange | None = None
+        self.neighbour: Sequence | None = None  # the address of the process that stores a second copy
         self.offers: list[Offer] = []
-        self.taken: tuple[Offer, Mapping[str, Any], Mapping[str, Any]] | None = None  # with its record and pieces
+        self.taken: Taken | None = None
 
     # On a start.
 
     def newest_readable(self, log: Log = print) -> int | None:
         """As Checkpoints.newest_readable; a step of local copies where there is a newer one that is good."""
-        if self.cfg.local.folder is not None:
-            self.look(log)
+        self.look(log)
         step = self.next_local(log)
         return super().newest_readable(log) if step is None else step
 
     def look(self, log: Log) -> None:
-        """Finds out, with all others, which local copies there are, who has them, and who is whose neighbour."""
+        """Finds, together with all processes, the local copies, their hosts and neighbours, where a folder is set."""
+        if self.cfg.local.folder is None:
+            return
         if self.store is None:
             self.store = LocalStore(self.cfg.local.folder, self.directory)
             if jax.process_count() > 1:
@@ -103,7 +114,7 @@ class Tiers(Checkpoints):
         self.taken = None
         while self.offers:
             offer = self.offers.pop(0)
-            cause, passed_over = None, None
+            cause, passed_over, about, pieces = None, None, {}, {}
             try:
                 about, pieces, passed_over = self.load(offer)
             except (Damaged, OSError) as error:
@@ -116,7 +127,7 @@ class Tiers(Checkpoints):
             if mended:
                 self.tell(offer.step, f"step {offer.step} is taken from a neighbour's copy: {mended}", log)
             record = agreed(lambda about=about: about["record"])
-            self.taken = offer, record, pieces
+            self.taken = Taken(offer, record, pieces)
             log(f"step {offer.step} is taken from the local copies in {self.cfg.local.folder}")
             return offer.step
         return None
@@ -126,16 +137,19 @@ class Tiers(Checkpoints):
 
         Of this process's part, wherever a good one is left. Raises: Damaged or OSError, of the last place.
         """
-        name, failure = name_of(jax.process_index(), offer.step, offer.token), None
+        assert self.store is not None, "look() opens the store before it makes offers"
+        folder, name = self.store.folder, name_of(jax.process_index(), offer.step, offer.token)
+        failure: Damaged | OSError | None = None
         for place in ([None] if offer.here else []) + offer.elsewhere:
             try:
                 if place is not None:
-                    exchange.get(place, self.store.folder, name)
-                about = local_copy.read_about(self.store.folder / name)
-                pieces = local_copy.read_pieces(self.store.folder / name, about)
+                    exchange.get(place, folder, name)
+                about = local_copy.read_about(folder / name)
+                pieces = local_copy.read_pieces(folder / name, about)
                 return about, pieces, failure and reason(failure)
             except (Damaged, OSError) as error:
                 failure = error
+        assert failure is not None, "whole_copies offers a copy only if a process has this part"
         raise failure
 
     def tell(self, step: int | None, cause: str, log: Log) -> None:
@@ -145,17 +159,18 @@ class Tiers(Checkpoints):
 
     def read_record(self, step: int) -> dict[str, Any]:
         """As Checkpoints.read_record; of the local copy where that was taken."""
-        return self.taken[1] if self.is_local(step) else super().read_record(step)
+        taken = self.taken_at(step)
+        return super().read_record(step) if taken is None else taken.record
 
-    def is_local(self, step: int | None) -> bool:
-        """True if this start goes on from local copies of the step."""
-        return self.taken is not None and step == self.taken[0].step
+    def taken_at(self, step: int | None) -> Taken | None:
+        """Returns the local copy that this start resumes from, if it is of this step."""
+        return self.taken if self.taken is not None and step == self.taken.offer.step else None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
         """As Checkpoints.restore; from the local copy where that was taken. It must have been made on the same mesh."""
-        if not self.is_local(step):
+        if (taken := self.taken_at(step)) is None:
             return super().restore(step, abstract_state, partial=partial)
-        _, record, pieces = self.taken
+        _, record, pieces = taken
         wanted, saved = named_leaves(abstract_state), record["leaves"]
         described = {name: describe_leaf(leaf) for name, leaf in wanted.items()}
         restore.check_fit(self.directory / str(step), saved, described, partial)
@@ -176,7 +191,7 @@ class Tiers(Checkpoints):
 
     def fall_back(self, step: int | None, error: Stop, log: Log = print) -> int | None:
         """As Checkpoints.fall_back; where a local copy was tried, the next one, or the newest in the work folder."""
-        if not self.is_local(step) or error.code != Exit.CHECKPOINT_CORRUPT:
+        if self.taken_at(step) is None or error.code != Exit.CHECKPOINT_CORRUPT:
             return super().fall_back(step, error, log)
         self.tell(step, f"{error}; it is passed over", log)
         older = self.next_local(log)
@@ -184,7 +199,7 @@ class Tiers(Checkpoints):
 
     def log_changed_files(self, step: int, log: Log, small: bool = False) -> None:
         """As Checkpoints.log_changed_files; a local copy has no list of files."""
-        if not self.is_local(step):
+        if self.taken_at(step) is None:
             super().log_changed_files(step, log, small)
 
     def set_aside_after(self, step: int, why: str) -> list[int]:
@@ -202,9 +217,10 @@ class Tiers(Checkpoints):
         token = agreed(lambda: written(lambda: lineage.begin(workdir, step), workdir))
         starts, newest = agreed(lambda: lineage.read_starts(workdir)), None
         if self.taken is not None:
-            newest = name_of(jax.process_index(), step, self.taken[0].token)
+            newest = name_of(jax.process_index(), step, self.taken.offer.token)
         self.taken = None  # and its memory
-        valid = {name_of(*key) for *key, _ in self.store.files() if lineage.belongs(starts, key[2], key[1])}
+        copies = self.store.files()
+        valid = {name_of(owner, at, begun) for owner, at, begun, _ in copies if lineage.belongs(starts, begun, at)}
         self.store.keep_only(valid)
         self.local = LocalSaver(
             self.cfg.local, self.store, token, newest=newest, base=self.newest_saved(), neighbour=self.neighbour,
@@ -224,7 +240,7 @@ class Tiers(Checkpoints):
         seconds = super().save(step, state, run, wait=wait, **about)
         if wait and self.local is not None:
             self.end_local()
-            self.store.clear()
+            self.local.store.clear()
         return seconds
 
     def close(self, most_seconds: float | None = None) -> None:

@@ -6,6 +6,7 @@ each file with its md5, by which a killed copy knows what it has brought already
 """
 
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ def copy_step(
         files = found.get("files", {})
         require_whole(final, step)
         if found.get("record") != record["sha256"]:  # killed when the step counted and its note was not yet written
-            files = {name: list(mark_of(final / name)) for name in files_under(final)}
+            files = {name: written_mark(final / name) for name in files_under(final)}
             paths.write_json(note, claim | {"files": files, "record": record["sha256"]})
         copy_events(run, destination.parent)
         return Copied(len(files), *[sum(size for size, _ in files.values())] * 2)
@@ -89,11 +90,18 @@ def copy_step(
         crash_point("copy.commit")
         mark = folder / COMMITTED
         commit(growing, final, mark.read_bytes() if mark.exists() else COMMIT_TEXT.encode())
-    claim["files"][COMMITTED] = list(mark_of(final / COMMITTED))
+    claim["files"][COMMITTED] = written_mark(final / COMMITTED)
     paths.write_json(note, claim | {"record": record["sha256"]})
     crash_point("copy.done")
     sizes = [size for size, _ in claim["files"].values()]
     return Copied(len(sizes), sum(sizes), kept)
+
+
+def written_mark(path: Any) -> list[Any]:
+    """Returns [bytes, md5 in hexadecimal] of a file that was just written. Raises FileNotFoundError without it."""
+    if (mark := mark_of(path)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+    return list(mark)
 
 
 def require_whole(folder: Any, step: int, finished: bool = True) -> None:

@@ -162,6 +162,7 @@ def plan_upcycling(
 
     Raises BadInput for widths and numbers that do not fit, and for a checkpoint that is a mixture already.
     """
+    assert model.experts is not None, "RunConfig refuses init.experts for a model without experts"
     own, gates = model.experts, [name for name in shapes if re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/gate", name)]
     if any(re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/router", name) for name in shapes):
         raise BadInput(f"init.experts={how!r}: {there} has experts already; leave it out")

@@ -209,7 +209,7 @@ def epath(path: Any) -> Any:
     from etils import epath as etils_epath
 
     if paths.is_remote(path):
-        import fsspec
+        import fsspec.config
 
         paths.as_path(path)  # the environment is looked through before gcsfs is imported
         for protocol in ("gs", "gcs"):  # a list that is kept would hide what other processes have written since

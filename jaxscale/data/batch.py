@@ -1,6 +1,6 @@
 """What the model is fed: the one structure that the data room hands to everyone else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,9 @@ class Batch(NamedTuple):
     sources: Any = None  # int32: the mixture's number of the row's source, all along the row; None without a mixture
     prefix: Any = None  # int32: 1 where all of the document sees the position, the tokens before it too; or none
     encoder: Any = None  # EncoderInput, where the model has an encoder that these rows are decoded from
+
+
+ReadRows = Callable[[int, Sequence[int]], Batch]  # (n, rows) -> these rows of batch n, numpy: fields of [rows, T]
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:

@@ -8,11 +8,10 @@ from typing import Any
 import grain  # never in a thread: while it is imported, it replaces builtins.__import__ for all of them (etils.epy)
 import numpy as np
 
-from jaxscale.data.batch import Batch
+from jaxscale.data.batch import Batch, ReadRows
 from jaxscale.data.order import Transform
 from jaxscale.system.exits import BadInput
 
-ReadRows = Callable[[int, Sequence[int]], Batch]  # (n, rows) -> these rows of batch n, numpy: fields of [rows, T]
 CHECKED_ROWS = 2  # rows of the first batch that each transform is tried on
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,7 +218,7 @@ def compiler_options(
     )
 
 
-def options_of_rare_programs(platform: str, environment: Mapping[str, str] = os.environ) -> dict[str, Value]:
+def options_of_rare_programs(platform: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """For jax.jit(compiler_options=...) of a program that runs once, or once in many steps: it compiles sooner.
 
     LLVM's last level of optimisation took 8 of the 11 CPU seconds in which the quick start's parameters were compiled,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxscale.data.batch import Batch, cut_rows
-from jaxscale.data.dataset import ReadRows, map_dataset, read_ahead, read_batch
+from jaxscale.data.batch import Batch, ReadRows, cut_rows
+from jaxscale.data.dataset import map_dataset, read_ahead, read_batch
 from jaxscale.data.order import Transform
 from jaxscale.sharding.shardings import local_rows, put_rows
 

@@ -1,18 +1,16 @@
 """The faults of system/faults.py that change numbers, each wrapped once around what it corrupts, if it is asked for."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.data.batch import Batch
+from jaxscale.data.batch import Batch, ReadRows
 from jaxscale.system import faults
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import Gradients, leaf_name
-
-ReadRows = Callable[[int, list[int]], Batch]  # (n, rows) -> those rows of batch n
 
 
 def corrupt_gradients(gradients: Gradients) -> Gradients:
@@ -35,7 +33,7 @@ def corrupt_batches(read: ReadRows) -> ReadRows:
     if (fault := faults.spoilt_batches()) is None:
         return read
 
-    def corrupted(n: int, rows: list[int]) -> Batch:
+    def corrupted(n: int, rows: Sequence[int]) -> Batch:
         batch = read(n, rows)
         if not fault.start <= n < fault.stop:
             return batch

@@ -13,7 +13,7 @@ from jaxscale.checkpoint.folders import copy_file
 from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import list_steps
-from jaxscale.checkpoint.transfer import copy_step
+from jaxscale.checkpoint.transfer import copy_step, written_mark
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -185,3 +185,8 @@ def test_what_a_run_has_decided_goes_along_and_is_brought_up_to_date(run, tmp_pa
     copied.write_text("one\ntwo\nthree\nof the copy\n")
     copy_step(run, 30, tmp_path / "copy")
     assert copied.read_text().endswith("of the copy\n")
+
+
+def test_a_file_removed_while_it_is_listed_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="removed"):
+        written_mark(tmp_path / "removed")
