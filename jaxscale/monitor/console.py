@@ -185,7 +185,7 @@ def find_display() -> Display | None:
     """What shows things in the notebook that this process computes for; None elsewhere. Imports nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    return ipython.display.display if getattr(shell, "kernel", None) is not None else None
+    return ipython.display.display if ipython and getattr(shell, "kernel", None) is not None else None
 
 
 def open_console(

@@ -21,7 +21,7 @@ from jaxscale.monitor.records import tail_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
-KINDS = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
+KINDS: tuple[str, ...] = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
 PREFIX = "goodput/"
 # The host runs one step ahead of the devices: a wait for data costs nothing if it then still waits for the step before.
 # It does where that takes at least this part of both waits; below it is the host's own work of fetching and writing.
@@ -51,7 +51,7 @@ class TimeLedger:
         self.clock, self.owner = clock, threading.get_ident()
         self.began = self.marked = clock() - age_seconds
         self.began_at = wall_clock() - age_seconds  # seconds since 1970
-        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.frames: list[Frame] = []
         self.held: Frame | None = None  # the last wait for data, until it is known whether it was hidden
         self.compiled_step: int | None = None
@@ -79,7 +79,7 @@ class TimeLedger:
         frame = self.frames.pop()
         if frame.kind == "data":
             self.held = frame
-        elif self.hides(frame):
+        elif self.held is not None and self.hides(frame):
             self.seconds["data"] -= self.held.seconds
             self.seconds[frame.kind] += self.held.seconds
             self.held = None
@@ -95,7 +95,7 @@ class TimeLedger:
 
     def hides(self, frame: Frame) -> bool:
         """True if the wait for data was no loss, for in this frame the host still waits for the step before."""
-        if self.held is None or frame.kind not in ("step", "lost") or frame.step is None:
+        if self.held is None or self.held.step is None or frame.kind not in ("step", "lost") or frame.step is None:
             return False
         waited = self.held.seconds
         return frame.step < self.held.step and frame.seconds >= HIDDEN_FROM * (waited + frame.seconds)
@@ -112,7 +112,7 @@ class TimeLedger:
         """Seconds by kind up to now. Their sum is the wall time of this start."""
         self.charge()
         seconds = dict(self.seconds)
-        if self.frames and self.hides(self.frames[-1]):
+        if self.held is not None and self.frames and self.hides(self.frames[-1]):
             seconds["data"] -= self.held.seconds
             seconds[self.frames[-1].kind] += self.held.seconds
         return seconds

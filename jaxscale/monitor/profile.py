@@ -127,6 +127,7 @@ class Profiler:
     def end(self) -> None:
         """Ends the capture that is under way and writes it."""
         step, began = self.begun, time.monotonic()
+        assert step is not None  # both callers end a capture that has begun
         self.begun = None
         try:
             if not self.remote:  # into a bucket it is brought by a thread, which asks

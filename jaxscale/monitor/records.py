@@ -68,7 +68,7 @@ def lines_of(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
         damage.number += 1
         if line is not None and not line.strip():
             continue
-        if (record := parse_record(line)) is not None:
+        if line is not None and (record := parse_record(line)) is not None:
             yield line, record
         elif whole:
             damage.lines += 1

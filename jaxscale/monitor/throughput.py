@@ -53,7 +53,10 @@ class Throughput:
             return
         self.step_began, self.excluded_in_step = self.clock(), 0.0
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
-        self.flops += tokens * self.shorter.get(row_tokens, self.flops_per_token or 0.0)
+        flops_per_token = self.flops_per_token or 0.0
+        if row_tokens is not None:
+            flops_per_token = self.shorter.get(row_tokens, flops_per_token)
+        self.flops += tokens * flops_per_token
         self.data_wait_seconds += data_wait_seconds
 
     def exclude(self, seconds: float) -> None:

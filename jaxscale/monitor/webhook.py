@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import in_slack
@@ -28,7 +28,7 @@ LONGEST_TEXT = 3500  # characters; Slack cuts at 40,000 and advises 4,000
 LAST_SECONDS = 5.0  # for what is waiting, when a run ends
 
 
-def webhook_url(environment: collections.abc.Mapping[str, str] = os.environ) -> str | None:
+def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
     """The address in JAXSCALE_WEBHOOK_URL; None where there is none.
 
     Raises: BadInput unless it is https, or http to this machine. The address is not in the error.

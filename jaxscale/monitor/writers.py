@@ -85,7 +85,7 @@ class Writer:
         if not self.primary:
             return
         plain_value = lambda value: value.item() if hasattr(value, "item") else value  # of arrays of one number
-        plain = redacted({name: plain_value(value) for name, value in (metrics | self.vitals()).items()})
+        plain = redacted({name: plain_value(value) for name, value in {**metrics, **self.vitals()}.items()})
         record = json_record(step, plain)
         self.lines.write(record)
         for sink in self.sinks:

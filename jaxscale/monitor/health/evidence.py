@@ -179,7 +179,7 @@ def gradient(past: Past, facts: RunFacts, step: int) -> Evidence:
 
 def numerics(past: Past, facts: RunFacts, step: int) -> Evidence:
     """Whether the computation has few bits, or a loss scale that moves."""
-    scales = {record.get("train/loss_scale") for record in past.records} - {None}
+    scales = {scale for record in past.records if (scale := record.get("train/loss_scale")) is not None}
     if len(scales) > 1:
         return Evidence(STRONG, f"the loss scale moved between {min(scales):g} and {max(scales):g}")
     if facts.compute_dtype == "float16":

@@ -24,12 +24,12 @@ class Explosion(Rule):
             self.baseline.add(norm)
         ratio = judged.ratio if judged else None
         absurd = norm > view.cfg.grad_norm and (ratio is None or ratio > 3)
-        steep = judged is not None and ratio > view.cfg.grad_ratio and judged.sigmas > 10
+        steep = judged is not None and judged.ratio > view.cfg.grad_ratio and judged.sigmas > 10
         told = {"grad_norm": norm, "ratio": ratio, "threshold": view.cfg.grad_norm}
         if not (absurd or steep):
             back = ratio is None or ratio < 3
             return Sign(False, f"the gradient norm is back at {norm:.4g}", told) if back or not self.spoken else None
-        usual = f", {many(ratio, 1)} times its median {judged.centre:.4g}" if judged else ""
+        usual = f", {many(judged.ratio, 1)} times its median {judged.centre:.4g}" if judged else ""
         clip = view.facts.clip_norm
         beside = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (another)"
         side = "above" if norm > view.cfg.grad_norm else "below"

@@ -205,8 +205,10 @@ def of_halves(points: list[tuple[float, float]]) -> float:
 
 def decaying(view: View, rate: float | None, highest: float) -> bool:
     """True late in a run whose rate falls on purpose: the loss levels off there, and is to."""
+    if rate is None:
+        return False
     done = view.step / view.facts.total_steps if view.facts.total_steps else 0.0
-    falls = rate is not None and rate < 0.9 * highest
+    falls = rate < 0.9 * highest
     late = view.facts.decay in ("cosine", "linear") and done > 0.7
     return falls and (late or rate < 0.3 * highest)
 

@@ -200,11 +200,11 @@ class MemoryCreep(Rule):
         if self.left_out <= self.settle:
             return None
         for names in IN_USE:
-            name = next((name for name in names if view.number(name) is not None), None)
-            if name is not None:
-                bytes_in_use = view.number(name)
-                self.seen.setdefault(name, []).append((view.step, bytes_in_use))
-                self.whole.setdefault(name, Blocks()).add(view.step, bytes_in_use)
+            for name in names:
+                if (bytes_in_use := view.number(name)) is not None:
+                    self.seen.setdefault(name, []).append((view.step, bytes_in_use))
+                    self.whole.setdefault(name, Blocks()).add(view.step, bytes_in_use)
+                    break
         full = [name for name, points in self.seen.items() if len(points) >= self.window]
         if not full:
             return None
