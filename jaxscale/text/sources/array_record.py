@@ -1,6 +1,7 @@
 """ArrayRecord files whose records are text, JSON objects or tf.train.Example, as TensorFlow Datasets writes them."""
 
 import contextlib
+import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -62,8 +63,7 @@ def is_array_record(path: str) -> bool:
 def load_package() -> Any:
     """The package's module. Raises BadInput if it is not installed."""
     with needs("reading and writing ArrayRecord files", "array_record"):
-        from array_record.python import array_record_module
-    return array_record_module
+        return importlib.import_module("array_record.python.array_record_module")
 
 
 @contextlib.contextmanager

@@ -202,7 +202,8 @@ def column_of(batch: Any, name: str) -> Any:
     if name in batch.schema.names:
         return batch.column(name)
     head, *rest = name.split(".")
-    return pyarrow.compute.struct_field(batch.column(head), rest)
+    field = pyarrow.compute.StructFieldOptions(rest)
+    return pyarrow.compute.call_function("struct_field", [batch.column(head)], field)
 
 
 def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:

@@ -145,7 +145,8 @@ def field_of(record: Any, field: str, missing: Any = None) -> Any:
 
 def words_of(record: dict[str, Any], fields: Words, line: bytes = b"") -> Words:
     """The fields of a record as text, each as word_of has it; '' for a field without a name."""
-    return tuple([word_of(record, field, line) if field else "" for field in fields])
+    id, url, licence, language = [word_of(record, field, line) if field else "" for field in fields]
+    return id, url, licence, language
 
 
 def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:

@@ -81,7 +81,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
             if not content:
                 skipped["empty"] += 1
                 continue
-            if type(content) is bytes or "\0" in content:
+            if isinstance(content, bytes) or "\0" in content:
                 place = lambda start, offset=offset, number=number: place_of(unit, part, offset, number, start)
                 content = decoded(content, cfg, skipped, path, place)
                 if content is None:

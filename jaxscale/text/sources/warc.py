@@ -9,7 +9,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import buffered, read_blocks
@@ -261,7 +261,7 @@ def extract(html: str, cfg: ReadConfig) -> str:
     if cfg.html_text == "trafilatura":
         with needs(f"{cfg.where}html_text='trafilatura'", "trafilatura with lxml_html_clean"):
             import trafilatura
-        mode = {} if cfg.html_mode == "default" else {MODES[cfg.html_mode]: True}
+        mode: dict[str, Any] = {} if cfg.html_mode == "default" else {MODES[cfg.html_mode]: True}
         return trafilatura.extract(html, include_comments=False, **mode) or ""
     with needs("reading web pages", "resiliparse"):
         from resiliparse.extract.html2text import extract_plain_text
