@@ -63,7 +63,7 @@ NamedEval = TextEval | ChoiceEval | ClozeEval
 Evals = dict[str, NamedEval]
 
 
-def check_numbers(settings: NamedEval, *names: str) -> None:
+def check_numbers(settings: TextEval | ItemEval, *names: str) -> None:
     """Raises BadInput for a number below 0."""
     for name in names:
         if getattr(settings, name) < 0:

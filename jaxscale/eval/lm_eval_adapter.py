@@ -90,13 +90,13 @@ def write_settings(settings: dict[str, Any]) -> WriteSettings:
     num_tokens = int(settings.pop("max_gen_toks", settings.pop("max_new_tokens", NEW_TOKENS)))
     draws = bool(settings.pop("do_sample", False))
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: settings.pop(name) for name in names if settings.get(name) is not None}
+    given: dict[str, Any] = {name: settings.pop(name) for name in names if settings.get(name) is not None}
     if settings := {name: value for name, value in settings.items() if value is not None}:
         raise BadInput(f"generation_kwargs {', '.join(sorted(settings))} are not known here; leave them out")
     if not draws:
         given = {"repetition_penalty": given.get("repetition_penalty", 1.0), "temperature": 0.0}
-    sampling = Sampling(**{"temperature": 1.0} | given)
-    return WriteSettings(sampling=sampling, num_tokens=num_tokens, stops=tuple(stop for stop in stops if stop))
+    given.setdefault("temperature", 1.0)
+    return WriteSettings(sampling=Sampling(**given), num_tokens=num_tokens, stops=tuple(stop for stop in stops if stop))
 
 
 def generated(

@@ -43,6 +43,7 @@ class Reading(NamedTuple):
         return cls(tokenizer, tokenizer.begin_ids or (tokenizer.eos_id,), tokenizer.begin_ids, context)
 
 
+Ids = Sequence[int] | np.ndarray
 Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents
 
 
@@ -64,7 +65,7 @@ def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Ite
         first = end
 
 
-def document_spans(ids: np.ndarray, start_ids: Sequence[int], context: int, stride: int) -> list[Span]:
+def document_spans(ids: np.ndarray, start_ids: Ids, context: int, stride: int) -> list[Span]:
     """The windows of one document."""
     whole = np.concatenate([np.asarray(start_ids, np.int32), np.asarray(ids, np.int32)])
     windows = text_windows(len(whole), len(start_ids), context, stride)
@@ -108,7 +109,7 @@ def in_blocks(documents: Iterable[tuple[np.ndarray, int]]) -> Iterator[Block]:
 
 
 def measure_documents(
-    block: Sequence[tuple[Sequence[int], np.ndarray, int]], scorer: Scorer, params: Any, context: int, stride: int
+    block: Sequence[tuple[Ids, np.ndarray, int]], scorer: Scorer, params: Any, context: int, stride: int
 ) -> list[Measured]:
     """Each of the documents that has a token: (ids before it that are not scored, its ids, its bytes)."""
     spans, owners = [], []
@@ -174,9 +175,9 @@ class TextSet:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of what is held, and of how it is read."""
+        """sha256 of the documents, and of how they are read."""
         digest = hashlib.sha256(f"{self.reading.start_ids} {self.reading.context} {self.stride}".encode())
-        for ids, _ in itertools.chain.from_iterable(self.held):
+        for ids, _ in itertools.chain.from_iterable(self.blocks(Counter())):
             digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, np.int32).tobytes())
         return digest.hexdigest()
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jaxscale.eval.text import in_blocks, measure_documents, summarise_text
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs
 
-Tokens = Globs | Sequence[Sequence[int]]  # files, or documents
+Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files, or documents
 
 
 def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) -> Callable[[], Iterator[np.ndarray]]:
@@ -23,12 +23,16 @@ def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) ->
 
     Raises: BadInput for files that are missing or no token files, and for an id that the model does not have.
     """
-    is_files = isinstance(given, (str, dict)) or bool(len(given)) and all(isinstance(one, str) for one in given)
-    documents = files_of(name, given, vocab_size) if is_files else lambda: checked(name, given, vocab_size)
+    documents = files_of(name, given, vocab_size) if are_files(given) else lambda: checked(name, given, vocab_size)
     return lambda: itertools.islice(documents(), limit or None)
 
 
-def checked(name: str, documents: Iterable[Sequence[int]], vocab_size: int) -> Iterator[np.ndarray]:
+def are_files(given: Tokens) -> TypeGuard[Globs]:
+    """True for file names, False for documents."""
+    return isinstance(given, (str, dict)) or bool(len(given)) and all(isinstance(one, str) for one in given)
+
+
+def checked(name: str, documents: Iterable[Any], vocab_size: int) -> Iterator[np.ndarray]:
     """Yields documents that a person gave. Raises BadInput for one that holds anything but ids of the vocabulary."""
     for number, document in enumerate(documents):
         ids = np.asarray(document)

@@ -5,31 +5,34 @@ An error is that of another sample of items of the same kind; None where there i
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
+Numbers: TypeAlias = Sequence[float] | np.ndarray
 
-def mean_error(values: Sequence[float]) -> tuple[float, float | None]:
+
+def mean_error(values: Numbers) -> tuple[float, float | None]:
     """(the mean, its standard error: the sample's deviation, with n - 1, over sqrt(n))."""
-    values = np.asarray(values, np.float64)
-    if len(values) < 2:
-        return float(values.mean()), None
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+    array = np.asarray(values, np.float64)
+    if len(array) < 2:
+        return float(array.mean()), None
+    return float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array)))
 
 
-def ratio_error(above: Sequence[float], below: Sequence[float]) -> tuple[float, float | None]:
+def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
     """(sum of `above` over sum of `below`, the standard error of that ratio).
 
     Items are drawn, and each brings both numbers, as a document brings nats and bytes: the error is that of the first
     order in the deviations above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
     """
-    above, below = np.asarray(above, np.float64), np.asarray(below, np.float64)
-    ratio = float(above.sum() / below.sum())
-    if len(above) < 2:
+    numerators, denominators = np.asarray(above, np.float64), np.asarray(below, np.float64)
+    ratio = float(numerators.sum() / denominators.sum())
+    if len(numerators) < 2:
         return ratio, None
-    deviations = above - ratio * below
-    n = len(above)
-    return ratio, float(math.sqrt(n / (n - 1) * np.square(deviations).sum()) / below.sum())
+    deviations = numerators - ratio * denominators
+    n = len(numerators)
+    return ratio, float(math.sqrt(n / (n - 1) * np.square(deviations).sum()) / denominators.sum())
 
 
 def exp_error(mean: float, error: float | None) -> tuple[float, float | None]:
