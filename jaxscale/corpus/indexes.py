@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxscale.corpus.prepare.config import RowsConfig
 from jaxscale.data.array_folder import HEADER
-from jaxscale.data.config import DataConfig
+from jaxscale.data.config import DataConfig, MixtureSetting
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import check_manifest, open_set
 from jaxscale.data.names import publish_names
@@ -26,7 +26,7 @@ def publish_indexes(folder: Path, cfg: RowsConfig, say: Callable[[str], None]) -
     """
     shards = open_set(check_manifest(folder / MANIFEST, deep=False))
     publish_names(folder, shards)
-    sources = dict.fromkeys((name for shard in shards for name in shard.header["sources"]), 1.0)
+    sources: MixtureSetting = {name: 1.0 for shard in shards for name in shard.header["sources"]}
     data = DataConfig(
         name="tokens",
         files=str(folder / MANIFEST),

@@ -289,7 +289,9 @@ class NearConfig:
             raise BadInput(f"seed={self.seed} must be 0 or more and below 2^64")
         if (self.bands is None) != (self.rows is None):
             raise BadInput(f"bands={self.bands} and rows={self.rows}: give both, or neither")
-        if self.bands is not None and (min(self.bands, self.rows) < 1 or self.bands * self.rows > self.permutations):
+        if self.bands is None or self.rows is None:
+            return
+        if min(self.bands, self.rows) < 1 or self.bands * self.rows > self.permutations:
             raise BadInput(
                 f"bands={self.bands} of rows={self.rows} need {self.bands * self.rows} numbers of a signature "
                 f"that has permutations={self.permutations}; give fewer, each 1 or more"

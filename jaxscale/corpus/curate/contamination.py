@@ -199,9 +199,9 @@ def load_evaluation(
             names[before:] = [str(path.parent / name) for name in names[before:]]
         if len(names) == before:
             raise BadInput(f"{path} holds no text{f' in the fields {sorted(fields)}' if fields else ''}")
-    columns = [np.concatenate(column) for column in (heads, wholes, sizes, owners)]
-    own = ~is_phrase(*columns[1:], ngram_words)
-    return make_index(search_words, *(column[own] for column in columns), names)
+    first, whole, length, item = (np.concatenate(column) for column in (heads, wholes, sizes, owners))
+    own = ~is_phrase(whole, length, item, ngram_words)
+    return make_index(search_words, first[own], whole[own], length[own], item[own], names)
 
 
 def is_phrase(wholes: np.ndarray, sizes: np.ndarray, owners: np.ndarray, ngram_words: int) -> np.ndarray:

@@ -129,7 +129,8 @@ def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
         flat = np.insert(flat, (np.cumsum(counts) - counts)[short], grams)
         counts[short] = 1
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
-    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(flat, offsets, cfg.permutations, cfg.seed)
+    minhash = rensa.RMinHash  # pyright: ignore[reportAttributeAccessIssue] - compiled, without type stubs
+    matrix = minhash.digest_matrix_from_flat_token_hashes(flat, offsets, cfg.permutations, cfg.seed)
     numbers = itertools.chain.from_iterable(matrix.to_rows())
     return np.fromiter(numbers, np.uint32, len(words) * cfg.permutations).reshape(len(words), cfg.permutations)
 
@@ -145,7 +146,7 @@ def band_keys(found: np.ndarray, bands: int, rows: int) -> np.ndarray:
 
 def bands_and_rows(cfg: NearConfig) -> tuple[int, int]:
     """(bands, rows): the settings', or those chosen from the threshold."""
-    if cfg.bands is not None:
+    if cfg.bands is not None and cfg.rows is not None:
         return cfg.bands, cfg.rows
     return choose_bands(cfg.threshold, cfg.permutations, cfg.miss_weight)
 
@@ -168,14 +169,14 @@ def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) 
     Misses: the integral of 1 - detection_curve above the threshold. False candidates: that of detection_curve below.
     """
     below, above = ((np.arange(1000) + 0.5) / 1000 * width for width in (threshold, 1 - threshold))
-    best = None
+    best = (math.inf, 1, 1)  # (error, bands, rows)
     for rows in range(1, permutations + 1):
         bands = permutations // rows  # for given rows, fewer bands never find more
         for count in range(1, bands + 1):
             false = detection_curve(below, count, rows).mean() * threshold
             missed = (1 - detection_curve(threshold + above, count, rows)).mean() * (1 - threshold)
             error = (1 - miss_weight) * false + miss_weight * missed
-            if best is None or error < best[0] - 1e-12:
+            if error < best[0] - 1e-12:
                 best = (error, count, rows)
     return best[1], best[2]
 

@@ -137,7 +137,7 @@ def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[t
         values /= np.sqrt(lengths)[:, None]
         odds = np.exp(values - values.max(axis=1, keepdims=True, initial=-np.inf))
         merged = np.zeros_like(odds)
-        np.add.at(merged, (slice(None), model.first), odds)
+        np.add.at(merged.T, model.first, odds.T)
         best = merged.argmax(axis=1)
         probability = merged[np.arange(len(part)), best] / merged.sum(axis=1)
         for i, language, sure, any_sign in zip(part, best, probability, seen):

@@ -205,6 +205,12 @@ def make_pii(cfg: PIIConfig) -> Stage:
     return each(judge)
 
 
+def always(match: re.Match[str] | None) -> re.Match[str]:
+    """The match of a pattern that also matches an empty text, so that it is never None."""
+    assert match is not None
+    return match
+
+
 def find_emails(text: str) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of each e-mail address."""
     floor = 0
@@ -213,7 +219,7 @@ def find_emails(text: str) -> Iterator[tuple[int, int]]:
         domain = DOMAIN.match(text, at + 1)
         if domain and domain[0].rpartition(".")[2].lower() not in FILE_ENDINGS:
             head = text[max(floor, at - LOCAL_CHARS) : at]
-            local = LOCAL.search(head)[0] or FOREIGN_LOCAL.search(head)[0]
+            local = always(LOCAL.search(head))[0] or always(FOREIGN_LOCAL.search(head))[0]
             name = local.lstrip(".!$%'*+^`{}~-") or local  # 'me@home.org', *me@home.org*
             if name:
                 yield at - len(name), domain.end()
@@ -229,7 +235,7 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of each IPv4 and IPv6 address. A number after "version" and its like is none."""
     for sign in IPV4_SIGN.finditer(text):
-        start = sign.start() - len(DIGITS_BEFORE.search(text[max(0, sign.start() - 3) : sign.start()])[0])
+        start = sign.start() - len(always(DIGITS_BEFORE.search(text[max(0, sign.start() - 3) : sign.start()]))[0])
         match = IPV4.match(text, start)
         if match and accept(match[0], public_only) and not is_version(text, match):
             yield match.span()
@@ -238,8 +244,8 @@ def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
         if sign.start() < floor:
             continue
         begin = max(floor, sign.start() - IPV6_CHARS)
-        start = sign.start() - len(IPV6_BEFORE.search(text[begin : sign.start()])[0])
-        end = IPV6_AFTER.match(text, start).end()
+        start = sign.start() - len(always(IPV6_BEFORE.search(text[begin : sign.start()]))[0])
+        end = always(IPV6_AFTER.match(text, start)).end()
         floor = end
         while end > start and text[end - 1] == ":" and text[end - 2 : end] != "::":
             end -= 1  # "fe80::1: unreachable"

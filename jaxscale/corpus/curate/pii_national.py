@@ -158,9 +158,8 @@ def find_national_ids(text: str, countries: tuple[str, ...], start: int, end: in
             for match in form.finditer(text, start, end + LONGEST) if form else ():
                 if match.start() >= end:
                     break
-                if needs_context and not kind.context.search(
-                    text[max(0, match.start() - CONTEXT_CHARS) : match.start()]
-                ):
+                before = text[max(0, match.start() - CONTEXT_CHARS) : match.start()]
+                if needs_context and not (kind.context and kind.context.search(before)):
                     continue
                 if kind.proof(re.sub(r"[ .-]", "", match[0])):
                     yield match.span()

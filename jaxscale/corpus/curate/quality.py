@@ -90,13 +90,13 @@ def make_c4(cfg: C4Config) -> Stage:
 
     Raises: BadInput if the file of bad words cannot be read or is empty.
     """
-    bad_words = pattern_of(bad_words_of(cfg)) if cfg.bad_words is not None else None
+    bad_words = pattern_of(bad_words_of(cfg.bad_words)) if cfg.bad_words is not None else None
     return each(lambda document: c4_outcome(document, cfg, bad_words))
 
 
-def bad_words_of(cfg: C4Config) -> list[str]:
+def bad_words_of(file: str) -> list[str]:
     """The entries of the file. Raises BadInput as read_words does."""
-    return read_words(cfg.bad_words, "c4.bad_words")
+    return read_words(file, "c4.bad_words")
 
 
 def pattern_of(words: Sequence[str]) -> re.Pattern[str]:

@@ -143,10 +143,10 @@ def sequences(hashes: np.ndarray, n: int) -> np.ndarray:
     """uint64[max(0, words - n + 1)]: a hash of each n words in a row."""
     if len(hashes) < n:
         return hashes[:0]
-    keys, width, rest = hashes, 1, None
+    keys, width, rest = hashes, 1, hashes
     while True:  # n in binary: sequences of 1, 2, 4, 8 words, of which those in n are put one after another
         if n & width:
-            rest = keys if rest is None else rest[: len(keys) - n % width] * POWERS[width] + keys[n % width :]
+            rest = keys if not n % width else rest[: len(keys) - n % width] * POWERS[width] + keys[n % width :]
         if n < 2 * width:
             return rest
         keys = keys[:-width] * POWERS[width] + keys[width:]

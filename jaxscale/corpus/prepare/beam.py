@@ -158,6 +158,7 @@ def attached(group: tuple[int, Iterable[tuple[int, int]]], join: Join) -> Iterat
 
 def verified_pairs(group: tuple[int, Iterable[Signed]], join: Join) -> Iterator[tuple[int, int]]:
     """Those of the pairs whose items are in one block that are alike."""
+    assert join.threshold is not None, "only pairs of joins with a threshold are verified"
     read = join.signatures()
     for batch in batches(group[1]):
         pairs, firsts = zip(*batch)

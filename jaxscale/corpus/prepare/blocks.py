@@ -118,7 +118,7 @@ def read_done(path: pathlib.Path, *folders: pathlib.Path) -> dict[str, Any] | No
     except BadInput:
         found = None
     own = found.pop("sha256", None) if isinstance(found, dict) else None
-    if own is None or own != json_sha256(found):
+    if not isinstance(found, dict) or own != json_sha256(found):
         remove(path)
         return None
     missing = dict(found["files"])

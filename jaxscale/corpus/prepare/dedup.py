@@ -101,12 +101,15 @@ class Executor(AbstractContextManager, Protocol):
 
     def run_all(self, function: Callable[[Any], Any], calls: Numbered) -> Iterator[Any]:
         """Yields function(call) of each call, in any order. Raises what a call raised."""
+        ...
 
     def find_pairs(self, join: Join) -> None:
         """Leaves the pairs of a join, verified where there is a threshold, in files below join.pairs."""
+        ...
 
     def write_shards(self, shards: Exchange) -> Iterator[str]:
         """Yields the name of each shard, in any order, when it is written: see tokens.write_shard."""
+        ...
 
 
 def sketch_path(base: str, join: str) -> pathlib.Path:
@@ -165,11 +168,19 @@ def pairs_by_exchange(run_all: RunAll, join: Join) -> None:
         return
     width = 2 + record_width(join)
     count = num_partitions(8 * width * found, join.memory_bytes)
-    how = dict(span=join.blocks << PLACE_BITS, options=(join,), memory_bytes=join.memory_bytes)
-    by_first = Exchange(Files(out), folder("firsts"), by_key.outputs, count, out=folder("firsts/attached"), **how)
+    by_first = Exchange(
+        Files(out),
+        folder("firsts"),
+        by_key.outputs,
+        count,
+        span=join.blocks << PLACE_BITS,
+        out=folder("firsts/attached"),
+        options=(join,),
+        memory_bytes=join.memory_bytes,
+    )
     for _ in exchange(run_all, by_first, merge_records, leave_attached):
         pass
-    by_item = Exchange(Files(by_first.out), folder("items"), count, count, out=join.pairs, **how)
+    by_item = by_first._replace(source=Files(by_first.out), folder=folder("items"), inputs=count, out=join.pairs)
     for _ in exchange(run_all, by_item, merge_records, leave_verified):
         pass
 

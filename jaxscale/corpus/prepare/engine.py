@@ -137,7 +137,7 @@ def read_beside(cfg: PrepareConfig, say: Callable[[str], None]) -> list[tuple[st
         own += map(pathlib.Path, list_paths(cfg.url_blocklist, say))
         words.append((cfg.url_blocklist.words, hash_of(words_of(cfg.url_blocklist))))
     if "c4" in cfg.stages and cfg.c4.bad_words is not None:
-        words.append((cfg.c4.bad_words, hash_of(bad_words_of(cfg.c4))))
+        words.append((cfg.c4.bad_words, hash_of(bad_words_of(cfg.c4.bad_words))))
     if "toxicity" in cfg.stages and cfg.toxicity.word_list:
         words.append((cfg.toxicity.word_list, hash_of(listed_words_of(cfg.toxicity))))
     return [*((str(path), file_sha256(str(path))) for path in own), *words]
@@ -215,6 +215,7 @@ def make_set(
         if step.ends == "sample":
             progress.begin("training the tokenizer", 1)
             train_on_blocks(plan.cfg, blocks, pathlib.Path(plan.cfg.tokenizer.path(str(folder))))
+    assert blocks is not None, "every plan has a pass"
     tokenizer = plan.cfg.tokenizer.path(str(folder))
     names = write_shards(plan.cfg, blocks, executor, progress)
     progress.end()

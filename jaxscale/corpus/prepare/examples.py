@@ -59,9 +59,9 @@ def trained_filter(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress)
     if (facts := read_done(done)) is None:
         progress.begin("training the classifier", 1)
         seen: Counter = Counter()
-        examples = [texts(cfg, files_of(cfg, kind), seen) for kind in ("good", "bad")]
+        good, bad = (texts(cfg, files_of(cfg, kind), seen) for kind in ("good", "bad"))
         try:
-            content, facts = train_classifier(*examples, cfg.classifier)
+            content, facts = train_classifier(good, bad, cfg.classifier)
         finally:
             if lost := left_out(seen, seen["documents"], seen["bytes"], cfg.read.where):
                 progress.say(f"classifier: of its examples {lost.line}")

@@ -34,6 +34,7 @@ class Source(Protocol):
 
     def read(self, number: int, begin: int, end: int) -> Run:
         """The records of a file with keys from begin up to but not including end."""
+        ...
 
 
 class Files(NamedTuple):

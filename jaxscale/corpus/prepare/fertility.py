@@ -38,7 +38,7 @@ def measure(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[An
         returned = int(tokenizer.decode(ids) == document.text)
         counts = [1, document.size, len(words), len(ids), int(tokenizer.fallback[ids].sum()), returned]
         add(sums, (document.source, document.language), counts, np.packbits(used))
-    return [[*key, *counts.tolist(), base64.b64encode(bits).decode()] for key, (counts, bits) in sums.items()]
+    return [[*key, *counts.tolist(), base64.b64encode(bits.tobytes()).decode()] for key, (counts, bits) in sums.items()]
 
 
 def add(sums: Sums, key: tuple[str, str], counts: Sequence[int], bits: np.ndarray) -> None:

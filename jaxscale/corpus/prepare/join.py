@@ -80,7 +80,7 @@ def save_whole(path: pathlib.Path, array: np.ndarray) -> None:
         np.save(file, array, allow_pickle=False)
 
 
-def open_array(path: str | os.PathLike[str]) -> np.ndarray:
+def open_array(path: str | os.PathLike[str]) -> np.memmap:
     """The array of a .npy file, memory-mapped. Raises BadInput that names the file if it is damaged."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -2,7 +2,8 @@
 
 import concurrent.futures
 import itertools
-import multiprocessing
+import multiprocessing.context
+import multiprocessing.process
 import os
 import signal
 import threading
@@ -73,9 +74,9 @@ class RecordedContext(multiprocessing.context.SpawnContext):
     """Spawns processes, and knows which: whoever calls us from Python may have others of its own."""
 
     def __init__(self):
-        self.started: list[multiprocessing.Process] = []
+        self.started: list[multiprocessing.process.BaseProcess] = []
 
-    def Process(self, *args: Any, **kwargs: Any) -> multiprocessing.Process:
+    def Process(self, *args: Any, **kwargs: Any) -> multiprocessing.process.BaseProcess:
         """A process that is not started yet."""
         self.started.append(super().Process(*args, **kwargs))
         return self.started[-1]

@@ -182,18 +182,18 @@ def numbered(folder: str | os.PathLike[str], number: int, ending: str = "") -> p
 
 
 class Numbered(Sequence[Any]):
-    """Calls that differ in their field `number` alone: 0, 1, 2, ... `count` - 1."""
+    """Calls that differ in their field `number` alone: 0, 1, 2, ... `length` - 1."""
 
-    def __init__(self, call: Any, count: int):
-        self.call, self.count = call, count
+    def __init__(self, call: Any, length: int):
+        self.call, self.length = call, length
 
     def __len__(self) -> int:
-        return self.count
+        return self.length
 
     def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < self.count:
+        if not 0 <= number < self.length:
             raise IndexError(number)
         return self.call._replace(number=number)
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.call._replace(number=number) for number in range(self.count))
+        return (self.call._replace(number=number) for number in range(self.length))

@@ -65,7 +65,8 @@ def run_between(path: pathlib.Path, begin: int, end: int, item: int = 0) -> Run:
         raise BadInput(f"{path} holds {records.dtype}{list(records.shape)}, not keys and items; delete it")
     keys = np.asarray(records)[:, 0]
     first = bisect.bisect_left(keys, begin)  # searchsorted would first copy every key
-    whole = Run(str(path), records.offset, *records.shape, item)
+    count, width = records.shape
+    whole = Run(str(path), records.offset, count, width, item)
     return whole.between(first, bisect.bisect_left(keys, end, lo=first))
 
 

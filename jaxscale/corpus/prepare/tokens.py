@@ -165,6 +165,11 @@ def write_merged(call: Exchange, ids_file: BinaryIO, rows_file: BinaryIO) -> Non
             writer.write_table(whole.combine_chunks())
 
 
+def total(rows: pa.Table, column: str) -> int:
+    """The sum of a column, without its nulls."""
+    return int(pc.call_function("sum", [rows.column(column)]).as_py() or 0)
+
+
 def write_shard(call: Exchange, collect: Callable[[], tuple[np.ndarray, pa.Table]] | None = None) -> str:
     """Writes the shard into work/shards/NAME, whole or not at all, and returns its name. Memory: one shard's tokens.
 
@@ -184,13 +189,14 @@ def write_shard(call: Exchange, collect: Callable[[], tuple[np.ndarray, pa.Table
     ends = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
     writer = ShardWriter(making, plain_name, **ends, sources=tuple(cfg.sources))
     lengths = rows.column("tokens").to_numpy()
-    numbers = pc.index_in(rows.column("source"), pa.array(tuple(cfg.sources))).to_numpy()
-    of_ids = int(pc.sum(rows.column(IS_WHOLE)).as_py() or 0) if IS_WHOLE in rows.column_names else 0
+    known = pc.SetLookupOptions(pa.array(tuple(cfg.sources)))
+    numbers = pc.call_function("index_in", [rows.column("source")], known).to_numpy()
+    of_ids = total(rows, IS_WHOLE) if IS_WHOLE in rows.column_names else 0
     writer.add_block(ids, lengths, numbers, is_whole=of_ids > 0)
     header = {
         "tokenizer": tokenizer_header(tokenizer, pathlib.Path(cfg.tokenizer.path(call.source.folder)).name),
         "eos_id": tokenizer.eos_id,
-        "text_bytes": int(pc.sum(rows.column("bytes")).as_py() or 0),
+        "text_bytes": total(rows, "bytes"),
         "skipped": {},
         "files": [{"name": plain_name, "source": "", "documents": len(rows)}],
         **({"ids_documents": of_ids} if of_ids else {}),

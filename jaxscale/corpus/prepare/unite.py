@@ -49,7 +49,7 @@ class Ranges:
         """Writes what is held."""
         for number, parts in self.held.items():
             with open(self.folder / f"{number:06d}", "ab") as file:
-                file.writelines(parts)
+                file.writelines(part.data for part in parts)
         self.held.clear()
         self.held_bytes = 0
 
@@ -117,7 +117,7 @@ def unite(
             rows = rows[np.argsort(rows[:, 0])]
             for column in (0, 1):
                 file.seek(start + 8 * (column * gone + written))
-                file.write(np.ascontiguousarray(rows[:, column]))
+                file.write(np.ascontiguousarray(rows[:, column]).data)
             written += len(rows)
             for part in asked.parts(number):
                 answers.add(answered(part, rows))

@@ -86,8 +86,9 @@ def run(call: Call) -> dict[str, Any]:
     """Runs the task unless it is done, and returns the content of its done file."""
     cfg, step = recipe_of(call.folder), passes_of(call.folder)[call.pass_number]
     done = done_path(*call)
-    if (found := read_done(done)) is not None:
-        return found | {"was_done": True}
+    if (finished := read_done(done)) is not None:
+        return finished | {"was_done": True}
+    found: dict[str, Any] = {}  # of the last block
     tally, blocks, files, kept = Tally(), [], [], []
     running, made, was_kept = Running(call), [], False
     for place, documents in enumerate(incoming(cfg, call, tally, running)):
@@ -98,8 +99,9 @@ def run(call: Call) -> dict[str, Any]:
         base = block_base(*call, place)
         base.parent.mkdir(parents=True, exist_ok=True)
         kept.append(pathlib.Path(f"{base}.kept.json"))
-        was_kept = (found := read_done(kept[-1])) is not None
-        found = found or do_block(cfg, call, base, documents, place)
+        earlier = read_done(kept[-1])
+        was_kept = earlier is not None
+        found = earlier or do_block(cfg, call, base, documents, place)
         made = files_of(base, step) if found["blocks"] else []
         blocks += found["blocks"]
         files += made
