@@ -64,6 +64,16 @@ def test_every_second_is_charged_to_one_kind():
     assert sum(found.values()) == pytest.approx(clock.now - 97.0) and found["idle"] == 0.0
 
 
+def test_a_wait_for_data_of_no_step_is_charged_to_data():
+    clock, ledger, phase = make()
+    with phase("data"):
+        clock.now += 1.0
+    with phase("step", 1):
+        clock.now += 2.0
+    found = ledger.totals()
+    assert (found["data"], found["step"]) == (1.0, 2.0)
+
+
 def test_phases_of_other_threads_block_no_step():
     clock, ledger, phase = make()
 
