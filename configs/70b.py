@@ -4,7 +4,6 @@
 
 Cost of the whole run at 40% MFU: 5.9e+23 FLOPs, 894,492 chip-hours of TPU v5p (459 TFLOP/s).
 Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
-(2026-11-24, jax 0.12.0.1)
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
     v5p:8x8x8: 16.6 GiB; 11.54 s, 1.74 s of it exposed; 66%; 493 GB
     4*v6e:16x16 (data=4): 12.4 GiB; 3.94 s, 1.49 s of it exposed; 48%; 314 + 1.6 GB DCN

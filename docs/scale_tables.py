@@ -159,7 +159,8 @@ def header(config: str, kept: Kept) -> str:
         return f"Preflight: jaxscale preflight --config=configs/{config}.py --topology='{name}'\n"
     dates = sorted({f"{kept[row.name]['date']}, {versions(kept[row.name])}" for row in rows})
     lines = ["Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent"]
-    lines += [f"({date})" for date in dates]
+    covered = {date for date in dates for longer in dates if longer.startswith(f"{date}, ")}  # GPU rows have no libtpu
+    lines += [f"({date})" for date in dates if date not in covered]
     for row in rows:
         lines.append(f"    {row.topology}{f' ({row.note})' if row.note else ''}: {line_of(kept[row.name])}")
     return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from no_packages import no_distribution
 
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
@@ -103,7 +104,7 @@ def test_json_that_cannot_be_read_is_named_in_one_line(tmp_path):
 
 
 def test_a_bucket_without_gcsfs_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
+    monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
     with pytest.raises(ValueError, match=r"gs://bucket/run needs gcsfs: pip install 'jaxscale\[gcs\]'"):
         paths.as_path("gs://bucket/run")
 

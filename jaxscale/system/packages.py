@@ -1,6 +1,5 @@
 """Optional packages, found by their distributions: a folder in the current directory satisfies an import too."""
 
-import functools
 import importlib.metadata
 
 # {name of the import: names of the distributions that bring it}, where pip knows it by another name
@@ -10,7 +9,6 @@ DISTRIBUTIONS = {
 }
 
 
-@functools.cache
 def is_installed(package: str) -> bool:
     """True if a distribution that brings the package is installed. Imports nothing."""
     for name in DISTRIBUTIONS.get(package, (package,)):

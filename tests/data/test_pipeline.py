@@ -11,7 +11,6 @@ from jaxscale.data.pipeline import check_data, evenly_spread, open_data
 from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.data.split import held_out
 from jaxscale.schema import from_dict, to_dict
-from jaxscale.system import open_files
 from jaxscale.system.exits import BadInput
 
 T = 16
@@ -316,6 +315,6 @@ def test_settings_survive_the_way_through_plain_data():
 def test_more_token_files_than_may_be_open_are_refused_before_a_batch(folder, monkeypatch):
     for number in range(40):
         np.arange(T * 4, dtype=np.uint16).tofile(folder / f"{number:02}.bin")
-    monkeypatch.setattr(open_files, "raise_open_files", lambda: 64)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (64, 64))
     with pytest.raises(BadInput, match="40 shards and about 32 others need 72, and the system allows 64; raise it"):
         open_quietly(name="tokens", files="*.bin", vocab_size=T * 4)

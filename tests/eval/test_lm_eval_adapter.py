@@ -6,6 +6,7 @@ import jax
 import made_model
 import numpy as np
 import pytest
+from no_packages import no_distribution
 
 from jaxscale.cli import evaluate
 from jaxscale.eval.choice import encode_pair
@@ -134,6 +135,6 @@ def test_results_are_named_by_task():
 
 
 def test_without_the_package_a_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
+    monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
     with pytest.raises(ValueError, match=r"which is not installed: pip install 'jaxscale\[lm_eval\]'"):
         evaluate.main(["--workdir=w", "--lm_eval=piqa"])

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 from hf_folders import FLOAT32, make_folder
+from no_packages import no_distribution
 
 from jaxscale.cli import convert
 from jaxscale.interop import hub
@@ -145,6 +146,6 @@ def test_without_the_package_and_with_an_open_line_it_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="would send the token unencrypted"):
         hub.fetch("org/name", None, "--from")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
+    monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
     with pytest.raises(BadInput, match=r"--from=org/name is fetched .* pip install 'jaxscale\[hub\]'"):
         hub.fetch("org/name", None, "--from")

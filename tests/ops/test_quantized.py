@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from no_packages import no_distribution
 
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
@@ -105,7 +106,7 @@ def losses(overrides, num_devices):
 
 
 def test_a_missing_library_is_one_line_with_what_to_install(monkeypatch):
-    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
+    monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
     with pytest.raises(ValueError, match=r"model.matmul_dtype='fp8' needs qwix: pip install 'jaxscale\[quant\]'"):
         with_matmul_dtype(PLAIN, "fp8")
     assert with_matmul_dtype(PLAIN, "none") is PLAIN

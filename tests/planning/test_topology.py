@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from no_packages import no_distribution
 
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import topology
@@ -95,7 +96,7 @@ def test_every_family_is_a_row_of_the_chip_table():
 
 
 def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("jaxscale.system.packages.is_installed", lambda name: False)
+    monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(ValueError, match=r"^v5p:4x4x8 .* pip install 'jaxscale\[tpu\]'$"):
         open_topology("v5p-256")

@@ -138,7 +138,7 @@ def test_a_bad_gradient_changes_nothing_and_is_counted(value):
 def test_an_absurd_gradient_changes_nothing_and_is_counted():
     program = tiny.program()
     weights_BT = np.zeros_like(BATCHES[0].weights)
-    weights_BT[1, :2] = 1e6, -1e6  # they add up to no token, so nothing divides what is left of them
+    weights_BT[1, :2] = 1e6, 1 - 1e6  # they add up to one token, and almost nothing divides what is left of them
     state = program.init()
     before = trained_things(state)
     state, seen = run(program, [BATCHES[0]._replace(weights=weights_BT)], state)
