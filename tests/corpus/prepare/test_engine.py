@@ -24,7 +24,6 @@ from jaxscale.corpus.prepare.engine import LOCK, make_plan
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import read_running
 from jaxscale.data.manifest import check_manifest
-from jaxscale.system import open_files
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked
 from jaxscale.text.sources.read import read_file
@@ -200,8 +199,8 @@ def few_files():
     """Allows 64 open files, as `ulimit -n 64` does; the hard limit stays, since only root could raise it again."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_files, "raise_open_files", lambda: 64)  # else the soft limit is raised to the hard one
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        patch.setattr(resource, "getrlimit", lambda which: (64, 64))  # else the soft limit is raised to the hard one
         yield
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
