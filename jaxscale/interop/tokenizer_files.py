@@ -107,7 +107,7 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
     if tokenizer.loss_reason:
         notes.append(f"{main} loses text: {tokenizer.loss_reason}")
     code = settings.get("auto_map")
-    if isinstance(code, list) or isinstance(code, Mapping) and "AutoTokenizer" in code:
+    if isinstance(code, list) or isinstance(code, Mapping) and any(name.endswith("Tokenizer") for name in code):
         notes.append(f"{CONFIG} names code of its own for the tokenizer (auto_map), which is not run; {main} is read")
     if more := names_in(folder / MORE_TEMPLATES):
         notes.append(

@@ -118,5 +118,6 @@ def test_shards_of_two_types_do_not_share_a_file(tmp_path):
 
 def test_without_the_package_the_way_out_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "array_record.python", None)
+    monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxscale\[prepare\]'"):
         load_package()

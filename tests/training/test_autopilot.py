@@ -285,7 +285,8 @@ def test_a_start_that_is_refused_moves_nothing(tmp_path, spoil):
     assert (health(tmp_path / "run"), (tmp_path / "run" / "metrics.jsonl").read_text()) == before
     again = rewind(run)
     again.writer.close()
-    assert again.parts is run.parts and health(tmp_path / "run") == {4: "clean", 8: "clean"}
+    assert again.parts.corpus is run.parts.corpus and again.parts.program.train_step is run.parts.program.train_step
+    assert health(tmp_path / "run") == {4: "clean", 8: "clean"}
 
 
 @pytest.mark.fault("F11")
