@@ -278,12 +278,12 @@ class RecordFile:
         self.cause: str | None = None  # why they are
         self.uploader: Uploader | None = None
 
-    def take_up(self) -> bytes:
-        """What a bucket's object holds, which this process goes on with. Raises as OwnObject.read does."""
+    def take_up(self) -> tuple[bytes, Uploader]:
+        """Returns (what the bucket's object holds, what appends to it). Raises as OwnObject.read does."""
         own = OwnObject(os.fspath(self.path))
         found = own.read()
         self.uploader = Uploader(self.path, every_seconds=self.every_seconds, clock=self.clock, write=own.write)
-        return found
+        return found, self.uploader
 
     @property
     def problem(self) -> str | None:
@@ -307,9 +307,11 @@ class RecordFile:
             if not paths.is_remote(self.path):
                 append(self.path, text.encode(), mode=self.mode, durable=self.durable)
             else:
-                if self.uploader is None:
-                    text = ended(self.take_up()).decode("utf-8", "replace") + text
-                self.uploader.append(text)
+                uploader = self.uploader
+                if uploader is None:
+                    found, uploader = self.take_up()
+                    text = ended(found).decode("utf-8", "replace") + text
+                uploader.append(text)
         except Stop:
             self.unwritten.clear()
             raise

@@ -161,7 +161,8 @@ def open_wandb(begin: Begin) -> Service:
     run.define_metric("*", step_metric="step")
     kept = f"kept in {run.dir.removesuffix('/files')}; wandb sync --append brings it there"
     log = lambda step, metrics: run.log(begin.numbers(metrics) | {"step": step})
-    return Service(kept if run.offline else run.url, log, run.finish)
+    link = run.url or "not sent: W&B gives no address"  # as with WANDB_MODE=disabled
+    return Service(kept if run.offline else link, log, run.finish)
 
 
 def open_trackio(begin: Begin) -> Service:

@@ -37,18 +37,18 @@ class Telemetry:
 
     def __enter__(self) -> "Telemetry":
         if self.read is not None:
-            threading.Thread(target=self.work, name="telemetry", daemon=True).start()
+            threading.Thread(target=self.work, args=(self.read,), name="telemetry", daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.over.set()
 
-    def work(self) -> None:
-        """Asks until the end, or until it has failed too often in a row: told once."""
+    def work(self, read: Read) -> None:
+        """Reads until the end, or until it has failed too often in a row, which is logged once."""
         failures = 0
         while not self.over.is_set():
             try:
-                self.latest, failures = dict(self.read()), 0
+                self.latest, failures = dict(read()), 0
             except Exception as error:  # a program or a library of the platform's: whatever it does ends no run
                 self.latest, failures = {}, failures + 1
                 if failures == MOST_FAILURES:

@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import Stop
@@ -61,6 +62,22 @@ class Scalars:
         self.file = None
 
 
+class Messages(NamedTuple):
+    """tensorboardX's protobuf modules. They are generated, so a type checker sees none of their names."""
+
+    event: Any
+    summary: Any
+    tensor: Any
+    tensor_shape: Any
+
+
+def import_messages() -> Messages:
+    """Imports the modules: 0.1 s, so not before the first metrics are written."""
+    from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+
+    return Messages(event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2)
+
+
 class EventFile:
     """Scalars for TensorBoard, written in this thread.
 
@@ -69,11 +86,11 @@ class EventFile:
     """
 
     def __init__(self, folder: pathlib.Path, start_step: int = 0, clock: Callable[[], float] = time.time):
-        from tensorboardX.proto import event_pb2, summary_pb2  # 0.1 s: not before the first metrics are written
         from tensorboardX.record_writer import RecordWriter
 
-        self.event_type, self.summary_type, self.clock = event_pb2.Event, summary_pb2.Summary, clock
-        self.session_type = event_pb2.SessionLog
+        self.messages, self.clock = import_messages(), clock
+        self.event_type, self.summary_type = self.messages.event.Event, self.messages.summary.Summary
+        self.session_type = self.messages.event.SessionLog
         paths.make_folder(folder)
         stem = f"events.out.tfevents.{int(clock())}.jaxscale"
         names = (folder / f"{stem}.{number}" for number in range(1_000_000))
@@ -106,12 +123,10 @@ class EventFile:
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Adds one event with a text: a code block, for its reader takes it for Markdown."""
-        from tensorboardX.proto import summary_pb2, tensor_pb2, tensor_shape_pb2
-
-        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-        about = summary_pb2.SummaryMetadata(plugin_data=plugin)
-        shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-        tensor = tensor_pb2.TensorProto(
+        metadata, shape_type = self.messages.summary.SummaryMetadata, self.messages.tensor_shape.TensorShapeProto
+        about = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
+        shape = shape_type(dim=[shape_type.Dim(size=1)])
+        tensor = self.messages.tensor.TensorProto(
             dtype="DT_STRING", string_val=[block_in_markdown(text).encode()], tensor_shape=shape
         )
         value = self.summary_type.Value(tag=f"{name}/text_summary", metadata=about, tensor=tensor)

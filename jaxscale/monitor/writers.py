@@ -82,7 +82,7 @@ class Writer:
 
         A value that is not finite becomes null in metrics.jsonl, which has no NaN, and is named in "nonfinite".
         """
-        if not self.primary:
+        if self.lines is None:  # of the first process alone
             return
         plain_value = lambda value: value.item() if hasattr(value, "item") else value  # of arrays of one number
         plain = redacted({name: plain_value(value) for name, value in {**metrics, **self.vitals()}.items()})
@@ -191,8 +191,12 @@ def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tupl
     Where start_step is 0 nothing stays: the validation before the first step is run again.
     """
     file, damage = RecordFile(path, every_seconds=REMOTE_SECONDS, clock=clock), Damage()
-    remote = paths.is_remote(path)
-    found = lines_of(io.BytesIO(file.take_up()), damage) if remote else read_lines(path, damage)
+    uploader = None
+    if paths.is_remote(path):
+        content, uploader = file.take_up()
+        found = lines_of(io.BytesIO(content), damage)
+    else:
+        found = read_lines(path, damage)
     lines, records, dropped, without_step = [], [], [], 0
     for line, record in found:
         step = record.get("step")
@@ -204,8 +208,8 @@ def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tupl
         else:
             dropped.append(int(step))
     damaged = damage.lines + damage.torn + without_step
-    if remote:
-        file.uploader.put("".join(f"{line.decode()}\n" for line in lines))
+    if uploader is not None:
+        uploader.put("".join(f"{line.decode()}\n" for line in lines))
     elif dropped or damaged:
         write_lines(path, lines)
     else:
