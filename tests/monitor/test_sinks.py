@@ -201,6 +201,12 @@ def test_wandb_draws_one_run_over_our_steps_with_the_attempt_beside_them(tmp_pat
     assert "wandb: kept in" in done.stdout
 
 
+@pytest.mark.soak
+def test_wandb_that_is_disabled_is_said_to_send_nothing(tmp_path):
+    done, _ = use("wandb", tmp_path, WANDB_MODE="disabled")
+    assert "wandb: not sent" in done.stdout and "wandb: None" not in done.stdout
+
+
 def test_wandb_without_a_login_asks_nobody(tmp_path):
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed: pip install 'jaxscale[wandb]'")
