@@ -38,8 +38,7 @@ def write_set(folder):
     write_shard(folder, "part-0", [[1, 2], [3], [4]])
     write_shard(folder, "part-1", [[5], []])
     write_shard(folder, "left-over", [[9]])
-    tokenizer = folder.parent / "some.model"
-    tokenizer.write_bytes(b"a model")
+    tokenizer = ("tokenizer.model", b"a model")
     names, bytes_of = ["part-0", "part-1"], {"web": 12, "code": 8}
     return write_manifest(folder, names, recipe={"seed": 1}, tokenizer_file=tokenizer, source_bytes=bytes_of)
 
