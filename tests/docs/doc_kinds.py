@@ -154,7 +154,7 @@ def kind_of(text: str) -> Kind | None:
 
 # Blocks that are no commands: page and how their first line begins.
 NOT_SHELL = (
-    ("README.md", "step 200/210"),
+    ("README.md", "step 310/316"),
     ("docs/run_folder.md", "runs/quickstart/"),
     ("docs/howto/add_model.md", "MODELS = {"),
     ("docs/convert.md", "bytes of the largest tensor"),
@@ -165,7 +165,7 @@ NOT_SHELL = (
     ("docs/health.md", "health: step"),
     ("docs/howto/read_alert.md", "health: step"),
     ("docs/howto/upcycle.md", "init: upcycled"),
-    ("docs/index.md", "step 200/210"),
+    ("docs/index.md", "step 310/316"),
     ("docs/sample.md", "runs/tiny/checkpoints/3: llama"),
     ("docs/watch.md", "jaxscale watch  runs/a  "),
 )
