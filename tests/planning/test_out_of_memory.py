@@ -1,5 +1,6 @@
 """Too little memory on a device is one line: what was asked for, what the estimate said, and what helps most."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 import tiny
 
 from jaxscale.planning.out_of_memory import out_of_memory_explained
+from jaxscale.planning.topology import open_topology
 from jaxscale.system.exits import Exit, Stop
 
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jaxscale[tpu]")
 FAR_TOO_MANY = 1 << 43  # float32 numbers: 32 TiB
 HELP = lambda: ("; the estimate was 3 GiB", ("train.num_microbatches=2", "model.remat=full"))
 
@@ -40,6 +43,17 @@ def test_another_error_of_the_device_keeps_its_traceback():
     call = jax.jit(lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), x))
     with pytest.raises(jax.errors.JaxRuntimeError), out_of_memory_explained(HELP):
         call(jnp.float32(1)).block_until_ready()
+
+
+@pytest.mark.aot
+@needs_libtpu
+def test_a_program_that_the_compiler_refuses_is_the_same_line():
+    sharding = jax.sharding.SingleDeviceSharding(open_topology("v5e:1x1").devices[0])
+    x = jax.ShapeDtypeStruct((1 << 17, 1 << 17), jnp.bfloat16, sharding=sharding)  # 32 GiB, on a chip of 16 GiB
+    with pytest.raises(Stop, match="^out of device memory: .*HBM.*; the estimate was 3 GiB; try") as error:
+        with out_of_memory_explained(HELP):
+            jax.jit(lambda x: x @ x).lower(x).compile()
+    assert "\n" not in str(error.value)
 
 
 LIMITED = """
