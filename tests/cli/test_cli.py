@@ -33,6 +33,7 @@ def test_help_does_not_wait_for_jax():
     assert done.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.soak  # Python compiles jax once more for -OO, 20 s
 def test_pages_are_the_same_where_python_drops_docstrings():
     code = "from jaxscale import cli, config, help_text\nprint(*map(cli.help_of, cli.VERBS), sep='')\n"
     code += "print(help_text.list_groups(config.RunConfig))"

@@ -65,7 +65,12 @@ PROOFS = [
     pytest.param(LLAMA, MORE, id="llama, more", marks=pytest.mark.soak),
     pytest.param(LLAMA, SHARED, id="llama, shared rows", marks=pytest.mark.soak),
     pytest.param(LLAMA, STAGED, id="llama, stages", marks=pytest.mark.soak),
-    pytest.param(MIXTURE, [Layout({"expert": 2, "fsdp": 2}, "zero3", 2, exchange="send")], id="a mixture"),
+    pytest.param(
+        MIXTURE,
+        [Layout({"expert": 2, "fsdp": 2}, "zero3", 2, exchange="send")],
+        id="a mixture",
+        marks=pytest.mark.soak,
+    ),
     pytest.param(MIXTURE, EXPERTS, id="a mixture, more", marks=pytest.mark.soak),
     pytest.param(GPT2, GPT2_LAYOUTS, id="gpt2", marks=pytest.mark.soak),
 ]

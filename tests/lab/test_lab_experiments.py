@@ -33,6 +33,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_sweep_of_real_runs_ends_in_a_page(tmp_path):
     base, seen = Base.load("configs/lab.py", TINY), []
 

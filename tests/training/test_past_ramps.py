@@ -246,6 +246,7 @@ LONGER_ROWS = QUIET | {
 }  # fmt: skip
 
 
+@pytest.mark.soak
 def test_rows_are_shared_by_more_devices_once_short_ones_are_over(tmp_path):
     def run_on(number, overrides, **options):
         cfg = tiny.config(LONGER_ROWS | overrides)
