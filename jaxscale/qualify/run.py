@@ -113,7 +113,7 @@ def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callabl
     for other, (problem, lines) in enumerate(answers):
         if other != process:
             problems += [f"process {other}: {problem}"] if problem and problem != probe.problem else []
-            outside += [f"process {other}: {line}" for line in lines]
+            outside += [f"process {other}: {line}" for line in lines if line not in probe.outside]
     joined = "; ".join(problems)
     return dataclasses.replace(probe, problem=joined, elsewhere=tuple(outside), seconds=clock() - began)
 

@@ -121,7 +121,7 @@ def test_a_run_over_its_lengths_is_the_same_on_every_mesh_and_however_often_it_i
     longer.writer.close()
     loop.train(dataclasses.replace(open_ramp(tmp_path / "begun", meshes[-1]), stop_after=5))
     with pytest.raises(Stop, match=r"other lengths to the batches up to 4, .* were \[\(0, 4\), \(3, 8\)") as stop:
-        open_ramp(tmp_path / "begun", meshes[-1], {"train_tokens": 100 * ROW})
+        open_ramp(tmp_path / "begun", meshes[-1], {"train_tokens": 80 * ROW})
     assert stop.value.code is Exit.DATA_MISMATCH
     with pytest.raises(Stop, match="belongs to another config: seq_len_ramp"):
         open_ramp(tmp_path / "killed", meshes[-1], {"seq_len_ramp": ((4, 24 * ROW),)})
