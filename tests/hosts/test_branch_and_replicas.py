@@ -72,8 +72,9 @@ def test_both_begin_their_decay_early_after_the_same_step_and_go_on_as_a_branch(
     with start(tmp_path, "trunk", *flags) as run:
         assert run.codes() == [0, 0], run.log(0) + run.log(1)
     ((begin, until),) = [(e["step"], e["until"]) for e in read_events(tmp_path / "trunk" / "run") if "until" in e]
-    assert until - begin == 20 and Checkpoints(tmp_path / "trunk" / "run" / "checkpoints", KEPT).latest_step() == until
-    branch = [f"--branch_from={tmp_path}/trunk/run/checkpoints/{begin}", "--decay_tokens=20 steps"]
+    assert 0 < until - begin <= 20  # fewer where the deadline is too near for all of them
+    assert Checkpoints(tmp_path / "trunk" / "run" / "checkpoints", KEPT).latest_step() == until
+    branch = [f"--branch_from={tmp_path}/trunk/run/checkpoints/{begin}", f"--decay_tokens={until - begin} steps"]
     with start(tmp_path, "branch", *branch) as run:
         assert run.codes() == [0, 0], run.log(0) + run.log(1)
     trunk, other = (fingerprints(tmp_path / name / "run", until) for name in ("trunk", "branch"))
