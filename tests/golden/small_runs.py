@@ -13,6 +13,8 @@ RELATIVE = LLAMA | dict(num_layers=3, qkv_bias=True, qk_norm=True, norm_placemen
                         activation="gelu_tanh", scaled_embeddings=True, tied_embeddings=True, query_scalar=5.0,
                         attention_window=16, global_every=2, attention_softcap=30.0, logit_softcap=20.0,
                         compute_dtype="bfloat16")  # fmt: skip
+STACK = LLAMA | dict(num_layers=4, remat="full")
+MIXTURE = LLAMA | dict(experts=dict(number=8, chosen=2, mlp_dim=16, bias=True))
 GPT2 = dict(name="gpt2", vocab_size=272, num_layers=2, embed_dim=32, num_heads=4, max_seq_len=64, dropout=0.1,
             compute_dtype="float32", attention="xla")  # fmt: skip
 ENCODER = dict(name="encoder", vocab_size=272, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq_len=64,
@@ -50,6 +52,24 @@ RUNS = {
     "ul2": dict(data=dict(objective=UL2)),
     "mixture": dict(data=dict(mixture=dict(one=0.7, two=0.3), gate=dict(on=True), packing="concat")),
     "statistics": dict(monitor=dict(statistics_every_steps=5)),
+    "experts": dict(model=MIXTURE, mesh=dict(expert=2), expert=dict(exchange="gather")),
+    "experts_sent": dict(model=MIXTURE, mesh=dict(expert=4), expert=dict(exchange="send")),
+    "context": dict(mesh=dict(context=2)),
+    "ring": dict(mesh=dict(context=4), context=dict(attention="ring")),
+    "pipeline": dict(model=STACK, mesh=dict(pipeline=2), train=dict(num_microbatches=4)),
+    "zero_bubble": dict(
+        model=STACK, mesh=dict(pipeline=2), pipeline=dict(schedule="zero_bubble"), train=dict(num_microbatches=4)
+    ),
+    "muon": dict(optim=dict(name="muon")),
+    "adafactor": dict(optim=dict(name="adafactor")),
+    "int8_moments": dict(optim=dict(moment_dtype="int8")),
+    "ramp": dict(
+        batch_tokens=32 * 64,
+        batch_ramp=(("16 rows", 160 * 64),),
+        seq_len_ramp=((32, 80 * 64),),
+        train_tokens=480 * 64,
+        optim=dict(warmup_tokens=32 * 64),
+    ),
 }
 
 
