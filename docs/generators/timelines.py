@@ -80,7 +80,7 @@ def took(schedule: Schedule) -> float:
 
 def kind_of(schedule: Schedule, turn: Turn, stage: int) -> str:
     """The kind of a stage's pass, one of INKS."""
-    kinds = {"of inputs": schedule.of_inputs, "of weights": schedule.of_weights}
+    kinds = {"of inputs": schedule.inputs_only, "of weights": schedule.weights_only}
     of_its_own = (kind for kind, which in kinds.items() if turn.kind == "backward" and which[turn.tick, stage])
     return next(of_its_own, turn.kind)
 
@@ -92,7 +92,7 @@ def timeline(name: str) -> str:
     chunks = f" of {V} chunks" if V > 1 else ""
     title = f"{TITLES[name]}: {P} stages{chunks}, {M} microbatches"
     marks = list(drawn_passes(schedule))
-    lost = "stands still, or does a pass twice, for" if schedule.num_later else "stands still for"
+    lost = "stands still, or does a pass twice, for" if schedule.num_deferred else "stands still for"
     width = LEFT + max(took(make_schedule(*shown)) for shown in SHOWN.values()) * UNIT + 2
     bottom = TOP + P * (ROW + GAP)
     caption = sentence(
@@ -130,7 +130,7 @@ def key(schedule: Schedule, y: float) -> Iterator[str]:
     """What the colours mean."""
     x = LEFT
     for kind, inks in INKS.items():
-        if kind in KEY and not schedule.num_later:
+        if kind in KEY and not schedule.num_deferred:
             continue
         for v in range(schedule.num_chunks):
             word = f"{kind}, chunk {v}" if schedule.num_chunks > 1 else KEY.get(kind, kind)
@@ -178,7 +178,7 @@ def told() -> str:
 
 def redone_turns() -> int:
     """Backward passes that all stages of the drawn zero bubble begin twice."""
-    return int(make_schedule(*SHOWN["zero_bubble"]).of_inputs.sum())
+    return int(make_schedule(*SHOWN["zero_bubble"]).inputs_only.sum())
 
 
 def bubble(*sizes) -> str:

@@ -1,16 +1,16 @@
-"""Pipeline schedules as tables of integers: what each stage does at each tick, made and proved before anything runs.
+"""Pipeline schedules as tables of integers: what each stage does at each tick, checked before anything runs.
 
-A model's layers fall into P * V chunks, one after the other; stage s holds chunks s, P + s, 2 P + s, ... At a tick
-every stage takes one microbatch forward through a chunk, then one backward, or leaves either out. All stages go through
-a tick together: while some go forward the others would only wait. What a stage hands on is there at the next tick.
+The layers of a model are split into P * V consecutive chunks; stage s holds chunks s, P + s, 2 P + s, ... At each tick
+every stage runs at most one forward pass of a chunk, then at most one backward pass. All stages run a tick together:
+while some run a forward pass, the others would only wait. The next stage reads a result at the next tick.
 
 So 1F1B (arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473) and GPipe (arXiv:1811.06965) are one program with three
-tables, and all take M V + P - 1 forward and as many backward passes of a chunk, of which M V are work.
+tables. Each has M V + P - 1 ticks with forward and as many with backward passes, of which M V are work.
 
-Zero bubble (arXiv:2401.10241) is 1F1B in which the backward passes of the first P - 1 such ticks leave the gradients of
-weights out; stage s has s of them. A stage that idles in the last P - 1 ticks, stage s in s of them, then goes back
-again through what it left, for those. That computes the chunk's layers once more, but no longer than the stages take
-that still go back: a tick costs what its busiest stage does.
+Zero bubble (arXiv:2401.10241) is 1F1B in which the passes of the first P - 1 backward ticks skip the weight gradients;
+stage s has s such passes. In the last P - 1 ticks stage s idles s times, and then runs a second backward pass for the
+weight gradients that it skipped. That pass recomputes the chunk's layers, but takes no longer than the first backward
+pass of the stages that are still busy: a tick costs what its busiest stage takes.
 
 P stages  V chunks of a stage  M microbatches  t ticks  C chunks of the model, P * V
 """
@@ -27,18 +27,18 @@ class Passes(NamedTuple):
     """Forward or backward passes: int32[t, P] each."""
 
     microbatch: np.ndarray  # or IDLE
-    chunk: np.ndarray  # of the stage's own; 0 where it is idle
-    slot: np.ndarray  # where the inputs of the chunk's layers are kept meanwhile
+    chunk: np.ndarray  # of the stage; 0 where it is idle
+    slot: np.ndarray  # of the buffer that saves the inputs of the chunk's layers
 
 
 class Backward(NamedTuple):
-    """Backward passes, as Passes has them, and what becomes of the gradient that each begins with: int32[t, P] each."""
+    """Backward passes, with the buffers that each reads and writes its output cotangent in: int32[t, P] each."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
     slot: np.ndarray
-    held: np.ndarray  # where it is held; IDLE: it comes from the stage behind
-    keep: np.ndarray  # where it is held on, as this pass leaves the gradients of weights to another; IDLE: it does not
+    pending: np.ndarray  # index of the pending cotangent to start from; IDLE: it comes from the next stage
+    defer_to: np.ndarray  # index to save it at, where weight gradients are deferred to a second pass; else IDLE
 
 
 class Pass(NamedTuple):
@@ -55,25 +55,25 @@ class BackwardPass(NamedTuple):
     microbatch: int
     chunk: int
     slot: int
-    held: int
-    keep: int
+    pending: int
+    defer_to: int
 
 
 class Costs(NamedTuple):
-    """Time of the parts of a chunk's passes, a backward one being all but the first."""
+    """Time of the parts of a chunk's passes. A backward pass is all but the first."""
 
     forward: float = 1.0
-    again: float = 1.0  # its layers, computed again
+    again: float = 1.0  # recomputing its layers
     to_inputs: float = 1.0
     to_weights: float = 1.0
 
 
-EQUAL = Costs()  # as products are: two numbers of operations for each weight and token
+EQUAL = Costs()  # as for matrix products: each part takes two operations for each weight and token
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """The tables. The loss of a microbatch is taken at the tick at which its last chunk has gone forward."""
+    """The tables. The loss of a microbatch is computed at the tick in which its last chunk runs forward."""
 
     name: str
     num_stages: int
@@ -82,8 +82,8 @@ class Schedule:
     forward: Passes
     backward: Backward
     num_slots: int
-    num_held: int  # gradients of the last chunk's result that wait for its backward pass, one included that is due
-    num_later: int = 0  # gradients that are held on for those of weights
+    num_pending: int  # buffers for cotangents of the last chunk, from its loss to its backward pass
+    num_deferred: int = 0  # buffers for cotangents of passes whose weight gradients are deferred
 
     @property
     def num_ticks(self) -> int:
@@ -92,38 +92,38 @@ class Schedule:
 
     @property
     def enters(self) -> np.ndarray:
-        """int32[t]: the microbatch that is embedded for the first chunk, or IDLE."""
+        """int32[t]: the microbatch to embed for the first chunk, or IDLE."""
         return first_chunk(self.forward)
 
     @property
     def leaves(self) -> np.ndarray:
-        """int32[t]: the microbatch whose loss is taken, or IDLE."""
+        """int32[t]: the microbatch whose loss is computed, or IDLE."""
         last = (self.forward.chunk[:, -1] == self.num_chunks - 1) & (self.forward.microbatch[:, -1] != IDLE)
         return np.where(last, self.forward.microbatch[:, -1], IDLE)
 
     @property
     def returns(self) -> np.ndarray:
-        """int32[t]: the microbatch whose gradient has come back to the embedding, or IDLE."""
-        return np.where(self.of_weights[:, 0], IDLE, first_chunk(self.backward))
+        """int32[t]: the microbatch whose gradient reaches the embedding, or IDLE."""
+        return np.where(self.weights_only[:, 0], IDLE, first_chunk(self.backward))
 
     @property
-    def of_inputs(self) -> np.ndarray:
-        """bool[t, P]: the backward passes that leave the gradients of weights out."""
-        return self.backward.keep != IDLE
+    def inputs_only(self) -> np.ndarray:
+        """bool[t, P]: backward passes that skip the weight gradients."""
+        return self.backward.defer_to != IDLE
 
     @property
-    def of_weights(self) -> np.ndarray:
-        """bool[t, P]: those that go back again for these; their gradients of inputs are of no use."""
-        return self.backward.held >= self.num_held
+    def weights_only(self) -> np.ndarray:
+        """bool[t, P]: second backward passes, for skipped weight gradients; their input gradients are unused."""
+        return self.backward.pending >= self.num_pending
 
     @property
     def bubble(self) -> float:
-        """Part of the time in which a stage idles, or does what it does again, where the parts of passes are EQUAL."""
+        """Share of the time in which a stage idles or repeats work, at EQUAL costs."""
         return lost_time(self, EQUAL)
 
     def __str__(self) -> str:
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        later = f", weights of at most {self.num_later} get theirs in a second pass" if self.num_later else ""
+        later = f", weights of at most {self.num_deferred} get theirs in a second pass" if self.num_deferred else ""
         return (
             f"{self.name}, {self.num_stages} stages{chunks}, {self.num_microbatches} microbatches: bubble "
             f"{self.bubble:.1%}, at most {self.num_slots} passes of a stage wait for their gradients{later}"
@@ -141,14 +141,14 @@ def ideal_bubble(num_stages: int, num_chunks: int, num_microbatches: int) -> flo
 
 
 def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches: int) -> Schedule:
-    """The tables of "1f1b", "zero_bubble" or "gpipe", proved.
+    """Makes and checks the tables of "1f1b", "zero_bubble" or "gpipe".
 
     With several chunks the microbatches come in groups of P: M % P == 0.
     """
     P, V, M = num_stages, num_chunks, num_microbatches
-    assert V == 1 or M % P == 0, f"{M} microbatches are no multiple of {P} stages"
-    start = M * V + P - 1 if name == "gpipe" else P * V - 1  # when the first gradient may, or can, go back
-    num_held = M if name == "gpipe" else 1
+    assert V == 1 or M % P == 0, f"{M} microbatches are not a multiple of {P} stages"
+    start = M * V + P - 1 if name == "gpipe" else P * V - 1  # tick of the first backward pass
+    num_pending = M if name == "gpipe" else 1
     ticks = start + last_tick(P, V, M) + 1
     none, zeros = (lambda: np.full((ticks, P), IDLE, np.int32)), (lambda: np.zeros((ticks, P), np.int32))
     forward = Passes(none(), zeros(), zeros())
@@ -156,36 +156,36 @@ def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches:
     for m in range(M):
         for chunk in range(P * V):
             v, s = divmod(chunk, P)
-            there, back = tick_of(m, chunk, P, V), start + tick_of(m, P * V - 1 - chunk, P, V)
-            for passes, t in ((forward, there), (backward, back)):
+            forward_tick, backward_tick = tick_of(m, chunk, P, V), start + tick_of(m, P * V - 1 - chunk, P, V)
+            for passes, t in ((forward, forward_tick), (backward, backward_tick)):
                 assert passes.microbatch[t, s] == IDLE, f"stage {s} has two passes at tick {t}"
                 passes.microbatch[t, s], passes.chunk[t, s] = m, v
-        backward.held[start + tick_of(m, 0, P, V), -1] = m % num_held  # as of the last chunk
-    num_later = leave_for_later(backward, start, num_held) if name == "zero_bubble" else 0
-    schedule = Schedule(name, P, V, M, forward, backward, fill_slots(forward, backward), num_held, num_later)
+        backward.pending[start + tick_of(m, 0, P, V), -1] = m % num_pending  # as of the last chunk
+    num_deferred = defer_weight_grads(backward, start, num_pending) if name == "zero_bubble" else 0
+    schedule = Schedule(name, P, V, M, forward, backward, fill_slots(forward, backward), num_pending, num_deferred)
     check_schedule(schedule)
     return schedule
 
 
 def tick_of(microbatch: int, chunk: int, num_stages: int, num_chunks: int) -> int:
-    """When a microbatch goes forward through a chunk of the model: each chunk one tick after the one before it.
+    """Returns the tick in which a microbatch runs forward through a chunk: each chunk one tick after the previous one.
 
-    P microbatches go through the first chunk of a stage, then through its second, and so on. The backward passes are
-    the same with the chunks counted from the end.
+    P microbatches run through the first chunk of a stage, then through its second, and so on. Backward passes are the
+    same, with chunks counted from the end.
     """
-    group, place = divmod(microbatch, num_stages)
+    group, index = divmod(microbatch, num_stages)
     v, s = divmod(chunk, num_stages)
-    return (group * num_chunks + v) * num_stages + place + s
+    return (group * num_chunks + v) * num_stages + index + s
 
 
 def last_tick(num_stages: int, num_chunks: int, num_microbatches: int) -> int:
-    """When the last microbatch goes through the last chunk."""
+    """Returns the tick in which the last microbatch runs through the last chunk."""
     return tick_of(num_microbatches - 1, num_stages * num_chunks - 1, num_stages, num_chunks)
 
 
-def leave_for_later(backward: Backward, start: int, num_held: int) -> int:
-    """Takes gradients of weights out of the passes of the P - 1 ticks from start on, and puts passes for them into the
-    last ticks, where their stages idle. Returns how many a stage leaves at most.
+def defer_weight_grads(backward: Backward, start: int, num_pending: int) -> int:
+    """Skips the weight gradients in the passes of the P - 1 ticks from start on, and adds passes for them in the last
+    ticks, where their stages idle. Returns the largest number of skipped passes of a stage.
     """
     ticks, P = backward.microbatch.shape
     most = 0
@@ -194,7 +194,7 @@ def leave_for_later(backward: Backward, start: int, num_held: int) -> int:
         for i, t in enumerate(left):
             again = ticks - len(left) + i
             assert backward.microbatch[again, s] == IDLE, f"stage {s} does not idle at tick {again}"
-            backward.keep[t, s] = backward.held[again, s] = num_held + i
+            backward.defer_to[t, s] = backward.pending[again, s] = num_pending + i
             for field in (backward.microbatch, backward.chunk):
                 field[again, s] = field[t, s]
         most = max(most, len(left))
@@ -202,108 +202,115 @@ def leave_for_later(backward: Backward, start: int, num_held: int) -> int:
 
 
 def fill_slots(forward: Passes, backward: Backward) -> int:
-    """Numbers the slots in both tables, each used again as soon as it is free, and returns how many there are."""
+    """Assigns slots in both tables, reusing each as soon as it is free. Returns the number of slots."""
     ticks, P = forward.microbatch.shape
     most = 0
     for s in range(P):
         free: list[int] = []
-        held: dict[tuple[int, int], int] = {}
+        in_use: dict[tuple[int, int], int] = {}
         for t in range(ticks):
             if forward.microbatch[t, s] != IDLE:
-                slot = free.pop() if free else len(held)
-                held[forward.microbatch[t, s], forward.chunk[t, s]] = forward.slot[t, s] = slot
+                slot = free.pop() if free else len(in_use)
+                in_use[forward.microbatch[t, s], forward.chunk[t, s]] = forward.slot[t, s] = slot
             if backward.microbatch[t, s] != IDLE:
                 key = backward.microbatch[t, s], backward.chunk[t, s]
-                backward.slot[t, s] = held[key]
-                if backward.keep[t, s] == IDLE:
-                    free.append(held.pop(key))
-            most = max(most, len(held) + len(free))
+                backward.slot[t, s] = in_use[key]
+                if backward.defer_to[t, s] == IDLE:
+                    free.append(in_use.pop(key))
+            most = max(most, len(in_use) + len(free))
     return most
 
 
 def check_schedule(schedule: Schedule) -> None:
     """Asserts what the program relies on.
 
-    Each microbatch goes forward through each chunk once, and gets each gradient of inputs and of weights once; what a
-    stage hands on is read at the very next tick; neither a slot nor a place of a gradient is written while it holds
-    what a backward pass will read; the microbatches' gradients of inputs, and so of the two ends of the model, are in
-    their order, and those of weights too that were not left for later.
+    Each microbatch runs forward through each chunk once, and gets each input gradient and each weight gradient once.
+    The next stage reads a result in the very next tick. No buffer is overwritten before a backward pass has read it.
+    Input gradients of the microbatches are in order, and so are weight gradients that are not deferred.
     """
     P, V, M = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
-    there = ticks_by_pass(schedule.forward, P)
-    back = ticks_by_pass(schedule.backward, P, but=schedule.of_weights)
-    weights = ticks_by_pass(schedule.backward, P, but=schedule.of_inputs)
-    wanted = {(m, chunk) for m in range(M) for chunk in range(P * V)}
-    assert set(there) == set(back) == set(weights) == wanted, "a pass is missing"
-    assert all(there[m, chunk] == there[m, chunk - 1] + 1 for m, chunk in wanted if chunk), "a result is not handed on"
-    assert all(back[m, chunk] + 1 == back[m, chunk - 1] for m, chunk in wanted if chunk), "a gradient is not handed on"
-    assert all(back[m, P * V - 1] >= there[m, P * V - 1] for m in range(M)), "a gradient comes before its loss"
-    assert all(back[m, chunk] > back[m - 1, chunk] for m, chunk in wanted if m), "microbatches overtake each other"
-    most = max(sum(there[m, P * V - 1] <= t <= back[m, P * V - 1] for m in range(M)) for t in range(schedule.num_ticks))
-    assert most <= schedule.num_held, "too few gradients are held"
-    assert (schedule.backward.held < schedule.num_held + schedule.num_later).all(), "a gradient is held nowhere"
+    forward = ticks_by_pass(schedule.forward, P)
+    backward = ticks_by_pass(schedule.backward, P, but=schedule.weights_only)
+    weights = ticks_by_pass(schedule.backward, P, but=schedule.inputs_only)
+    expected = {(m, chunk) for m in range(M) for chunk in range(P * V)}
+    assert set(forward) == set(backward) == set(weights) == expected, "a pass is missing"
+    assert all(forward[m, chunk] == forward[m, chunk - 1] + 1 for m, chunk in expected if chunk), "a result is lost"
+    assert all(backward[m, chunk] + 1 == backward[m, chunk - 1] for m, chunk in expected if chunk), "a gradient is lost"
+    assert all(backward[m, P * V - 1] >= forward[m, P * V - 1] for m in range(M)), "a gradient comes before its loss"
+    assert all(backward[m, chunk] > backward[m - 1, chunk] for m, chunk in expected if m), (
+        "microbatches overtake each other"
+    )
+    most = max(
+        sum(forward[m, P * V - 1] <= t <= backward[m, P * V - 1] for m in range(M)) for t in range(schedule.num_ticks)
+    )
+    assert most <= schedule.num_pending, "too few buffers for pending cotangents"
+    assert (schedule.backward.pending < schedule.num_pending + schedule.num_deferred).all(), "a cotangent has no buffer"
     for s in range(P):
-        check_places(schedule, s)
+        check_buffers(schedule, s)
 
 
-def check_places(schedule: Schedule, stage: int) -> None:
-    """Asserts that a stage reads what it means to: the slots of inputs, and the places of held gradients."""
+def check_buffers(schedule: Schedule, stage: int) -> None:
+    """Asserts that a stage reads the saved inputs and pending cotangents of the right microbatch and chunk."""
     last = schedule.num_stages - 1, schedule.num_chunks - 1
     slots: dict[int, tuple[int, int]] = {}
-    held: dict[int, tuple[int, int]] = {}
+    pending: dict[int, tuple[int, int]] = {}
     for t in range(schedule.num_ticks):
-        there = Pass(*(int(of[t, stage]) for of in schedule.forward))
-        back = BackwardPass(*(int(of[t, stage]) for of in schedule.backward))
-        if there.microbatch != IDLE:
-            assert there.slot not in slots, f"stage {stage} overwrites slot {there.slot} at tick {t}"
-            slots[there.slot] = there.microbatch, there.chunk
-            if (stage, there.chunk) == last:
-                place = there.microbatch % schedule.num_held
-                assert place not in held, f"stage {stage} overwrites gradient {place} at tick {t}"
-                held[place] = there.microbatch, there.chunk
-        if back.microbatch == IDLE:
+        fwd = Pass(*(int(of[t, stage]) for of in schedule.forward))
+        bwd = BackwardPass(*(int(of[t, stage]) for of in schedule.backward))
+        if fwd.microbatch != IDLE:
+            assert fwd.slot not in slots, f"stage {stage} overwrites slot {fwd.slot} at tick {t}"
+            slots[fwd.slot] = fwd.microbatch, fwd.chunk
+            if (stage, fwd.chunk) == last:
+                index = fwd.microbatch % schedule.num_pending
+                assert index not in pending, f"stage {stage} overwrites cotangent {index} at tick {t}"
+                pending[index] = fwd.microbatch, fwd.chunk
+        if bwd.microbatch == IDLE:
             continue
-        key, again = (back.microbatch, back.chunk), bool(schedule.of_weights[t, stage])
-        assert again or (back.held != IDLE) == ((stage, back.chunk) == last), (
+        key, again = (bwd.microbatch, bwd.chunk), bool(schedule.weights_only[t, stage])
+        assert again or (bwd.pending != IDLE) == ((stage, bwd.chunk) == last), (
             f"stage {stage} begins wrongly at tick {t}"
         )
-        if back.held != IDLE:
-            read = held.pop(back.held, None)  # not inside assert, which -O leaves out
-            assert read == key, f"stage {stage} reads gradient {back.held} wrongly"
-        assert slots.get(back.slot) == key, f"stage {stage} reads slot {back.slot} wrongly"
-        if back.keep == IDLE:
-            del slots[back.slot]
+        if bwd.pending != IDLE:
+            read = pending.pop(bwd.pending, None)  # not inside assert, which -O leaves out
+            assert read == key, f"stage {stage} reads cotangent {bwd.pending} wrongly"
+        assert slots.get(bwd.slot) == key, f"stage {stage} reads slot {bwd.slot} wrongly"
+        if bwd.defer_to == IDLE:
+            del slots[bwd.slot]
         else:
-            assert back.keep not in held and back.keep >= schedule.num_held and not again, "a gradient is overwritten"
-            held[back.keep] = key
-    assert not slots and not held, f"stage {stage} leaves something out"
+            assert bwd.defer_to not in pending and bwd.defer_to >= schedule.num_pending and not again, (
+                "a cotangent is overwritten"
+            )
+            pending[bwd.defer_to] = key
+    assert not slots and not pending, f"stage {stage} leaves something out"
 
 
 def ticks_by_pass(passes: Passes | Backward, num_stages: int, but: Any = False) -> dict[tuple[int, int], int]:
-    """{(microbatch, chunk of the model): tick}. but: passes that do not count."""
+    """Returns {(microbatch, chunk of the model): tick}. but: passes to leave out."""
     found = {}
     for t, s in np.argwhere((passes.microbatch != IDLE) & ~np.asarray(but)):
         key = int(passes.microbatch[t, s]), int(passes.chunk[t, s]) * num_stages + int(s)
-        assert key not in found, f"microbatch {key[0]} goes twice through chunk {key[1]}"
+        assert key not in found, f"microbatch {key[0]} runs twice through chunk {key[1]}"
         found[key] = int(t)
     return found
 
 
 def pass_seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
-    """float[t, P]: how long a stage works in a tick, the parts of a chunk's passes taking so long."""
-    forward, back = (passes.microbatch != IDLE for passes in (schedule.forward, schedule.backward))
-    of_weights = back & ~schedule.of_inputs
-    return forward * costs.forward + back * (costs.again + costs.to_inputs) + of_weights * costs.to_weights
+    """float[t, P]: how long each stage works in each tick."""
+    forward, backward = (passes.microbatch != IDLE for passes in (schedule.forward, schedule.backward))
+    with_weights = backward & ~schedule.inputs_only
+    return forward * costs.forward + backward * (costs.again + costs.to_inputs) + with_weights * costs.to_weights
 
 
 def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL, head: float = 0.0) -> float:
-    """The time of a step, and so of the loss of a microbatch, head: ticks are in lockstep, each as long as what its
-    busiest stage does."""
+    """Returns the time of a step, in the unit of costs: each tick takes as long as its busiest stage.
+
+    head: time of the loss of one microbatch.
+    """
     return float(pass_seconds(schedule, costs).max(axis=1).sum()) + schedule.num_microbatches * head
 
 
 def lost_time(schedule: Schedule, costs: Costs) -> float:
-    """Part of the simulated time that is more than each pass of a stage, once, takes; the head is left out."""
+    """Returns the share of the simulated time beyond running each pass of a stage once; the head is left out."""
     return 1 - schedule.num_microbatches * schedule.num_chunks * sum(costs) / simulated_seconds(schedule, costs)
 
 

@@ -33,7 +33,7 @@ def test_a_drawing_has_a_mark_for_each_pass_of_the_table_and_ends_with_the_simul
         s, t, m, kind, v, slot = TOLD.fullmatch(mark.find(f"{SVG}title").text).groups()
         of = schedule.forward if kind == "forward" else schedule.backward
         assert [int(table[int(t), int(s)]) for table in of[:3]] == [int(m), int(v), int(slot)]
-        for other, which in (("of inputs", schedule.of_inputs), ("of weights", schedule.of_weights)):
+        for other, which in (("of inputs", schedule.inputs_only), ("of weights", schedule.weights_only)):
             assert (kind == other) == (kind != "forward" and which[int(t), int(s)])
         assert mark.get("class") == f"pass {kind}" and mark.find(f"{SVG}text").text == m
         assert mark.find(f"{SVG}rect").get("fill") == timelines.INKS[kind][int(v) % 2].fill

@@ -14,7 +14,8 @@ RELATIVE = LLAMA | dict(num_layers=3, qkv_bias=True, qk_norm=True, norm_placemen
                         attention_window=16, global_every=2, attention_softcap=30.0, logit_softcap=20.0,
                         compute_dtype="bfloat16")  # fmt: skip
 STACK = LLAMA | dict(num_layers=4, remat="full")
-MIXTURE = LLAMA | dict(experts=dict(number=8, chosen=2, mlp_dim=16, bias=True))
+EXPERTS = dict(number=8, chosen=2, mlp_dim=16, bias=True)
+MIXTURE = LLAMA | dict(experts=EXPERTS)
 GPT2 = dict(name="gpt2", vocab_size=272, num_layers=2, embed_dim=32, num_heads=4, max_seq_len=64, dropout=0.1,
             compute_dtype="float32", attention="xla")  # fmt: skip
 ENCODER = dict(name="encoder", vocab_size=272, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq_len=64,
@@ -59,6 +60,11 @@ RUNS = {
     "pipeline": dict(model=STACK, mesh=dict(pipeline=2), train=dict(num_microbatches=4)),
     "zero_bubble": dict(
         model=STACK, mesh=dict(pipeline=2), pipeline=dict(schedule="zero_bubble"), train=dict(num_microbatches=4)
+    ),
+    "leading_layer": dict(
+        model=STACK | dict(num_layers=5, experts=EXPERTS | dict(first_dense=1)),
+        mesh=dict(pipeline=2),
+        train=dict(num_microbatches=4),
     ),
     "muon": dict(optim=dict(name="muon")),
     "adafactor": dict(optim=dict(name="adafactor")),

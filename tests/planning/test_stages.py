@@ -66,7 +66,7 @@ def test_ticks_slots_and_bubble_are_those_of_the_schedule_as_it_runs(size, parts
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "gpipe"])
 def test_formulas_hold_for_the_tables_that_run(name, size, chunks, parts):
     table, stages = make_schedule(name, size, chunks, parts), Stages(size, 64, parts, chunks, name)
-    found = (table.num_ticks, table.num_slots, table.num_held, table.num_later, table.bubble)
+    found = (table.num_ticks, table.num_slots, table.num_pending, table.num_deferred, table.bubble)
     assert found == (stages.ticks, stages.slots, stages.held, stages.later, pytest.approx(stages.bubble))
     costs = Costs(1.0, 1.25, 1.5, 0.75)
     alone, whole = chunks * parts * sum(costs), simulated_seconds(table, costs)

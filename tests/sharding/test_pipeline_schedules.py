@@ -40,12 +40,12 @@ def test_a_zero_bubble_saves_the_gradients_of_weights_in_the_turns_that_are_lost
         assert schedule.bubble == pytest.approx(3 * (P - 1) / (4 * M * V + 3 * (P - 1)), abs=1e-12)
         assert simulated_seconds(other, costs) == (M * V + P - 1) * sum(costs)
         assert schedule.num_ticks == other.num_ticks and schedule.num_slots == other.num_slots
-        assert schedule.num_later == min(P - 1, M)
+        assert schedule.num_deferred == min(P - 1, M)
         for name in ("enters", "leaves", "returns"):
             np.testing.assert_array_equal(getattr(schedule, name), getattr(other, name))
         left = [min(s, M) for s in range(P)]
-        assert schedule.of_inputs.sum(0).tolist() == schedule.of_weights.sum(0).tolist() == left
-        assert ((schedule.backward.microbatch != IDLE) & ~schedule.of_inputs).sum(0).tolist() == [M * V] * P
+        assert schedule.inputs_only.sum(0).tolist() == schedule.weights_only.sum(0).tolist() == left
+        assert ((schedule.backward.microbatch != IDLE) & ~schedule.inputs_only).sum(0).tolist() == [M * V] * P
 
 
 def test_the_bubble_of_the_documents_is_theirs():
@@ -74,18 +74,18 @@ def spoilt(schedule, passes, field, t, s, value):
     ("passes", "field", "t", "s", "value", "told"),
     [
         ("forward", "microbatch", 3, 0, IDLE, "a pass is missing"),
-        ("forward", "microbatch", 3, 0, 0, "microbatch 0 goes twice through chunk 0"),
+        ("forward", "microbatch", 3, 0, 0, "microbatch 0 runs twice through chunk 0"),
         ("forward", "slot", 3, 0, 0, "stage 0 overwrites slot 0"),
         ("backward", "slot", 6, 0, 1, "stage 0 reads slot 1 wrongly"),
-        ("backward", "held", 6, 1, 0, "stage 1 begins wrongly"),
-        ("backward", "held", 6, 3, IDLE, "stage 3 begins wrongly"),
-        ("backward", "keep", 6, 3, 1, "a pass is missing"),  # that has the gradients of weights
+        ("backward", "pending", 6, 1, 0, "stage 1 begins wrongly"),
+        ("backward", "pending", 6, 3, IDLE, "stage 3 begins wrongly"),
+        ("backward", "defer_to", 6, 3, 1, "a pass is missing"),  # that has the gradients of weights
         ("backward", "microbatch", 13, 3, IDLE, "a pass is missing"),  # the last of those
-        ("backward", "keep", 3, 3, IDLE, "microbatch 0 goes twice through chunk 3"),
-        ("backward", "keep", 5, 3, 2, "a gradient is overwritten"),
-        ("backward", "held", 12, 3, 3, "stage 3 reads gradient 3 wrongly"),
-        ("backward", "held", 12, 3, 4, "a gradient is held nowhere"),
-        ("backward", "held", 11, 3, 0, "microbatch 0 goes twice through chunk 3"),
+        ("backward", "defer_to", 3, 3, IDLE, "microbatch 0 runs twice through chunk 3"),
+        ("backward", "defer_to", 5, 3, 2, "a cotangent is overwritten"),
+        ("backward", "pending", 12, 3, 3, "stage 3 reads cotangent 3 wrongly"),
+        ("backward", "pending", 12, 3, 4, "a cotangent has no buffer"),
+        ("backward", "pending", 11, 3, 0, "microbatch 0 runs twice through chunk 3"),
     ],
 )
 def test_a_wrong_table_is_no_schedule(passes, field, t, s, value, told):
