@@ -1,8 +1,8 @@
-"""A mixture of experts in the place of a block's MLP: each token goes through a few of many (arXiv:1701.06538).
+"""Mixture-of-experts MLP: each token is routed to a few of many experts (arXiv:1701.06538).
 
-No token is dropped, whatever the router says, and what one token adds does not depend on where others go; but where
-experts have a capacity, in training, on where earlier tokens of its row go. The losses that balance experts are sums
-over tokens, so that neither the mesh nor microbatches change them.
+No token is dropped unless experts have a capacity in training, and the result for a token does not depend on where
+other tokens are routed (with a capacity: only on earlier tokens of its row). Balance losses are sums over tokens, so
+neither the mesh nor microbatches change them.
 
 B batch  T position  D embed  E experts  k experts of a token  F width of an expert  n = B * T tokens  R = n * k rows
 """
@@ -18,9 +18,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.config import EXPERT_LOSSES, MLP_GATE, MLP_UP
+from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.told import Told
+from jaxscale.models.moe_metrics import MoEMetrics
 from jaxscale.ops.exchange import exchanged
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
@@ -45,108 +46,124 @@ class SharedMlp(Protocol):
     """An MLP for all tokens."""
 
     def own_part(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the sum over the device's own columns, for all positions."""
+        """Returns the sum over the device's columns, for all positions."""
         ...
 
 
 class SparseMlp(nnx.Module):
-    """Gated MLPs of which each token goes through some, and one more through which all go, if there is one."""
+    """Gated MLPs, a few for each token, and optionally a shared one for all tokens."""
 
     def __init__(
         self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis, shared: SharedMlp | None
     ):
-        own = cfg.experts
-        assert own is not None, "made for a config with experts"
-        D, E, F = cfg.embed_dim, own.number, own.mlp_dim
-        self.form, self.kernels, self.tensor, self.shared = own, kernels, tensor, shared
+        experts = cfg.experts
+        assert experts is not None, "made for a config with experts"
+        D, E, F = cfg.embed_dim, experts.number, experts.mlp_dim
+        self.form, self.kernels, self.tensor, self.shared = experts, kernels, tensor, shared
         self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
         self.router = param(rngs, (D, E), ("embed", "router"), std=cfg.scales.router_std * D**-0.5)
         # Neither is learned: training.balance moves them after each step.
-        self.router_bias = constant((E,), ("norm",), 0.0) if own.bias else None
+        self.router_bias = constant((E,), ("norm",), 0.0) if experts.bias else None
         self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's part of the rows of the step before
         self.gate = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
         self.up = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
-        std = (own.active_dim * 2 * cfg.init_layers) ** -0.5  # as of a dense MLP as wide as what a token goes through
+        std = (experts.active_dim * 2 * cfg.init_layers) ** -0.5  # of a dense MLP of that width
         self.down = param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), std=std)
 
     @jax.named_scope("experts")
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, Told]:
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, MoEMetrics]:
         x_BTD = self.tensor.gather(x_BTD)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
-        kept_nk = self.kept(routes, segment_ids_BT)
-        y_nD, rounds_Q = self.mixed(x_nD, routes, kept_nk)
+        fits_nk = self.fits_capacity(routes, segment_ids_BT)
+        y_nD, rounds_Q = self.mixed(x_nD, routes, fits_nk)
         y_BTD = y_nD.reshape(x_BTD.shape)
         if self.shared is not None:
             y_BTD += self.shared.own_part(x_BTD)
-        told = self.told(routes, segment_ids_BT, rounds_Q)
-        if kept_nk is not None:
-            left_out_nk = ~kept_nk & (segment_ids_BT.reshape(-1, 1) > 0)
-            told = told._replace(dropped=jnp.sum(left_out_nk, dtype=jnp.int32))
-        return self.tensor.scatter(y_BTD), told
+        load_E = self.router_load[...]
+        metrics = router_metrics(self.form, self.tensor, routes, segment_ids_BT, load_E, rounds_Q)
+        if fits_nk is not None:
+            dropped_nk = ~fits_nk & (segment_ids_BT.reshape(-1, 1) > 0)
+            metrics = metrics._replace(dropped=jnp.sum(dropped_nk, dtype=jnp.int32))
+        return self.tensor.scatter(y_BTD), metrics
 
     @jax.named_scope("router")
     def routes(self, x_nD: jax.Array) -> Routes:
-        """The experts of each token, by float32 products."""
+        """Routes each token, with float32 products."""
         bias_E = None if self.router_bias is None else self.router_bias[...]
         return route(self.form, router_logits(x_nD, self.router[...]), bias_E)
 
-    def kept(self, routes: Routes, segment_ids_BT: jax.Array) -> jax.Array | None:
-        """Which choices have room at their expert; None where there is no limit."""
+    def fits_capacity(self, routes: Routes, segment_ids_BT: jax.Array) -> jax.Array | None:
+        """True where a (token, expert) pair fits the expert's capacity; None without a limit."""
         B, T = segment_ids_BT.shape
         capacity = self.form.capacity(T) if self.kernels.limits else None
         if capacity is None:
             return None
         expert_BTk = routes.expert_nk.reshape(B, T, -1)
-        kept_BTk = within_capacity(expert_BTk, segment_ids_BT > 0, self.form.number, capacity)
-        return kept_BTk.reshape(routes.expert_nk.shape)
+        fits_BTk = within_capacity(expert_BTk, segment_ids_BT > 0, self.form.number, capacity)
+        return fits_BTk.reshape(routes.expert_nk.shape)
 
-    def mixed(self, x_nD: jax.Array, routes: Routes, kept_nk: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(the sum of each token's experts, rounds_Q as in Told). Weights are multiplied in before the last product,
-        whose result then is not needed to go back. kept_nk: which of them it gets; None: all."""
+    def mixed(self, x_nD: jax.Array, routes: Routes, fits_nk: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns (weighted sum of each token's experts, rounds_Q as in MoEMetrics).
+
+        Weights are multiplied in before the last product, so that the backward pass does not need its result.
+        fits_nk: True for the pairs to compute; None: all.
+        """
         k, axis, kernels = self.form.chosen, self.kernels.expert_axis, self.kernels.experts
         run = functools.partial(run_experts, kernels.project, functools.partial(kernels.weigh, self.activate))
         run = functools.partial(kernels.lay_rows, run)
-        expert_nk = routes.expert_nk if kept_nk is None else jnp.where(kept_nk, routes.expert_nk, self.form.number)
+        expert_nk = routes.expert_nk if fits_nk is None else jnp.where(fits_nk, routes.expert_nk, self.form.number)
         rows = sort_rows(expert_nk, self.form.number)
-        # Of rows behind those of the last expert products may give anything.
-        real = (lambda array_R: array_R) if kept_nk is None else (lambda array_R: taken_alone(array_R, rows))
+        # Products may give anything for rows after those of the last expert.
+        valid = (lambda array_R: array_R) if fits_nk is None else (lambda array_R: taken_alone(array_R, rows))
         weights = self.gate[...], self.up[...], self.down[...]
-        x_RD, weight_R = real(to_rows(k, x_nD, rows, kernels.as_bits)), real(in_order(routes.weight_nk, rows))
+        x_RD, weight_R = valid(to_rows(k, x_nD, rows, kernels.as_bits)), valid(in_order(routes.weight_nk, rows))
         if axis.size == 1:
             y_RD, rounds_Q = run(weights, x_RD, weight_R, rows.counts_E), jnp.zeros(0, jnp.int32)
         else:
             y_RD, rounds = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
             rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one a device
-        return to_tokens(k, real(y_RD), rows, kernels.as_bits), rounds_Q
+        return to_tokens(k, valid(y_RD), rows, kernels.as_bits), rounds_Q
 
-    def told(self, routes: Routes, segment_ids_BT: jax.Array, rounds_Q: jax.Array) -> Told:
-        """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""
-        B, T = segment_ids_BT.shape
-        E, k, context = self.form.number, self.form.chosen, self.tensor.context
-        real_BT = segment_ids_BT > 0
-        chosen_BTE = jnp.sum(jax.nn.one_hot(routes.expert_nk, E, dtype=jnp.int32), axis=1).reshape(B, T, E)
-        counts_BE = jnp.sum(chosen_BTE * real_BT[:, :, None], axis=1)
-        shares = self.tensor.part_of_gradient((routes.logit_nE, routes.share_nE))
-        logit_BTE, share_BTE = jax.tree.map(lambda x: x.reshape(B, T, E), shares)
-        share_BE = jnp.sum(jnp.where(real_BT[:, :, None], share_BTE, 0.0), axis=1)
-        row_counts_BE = context.sum(counts_BE).astype(F32)
-        row_tokens_B1 = jnp.maximum(context.sum(jnp.sum(real_BT, axis=1, keepdims=True)), 1)
-        log_sum_BT = jax.nn.logsumexp(logit_BTE, axis=-1)
-        log_share_BTE = jnp.log(jnp.maximum(share_BTE, jnp.finfo(F32).tiny))
-        entropy_BT = -jnp.sum(lax.stop_gradient(share_BTE * log_share_BTE), axis=-1)
-        losses = (
-            jnp.sum(jnp.where(real_BT, log_sum_BT**2, 0.0)),
-            E * jnp.sum(share_BE * self.router_load[...][None]),
-            E / k * jnp.sum(share_BE * row_counts_BE / row_tokens_B1),
-        )
-        return Told(
-            jnp.sum(counts_BE, axis=0),
-            dict(zip(EXPERT_LOSSES, losses, strict=True)),
-            jnp.sum(jnp.where(real_BT, entropy_BT, 0.0)),
-            jnp.sum(jnp.where(real_BT, score_ranges(self.form, routes).reshape(B, T), 0.0)),
-            rounds_Q,
-        )
+
+def router_metrics(
+    experts: ExpertsConfig,
+    tensor: TensorAxis,
+    routes: Routes,
+    segment_ids_BT: jax.Array,
+    router_load_E: jax.Array,
+    rounds_Q: jax.Array,
+) -> MoEMetrics:
+    """Returns the metrics of a layer. Devices of the tensor axis return the same values, each with its part of the
+    gradient.
+
+    router_load_E: each expert's share of the rows of the previous step.
+    """
+    B, T = segment_ids_BT.shape
+    E, k, context = experts.number, experts.chosen, tensor.context
+    mask_BT = segment_ids_BT > 0
+    chosen_BTE = jnp.sum(jax.nn.one_hot(routes.expert_nk, E, dtype=jnp.int32), axis=1).reshape(B, T, E)
+    counts_BE = jnp.sum(chosen_BTE * mask_BT[:, :, None], axis=1)
+    partial = tensor.part_of_gradient((routes.logit_nE, routes.share_nE))
+    logit_BTE, share_BTE = jax.tree.map(lambda x: x.reshape(B, T, E), partial)
+    share_BE = jnp.sum(jnp.where(mask_BT[:, :, None], share_BTE, 0.0), axis=1)
+    row_counts_BE = context.sum(counts_BE).astype(F32)
+    row_tokens_B1 = jnp.maximum(context.sum(jnp.sum(mask_BT, axis=1, keepdims=True)), 1)
+    log_sum_BT = jax.nn.logsumexp(logit_BTE, axis=-1)
+    log_share_BTE = jnp.log(jnp.maximum(share_BTE, jnp.finfo(F32).tiny))
+    entropy_BT = -jnp.sum(lax.stop_gradient(share_BTE * log_share_BTE), axis=-1)
+    losses = (
+        jnp.sum(jnp.where(mask_BT, log_sum_BT**2, 0.0)),
+        E * jnp.sum(share_BE * router_load_E[None]),
+        E / k * jnp.sum(share_BE * row_counts_BE / row_tokens_B1),
+    )
+    return MoEMetrics(
+        jnp.sum(counts_BE, axis=0),
+        dict(zip(EXPERT_LOSSES, losses, strict=True)),
+        jnp.sum(jnp.where(mask_BT, entropy_BT, 0.0)),
+        jnp.sum(jnp.where(mask_BT, score_ranges(experts, routes).reshape(B, T), 0.0)),
+        rounds_Q,
+    )
 
 
 def run_experts(

@@ -84,8 +84,9 @@ def run_stack(
     gather: Gather,
     kernels: Kernels,
 ) -> tuple[jax.Array, Any]:
-    """(x after all blocks, what they told): apply(block, x, layer_input) -> x or (x, told), each under the remat policy
-    of the config. What they told is a tree with a leading axis of layers, or None.
+    """Returns (x after all blocks, their metrics with a leading axis of layers, or None).
+
+    apply(block, x, layer_input) returns x or (x, metrics); it runs under the remat policy of the config.
 
     per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
     block together just before it runs, and again before its backward pass. kernels: whether layers are a loop
@@ -103,8 +104,8 @@ def run_stack(
         recorder.begin_layer(held)
         whole = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
         result = apply(nnx.merge(graphdef, whole), x, extra)
-        x, told = result if isinstance(result, tuple) else (result, None)
-        return x, (recorder.end_layer(x), told)
+        x, metrics = result if isinstance(result, tuple) else (result, None)
+        return x, (recorder.end_layer(x), metrics)
 
     held = recorder.layers()
     if isinstance(blocks, nnx.List):
@@ -112,17 +113,17 @@ def run_stack(
         for layer, block in enumerate(blocks):
             graphdef, params = nnx.split(block)
             run = wrap(functools.partial(run_layer, graphdef))
-            x, of_layer = run(params, x, *jax.tree.map(operator.itemgetter(layer), (per_layer, held)))
-            seen.append(of_layer)
-        recorded, told = jax.tree.map(lambda *layers: jnp.stack(layers), *seen)
+            x, outputs = run(params, x, *jax.tree.map(operator.itemgetter(layer), (per_layer, held)))
+            seen.append(outputs)
+        recorded, metrics = jax.tree.map(lambda *layers: jnp.stack(layers), *seen)
         recorder.end_stack(recorded)
-        return x, told
+        return x, metrics
     graphdef, params = nnx.split(blocks)
     run = wrap(functools.partial(run_layer, graphdef))
     layers = params, per_layer, held
-    x, (recorded, told) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, layers, unroll=not looped)
+    x, (recorded, metrics) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, layers, unroll=not looped)
     recorder.end_stack(recorded)
-    return x, told
+    return x, metrics
 
 
 class OneStack(nnx.Module):
@@ -169,12 +170,12 @@ class OneStack(nnx.Module):
         return self.through(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
 
     def through(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """(what hidden() returns, what the blocks told, with a leading axis of layers)."""
+        """Returns (what hidden() returns, metrics of the blocks with a leading axis of layers)."""
         x_BTD = self.enter(tokens_BT, positions_BT, segment_ids_BT, keys_B)
         if (dense := getattr(self, DENSE, None)) is not None:
             x_BTD, _ = self.run_blocks(dense, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B, stack=DENSE))
-        x_BTD, told = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B))
-        return self.leave(x_BTD), told
+        x_BTD, metrics = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B))
+        return self.leave(x_BTD), metrics
 
     def run_blocks(self, blocks: Stack, x_BTD, positions_BT, segment_ids_BT, per_layer: Any):
         """What run_stack() returns of some blocks."""

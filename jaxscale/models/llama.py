@@ -165,8 +165,8 @@ class Block(nnx.Module):
         add = lambda added_BTD: x_BTD + sow(MLP, self.scaled(self.normalised(added_BTD, self.mlp_out_norm)))
         if isinstance(self.mlp, Mlp):
             return add(self.mlp(read_BTD))
-        added_BTD, told = self.mlp(read_BTD, as_scope(segment_ids_BT).segment_ids_BT)
-        return add(added_BTD), told
+        added_BTD, metrics = self.mlp(read_BTD, as_scope(segment_ids_BT).segment_ids_BT)
+        return add(added_BTD), metrics
 
     def normalised(self, x_BTD, scale: nnx.Param | None):
         """x_BTD as it is where there is no norm."""

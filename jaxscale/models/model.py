@@ -15,7 +15,7 @@ from jaxscale.models import model_class
 from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
 from jaxscale.models.layers import OneStack
 from jaxscale.models.lora import adapting, adapting_groups, add_adapters, frozen_but_adapters
-from jaxscale.models.told import Told, expert_parts
+from jaxscale.models.moe_metrics import MoEMetrics, moe_sums
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_scores
 from jaxscale.ops.kernels import Kernels
@@ -105,11 +105,11 @@ def summed_loss(
     num_sources: of the mixture that batch.sources numbers; then source_nats and source_tokens, float32[num_sources],
     are among the parts.
     """
-    h_BTD, told = states_and_told(model, batch, keys_B)
+    h_BTD, metrics = states_and_metrics(model, batch, keys_B)
     total, parts = loss_of(model, h_BTD, batch, aux_weights, num_sources)
-    if told is None:
+    if metrics is None:
         return total, parts
-    added, more = expert_parts(told, aux_weights)
+    added, more = moe_sums(metrics, aux_weights)
     return total + added, parts | more
 
 
@@ -160,11 +160,11 @@ def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
     """model.hidden of a batch, with the prefix and the encoder's input that it may have."""
-    return states_and_told(model, batch, keys_B)[0]
+    return states_and_metrics(model, batch, keys_B)[0]
 
 
-def states_and_told(model: Model, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, Told | None]:
-    """(hidden_states() of a batch, what its layers of experts told, if it has any)."""
+def states_and_metrics(model: Model, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, MoEMetrics | None]:
+    """Returns (hidden_states() of a batch, metrics of its mixture-of-experts layers or None)."""
     segments = narrowed(batch.segment_ids, batch.prefix)
     if isinstance(model, OneStack):
         return model.through(batch.tokens, batch.positions, segments, keys_B)

@@ -15,7 +15,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.models.config import BLOCKS
 from jaxscale.models.layers import OneStack, gather_params, merge_model
 from jaxscale.models.model import loss_of
-from jaxscale.models.told import expert_parts
+from jaxscale.models.moe_metrics import moe_sums
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.sharding.shardings import whole_already
 
@@ -54,17 +54,17 @@ class Pieces:
         stack: str = BLOCKS,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the residual stream after the layer of this number, what it adds to the named sums: {} but for experts).
-        params: its own. number: in its stack."""
+        params: of the layer. number: in its stack."""
         model = self.model(ends | {stack: params})
-        graphdef, own = nnx.split(getattr(model, stack))
-        block = nnx.merge(graphdef, gather_params(own, whole_already, self.compute_dtype, stacked=True))
+        graphdef, weights = nnx.split(getattr(model, stack))
+        block = nnx.merge(graphdef, gather_params(weights, whole_already, self.compute_dtype, stacked=True))
         more = {} if stack == BLOCKS else {"stack": stack}
-        of_layer = jax.tree.map(lambda of_all: jnp.asarray(of_all)[number], model.per_layer(keys_B, **more))
+        extra = jax.tree.map(lambda stacked: jnp.asarray(stacked)[number], model.per_layer(keys_B, **more))
         run = model.layer(rows.positions, narrowed(rows.segment_ids, rows.prefix))
-        result = run(block, x_BTD, of_layer)
+        result = run(block, x_BTD, extra)
         if not isinstance(result, tuple):
             return result, {}
-        added, parts = expert_parts(of_all_layers(result[1], number, self.num_layers), self.aux_weights)
+        added, parts = moe_sums(in_all_layers(result[1], number, self.num_layers), self.aux_weights)
         return result[0], parts | {"objective": added}
 
     def leave(self, ends: Any, x_BTD: jax.Array, rows: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -79,6 +79,6 @@ class Pieces:
         return model
 
 
-def of_all_layers(told: Any, number: jax.Array, num_layers: int) -> Any:
-    """What one layer told, with a leading axis of layers: zeros but for its own."""
-    return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype).at[number].set(x), told)
+def in_all_layers(metrics: Any, number: jax.Array, num_layers: int) -> Any:
+    """Returns the metrics of one layer with a leading axis of layers; zeros for the other layers."""
+    return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype).at[number].set(x), metrics)
