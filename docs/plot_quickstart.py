@@ -20,8 +20,8 @@ def main(run: pathlib.Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     figure, left = plt.subplots(figsize=(7.2, 3.0), layout="constrained")
     for name, label, colour in (
-        ("loss", "training loss [nats a token]", "#3b82d6"),
-        ("validation/bits_per_byte", "validation [bits a byte]", "#e0813a"),
+        ("loss", "training loss [nats per token]", "#3b82d6"),
+        ("validation/bits_per_byte", "validation [bits per byte]", "#e0813a"),
     ):
         points = [(line["step"], line[name]) for line in lines if name in line]
         steps, values = zip(*points)

@@ -1,6 +1,5 @@
 """Too little memory on a device is one line: what was asked for, what the estimate said, and what helps most."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -9,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from test_topology import needs_libtpu
 
 from jaxscale.planning.out_of_memory import out_of_memory_explained
 from jaxscale.planning.topology import open_topology
 from jaxscale.system.exits import Exit, Stop
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jaxscale[tpu]")
 FAR_TOO_MANY = 1 << 43  # float32 numbers: 32 TiB
 HELP = lambda: ("; the estimate was 3 GiB", ("train.num_microbatches=2", "model.remat=full"))
 
