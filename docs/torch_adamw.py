@@ -1,6 +1,6 @@
-"""A plain loop in torch, AdamW and a cosine, on the rows of `jaxscale bench time_to_loss`.
+"""A plain loop in torch, AdamW and a cosine, on the rows of `python -m benchmarks.time_to_loss`.
 
-    jaxscale bench time_to_loss --config=configs/quickstart.py --against='python docs/torch_adamw.py'
+    python -m benchmarks.time_to_loss --config=configs/quickstart.py --against='python docs/torch_adamw.py'
 
 Needs torch and transformers, of any environment: `python` may be the path of another one.
 """

@@ -38,6 +38,7 @@ class Command:
     alone: str
     instead: Mapping[str, "Command"]
     passes_on: bool
+    moved: Mapping[str, str]
 
     def __call__(self, argv: Sequence[str]) -> int:
         """Reads argv and returns the exit code of the work, or shows the page. Raises BadInput as `parse` does."""
@@ -56,6 +57,9 @@ class Command:
             subverb, *words = [*default, *words]
             if subverb not in self.subverbs:
                 verb = self.work.__module__.rpartition(".")[2]
+                if subverb in self.moved:
+                    now = self.moved[subverb]
+                    raise BadInput(f"jaxscale {verb} {subverb} has moved; run `{now}` in a checkout of jaxscale")
                 raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; it has {', '.join(self.subverbs)}")
         arguments = parse(words, self.flags, self.subverbs.get(subverb))
         if arguments.help:
@@ -75,6 +79,7 @@ def command(
     alone: str = "",
     instead: Mapping[str, Command] = types.MappingProxyType({}),
     passes_on: bool = False,
+    moved: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Callable[[Callable[[Arguments], int | None]], Command]:
     """Makes the main(argv) of a verb from a function of its Arguments, which returns an exit code, or None for 0.
 
@@ -86,7 +91,7 @@ def command(
 
     def decorate(work: Callable[[Arguments], int | None]) -> Command:
         page = page_of(docstring(sys.modules[work.__module__]) + more, flags, without)
-        return Command(work, flags, page, settings, subverbs, alone, instead, passes_on)
+        return Command(work, flags, page, settings, subverbs, alone, instead, passes_on, moved)
 
     return decorate
 

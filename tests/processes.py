@@ -10,8 +10,8 @@ import time
 
 from xla_flags import xla_flags
 
+from benchmarks.restart import free_ports as free_ports
 from jaxscale import main
-from jaxscale.cli.bench_restart import free_ports as free_ports
 
 SECONDS = 400  # a process that has not ended by then is killed, and the test fails
 

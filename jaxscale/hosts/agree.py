@@ -2,7 +2,7 @@
 
 The service runs in the first process, so every request is work for that one host. Whatever is agreed costs each of the
 others a few requests, however long it takes and however many they are, and nobody is sent what all have said: what
-comes back to all is what the first process makes of it. `jaxscale bench hosts` drives it with any number of hosts.
+comes back to all is what the first process makes of it. benchmarks/hosts.py drives it with any number of hosts.
 
 jax offers its client only under a private name, which Orbax uses as well; here it is used in this file alone.
 """

@@ -21,7 +21,7 @@ def host_budgets(num_processes: int) -> HostBudgets:
 
     Roll call: all wait for the slowest of n starts. If what a start takes has an exponential tail of about a minute
     (images pulled, machines booted one late; an assumption), the slowest of twice as many comes 60 s x ln 2 later: a
-    minute is added for each doubling. Calling itself is quick: `jaxscale bench hosts`.
+    minute is added for each doubling. Calling itself is quick: benchmarks/hosts.py.
 
     Heartbeats are answered by the first process, and one that comes too late, on any of n hosts, ends the run: at most
     50 a second fall due. A host that is dead and not frozen is found out in 7 s by its connection, however many there

@@ -13,7 +13,7 @@ import jax
 from jaxscale import config_file, schema, units
 from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
-from jaxscale.command_line import Arguments
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name
 from jaxscale.data.batch import Batch, stack_rows
@@ -71,6 +71,24 @@ COMMON = {
 LONGEST_DATA = 10**12  # tokens of an epoch, for a horizon in epochs: the time of a step does not depend on it
 LOSSES = ("loss0", "lossN", "log_vocab", "logit_variance")
 NEAR_NATS = 0.5  # to within which a new model's loss on random tokens is known
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlags:
+    """The flags that read_config() reads."""
+
+    spec: str | None = flag(
+        None,
+        "S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256, 16 x 256 tokens; "
+        "both Llama, untied, AdamW, clipped; M: a Mixtral of 4 layers, d 512, 8 experts of 768, top 2, "
+        "vocabulary 8192, 8 x 512 tokens",
+        "S",
+    )
+    config: str = flag("", "a run's config instead", "FILE")
+    settings: dict[str, str] = flag(
+        dict, "sets any setting of either, such as --config.train.num_microbatches=4", "VALUE", name="config.NAME"
+    )
+    dtype: str | None = flag(None, "compute dtype", "float32")
 
 
 def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConfig]:

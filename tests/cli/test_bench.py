@@ -9,23 +9,12 @@ import shlex
 import sys
 
 import pytest
-import tiny
 
-from jaxscale.cli import (
-    bench,
-    bench_against,
-    bench_loop,
-    bench_restart,
-    bench_sample,
-    bench_stages,
-    bench_statistics,
-    bench_survive,
-)
+from jaxscale.cli import bench, bench_against
 from jaxscale.command_line import parse
 from jaxscale.config_file import load_config
 from jaxscale.models.mup_config import MupConfig
 from jaxscale.qualify import step
-from jaxscale.sharding.schedules import make_schedule
 from jaxscale.system import process
 
 TINY = [
@@ -78,30 +67,6 @@ def test_the_step_compiles_once_on_eight_devices(step_record):
     assert step_record["compiled_times"] == 1
 
 
-@pytest.mark.soak
-def test_statistics_are_measured_beside_the_step(capsys):
-    arguments = ["--steps=2", "--rounds=1", "--config.monitor.statistics_every_steps=50", *TINY]
-    assert bench.main(["statistics", "--json", *arguments]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["every_steps"] == 50 and record["numbers"] == 4 + 4 * 4  # one layer, embedding, head and norms
-    assert record["cost"] == pytest.approx(record["statistics_seconds"] / record["step_seconds"] / 50)
-    assert record["loop_seconds"]["with"] > 0 and len(record["loop_added_seconds"]) == 1
-    assert f"every 50 steps that is {record['cost']:.2%}" in "\n".join(bench_statistics.statistics_lines(record))
-
-
-@pytest.mark.parametrize(("cost", "verdict"), [(0.0123, "1.23% of the time: under 2%"), (0.02, ": NOT under 2%")])
-def test_statistics_say_what_a_look_at_the_layers_costs(cost, verdict):
-    record = dict(
-        spec="T", attention="xla", numbers=44, every_steps=100, steps=20, rounds=3, step_seconds=0.1,
-        statistics_seconds=0.12, statistics_in_steps=[1.1, 1.2, 1.3], cost=cost, loop_added_seconds=[0.1, 0.12, 0.2],
-        loop_seconds={"without": 0.1, "with": 0.106}, loop_cost=0.012, compile_seconds={"step": 2.0, "statistics": 3.0},
-        device_bytes={"step": 2**20, "statistics": None}, devices="1 x cpu",
-    )  # fmt: skip
-    lines = "\n".join(bench_statistics.statistics_lines(record))
-    assert verdict in lines and "1.20 steps, the median of 3 in turn (1.10 to 1.30)" in lines
-    assert "a look adds +120.0 ms" in lines and "step 1 MiB, statistics unknown" in lines
-
-
 def test_losses_on_random_tokens_start_near_the_log_of_the_vocabulary(step_record):
     log_vocab = step_record["log_vocab"]
     assert step.loss_problem(*(step_record[name] for name in step.LOSSES)) is None
@@ -132,41 +97,6 @@ def test_the_loop_saves_inside_its_segment_and_is_compared_with_the_bare_step(ca
     text = capsys.readouterr().out
     assert "a checkpoint every 4 steps: 1)" in text
     assert "95% of the bare step" in text and "for data" in text
-
-
-@pytest.mark.soak
-def test_what_surviving_costs_is_told_part_by_part(monkeypatch, capsys):
-    monkeypatch.setattr(bench_survive, "SAVED_BYTES", 100_000)
-    monkeypatch.setattr(bench_survive, "CALLS", 5)
-    guards, open_run = [], bench_loop.open_run
-    seen = lambda cfg, *rest, **more: (guards.append(cfg.train.guard), open_run(cfg, *rest, **more))[1]
-    monkeypatch.setattr(bench_loop, "open_run", seen)
-    assert bench.main(["survive", "--json", "--steps=2", "--rounds=1", *TINY, *BESIDE]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert [guard.spike_ratio for guard in guards] == [0.0]  # bare steps train on one batch alone
-    assert set(record["parts_seconds"]) == {"guard", "fingerprints of a save", "watchdog", "lock"}
-    assert set(record["loop_seconds"]) == {"without", "with"} and record["saved_bytes"] == 100_000
-    assert min(record["step_seconds"], record["save_blocked_seconds"], *record["parts_seconds"].values()) > 0
-    for part, blocked, told in ((0.009, 0.09, "under"), (0.011, 0.11, "NOT under")):
-        lines = bench_survive.survive_lines(record | {"parts_of_a_step": part, "save_blocked_seconds": blocked})
-        assert f"of a step: {told} 1%" in "\n".join(lines) and f"({told} 100)" in lines[-1]
-
-
-def test_a_restart_is_told_by_the_medians_of_its_turns():
-    turns = [
-        {"phases": {name: 1.0 + n for name, _ in bench_restart.PHASES}, "still_seconds": 10.0 * n, "step": n}
-        | {"steps_lost": n, "work_lost_seconds": 7.0 - n}
-        for n in (3, 1, 2)
-    ]
-    middle = bench_restart.medians(turns)
-    assert middle["phases"]["restore"] == 3.0 and middle["still_seconds"] == 20.0 and middle["work_lost_seconds"] == 5.0
-    record = {"processes": 4, "seconds": 20, "rounds": 3, "load": 1.0, "ways": {"local copies": middle}}
-    lines = bench_restart.restart_lines(record)
-    assert "medians of 3 (load 1.0)" in lines[0] and any(
-        line.split()[-1] == "2" for line in lines if "steps lost" in line
-    )
-    assert bench_restart.STEP.match("step 61/489  loss 5.645  n/a tok/s")
-    assert not bench_restart.STEP.match("step 60/489  validation  loss 5.628  bits_per_byte 8.119")
 
 
 def test_commands_run_in_turn_and_the_ratio_is_printed(step_record, tmp_path):
@@ -230,8 +160,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
     [
         (
             ["speed"],
-            "bench has no verb 'speed'; it has step, loop, survive, statistics, stages, experts, time_to_loss, sample, "
-            "data, hosts, collectives",
+            "bench has no verb 'speed'; it has step, loop, data, collectives",
         ),
         (["step", "--spec=U"], "--spec=U is not known; there is S, T or M, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),
@@ -239,7 +168,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
         (["step", "--dtype=float8"], "model.compute_dtype"),
         (["loop", "--against=true"], "--against compares steps"),
         (["step", "--against"], "--against needs a value"),
-        (["survive", "--processes=2"], "--processes starts a run of several processes: give its --config=FILE"),
+        (["survive", "--steps=2"], "has moved; run `python -m benchmarks.survive` in a checkout of jaxscale"),
         (["step", "--against=A=1"], "has no command"),
         (["step", "--against=python 'a"], "cannot be split into words"),
         (["--agianst=x"], "--agianst=x is not a flag of this command"),
@@ -260,41 +189,3 @@ def test_flags_of_bench_are_told_from_the_rest():
     argv = ["--against=a b;; c", "--json", "--steps=3", "--against", "d"]
     assert bench.own_flags(argv)[-2:] == ["--json", "--steps=3"]  # our side is asked for JSON once
     assert parse(argv, bench.BenchFlags).flags.against == ("a b;; c", "d")
-
-
-@pytest.mark.soak
-def test_writing_with_a_cache_is_timed_beside_full_passes(capsys):
-    tiny_model = ["model.num_layers=1", "model.embed_dim=16", "model.head_dim=8", "model.num_heads=2"]
-    tiny_model += ["model.num_kv_heads=2", "model.mlp_dim=16", "model.vocab_size=32", "mesh.data=8", "mesh.fsdp=1"]
-    flags = [f"--config.{setting}" for setting in tiny_model]
-    flags += ["--config.data.name=tokens", "--config.data.files=/nowhere/manifest.json"]  # no data are asked for
-    sizes = ["--spec=T", "--prompt_tokens=20", "--num_tokens=4", "--rows=3"]
-    assert bench.main(["sample", *sizes, "--json", *flags]) == 0
-    shown = capsys.readouterr()
-    record = json.loads(shown.out)
-    assert "compiling for 8 rows, prompts of up to 24 tokens" in shown.err
-    assert (record["rows"], record["mesh"]) == (8, "data=8")  # as many rows as the mesh can share
-    assert record["ratio"] == pytest.approx(record["cached_tok_s"] / record["uncached_tok_s"], rel=0.02)
-    told = "".join(bench_sample.sample_lines(record))
-    assert told.startswith("T, ") and f"cached: {record['ratio']:,.2f} times" in told
-
-
-def test_the_simulator_s_unit_counts_what_each_stage_does():
-    cfg = tiny.config({"model.num_layers": 8, "train.num_microbatches": 4})
-    passes = lambda name, V, M: bench_stages.in_units(cfg, make_schedule(name, 2, V, M))
-    head = 3 * cfg.model.vocab_size * cfg.model.embed_dim / cfg.model.block_matrix_params / 2  # of each stage
-    assert passes("1f1b", 1, 4) == pytest.approx(5 * 4 * (1 + 3) + 4 * head)  # 4 layers a stage
-    assert passes("1f1b", 2, 4) == pytest.approx(9 * 2 * (1 + 3) + 4 * head)  # two chunks of 2
-    assert passes("gpipe", 1, 4) == passes("1f1b", 1, 4)
-    assert passes("zero_bubble", 1, 4) == pytest.approx(passes("1f1b", 1, 4) - 4)  # gradients of one turn's weights
-
-
-@pytest.mark.soak
-def test_a_step_of_each_schedule_is_timed_beside_the_simulator(monkeypatch):
-    monkeypatch.setattr(bench_stages, "cuts", lambda stages: [bench_stages.Cut("1f1b", 1, 4)])
-    told = []
-    record = bench_stages.measure_stages(tiny.config(), 2, 1, told.append)
-    (row,) = record["rows"]
-    assert row["ratio"] == pytest.approx(1.0, rel=1e-12)
-    assert row["measured_s"] > 0 and row["bubble"] == pytest.approx(0.2)
-    assert told[0] == bench_stages.COLUMNS and told[1].split()[:4] == ["1f1b", "1", "4", "20.0%"]

@@ -41,6 +41,8 @@ def check(words: list[str]) -> None:
         if words[2] not in modules:
             raise ValueError(f"{words[2]} is no verb's module")
         check_verb([modules[words[2]], *words[3:]])
+    elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+        importlib.import_module(words[2]).main([*words[3:], "--help"])
     elif program.startswith("--"):
         check_verb(["train", *words])
     elif program == "pip":

@@ -59,8 +59,8 @@ KINDS = (
         "needs the sets of its page; test_docs_commands_soak.py runs it word for word",
     ),
     Kind(PARSED, r"^jaxscale lab ", "makes dozens of runs; tests/lab/test_lab_runs.py makes a few"),
-    Kind(PARSED, r"^jaxscale bench time_to_loss ", "whole runs; tests/cli/test_bench_time.py makes short ones"),
-    Kind(PARSED, r"^jaxscale bench data --scale", "minutes; tests/cli/test_bench_scale.py measures a few documents"),
+    Kind(PARSED, r"benchmarks\.time_to_loss ", "whole runs; tests/benchmarks/test_time_to_loss.py makes short ones"),
+    Kind(PARSED, r"benchmarks\.scale ", "minutes; tests/benchmarks/test_scale.py measures a few documents"),
     Kind(PARSED, r"^jaxscale preflight ", "compiles for minutes; tests/cli/test_preflight_aot.py does"),
     Kind(
         PARSED,
@@ -100,14 +100,14 @@ KINDS = (
     Kind(SOAK, r"^jaxscale verify parity ", "many minutes", more=("--layers=1", "--small=on")),
     Kind(SOAK, r"^jaxscale verify resume ", "minutes", more=("--layers=1", "--small=on")),
     Kind(SOAK, r"^jaxscale bench loop ", "trains", more=("--steps=3", *SMALL)),
-    Kind(SOAK, r"^jaxscale bench (survive|statistics) ", "trains", more=("--steps=2", "--rounds=1", *SMALL[:-1])),
+    Kind(SOAK, r"benchmarks\.(survive|layer_statistics) ", "trains", more=("--steps=2", "--rounds=1", *SMALL[:-1])),
     Kind(
         SOAK, r"^jaxscale bench step .*--against=", "times two programs", more=("--steps=1", "--rounds=1", "--warmup=0")
     ),
     Kind(SOAK, r"^jaxscale qualify ", "measures for minutes", more=("--only=devices", "--devices=2")),
     Kind(PARSED, r"^jaxscale bench step --config=configs/(olmoe|mixtral)", "a mixture of billions on a GPU"),
     Kind(SOAK, r"^jaxscale bench step --save", "times both specs", more=("--steps=1", "--warmup=0")),
-    Kind(SOAK, r"^jaxscale bench experts ", "times layers", more=("--rounds=1",)),
+    Kind(SOAK, r"benchmarks\.experts ", "times layers", more=("--rounds=1",)),
     Kind(SOAK, r"^jaxscale bench collectives", "times collectives", more=("--repeats=1", "--devices=2")),
     Kind(
         SOAK,
@@ -119,7 +119,7 @@ KINDS = (
         ),
         more=("--rounds=1",),
     ),
-    Kind(SOAK, r"^jaxscale bench sample ", "times the writing of text", swap=(("--num_tokens=64", "--num_tokens=4"),)),
+    Kind(SOAK, r"benchmarks\.sampling ", "times the writing of text", swap=(("--num_tokens=64", "--num_tokens=4"),)),
     Kind(SOAK, r"^jaxscale evaluate --workdir=runs/quickstart", "compiles"),
     Kind(SOAK, r"^jaxscale sample --workdir=runs/", "compiles", swap=(("--num_tokens=200", "--num_tokens=5"),)),
     Kind(SOAK, r"^jaxscale plan .*--topology=here", "needs bench step --save"),

@@ -1,10 +1,10 @@
-"""jaxscale bench data --scale: what each stage of a preparation costs, as the documents grow."""
+"""benchmarks/scale.py: the cost of each stage of a preparation as the number of documents grows."""
 
-from jaxscale.cli import bench_scale
+from benchmarks import scale
 
 
 def test_every_stage_of_a_preparation_is_measured_and_what_grows_is_named(tmp_path):
-    found = bench_scale.prepare_costs(str(tmp_path), 300)
+    found = scale.prepare_costs(str(tmp_path), 300)
     assert list(found["stages"]) == [
         "reading the recipe", "pass 1: reading", "exact_dedup: comparing all documents",
         "near_dedup: comparing all documents", "pass 2: tokens", "writing shards",
@@ -14,6 +14,6 @@ def test_every_stage_of_a_preparation_is_measured_and_what_grows_is_named(tmp_pa
     more = {"documents": 1200, "stages": {**found["stages"], "pass 1: reading": costs | {"cpu_seconds": 4.5 * 10}}}
     before = {"documents": 300, "stages": {**found["stages"], "pass 1: reading": costs | {"cpu_seconds": 10.0}}}
     loader = [{"documents": 300, "index_bytes": 7.5, "names_bytes": 16.0, "stages": {}}]
-    text = "\n".join(bench_scale.scale_lines({"prepare": [before, more], "loader": loader}))
+    text = "\n".join(scale.scale_lines({"prepare": [before, more], "loader": loader}))
     assert "pass 1: reading: cpu_seconds grows 4.50 times where the documents grow 4.00 times, to 1,200" in text
     assert text.endswith("nothing grows faster than the documents")  # of loading

@@ -1,4 +1,6 @@
-"""What it costs to be able to survive: the guard, the watchdog, the lock, fingerprints and saves beside the bare step.
+"""Cost of fault tolerance: guard, watchdog, lock, fingerprints and saves, compared with the bare step.
+
+  python -m benchmarks.survive --config=configs/quickstart.py
 
 Each part is timed alone, and the loop with all of them in turn with the loop without watchdog and lock, in one process.
 """
@@ -13,13 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import run, show, use_devices
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.bench_loop import loop_pair, open_bench, run_bare
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
+from jaxscale.help_text import command
 from jaxscale.hosts.watchdog import Watchdog
+from jaxscale.qualify.step import ModelFlags, read_config
 from jaxscale.qualify.timing import median_seconds
 from jaxscale.training import guard
 from jaxscale.training.config import GuardConfig
@@ -133,3 +139,26 @@ def survive_lines(record: dict[str, Any]) -> list[str]:
         f"({'under' if blocked < WANTED_BLOCKED else 'NOT under'} {WANTED_BLOCKED * 1e3:.0f}), and is written, synced "
         f"and read back after {record['save_seconds']:.2f} s",
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class SurviveFlags(ModelFlags):
+    """The flags of this benchmark."""
+
+    steps: int = flag(20, "timed steps", least=2)
+    rounds: int = flag(5, "turns of each", least=1)
+    devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(SurviveFlags)
+def main(arguments: Arguments) -> None:
+    """Measures each part."""
+    flags = arguments.flags
+    use_devices(flags.devices)
+    record = measure_survive(read_config(arguments)[1], steps=flags.steps, rounds=flags.rounds)
+    show(record, survive_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

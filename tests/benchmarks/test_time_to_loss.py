@@ -1,4 +1,4 @@
-"""jaxscale bench time_to_loss: whole runs beside other programs on the same rows."""
+"""benchmarks/time_to_loss.py: whole runs compared with other programs on the same rows."""
 
 import json
 import sys
@@ -6,8 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxscale.cli import bench_time
-from jaxscale.cli.bench import main
+from benchmarks import time_to_loss
 from jaxscale.config_file import load_config
 from jaxscale.system.exits import BadInput
 
@@ -29,13 +28,13 @@ print(json.dumps(dict(tokens=rows["tokens"].size, loss=float((nats * rows["held_
 
 def test_the_rows_of_others_are_those_of_the_run_and_of_its_validation(tmp_path):
     cfg = load_config("configs/quickstart.py", TINY)
-    bench_time.write_rows(cfg, str(tmp_path))
-    rows = np.load(tmp_path / bench_time.ROWS)
-    assert rows["tokens"].shape == (bench_time.HORIZON * 3 * 8, 32) and rows["held_targets"].shape == (8, 32)
+    time_to_loss.write_rows(cfg, str(tmp_path))
+    rows = np.load(tmp_path / time_to_loss.ROWS)
+    assert rows["tokens"].shape == (time_to_loss.HORIZON * 3 * 8, 32) and rows["held_targets"].shape == (8, 32)
     assert (rows["tokens"][:, 1:] == rows["targets"][:, :-1])[rows["weights"][:, :-1] > 0].all()
-    corpus = bench_time.open_data(cfg.data, seq_len=32, vocab_size=264, seed=cfg.seed, say=lambda text: None)
+    corpus = time_to_loss.open_data(cfg.data, seq_len=32, vocab_size=264, seed=cfg.seed, say=lambda text: None)
     np.testing.assert_array_equal(corpus.batches(8).batch(2).tokens, rows["tokens"][16:24])
-    assert json.loads((tmp_path / bench_time.MODEL).read_text())["hidden_size"] == 16
+    assert json.loads((tmp_path / time_to_loss.MODEL).read_text())["hidden_size"] == 16
 
 
 def test_what_was_not_reached_is_said_and_ratios_are_of_medians():
@@ -44,16 +43,16 @@ def test_what_was_not_reached_is_said_and_ratios_are_of_medians():
         dict(name="slow", tokens=1000, loss=[1.4, 1.4, 1.4], seconds=[22.0, 21.0, 40.0]),
         dict(name="bad", tokens=100, loss=[3.0], seconds=[5.0]),
     ]
-    text = "\n".join(bench_time.time_lines(dict(loss=1.5, rounds=3, systems=systems)))
+    text = "\n".join(time_to_loss.time_lines(dict(loss=1.5, rounds=3, systems=systems)))
     assert "jaxscale / [1]: 0.40 of the tokens, 0.50 of the seconds, to 1.071 times the loss" in text
     assert [line.split()[0] for line in text.splitlines() if line.endswith("not there")] == ["[2]"]
 
 
 def test_without_a_config_or_held_out_rows_it_says_what_is_missing(tmp_path):
     with pytest.raises(BadInput, match="give its --config=FILE"):
-        main(["time_to_loss"])
+        time_to_loss.main([])
     with pytest.raises(BadInput, match=r"set eval\.num_rows"):
-        bench_time.write_rows(load_config("configs/quickstart.py", TINY | {"eval.num_rows": 0}), str(tmp_path))
+        time_to_loss.write_rows(load_config("configs/quickstart.py", TINY | {"eval.num_rows": 0}), str(tmp_path))
 
 
 @pytest.mark.soak
@@ -62,7 +61,7 @@ def test_a_run_and_another_program_are_timed_in_turn(tmp_path, capfd):
     script.write_text(OTHER)
     settings = [f"--config.{name}={value}" for name, value in TINY.items()]
     against = f"--against={sys.executable} {script}"
-    main(["time_to_loss", "--config=configs/quickstart.py", *settings, against, "--rounds=1", "--json"])
+    time_to_loss.main(["--config=configs/quickstart.py", *settings, against, "--rounds=1", "--json"])
     record = json.loads(capfd.readouterr().out)
     ours, other = record["systems"]
     assert ours["tokens"] == 3 * 256 and other["tokens"] == 4 * 3 * 256

@@ -1,5 +1,8 @@
-"""A mixture's layer beside a dense MLP of equal FLOPs, and beside one whose experts run by jax.lax.ragged_dot: forward
-and backward of a step's tokens, the router's too.
+"""A mixture-of-experts layer compared with a dense MLP of equal FLOPs and with jax.lax.ragged_dot.
+
+  python -m benchmarks.experts --dtype=bfloat16        # spec M; or --config=FILE of a mixture
+
+Times the forward and backward pass over the tokens of a step, router included.
 
 B batch  T position  D embed  E experts  n = B * T tokens  k experts of a token  R = n * k rows  C contracted  O output
 """
@@ -15,13 +18,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from benchmarks import run, show
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
+from jaxscale.help_text import command
 from jaxscale.models.experts import SparseMlp
 from jaxscale.models.llama import Mlp
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.ops.grouped import ExpertKernels, all_rows, weighed
 from jaxscale.ops.kernels import Kernels, choose_kernels
+from jaxscale.qualify.step import ModelFlags, read_config
 from jaxscale.qualify.timing import seconds_of
 from jaxscale.sharding.tensor_axis import ONE
 from jaxscale.system.exits import BadInput
@@ -175,3 +182,23 @@ def experts_lines(record: dict[str, Any]) -> list[str]:
         *missing,
         "  " + ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version),
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsFlags(ModelFlags):
+    """The flags of this benchmark."""
+
+    rounds: int = flag(36, "turns of each", least=1)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(ExpertsFlags)
+def main(arguments: Arguments) -> None:
+    """Times the layers in turn."""
+    name, cfg = read_config(arguments, usual="M")
+    record = measure_experts(name, cfg, rounds=arguments.flags.rounds)
+    show(record, experts_lines(record), as_json=arguments.flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

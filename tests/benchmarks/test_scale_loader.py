@@ -1,6 +1,6 @@
 """What grows faster than the documents is named, and every stage that is measured does its work."""
 
-from jaxscale.cli.bench_scale_loader import STAGES, costs_of, growth, loader_lines, make_set
+from benchmarks.scale_loader import STAGES, costs_of, growth, loader_lines, make_set
 
 
 def record(documents, cpu_seconds, memory_bytes):

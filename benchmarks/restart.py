@@ -1,11 +1,14 @@
-"""How long a run of several processes stands still when one is killed, phase by phase, and how much work is lost.
+"""Downtime of a run of several processes when one is killed, phase by phase, and the work lost.
 
-`jaxscale bench survive --processes=N`: real processes of the training command on this machine, each with a local folder
+  python -m benchmarks.restart --config=configs/quickstart.py --processes=4
+
+Real processes of the training command on this machine, each with a local folder
 of its own as if it were a host. The last one is killed by SIGKILL in the midst of training and all are started again at
 once: without local copies, and with them. What a supervisor waits between two starts is not in it.
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -21,6 +24,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks import run, show
+from jaxscale.command_line import Arguments, flag
+from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput
 
 LOCAL = "JAXSCALE_BENCH_HOST"  # the variable that names each process's own local folder
@@ -196,3 +202,32 @@ def restart_lines(record: dict[str, Any]) -> list[str]:
         lines.append(f"  {name:<18}" + "".join(f"{way[key]:>20.2f}" for way in ways.values()))
     lines.append(f"  {'steps lost':<18}" + "".join(f"{way['steps_lost']:>20g}" for way in ways.values()))
     return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartFlags:
+    """The flags of this benchmark."""
+
+    config: str = flag("", "the run's config", "FILE")
+    settings: dict[str, str] = flag(dict, "sets any setting", "VALUE", name="config.NAME")
+    processes: int = flag(4, "processes of the run, of which the last is killed", least=2)
+    kill_after: int = flag(20, "seconds of training before the kill", least=1)
+    rounds: int = flag(1, "turns of each", least=1)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(RestartFlags)
+def main(arguments: Arguments) -> None:
+    """Kills a process, restarts the run, and measures each phase."""
+    flags = arguments.flags
+    if not arguments.config:
+        raise BadInput(
+            "restart trains on several processes; give the run's --config=FILE, such as configs/quickstart.py"
+        )
+    own = [f"--config={arguments.config}", *(f"--config.{name}={text}" for name, text in arguments.overrides.items())]
+    record = measure_restart(own, processes=flags.processes, seconds=flags.kill_after, rounds=flags.rounds)
+    show(record, restart_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

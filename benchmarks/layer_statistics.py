@@ -1,4 +1,7 @@
-"""What looking at each layer costs: the statistics program beside the step, and the loop with it and without it."""
+"""Cost of per-layer statistics (monitor.statistics_every_steps), compared with the step and the loop without them.
+
+python -m benchmarks.layer_statistics --config=configs/quickstart.py
+"""
 
 import dataclasses
 import statistics
@@ -6,8 +9,13 @@ from typing import Any
 
 import jax
 
+from benchmarks import run, show, use_devices
+from benchmarks.survive import SurviveFlags
 from jaxscale.cli.bench_loop import loop_pair, open_bench
+from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
+from jaxscale.help_text import command
+from jaxscale.qualify.step import read_config
 from jaxscale.qualify.timing import seconds_of
 from jaxscale.training.statistics import named
 
@@ -94,3 +102,16 @@ def statistics_lines(record: dict[str, Any]) -> list[str]:
         f"  memory of a device by the compiler: step {mib(memory['step'])}, statistics {mib(memory['statistics'])}",
         f"  before that, once: compiled in {compiled['step']:.1f} s and {compiled['statistics']:.1f} s",
     ]
+
+
+@command(SurviveFlags)
+def main(arguments: Arguments) -> None:
+    """Measures the statistics program and the loop with it."""
+    flags = arguments.flags
+    use_devices(flags.devices)
+    record = measure_statistics(*read_config(arguments), steps=flags.steps, rounds=flags.rounds)
+    show(record, statistics_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,10 +1,13 @@
-"""How preparing and loading grow with the documents: `jaxscale bench data --scale`.
+"""Growth of preparation and loading costs with the number of documents.
+
+  python -m benchmarks.scale --documents=25000
 
 The same recipe over n, 4n and 16n tiny documents in many small blocks, and the loader over as many. One process does
 all of a preparation, so that its memory is that of the driver and of a worker together.
 """
 
 import concurrent.futures
+import dataclasses
 import io
 import itertools
 import json
@@ -20,12 +23,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import run, show
+from benchmarks.scale_loader import LOOK_SECONDS, anonymous_bytes, growth, loader_lines, measure_loader
 from jaxscale import schema
-from jaxscale.cli.bench_scale_loader import LOOK_SECONDS, anonymous_bytes, growth, loader_lines, measure_loader
+from jaxscale.command_line import Arguments, flag
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import make_plan, prepare
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.help_text import command
+from jaxscale.system.exits import put
 
 TIMES = (1, 4, 16)
 ADDED = ("cpu_seconds", "kernel_seconds", "seconds", "opened")  # what a stage's parts add up to
@@ -137,3 +144,23 @@ def scale_lines(record: dict[str, Any]) -> list[str]:
         ]
     found = growth(record["prepare"]) or ["nothing grows faster than the documents"]
     return list(itertools.chain(lines, found, ["", "loading"], loader_lines(record["loader"])))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleFlags:
+    """The flags of this benchmark."""
+
+    documents: int = flag(25_000, "the smallest number of documents; the largest is 16 times as many", least=1000)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(ScaleFlags)
+def main(arguments: Arguments) -> None:
+    """Measures preparation and loading of n, 4n and 16n documents."""
+    flags = arguments.flags
+    record = measure_scale(flags.documents, (lambda text: None) if flags.json else put)
+    show(record, scale_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,4 +1,6 @@
-"""Steps of a pipeline on simulated devices beside the simulator of its schedule: what `jaxscale bench stages` measures.
+"""Steps of a pipeline on simulated CPU devices, compared with the simulator of its schedule.
+
+  python -m benchmarks.pipeline_stages --spec=S --devices=2
 
 Each simulated device computes on one thread, so that a stage without work leaves its core idle. That tells something
 only where the machine has a core for each stage.
@@ -14,14 +16,18 @@ from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks import run, show
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.cli.attempt import simulated
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
+from jaxscale.help_text import command
 from jaxscale.models.config import BLOCKS
-from jaxscale.qualify.step import place, random_batches
+from jaxscale.qualify.step import ModelFlags, place, random_batches, read_config
 from jaxscale.sharding.config import MeshConfig, PipelineConfig, ScheduleName
 from jaxscale.sharding.schedules import EQUAL, Costs, Schedule, simulated_seconds
+from jaxscale.system.exits import put
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 COLUMNS = (
@@ -130,3 +136,26 @@ def on_stages(stages: int, command: list[str]) -> None:
     if wanted != dict(os.environ):
         sys.stdout.flush()
         os.execve(command[0], command, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class StagesFlags(ModelFlags):
+    """The flags of this benchmark."""
+
+    devices: int = flag(2, "pipeline stages, one simulated CPU device each", least=2)
+    steps: int = flag(3, "timed steps of each schedule", least=1)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(StagesFlags)
+def main(arguments: Arguments) -> None:
+    """Times each schedule."""
+    flags = arguments.flags
+    on_stages(flags.devices, [sys.executable, "-m", "benchmarks.pipeline_stages", *arguments.words])
+    say = (lambda text: None) if flags.json else put
+    record = measure_stages(read_config(arguments)[1], flags.devices, flags.steps, say)
+    show(record, stage_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

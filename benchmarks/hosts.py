@@ -1,4 +1,6 @@
-"""The control plane of a run of many hosts, driven on this machine: what each part costs, and how it grows.
+"""Control plane of many hosts, simulated on this machine: the cost of each part, and its growth with hosts.
+
+  python -m benchmarks.hosts --hosts=16,256,1536
 
 Every simulated host is a real client of jax's coordination service with its own connection of the roll call, and runs
 the code that a process of a run runs there: the roll call, agreements, the board after each step, the watch. Not
@@ -19,8 +21,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks import run, show
+from benchmarks.simulated_hosts import LOOPBACK, expect, serve
 from jaxscale import units
-from jaxscale.cli.simulated_hosts import LOOPBACK, expect, serve
+from jaxscale.command_line import Arguments, flag
+from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput, Exit
 
 USUAL = (16, 256, 1536)  # hosts; the last have 4 chips each of the largest slice of v5p there is
@@ -217,3 +222,26 @@ def read_hosts(_: str, text: str) -> list[int]:
     if not all(number.isdecimal() and 2 <= int(number) <= 20_000 for number in numbers):
         raise BadInput(f"--hosts={text} must be numbers from 2 to 20,000, such as 16,256,1536")
     return sorted({int(number) for number in numbers})
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsFlags:
+    """The flags of this benchmark."""
+
+    hosts: list[int] | None = flag(
+        None, "numbers of hosts, simulated one after the other", "16,256,1536", read=read_hosts
+    )
+    workers: int = flag(4, "processes that share all hosts but the first", least=1)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(HostsFlags)
+def main(arguments: Arguments) -> None:
+    """Measures the control plane at each number of hosts."""
+    flags = arguments.flags
+    record = measure_hosts(flags.hosts or USUAL, flags.workers)
+    show(record, host_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

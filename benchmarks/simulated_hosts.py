@@ -1,4 +1,4 @@
-"""One simulated host of `jaxscale bench hosts`, a client of jax's coordination service, and the hosts of a process."""
+"""A simulated host of benchmarks/hosts.py, a client of jax's coordination service, and the hosts of a process."""
 
 import contextlib
 import itertools

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxscale.cli import bench_hosts
+from benchmarks import hosts
 from jaxscale.system.exits import BadInput
 
 HOSTS = 16
@@ -11,7 +11,7 @@ LOOKS = 15  # of the first at what is there, longer and longer apart: a second a
 
 @pytest.fixture(scope="module")
 def record():
-    return bench_hosts.measure_hosts([HOSTS], workers=1)
+    return hosts.measure_hosts([HOSTS], workers=1)
 
 
 def test_every_part_asks_a_few_requests_of_each_host(record):
@@ -31,16 +31,16 @@ def test_nobody_is_sent_what_all_have_said(record):
 def test_a_host_that_is_lost_ends_all_and_they_start_again(record):
     names = [part["name"] for part in record["parts"]]
     assert names.index("a host is lost: until all know") < names.index("restart: roll call")
-    table = bench_hosts.host_lines(record)
+    table = hosts.host_lines(record)
     assert len(table) == 4 + len(names) and table[2].startswith("| part | 16 hosts | a host |")
 
 
 @pytest.mark.parametrize("text", ["1", "16,x", "30000", ""])
 def test_numbers_of_hosts_are_whole_and_more_than_one(text):
     with pytest.raises(BadInput, match="must be numbers from 2 to 20,000"):
-        bench_hosts.read_hosts("hosts", text)
+        hosts.read_hosts("hosts", text)
 
 
 def test_slopes_are_powers_of_the_number_of_hosts():
     rows = [{"hosts": hosts, "seconds": hosts**2 / 7, "requests": 0} for hosts in (2, 16, 64)]
-    assert bench_hosts.slope(rows, "seconds") == pytest.approx(2) and bench_hosts.slope(rows, "requests") is None
+    assert hosts.slope(rows, "seconds") == pytest.approx(2) and hosts.slope(rows, "requests") is None

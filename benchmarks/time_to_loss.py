@@ -1,6 +1,12 @@
-"""Seconds and tokens to a loss: a whole run of ours and other programs on the same rows, in turn, each as a process of
-its own. What `jaxscale bench time_to_loss` does."""
+"""Seconds and tokens to a loss: a whole run of a config, in turn with other programs that train on the same rows.
 
+  python -m benchmarks.time_to_loss --config=configs/quickstart.py --against='python docs/torch_adamw.py'
+
+Each command gets a folder with rows.npz and model.json as its last argument, trains on them, and prints a line of JSON
+with "tokens" and "loss"; docs/torch_adamw.py is such a program.
+"""
+
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -13,13 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import run, show
 from jaxscale.budget import resolve_budget
 from jaxscale.cli.bench_against import OURS, our_environment, run_one, shell_environment, split_command
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
+from jaxscale.config_file import load_config
 from jaxscale.data.pipeline import open_data
+from jaxscale.help_text import command
 from jaxscale.interop import families
 from jaxscale.reporting.history import read_history
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, put
 from jaxscale.units import table
 
 HORIZON = 4  # times the tokens of our run: so many are written for the others, if there is as much text
@@ -126,3 +136,32 @@ def time_lines(record: Mapping[str, Any]) -> list[str]:
             for number, other in enumerate(others, 1)
         ),
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeFlags:
+    """The flags of this benchmark."""
+
+    config: str = flag("", "the run's config", "FILE")
+    settings: dict[str, str] = flag(dict, "sets any setting", "VALUE", name="config.NAME")
+    against: tuple[str, ...] = flag((), "another program; may be given several times", "'COMMAND'")
+    loss: float | None = flag(None, "nats per token on held-out rows; by default the loss our run ends at", "1.6")
+    rounds: int = flag(3, "turns of each", least=1)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(TimeFlags)
+def main(arguments: Arguments) -> None:
+    """Trains each program to its end, in turn."""
+    flags = arguments.flags
+    if not arguments.config:
+        raise BadInput("time_to_loss trains a run to its end: give its --config=FILE, such as configs/quickstart.py")
+    cfg = load_config(arguments.config, arguments.overrides)
+    own = [f"--config={arguments.config}", *(f"--config.{name}={text}" for name, text in arguments.overrides.items())]
+    say = (lambda text: None) if flags.json else put
+    record = measure_time_to_loss(cfg, own, flags.against, loss=flags.loss, rounds=flags.rounds, say=say)
+    show(record, time_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

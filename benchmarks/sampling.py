@@ -1,4 +1,7 @@
-"""How fast text is written, with the cache of keys and values and by full passes: `jaxscale bench sample`."""
+"""Sampling speed in tokens/s with a KV cache, compared with full forward passes.
+
+python -m benchmarks.sampling --spec=S --prompt_tokens=256 --num_tokens=64
+"""
 
 import dataclasses
 from typing import Any
@@ -6,11 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import run, show, use_devices
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
+from jaxscale.help_text import command
 from jaxscale.models.layers import split_model
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.project import with_precision
 from jaxscale.planning.check import check_machine
+from jaxscale.qualify.step import ModelFlags, read_config
 from jaxscale.qualify.timing import seconds_of
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Engine, Generator, Timing
@@ -89,3 +96,28 @@ def sample_lines(record: dict[str, Any]) -> list[str]:
         f"  written, uncached  {record['uncached_tok_s']:>12,.1f} tokens/s; cached: {record['ratio']:,.2f} times",
         f"  compiled in        {record['compile_s']:>12,.1f} s",
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingFlags(ModelFlags):
+    """The flags of this benchmark."""
+
+    prompt_tokens: int = flag(256, "tokens of each prompt", least=1)
+    num_tokens: int = flag(64, "tokens sampled after it", least=1)
+    rows: int = flag(1, "prompts in a batch", least=1)
+    devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
+    json: bool = flag(False, "one line of JSON")
+
+
+@command(SamplingFlags)
+def main(arguments: Arguments) -> None:
+    """Times sampling with the cache and by full passes."""
+    flags = arguments.flags
+    use_devices(flags.devices)
+    sizes = dict(prompt_tokens=flags.prompt_tokens, num_tokens=flags.num_tokens, batch=flags.rows)
+    record = measure_sample(*read_config(arguments), **sizes)
+    show(record, sample_lines(record), as_json=flags.json)
+
+
+if __name__ == "__main__":
+    run(main)

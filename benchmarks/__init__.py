@@ -1,0 +1,30 @@
+"""Benchmarks of jaxscale itself, run from a checkout and not installed: `python -m benchmarks.hosts --help`."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxscale.help_text import Command
+from jaxscale.system import process
+from jaxscale.system.exits import put, run_and_exit
+
+
+def run(main: Command) -> None:
+    """Sets this process up as the command line does, runs the benchmark, and exits with its code."""
+    process.open_standard_streams()
+    process.use_utf8()
+    process.prepare()
+    run_and_exit(main)
+
+
+def use_devices(number: int | None) -> None:
+    """Simulates `number` CPU devices. None: the devices of this machine."""
+    if number:
+        jax.config.update("jax_num_cpu_devices", number)
+
+
+def show(record: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
+    """Prints the record as one line of JSON, or as text."""
+    put(json.dumps(record) if as_json else "\n".join(lines))
