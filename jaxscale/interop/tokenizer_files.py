@@ -76,8 +76,9 @@ def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
     if main is None:
         return
     paths.make_run_dir(workdir / FOLDER)
-    for name, content in files.items():
-        paths.write_bytes_atomic(workdir / FOLDER / kept_name(name), content)
+    renamed = {kept_name(name): files[name] for name in reversed(list(files))}  # tokenizer.model before spiece.model
+    for name, content in renamed.items():
+        paths.write_bytes_atomic(workdir / FOLDER / name, content)
 
 
 def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
