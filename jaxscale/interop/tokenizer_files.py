@@ -24,6 +24,7 @@ from jaxscale.text.tokenizer.fitting import fits, tell_beyond
 from jaxscale.text.tokenizer.load import (
     EOS_ID,
     GENERATION,
+    LARGEST_TEMPLATE,
     MORE_TEMPLATES,
     NO_BOS,
     NOTE,
@@ -42,6 +43,7 @@ FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"),
 FILES = (
     FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", ADDED, SPECIAL, CONFIG, TEMPLATE, TEMPLATE_JSON, GENERATION,
 )  # fmt: skip
+DEFAULT = "default.jinja"  # in MORE_TEMPLATES
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PROBE = "A tokenizer's file, tried: naïve façade, 1234.5 → 日本語 🙂\n\tdef f(x):\n"
 EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
@@ -67,7 +69,27 @@ def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
             if names[name] > LARGEST:
                 raise BadInput(f"{folder / name} has {names[name]} bytes: it is no file of a tokenizer; move it away")
             found[name] = foreign.read_bytes(folder / name, LARGEST)
-    return found
+    return found | default_template(folder, found) if main_file(found) else found
+
+
+def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns {chat_template.jinja: content} of the default template in additional_chat_templates, {} without one.
+
+    transformers reads it before any other. Raises BadInput for templates there without a default one where
+    transformers then ignores the template in another file.
+    """
+    more = folder / MORE_TEMPLATES
+    names = [name for name in names_in(more) if name.endswith(".jinja")]
+    if DEFAULT in names:
+        foreign.check_folder(more, folder)
+        return {TEMPLATE: foreign.read_bytes(more / DEFAULT, LARGEST_TEMPLATE, folder)}
+    ignored = [name for name in (CONFIG, TEMPLATE_JSON) if "chat_template" in read_object(files.get(name, b""))]
+    if names and ignored and TEMPLATE not in files:
+        raise BadInput(
+            f"{more} has {', '.join(names)} and no {DEFAULT}, and transformers then ignores the chat_template of "
+            f"{ignored[0]}; write the one that is meant into {folder / TEMPLATE}"
+        )
+    return {}
 
 
 def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
@@ -110,7 +132,7 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
     code = settings.get("auto_map")
     if isinstance(code, list) or isinstance(code, Mapping) and any(name.endswith("Tokenizer") for name in code):
         notes.append(f"{CONFIG} names code of its own for the tokenizer (auto_map), which is not run; {main} is read")
-    if more := names_in(folder / MORE_TEMPLATES):
+    if more := [name for name in names_in(folder / MORE_TEMPLATES) if name != DEFAULT]:
         notes.append(
             f"{MORE_TEMPLATES}/ is not copied ({', '.join(more)}): to use another than the default chat template, name "
             "its file in data.chat.template"

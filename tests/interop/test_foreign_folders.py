@@ -17,7 +17,10 @@ from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 pytestmark = pytest.mark.fault("H15")
 SECRET = "the content of a file of this machine"
 CHAT = "{{ messages[0].content }}"
-TEXTS = ("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "generation_config.json")
+TEXTS = (
+    "chat_template.jinja", "additional_chat_templates/default.jinja", "chat_template.json", "vocab.json", "merges.txt",
+    "generation_config.json",
+)  # fmt: skip
 
 SMALL = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,
@@ -67,6 +70,7 @@ def test_a_link_that_leads_out_of_a_folder_is_not_followed(tmp_path, name, how):
 @pytest.mark.parametrize("name", TEXTS)
 def test_no_small_file_is_copied_through_a_link(tmp_path, name):
     folder = with_tokenizer(tmp_path / "hf", config=SMALL)
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(outside(tmp_path))
     with pytest.raises(BadInput, match="leads out of its folder"):
         bring_in(folder, tmp_path / "run")
