@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.checkpoint.storage_errors import reached
-from jaxscale.interop import adapter_config
+from jaxscale.interop import adapter_config, reading
 from jaxscale.interop.adapter_config import AdapterConfig
 from jaxscale.interop.config import HUB_NAME
 from jaxscale.interop.families import Family, TensorPair, some, tensors
@@ -263,13 +263,27 @@ def of_run(
 
 
 def where_base_is(adapter: Adapter, given: str | None) -> str:
-    """The folder of the model that an adapter is for. Raises BadInput where it is not known, or not here."""
+    """Returns the folder of an adapter's base model.
+
+    Raises BadInput where it is not known or not local, and where transformers 5 reads another one than PEFT does.
+    """
     base = given or adapter.config.base
     if base is None:
         raise BadInput(f"{adapter.folder} is an adapter and does not say of which model; give --base=FOLDER")
+    model = next((name for name in (reading.WEIGHTS, reading.INDEX) if name in adapter.files), None)
+    if given is None and model and reading.CONFIG in adapter.files and not is_folder_of(adapter, base):
+        raise BadInput(
+            f"the adapter in {adapter.folder} is for {base[:200]}, and there is also {model} in its folder: "
+            "transformers 5 reads it with the one, transformers 4 and PEFT with the other; give --base=FOLDER"
+        )
     if given is None and (paths.is_remote(base) or not paths.as_path(base).is_dir()):
         fetched = f"--base={base[:200]}, which fetches it from the Hub, or " if HUB_NAME.fullmatch(base) else ""
         raise BadInput(
             f"{adapter.folder} is an adapter of {base[:200]}, which is no folder here; give {fetched}--base=FOLDER"
         )
     return base
+
+
+def is_folder_of(adapter: Adapter, base: str) -> bool:
+    """Returns True if the base model is in the adapter's own folder."""
+    return paths.absolute(base) == paths.absolute(adapter.folder)

@@ -64,15 +64,19 @@ def open_incoming(name: str, base: str | None = None, keep: bool = False) -> Inc
         changes = dict(lora=lora, pairs=[*model.pairs, *pairs], tensors={**model.tensors, **adapter.tensors})
     else:
         changes = dict(tensors=adapters.merged_tensors(adapter, found, model.pairs, model.tensors))
-    notes = list(dict.fromkeys([*model.notes, *adapter_notes(adapter, own), *notes]))
+    notes = list(dict.fromkeys([*model.notes, *adapter_notes(adapter, model.name, own), *notes]))
     return dataclasses.replace(model, files=files, identity=identity, notes=notes, adapter=done, **changes)
 
 
-def adapter_notes(adapter: adapters.Adapter, own: Mapping[str, bytes]) -> list[str]:
-    """Returns lines on files of an adapter's folder that are not used. own: those of its tokenizer."""
+def adapter_notes(adapter: adapters.Adapter, base: str, own: Mapping[str, bytes]) -> list[str]:
+    """Returns lines on files of an adapter's folder that are not used.
+
+    base: the folder of its model. own: the files of its tokenizer.
+    """
     notes = []
-    if weights := [name for name in (WEIGHTS, INDEX) if name in adapter.files]:
-        notes.append(f"its adapter is read with the model that it is for, as transformers does, and not {weights[0]}")
+    weights = [name for name in (WEIGHTS, INDEX) if name in adapter.files]
+    if weights and not adapters.is_folder_of(adapter, base):
+        notes.append(f"its adapter is read with the model in {base}, and not with {weights[0]} next to it")
     if own and not tokenizer_files.main_file(own):
         notes.append(
             f"the tokenizer is the model's; {', '.join(own)} of the adapter's folder has none, and is not read"
