@@ -92,7 +92,7 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
     for one in evaluators:
         say(f"{one.name}: {one.summary}")
     scorer = Scorer.of(model.sharded, request.batch_tokens)
-    tasks = lm_eval_measure(request, model, reading, scorer) if request.tasks else lambda model: {}
+    tasks = lm_eval_measure(request, model, reading, scorer, say) if request.tasks else lambda model: {}
     return lambda model: measure_all(evaluators, scorer, model) | tasks(model)
 
 
@@ -125,7 +125,9 @@ def measure_all(evaluators: Sequence[Evaluator], scorer, model: LoadedModel) -> 
     return {name: value for one in evaluators for name, value in one.metrics(scorer, model.params).items()}
 
 
-def lm_eval_measure(request: Request, model: LoadedModel, reading: Reading, scorer) -> Measure:
+def lm_eval_measure(
+    request: Request, model: LoadedModel, reading: Reading, scorer: Scorer, say: Callable[[str], None]
+) -> Measure:
     """model -> metrics of lm-eval's tasks; what is compiled for the first step serves all."""
     generators = {}
 
@@ -136,7 +138,7 @@ def lm_eval_measure(request: Request, model: LoadedModel, reading: Reading, scor
 
     def measure(model: LoadedModel) -> dict[str, float]:
         opened = lambda rows, longest: open_generator(model.params, rows, longest)
-        served = Served(reading, tokenizer_of(model), scorer, model.params, opened, GENERATED_AT_ONCE)
+        served = Served(reading, tokenizer_of(model), scorer, model.params, opened, GENERATED_AT_ONCE, say)
         found = run_tasks(
             served,
             request.tasks,

@@ -23,7 +23,7 @@ from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.text import WriteSettings, write_texts
 from jaxscale.system import packages
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, tell
 from jaxscale.text.chat.prompts import ChatPrompts, open_prompts
 from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import SavedTokenizer
@@ -41,6 +41,7 @@ class Served(NamedTuple):
     params: Any
     open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
     rows: int  # texts that are written at a time
+    say: Callable[[str], None] = tell  # logs a line
 
 
 def check_installed() -> None:
@@ -52,12 +53,24 @@ def check_installed() -> None:
 def log_likelihoods(
     served: Served, pairs: Sequence[tuple[str, str]], asking: ChatPrompts | None = None
 ) -> list[tuple[float, bool]]:
-    """(log-likelihood, whether it is what greedy decoding writes) of each continuation of its context.
+    """Returns (log-likelihood, whether it is what greedy decoding writes) of each continuation of its context.
 
-    asking: by which the contexts were written, where they are conversations.
+    A context that is too long is truncated on the left, and the number of these is logged.
+    Args: asking: by which the contexts were written, where they are conversations.
+    Raises: BadInput for a continuation without a token, or longer than the model reads, as lm-eval's HFLM asserts.
     """
     reading, text_ids = served.reading, asking and asking.text_ids
-    spans = [span_of(encode_pair(reading, *pair, text_ids), reading.context)[0] for pair in pairs]
+    spans, num_truncated = [], 0
+    for context, continuation in pairs:
+        try:
+            span, is_truncated = span_of(encode_pair(reading, context, continuation, text_ids), reading.context)
+        except BadInput as error:
+            raise BadInput(f"lm-eval's request with the context {context[-80:]!r}: {error}") from None
+        spans.append(span)
+        num_truncated += is_truncated
+    if num_truncated:
+        number = f"{num_truncated:,} of {len(pairs):,} contexts"
+        served.say(f"lm-eval: {number} truncated on the left to {reading.context:,} tokens")
     scores = checked(served.scorer.score(served.params, spans))
     return [(-float(nats), bool(likeliest)) for nats, likeliest in zip(scores.nats, scores.likeliest)]
 
@@ -102,22 +115,25 @@ def write_settings(settings: dict[str, Any]) -> WriteSettings:
 def generated(
     served: Served, requests: Sequence[tuple[str, dict[str, Any]]], asking: ChatPrompts | None = None
 ) -> list[str]:
-    """The text that the model writes behind each context, by its own settings, without the stop text.
+    """Returns the text that the model writes after each context, by its own settings, without the stop text.
 
-    asking: as of log_likelihoods; then a text also ends with the model's turn.
+    A context that leaves too little room is truncated on the left, and the number of these is logged.
+    Args: asking: as of log_likelihoods; then a text also ends with the model's turn.
     """
     reading, stop_ids = served.reading, asking.stop_ids if asking else served.kept.stop_ids
     ids_of = (lambda text: asking.text_ids(text, "")) if asking else functools.partial(prompt_ids, reading)
     groups: dict[WriteSettings, list[int]] = defaultdict(list)
     for number, (_, settings) in enumerate(requests):
         groups[write_settings(settings)].append(number)
-    texts = [""] * len(requests)
+    texts, num_truncated = [""] * len(requests), 0
     for wish, numbers in groups.items():
         room = reading.context - wish.num_tokens
         if room < 1:
             raise BadInput(f"{wish.num_tokens} new tokens leave no room in the {reading.context} that the model reads")
         generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
-        prompts = {number: ids_of(requests[number][0])[-room:] for number in numbers}
+        whole = {number: ids_of(requests[number][0]) for number in numbers}
+        num_truncated += sum(len(ids) > room for ids in whole.values())
+        prompts = {number: ids[-room:] for number, ids in whole.items()}
         numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # alike beside each other: little padding
         for first in range(0, len(numbers), served.rows):
             some, written = numbers[first : first + served.rows], []
@@ -127,6 +143,9 @@ def generated(
                 pass
             for number, one in zip(some, written):
                 texts[number] = one.text
+    if num_truncated:
+        number = f"{num_truncated:,} of {len(requests):,} prompts"
+        served.say(f"lm-eval: {number} truncated on the left to leave room for new tokens in {reading.context:,}")
     return texts
 
 

@@ -23,6 +23,7 @@ from jaxscale.eval.scorer import Scorer, Span
 from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, open_model
 from jaxscale.sampling.config import GREEDY, Sampling
+from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import open_prompts
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
@@ -77,6 +78,30 @@ def test_a_rolling_text_adds_up_over_its_windows(served):
     wanted = -served.scorer.score(served.params, windows).nats.sum()
     found = rolling_log_likelihoods(served, [text, "", "ab"])
     assert found[0] == pytest.approx(wanted, rel=1e-5) and found[1] == 0.0 and found[2] < 0
+
+
+def test_truncated_contexts_are_scored_and_their_number_is_logged_once(served):
+    lines = []
+    logged = served._replace(say=lines.append)
+    long = "x" * CONTEXT
+    found = log_likelihoods(logged, [(f"a{long}", "z"), ("a", "b"), (f"b{long}", "z"), ("x", "y" * CONTEXT)])
+    assert found[0] == found[2] and lines == [f"lm-eval: 2 of 4 contexts truncated on the left to {CONTEXT} tokens"]
+    settings = {"max_gen_toks": 6, "until": []}
+    generated(logged, [("ab", settings), (long, settings), ("a", settings | {"max_gen_toks": 3})])
+    assert lines[1:] == [f"lm-eval: 1 of 3 prompts truncated on the left to leave room for new tokens in {CONTEXT}"]
+    log_likelihoods(logged, [("a", "b")])
+    generated(logged, [("a", settings)])
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("continuation", "told"), [("", "the continuation '' has no token"), ("y" * 33, "its continuation has 33 tokens")]
+)
+def test_a_continuation_that_cannot_be_scored_is_refused_with_its_context(served, continuation, told):
+    """lm-eval's HFLM stops there too: assert len(continuation_enc) > 0, and <= self.max_length."""
+    with pytest.raises(BadInput, match=f"lm-eval's request with the context '.*the end': {told}") as error:
+        log_likelihoods(served, [("a", "b"), ("the beginning " + "x" * 99 + " and the end", continuation)])
+    assert "beginning" not in str(error.value)
 
 
 def test_likelihoods_that_are_not_numbers_are_told(served):
