@@ -31,6 +31,8 @@ from jaxscale.ahead.compiled import without_compilation_cache  # noqa: E402
 from jaxscale.system.redact import is_secret  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A loaded program for several CPU devices can compute wrong numbers (system.process.keep_compiled_programs).
+jax.config.update("jax_enable_compilation_cache", False)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a suite in the background; the programs it starts would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Programs that stay compiled are millions of objects, and each full collection goes through all of them.

@@ -12,7 +12,7 @@ from jaxscale.system import process
 def test_a_cache_that_cannot_be_made_is_one_line_and_the_run_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "GLIBC_TUNABLES"))}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path / "file"), "JAX_PLATFORMS": "cpu"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "file"), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     code = "import os; from jaxscale.system import process; process.prepare()\n"
     code += "print('JAX_COMPILATION_CACHE_DIR' in os.environ, process.has_huge_pages())"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -27,6 +27,7 @@ def test_a_cache_that_cannot_be_made_is_one_line_and_the_run_goes_on(tmp_path):
 def test_what_the_user_set_is_left_alone(monkeypatch, tmp_path):
     for name, value in process.environment().items():
         monkeypatch.setenv(name, f"mine {value}")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     before = dict(os.environ)
     process.prepare()
     assert dict(os.environ) == before and not list(tmp_path.iterdir())
@@ -48,7 +49,7 @@ def test_what_is_set_is_what_is_exported(tmp_path):
     code += "del (wanted := process.environment())['GLIBC_TUNABLES']; assert ours == wanted, ours\n"
     code += "print(jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs)"
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == f"{tmp_path / 'jaxscale' / 'compiled'} 0\n", done.stderr
 
@@ -66,6 +67,28 @@ def test_programs_for_several_simulated_devices_are_scheduled_for_memory(monkeyp
     monkeypatch.setenv("XLA_FLAGS", users)
     process.order_collectives()
     assert os.environ["XLA_FLAGS"] == users
+
+
+def test_programs_for_several_simulated_devices_are_not_kept(monkeypatch, tmp_path):
+    """XLA:CPU loads them without the order of their collectives: runs had wrong losses, or aborted."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)
+    told = {}
+    monkeypatch.setattr(process, "set_variables", told.update)
+
+    def told_for(devices, platforms="cpu"):
+        told.clear()
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_a=b --xla_force_host_platform_device_count={devices}")
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        process.keep_compiled_programs()
+        return dict(told)
+
+    assert told_for(8) == {"JAX_ENABLE_COMPILATION_CACHE": "false"} and not list(tmp_path.iterdir())
+    assert "JAX_COMPILATION_CACHE_DIR" in told_for(1)
+    assert "JAX_COMPILATION_CACHE_DIR" in told_for(8, platforms="cuda")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")  # whoever asks for it
+    assert "JAX_COMPILATION_CACHE_DIR" in told_for(8)
 
 
 @pytest.mark.parametrize("hard", [100, 4096])

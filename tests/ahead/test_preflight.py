@@ -184,6 +184,7 @@ def test_a_result_that_cannot_be_kept_is_told(compiled, tmp_path, monkeypatch):
 def test_nothing_goes_into_the_compilation_cache_whatever_went_there_before(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
     try:
         kept, nothing = [], contextlib.nullcontext
@@ -194,6 +195,7 @@ def test_nothing_goes_into_the_compilation_cache_whatever_went_there_before(tmp_
         assert kept[0] > 0 and kept[1] == kept[0] and kept[2] > kept[1]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
 
 

@@ -126,6 +126,7 @@ def test_other_work_is_doubted(step_record, tmp_path):
 def test_the_other_command_gets_the_environment_of_the_shell(monkeypatch):
     for name in ("GLIBC_TUNABLES", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
     before = bench_against.shell_environment()
     process.keep_compiled_programs()
     monkeypatch.setenv("GLIBC_TUNABLES", process.HUGE_PAGES)
