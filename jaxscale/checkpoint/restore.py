@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxscale.checkpoint import folders, placing, record
+from jaxscale.checkpoint import folders, record, sharded_read
 from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, read_record
 from jaxscale.checkpoint.storage_errors import clip, is_storage_error, short_reason
@@ -47,7 +47,7 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
     if found := gathered(next_key("restore"), failure, RESTORE_SECONDS, made_of=first_failure):
         code, item, cause = found
         raise Stop(Exit(code), cause) if code else Unreadable(item, cause)
-    restored = placing.exchanged(restored, wanted)
+    restored = sharded_read.exchanged(restored, wanted)
     leaves = [restored[name] for name in wanted]
     for name, found in zip(wanted, fingerprints(leaves)):
         if found != saved[name][2]:
@@ -104,15 +104,15 @@ def load_record(folder: Any) -> dict[str, Any]:
 
 
 def read_state(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What placing.read_leaves reads. Raises as load_record does, and what too little memory raises as it is."""
+    """What sharded_read.read_leaves reads. Raises as load_record does, and what too little memory raises as it is."""
     try:
-        found = placing.read_leaves(folder, wanted)
+        found = sharded_read.read_leaves(folder, wanted)
         crash_point("restore.read")
         return found
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        cause = str(error) if isinstance(error, placing.Misfit) else short_reason(error)
+        cause = str(error) if isinstance(error, sharded_read.Misfit) else short_reason(error)
         raise_for(folder, "state", cause, is_storage_error(error))
 
 
