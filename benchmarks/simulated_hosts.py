@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  jax.distributed allows one client a process
 
-from jaxscale.checkpoint.saver import outcome
+from jaxscale.checkpoint.saver import stage_result
 from jaxscale.hosts.agree import Board, Peer, agreed, all_here, gathered, next_key
 from jaxscale.hosts.config import host_budgets
 from jaxscale.hosts.place import Place
@@ -35,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 
 def made(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """What the first process makes of what all say of a stage, as a save does."""
-    return outcome(parts, lambda results: "")
+    return stage_result(parts, lambda results: "")
 
 
 def expect(condition: bool, message: str = "") -> None:

@@ -65,7 +65,7 @@ def reseal(checkpoints, step, **changes):
     path = checkpoints.directory / str(step) / "run" / "metadata"
     content = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
     path.write_text(json.dumps(seal(content | changes)))
-    verify.list_all_others(path.parent.parent, num_processes=1)
+    verify.write_main_list(path.parent.parent, num_processes=1)
 
 
 def flip_bit(path, bit):
@@ -82,7 +82,7 @@ def files_of(checkpoints, step, part=""):
 
 def location(checkpoints, step, leaf):
     """(file, first byte, length) of the first piece of a leaf, from the index itself."""
-    base = tensorstore.KvStore.open(array_store.kvstore(checkpoints.directory / str(step) / "state")).result()
+    base = tensorstore.KvStore.open(array_store.kvstore_spec(checkpoints.directory / str(step) / "state")).result()
     root = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
     for entry in tensorstore.ocdbt.dump(base, root).result()["entries"]:
         name, _, piece = entry["key"].decode().rpartition("/")

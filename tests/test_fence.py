@@ -18,8 +18,8 @@ PACKAGE = pathlib.Path(paths.__file__).parent.parent
 WRITES = {"write_text", "write_bytes", "mkdir", "unlink", "rmdir", "rename", "rmtree"}
 OWN = {  # functions that write and do not ask, and why they need not
     "checkpoint/lock_stores.py": "the lock itself, which is only replaced as a whole",
-    "checkpoint/write.py:clear_name": "after prepare_step has asked, in the same call",
-    "checkpoint/write.py:describe": "for commit, which asks, in a folder that is held open",
+    "checkpoint/write.py:remove_empty_folder": "after prepare_step has asked, in the same call",
+    "checkpoint/write.py:write_step_metadata": "for commit, which asks, in a folder that is held open",
     "checkpoint/folders.py:mark_committed": "for commit, which asks",
     "checkpoint/folders.py:copy_objects": "for set_aside, which asks",
     "checkpoint/folders.py:commit": "of averages, copies and imports, which are programs of their own",

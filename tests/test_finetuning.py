@@ -149,7 +149,7 @@ def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapt
         merge_lora(run, 4, tmp_path / "merged")
     with pytest.raises(ValueError, match="has no adapters in params"):
         merge_lora(on, 2, tmp_path / "again")
-    with pytest.raises(ValueError, match="has no place here .*merge_lora makes plain weights"):
+    with pytest.raises(ValueError, match="not in this config .*merge_lora makes plain weights"):
         tuned(tmp_path / "wrong", tmp_path / "tuned")
 
 

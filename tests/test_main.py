@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_an_error_and_never_a_new_beginning(home, copy, 
         command(home, copy, "--config.train_tokens=99 steps", "--config.checkpoint.on_corrupt=stop")
     assert stop.value.code is Exit.CHECKPOINT_CORRUPT == 19
     assert f"step {STEPS} cannot be read: {item}" in str(stop.value)
-    assert "to go on from step 12" in str(stop.value)
+    assert "to resume from step 12" in str(stop.value)
     assert len(metrics(copy, "loss")) == STEPS
 
 
@@ -298,8 +298,8 @@ def test_from_a_damaged_checkpoint_it_falls_back_aloud_and_ends_as_if_it_never_w
     for workdir in (copy, without):
         command(home, workdir, f"--config.train_tokens={STEPS + 2} steps")
         out = capsys.readouterr().out
-        assert (f"going on from step 12, {STEPS - 12} steps before it" in out) == (workdir == copy)
-        assert (f"step {STEPS}, the last that was saved whole" in out) == (workdir == without)
+        assert (f"resuming from step 12, {STEPS - 12} steps before it" in out) == (workdir == copy)
+        assert (f"step {STEPS}, the last that was completely saved" in out) == (workdir == without)
     names = "loss", "tokens_hash"
     assert metrics(copy, *names) == metrics(without, *names)
     tiny.assert_same_bits(final_state(home, copy), final_state(home, without))

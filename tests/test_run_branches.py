@@ -73,7 +73,7 @@ def branch(trunk, tmp_path_factory):
 
 def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smallest_rate(trunk, branch):
     folder, end, said = branch
-    assert f"init: a branch of {trunk}/checkpoints/4: goes on from step 4, with its state and its data" in said
+    assert f"init: a branch of {trunk}/checkpoints/4: continues from step 4, with its state and its data" in said
     tiny.assert_same_bits(state_of(folder, 6), state_of(trunk, 6))
     ours, theirs = records(folder), records(trunk)
     assert sorted(ours) == [5, 6, 7, 8, 9, 10]
@@ -114,7 +114,7 @@ def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with
     [
         ({"seed": 3}, r"whose rows follow from seed, .*: seed: 2 there, 3 here; set these as there"),
         ({"train_tokens": "4 steps"}, "train_tokens=4 steps is 4 steps, and the branch begins after step 4 of"),
-        ({"init.skip": ("head",)}, "what='run' goes on with all arrays as they are, and skip changes some"),
+        ({"init.skip": ("head",)}, "what='run' resumes all arrays unchanged, and skip changes some"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -142,7 +142,7 @@ def test_a_branch_that_decays_begins_where_the_rate_is_at_its_peak(tmp_path):
     assert branch_settings(f"{tmp_path}/cosine", None, {}) == {
         "init.from_path": f"{tmp_path}/cosine/checkpoints/4", "init.what": "run",
     }  # fmt: skip
-    with pytest.raises(BadInput, match="--branch_from=.*: step 3 is no checkpoint"):
+    with pytest.raises(BadInput, match="--branch_from=.*: step 3 is not a checkpoint"):
         branch_settings(f"{tmp_path}/cosine/checkpoints/3", "4 steps", {})
 
 

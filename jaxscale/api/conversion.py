@@ -8,7 +8,7 @@ from typing import Any
 from jaxscale import schema, units
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.command_line import flag
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
@@ -114,8 +114,8 @@ def bring_in(source: str, flags: ConvertOptions, say: Say, progress: MakeProgres
         made["generation"] = generation
     run = {"config": schema.to_dict(config), "step": 0, "data": None, "ancestry": [], "converted": made, **run_info()}
     run = redacted(run)
-    written(lambda: tokenizer_files.bring_in(files, folder), folder)
-    written(lambda: paths.write_json(folder / "config.json", run), folder)
+    stop_if_unwritable(lambda: tokenizer_files.bring_in(files, folder), folder)
+    stop_if_unwritable(lambda: paths.write_json(folder / "config.json", run), folder)
     done = import_tensors(folder, journal, found.pairs, found.tensors, run, progress("convert"))
     for note in found.notes:
         say(f"{found.name}: {note}")

@@ -12,7 +12,7 @@ import jax
 from jaxscale import schema
 from jaxscale.api import Trained
 from jaxscale.api.writing import opened, silent
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.command_line import whole_number
 from jaxscale.eval.config import (
     NAME,
@@ -228,7 +228,7 @@ def evaluate(
     record = record_of(loaded, metrics | measure_tokens(request, loaded, tokens or {}))
     if save and jax.process_index() == 0:
         workdir = paths.as_path(loaded.path).parent.parent
-        written(lambda: save_record(workdir, record), workdir)
+        stop_if_unwritable(lambda: save_record(workdir, record), workdir)
     return by_name(record)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.api import Trained
-from jaxscale.checkpoint.storage_errors import reached, short_reason, written
+from jaxscale.checkpoint.storage_errors import short_reason, stop_if_unreachable, stop_if_unwritable
 from jaxscale.reporting import make_page
 from jaxscale.reporting.history import History, read_history
 from jaxscale.system import paths
@@ -27,7 +27,7 @@ class Report:
 
     def save(self, path: str) -> str:
         """Writes the page to a file, local or gs://, and gives back its path."""
-        written(lambda: paths.write_text_atomic(path, self.page), path)
+        stop_if_unwritable(lambda: paths.write_text_atomic(path, self.page), path)
         return path
 
     def _repr_html_(self) -> str:
@@ -71,6 +71,6 @@ def read_all(workdirs: Sequence[str]) -> list[History]:
 def read_one(workdir: str) -> History:
     """The run in one folder."""
     try:
-        return reached(lambda: read_history(workdir), workdir)
+        return stop_if_unreachable(lambda: read_history(workdir), workdir)
     except OSError as error:
         raise BadInput(f"workdir={workdir} cannot be read: {short_reason(error)}") from None

@@ -7,7 +7,7 @@ from typing import Any
 from jaxscale import schema
 from jaxscale.budget import recorded_rows
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.restore import newest_to_read
+from jaxscale.checkpoint.restore import newest_readable_step
 from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import tokens_hash
@@ -49,7 +49,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     decisions = decisions_of(read_events(folder))
     pending = decisions.pending  # what lies behind its step is moved away by the next start
-    step = newest_to_read(checkpoints, tell, before=pending.to + 1 if pending else None)
+    step = newest_readable_step(checkpoints, tell, before=pending.to + 1 if pending else None)
     run = checkpoints.read_run(step) if step is not None else None
     recorded = run["data"] if run else None
     corpus = open_data(

@@ -8,7 +8,7 @@ from jaxscale.api import Trained
 from jaxscale.budget import Budget
 from jaxscale.build import Program
 from jaxscale.checkpoint.branch import open_source
-from jaxscale.checkpoint.storage_errors import reached
+from jaxscale.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
 from jaxscale.config_file import load_config
@@ -73,7 +73,7 @@ def train_file(
     Args: flags: as of train_in. branch: (run that this is a branch of, tokens over which its rate decays or None); a
     setting of the branch that is in `overrides` stays as it is there.
     """
-    recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
+    recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
     if branch is not None:
         if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
             raise BadInput(f"--branch_from={branch[0]} and {both[0]} say what the run begins with; give one of them")
@@ -88,7 +88,7 @@ def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[s
     with terminated_well(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
         keep_programs(workdir)
         resolved, _ = resolve_run_dtypes(cfg, workdir, options.replay)
-        check_machine(resolved, begun=reached(lambda: has_begun(workdir), workdir))
+        check_machine(resolved, begun=stop_if_unreachable(lambda: has_begun(workdir), workdir))
         programs: list[Program] = []
 
         def make_program(cfg: RunConfig, budget: Budget) -> Program:

@@ -1,4 +1,4 @@
-"""When the state is saved and which checkpoints stay; the run lock; the weights that a new run begins with."""
+"""Settings of checkpoints, of the run lock, and of the weights that a new run starts with."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ ARROW = "=>"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConfig:
-    """Copies of the state on the hosts themselves, made every few seconds, for a restart after a kill."""
+    """Copies of the state on each host, made every few seconds, for a restart after a kill."""
 
     folder: str | None = setting(
         None,
@@ -56,10 +56,10 @@ class CheckpointConfig:
         True, "read every checkpoint back after it was written, and compare every bit", may_change=True
     )
     on_corrupt: Literal["fallback", "stop"] = setting(
-        "fallback", "a checkpoint that cannot be read: go on from the one before it, or stop", may_change=True
+        "fallback", "a checkpoint that cannot be read: continue from the one before it, or stop", may_change=True
     )
     wait_seconds: float = setting(
-        30.0, "how long a step may wait for the save before; then its own is put off", may_change=True
+        30.0, "how long a step may wait for the save before; then its own is postponed", may_change=True
     )
     max_failed_saves: int = setting(3, "saves in a row that may fail before the run stops", may_change=True)
     max_save_seconds: float = setting(
@@ -72,7 +72,7 @@ class CheckpointConfig:
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be 0 or more")
         if self.keep_last < 1:
-            raise BadInput(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to go on from")
+            raise BadInput(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to resume from")
         if self.max_failed_saves < 1:
             raise BadInput(f"max_failed_saves={self.max_failed_saves} must be at least 1: the first failure stops")
         if self.wait_seconds < 0:
@@ -83,13 +83,13 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LockConfig:
-    """How long a run may be silent, and how long its storage."""
+    """Time limits of the run lock and of unreachable storage."""
 
     lease_seconds: float = setting(
-        20.0, "the lock of the work folder is renewed so often, and void after three times that", may_change=True
+        20.0, "the lock of the work folder is renewed this often, and expires after three times that", may_change=True
     )
     outage_seconds: float = setting(
-        3600.0, "the run stops (exit 14) when its work folder could not be reached for so long; 0: never",
+        3600.0, "the run stops (exit 14) when its work folder could not be reached for this long; 0: never",
         may_change=True,
     )  # fmt: skip
 
@@ -102,7 +102,7 @@ class LockConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """What a new run begins with. Read once, before step 0: a run that has a checkpoint goes on from its own."""
+    """Source of a new run's weights. Read once, before step 0: a run that has a checkpoint resumes from it."""
 
     from_path: str | None = setting(
         None, "work folder of another run, or WORKDIR/checkpoints/STEP: begin with its weights; none: with random ones"
@@ -110,20 +110,20 @@ class InitConfig:
     what: Literal["params", "ema", "state", "run"] = setting(
         "params",
         "its weights, their running average, its weights and the optimizer's state (and average), or the whole run: "
-        "this one goes on from that step, with that run's state and data, as a branch of it",
+        "this one continues from that step, with that run's state and data, as a branch of it",
     )
     rename: tuple[str, ...] = setting(
-        (), "'REGEX=>REPLACEMENT', in order, for names of the checkpoint's arrays that are others here"
+        (), "'REGEX=>REPLACEMENT', in order, for leaves of the checkpoint that have other names in this config"
     )
-    skip: tuple[str, ...] = setting((), "regexes: arrays here that stay random, and arrays there that are left out")
+    skip: tuple[str, ...] = setting((), "regexes: leaves here that stay random, and of the checkpoint to ignore")
     resize_vocab: bool = setting(False, "true: the vocabulary may have another size; rows are added or cut at its end")
     new_rows: Literal["mean", "init"] = setting(
-        "mean", "what rows are added: the mean of the old ones, or as a new model has them", read_if="init.resize_vocab"
+        "mean", "added rows: the mean of the old ones, or initialized as in a new model", read_if="init.resize_vocab"
     )
     experts: Literal["none", "copy", "split"] = setting(
         "none",
-        "how a dense model becomes one with model.experts: each begins as its MLP (copy, arXiv:2212.05055), or as one "
-        "of the equal parts that it is split into (split, arXiv:2410.07524); none: it is a mixture already",
+        "how a dense model becomes one with model.experts: each starts as its MLP (copy, arXiv:2212.05055), or as one "
+        "of the equal parts that it is split into (split, arXiv:2410.07524); none: it has experts already",
     )
 
     def __post_init__(self):
@@ -134,18 +134,18 @@ class InitConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise BadInput(f"{pattern!r} is no regular expression: {error}") from None
+                raise BadInput(f"{pattern!r} is not a regular expression: {error}") from None
         if self.experts != "none" and self.what == "state":
             raise BadInput(
                 f"what='state' has no moments of the experts that experts={self.experts!r} makes; use 'params' or 'ema'"
             )
         if self.what == "run" and (lost := self.changes_of_arrays()):
-            raise BadInput(f"what='run' goes on with all arrays as they are, and {lost[0]} changes some; use 'params'")
+            raise BadInput(f"what='run' resumes all arrays unchanged, and {lost[0]} changes some; use 'params'")
         changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         if self.from_path is None and changed:
             raise BadInput(f"{changed[0]} is for a run that begins with another's weights; give from_path too")
 
     def changes_of_arrays(self) -> list[str]:
-        """The settings given that make other arrays of those that are read."""
+        """Returns the settings given that change loaded arrays."""
         plain = {field.name: field.default for field in dataclasses.fields(self)}
         return [name for name in ("rename", "skip", "resize_vocab", "experts") if getattr(self, name) != plain[name]]

@@ -1,4 +1,4 @@
-"""One integer per array that changes if any bit of it does, independent of the mesh: on device, or by numpy."""
+"""One integer per array that changes if any bit of it does, on any mesh; computed on device or by numpy."""
 
 import functools
 import math
@@ -12,29 +12,29 @@ import numpy as np
 
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: neighbours land far apart
 FINALISER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # of MurmurHash3, 32 bits, Appleby 2011
-WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by the bytes of an element; wider ones are several words
-BLOCK_WORDS = 1 << 16  # what stays in the second-level cache with its two temporaries (one core, 2026-11)
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by itemsize; wider elements are several words
+BLOCK_WORDS = 1 << 16  # fits the second-level cache together with its two temporaries (one core, 2026-11)
 
 
 def fingerprints(leaves: Sequence[Any]) -> list[int]:
-    """A uint32 for every leaf. Equal arrays give equal numbers on any mesh; a changed or moved element changes it.
+    """Returns a uint32 for every leaf: equal arrays give equal numbers, a changed or moved element another one.
 
-    Each word is mixed with its own position by a bijection and the results are added modulo 2**32, where the order of
-    the sum, and with it the sharding, does not matter. One flipped bit is always seen, anything else is missed once in
-    about 4e9. The work is one pass over the memory and no copy of it. Python numbers are hashed as text.
+    Each word is mixed with its position by a bijection, and the results are summed modulo 2**32, so the order of the
+    sum, and with it the sharding, does not matter. A single flipped bit is always detected, any other change missed
+    once in about 4e9. The cost is one pass over memory without a copy. Python numbers are hashed as text.
     """
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    sums = iter(np.asarray(sum_leaves(replicated(arrays))(arrays)).tolist() if arrays else ())
+    sums = iter(np.asarray(make_fingerprints(replicated_sharding(arrays))(arrays)).tolist() if arrays else ())
     return [next(sums) if isinstance(leaf, jax.Array) else fingerprint_on_host(leaf) for leaf in leaves]
 
 
 def fingerprint_on_host(leaf: Any) -> int:
-    """Of a numpy array or a Python number; JAX itself would first cut 64-bit types down to 32."""
+    """Returns the fingerprint of a numpy array or Python number; JAX would first truncate 64-bit types to 32."""
     return host_fingerprint(leaf) if hasattr(leaf, "dtype") else zlib.crc32(repr(leaf).encode())
 
 
-def replicated(arrays: Sequence[Any]) -> Any:
-    """The sharding under which every process can read the result: all of the arrays' mesh, or None off a mesh."""
+def replicated_sharding(arrays: Sequence[Any]) -> Any:
+    """Returns a sharding that replicates a result over the arrays' mesh, or None without a mesh."""
     for array in arrays:
         sharding = getattr(array, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding):
@@ -42,14 +42,14 @@ def replicated(arrays: Sequence[Any]) -> Any:
     return None
 
 
-@functools.lru_cache(maxsize=8)  # or every save would compile it again
-def sum_leaves(out_sharding: Any) -> Any:
-    """The compiled function (arrays) -> uint32[number of arrays]."""
+@functools.lru_cache(maxsize=8)  # without it every save compiles
+def make_fingerprints(out_sharding: Any) -> Any:
+    """Returns the compiled function (arrays) -> uint32[number of arrays]."""
     return jax.jit(lambda arrays: jnp.stack([fingerprint(array) for array in arrays]), out_shardings=out_sharding)
 
 
 def fingerprint(array: jax.Array) -> jax.Array:
-    """uint32[]: the sum of the array's words, each mixed with its position."""
+    """Returns uint32[]: the sum of the array's words, each mixed with its position."""
     words = as_words(on_device(array))
     position = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
@@ -62,14 +62,14 @@ def fingerprint(array: jax.Array) -> jax.Array:
 
 
 def on_device(array: jax.Array) -> jax.Array:
-    """The array where it can be computed with."""
+    """Returns the array in device memory."""
     if jax.typeof(array).memory_space == jax.memory.Space.Host:
         return jax.device_put(array, jax.memory.Space.Device)
     return array
 
 
 def as_words(array: jax.Array) -> jax.Array:
-    """The bits of the array as uint32, one word an element (two for 64-bit types, in a last axis of their own)."""
+    """Returns the bits of the array as uint32, one word per element (two for 64-bit types, in a new last axis)."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -83,18 +83,18 @@ def as_words(array: jax.Array) -> jax.Array:
 
 
 def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[int] | None = None) -> int:
-    """What `fingerprints` gives for the array, computed by numpy, without a device and with a few MB of memory.
+    """Returns the fingerprint of an array, computed by numpy without a device and with a few MB of memory.
 
-    A part of a larger array is one by its `start` in it and the whole's `shape`: the numbers of parts that cover an
-    array add up, modulo 2**32, to the number of the array. So a checkpoint is checked piece by piece.
+    Args: start, shape: position of a part in a larger array, and that array's shape. The fingerprints of parts that
+    cover an array sum, modulo 2**32, to the fingerprint of the array, so a checkpoint is checked chunk by chunk.
     """
     array = np.asarray(array)
     words = host_view(array)
-    extra = words.shape[array.ndim :]  # the words of one element
+    extra = words.shape[array.ndim :]  # words per element
     whole = tuple(array.shape if shape is None else shape) + extra
     begin = tuple(start or (0,) * array.ndim) + (0,) * len(extra)
     strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
-    run_axes = 0  # how many of the last axes lie in one run of positions, in this part as in the whole
+    run_axes = 0  # trailing axes over which positions are contiguous, in this part as in the whole array
     while run_axes < len(whole) and (run_axes == 0 or words.shape[-run_axes:] == whole[len(whole) - run_axes :]):
         run_axes += 1
     split = len(whole) - run_axes
@@ -107,14 +107,14 @@ def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[i
 
 
 def host_view(array: np.ndarray) -> np.ndarray:
-    """The words of the array, as as_words gives them, without a copy where its memory is contiguous."""
+    """Returns the words of the array, as as_words does, without a copy if its memory is contiguous."""
     size = array.dtype.itemsize
     extra = () if size in WORDS else (size // 4,)
     return np.ascontiguousarray(array).reshape(-1).view(WORDS.get(size, np.uint32)).reshape(array.shape + extra)
 
 
 def blocks(rows_RN: np.ndarray, bases: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Yields (words, uint32 position of each row's first word, number of the first column) in pieces for the cache."""
+    """Yields (words, uint32 position of each row's first word, index of the first column) in cache-sized blocks."""
     num_rows, width = rows_RN.shape
     bases = bases.reshape(-1).astype(np.uint32)  # the low 32 bits
     tall = max(1, BLOCK_WORDS // max(width, 1))
@@ -124,7 +124,7 @@ def blocks(rows_RN: np.ndarray, bases: np.ndarray) -> Iterator[tuple[np.ndarray,
 
 
 def mixed_sum(words: np.ndarray, bases: np.ndarray, column: int) -> int:
-    """The sum that `fingerprint` takes, over a block of rows of which each is a run of positions."""
+    """Returns the sum that `fingerprint` computes, over a block whose rows have contiguous positions."""
     places = np.arange(column, column + words.shape[1], dtype=np.uint64).astype(np.uint32)
     mixed = bases[:, None] + places[None]
     mixed *= np.uint32(GOLDEN)

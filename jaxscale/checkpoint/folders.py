@@ -1,8 +1,8 @@
-"""Folders of checkpoints and their files: committed steps, leftovers, what is moved away, removed or copied.
+"""Folders of checkpoints and their files: committed steps, leftovers, moves, removals and copies.
 
-On a disk a step is written under another name, and one rename commits it. An object store has no rename, so there it is
-written in its place and the file commit_success.txt, which comes last, commits it. Every removal goes the other way
-round: first what makes it count, so that a crash in the middle leaves no half of a checkpoint that looks whole.
+On a disk a step is written under a temporary name, and one rename commits it. An object store has no rename: a step is
+written under its final name, and the file commit_success.txt, written last, commits it. Removals start with the commit,
+so that a crash leaves no partial checkpoint that looks complete.
 """
 
 import base64
@@ -22,19 +22,19 @@ from jaxscale.system.faults import crash_point
 from jaxscale.system.storage import objects_under, open_bucket
 
 READ_BYTES = 1 << 20
-COMMITTED, COMMIT_TEXT = "commit_success.txt", "committed"  # what is in it is known before it is written, and listed
-OWN_ENTRIES = ("_CHECKPOINT_METADATA", COMMITTED, "state", "run")
-REMOVED = ".orbax-checkpoint-tmp-removed"  # on its way out
-UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's own name for it, so that its tools do not take such a folder for a step
-ASIDE = re.compile(r"(rewound|damaged)-\d+-\d{8}T\d{6}Z(-\d+)?")
+COMMITTED, COMMIT_TEXT = "commit_success.txt", "committed"  # a fixed text, so that its md5 is listed before it exists
+STEP_ENTRIES = ("_CHECKPOINT_METADATA", COMMITTED, "state", "run")
+REMOVED_SUFFIX = ".orbax-checkpoint-tmp-removed"  # suffix of a step that is being removed
+UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's suffix, so that its tools do not take such a folder for a step
+SET_ASIDE = re.compile(r"(rewound|damaged)-\d+-\d{8}T\d{6}Z(-\d+)?")
 LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 
 
 def all_steps(directory: Any) -> list[int]:
-    """All committed steps, ascending, from a fresh look. Unfinished saves and foreign folders do not count.
+    """Returns all committed steps, ascending, from a fresh listing, without unfinished saves and other folders.
 
-    A number that holds only a part of our files was damaged later, so it does count: reading it says so, where going
-    on from an older step, or from nothing, would lose work without a word.
+    A step that lacks some of our files was damaged later and is listed: reading it raises an error, whereas resuming
+    from an older step would silently lose work.
     """
     if not directory.exists():
         return []
@@ -44,12 +44,12 @@ def all_steps(directory: Any) -> list[int]:
 
 
 def is_committed(folder: Any) -> bool:
-    """True if the folder is named by a step and holds a checkpoint of ours."""
+    """True if the folder is named after a step and contains a checkpoint."""
     if not is_step_name(folder.name):
         return False
     if paths.is_remote(folder):
         return (folder / COMMITTED).exists()
-    return any((folder / entry).exists() for entry in OWN_ENTRIES)
+    return any((folder / entry).exists() for entry in STEP_ENTRIES)
 
 
 def is_step_name(name: str) -> bool:
@@ -58,13 +58,13 @@ def is_step_name(name: str) -> bool:
 
 
 def mark_committed(folder: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
-    """Writes the file that comes last."""
+    """Writes the file that commits a step."""
     fence.ask(folder)
     (folder / COMMITTED).write_bytes(content)
 
 
-def make_anew(folder: Any) -> None:
-    """An empty folder to write a step into, whatever somebody who was killed has left there."""
+def recreate_folder(folder: Any) -> None:
+    """Makes an empty folder to write a step into, and removes what a killed process has left there."""
     remove_tree(folder)
     if not paths.is_remote(folder):
         paths.make_private(folder)
@@ -72,61 +72,61 @@ def make_anew(folder: Any) -> None:
             paths.make_folder(folder / item)
 
 
-def commit(growing: Any, final: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
-    """Makes what was written count as a step; in a bucket, where it grows in its place, the mark alone does."""
-    mark_committed(growing, content)
+def commit(unfinished: Any, final: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
+    """Commits a written step: by a rename, or in a bucket, where it has its final name, by the commit file alone."""
+    mark_committed(unfinished, content)
     if paths.is_remote(final):
         return
-    sync_tree(growing)
+    sync_tree(unfinished)
     try:
-        growing.rename(final)
+        unfinished.rename(final)
     except OSError as error:
         cause = error.strerror or error
-        raise BadInput(f"{final} is in the way of what was written to {growing} ({cause}); move it away") from None
+        raise BadInput(f"{final} is in the way of what was written to {unfinished} ({cause}); move it away") from None
     paths.sync_folder(final.parent)
 
 
 def unfinished_folder(directory: Any, step: int) -> Any:
-    """Where a step is written before it is committed."""
-    return directory / (str(step) if paths.is_remote(directory) else f"{step}{UNFINISHED}")
+    """Returns the folder in which a step is written before it is committed."""
+    return directory / (str(step) if paths.is_remote(directory) else f"{step}{UNFINISHED_SUFFIX}")
 
 
 def remove_leftovers(directory: Any) -> None:
-    """Removes what killed saves and removals have left behind. To be called while no save is under way."""
+    """Removes what killed saves and removals have left. Call only while no save is in progress."""
     for child in list(directory.iterdir()) if directory.exists() else ():
         if LEFTOVER.fullmatch(child.name):
             remove_tree(child)
         elif paths.is_remote(child) and is_step_name(child.name) and not (child / COMMITTED).exists():
-            if any((child / entry).exists() for entry in OWN_ENTRIES):
+            if any((child / entry).exists() for entry in STEP_ENTRIES):
                 remove_tree(child)
 
 
 def remove_step(directory: Any, step: int) -> None:
-    """Removes a committed step. A crash in the middle leaves a leftover, never a step."""
+    """Removes a committed step. A crash leaves a leftover, never a step."""
     folder = directory / str(step)
     crash_point("delete/before")
     fence.ask(folder)
     if paths.is_remote(directory):
         (folder / COMMITTED).unlink(missing_ok=True)
     else:
-        doomed = unfinished_folder(directory, step).with_name(f"{step}{REMOVED}")
-        if doomed.exists():
-            remove_tree(doomed)
-        folder = folder.rename(doomed)
+        removed = unfinished_folder(directory, step).with_name(f"{step}{REMOVED_SUFFIX}")
+        if removed.exists():
+            remove_tree(removed)
+        folder = folder.rename(removed)
         paths.sync_folder(directory)
     crash_point("delete/half")
     remove_tree(folder)
     crash_point("delete/after")
 
 
-def set_aside(directory: Any, step: int, why: str) -> Any:
-    """The new place of a step that must not count any more but is kept: '<why>-<step>-<UTC time>' beside it."""
+def set_aside(directory: Any, step: int, reason: str) -> Any:
+    """Moves a step to '<reason>-<step>-<UTC time>' next to it, where it no longer counts; returns that folder."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    target = directory / f"{why}-{step}-{now}"
+    target = directory / f"{reason}-{step}-{now}"
     number = 1
     while target.exists():
         number += 1
-        target = directory / f"{why}-{step}-{now}-{number}"
+        target = directory / f"{reason}-{step}-{now}-{number}"
     folder = directory / str(step)
     crash_point("set_aside/before")
     fence.ask(folder)
@@ -142,13 +142,13 @@ def set_aside(directory: Any, step: int, why: str) -> Any:
     return target
 
 
-def those_set_aside(directory: Any) -> list[Any]:
-    """The folders that set_aside has made, by name."""
-    return sorted(child for child in directory.iterdir() if ASIDE.fullmatch(child.name))
+def set_aside_folders(directory: Any) -> list[Any]:
+    """Returns the folders that set_aside has made, by name."""
+    return sorted(child for child in directory.iterdir() if SET_ASIDE.fullmatch(child.name))
 
 
 def copy_objects(source: Any, target: Any) -> None:
-    """Copies what is under a folder of an object store, what commits it last."""
+    """Copies the objects of a folder in a bucket, the one that commits the step last."""
     for name in sorted(files_under(source), key=lambda name: name == COMMITTED):
         copied = target / name
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -156,25 +156,25 @@ def copy_objects(source: Any, target: Any) -> None:
 
 
 def remove_tree(folder: Any) -> None:
-    """Removes a folder or a file and what is below it; what is gone already is no error."""
+    """Removes a folder or file. One that is missing is not an error."""
     fence.ask(folder)
     if not paths.is_remote(folder):
         if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder, onerror=pass_over_missing)
+            shutil.rmtree(folder, onerror=ignore_missing)
         else:
             folder.unlink(missing_ok=True)
     elif folder.exists():
         folder.rmtree()
 
 
-def pass_over_missing(function: Any, path: str, caught: Any) -> None:
-    """Raises again what rmtree met, unless somebody else has removed it."""
+def ignore_missing(function: Any, path: str, caught: Any) -> None:
+    """Raises the error of rmtree again, unless another process has removed the file."""
     if not isinstance(caught[1], FileNotFoundError):
         raise caught[1]
 
 
 def sync_tree(folder: pathlib.Path) -> None:
-    """Returns when all files below a local folder, and the folders' own lists of names, are on the disk."""
+    """Syncs all files below a local folder, and the directories, to the disk."""
     for parent, _, files in os.walk(folder):
         for name in files:
             handle = os.open(os.path.join(parent, name), os.O_RDONLY)
@@ -186,7 +186,7 @@ def sync_tree(folder: pathlib.Path) -> None:
 
 
 def files_under(folder: Any) -> dict[str, int]:
-    """{"state/d/abc": bytes} of every file below a folder; in a bucket by one request for a thousand of them."""
+    """Returns {"state/d/abc": bytes} of every file below a folder; in a bucket one request lists 1,000 of them."""
     if paths.is_remote(folder):
         return dict(objects_under(os.fspath(folder)))
     found = {}
@@ -199,47 +199,47 @@ def files_under(folder: Any) -> dict[str, int]:
 
 
 def copy_file(source: Any, target: Any) -> None:
-    """Copies one file, which appears whole. Raises as `reading` does, or Stop (STORAGE) where it cannot be written."""
-    with reading(source):
+    """Copies one file atomically. Raises as `reading` does, or Stop (STORAGE) if it cannot be written."""
+    with translate_read_errors(source):
         size = source.stat().st_size
     try:
         if not paths.is_remote(target):
             paths.make_private(target.parent)
         with paths.growing_file(target, size) as file:
-            for piece in pieces_to_copy(source, size):
+            for piece in read_source_chunks(source, size):
                 file.write(piece)
         if not paths.is_remote(target):
-            forget(target)
+            drop_page_cache(target)
     except BadInput:
-        raise  # of a bucket, and an OSError too
+        raise  # from a bucket; it is an OSError too
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run it again") from None
 
 
 @contextlib.contextmanager
-def reading(path: Any) -> Iterator[None]:
-    """Raises what keeps a file from being read as one line: BadInput where it is gone, else Stop (STORAGE)."""
+def translate_read_errors(path: Any) -> Iterator[None]:
+    """Translates errors of reading a file to one line: BadInput if it is gone, else Stop (STORAGE)."""
     try:
         yield
     except BadInput:
-        raise  # of a bucket, and an OSError too
+        raise  # from a bucket; it is an OSError too
     except FileNotFoundError:
         raise BadInput(f"{path} is gone: training deletes old steps; pin the step first") from None
     except OSError as error:
         cause = error.strerror or error
-        raise Stop(Exit.STORAGE, f"{path} cannot be read: {cause}; mend that, then run it again") from None
+        raise Stop(Exit.STORAGE, f"{path} cannot be read: {cause}; fix that, then run it again") from None
 
 
-def pieces_to_copy(path: Any, size: int) -> Iterator[bytes]:
-    """As pieces_of. Raises as `reading` does: what is wrong with the source is not told of the copy."""
-    with reading(path):
-        yield from pieces_of(path, size)
+def read_source_chunks(path: Any, size: int) -> Iterator[bytes]:
+    """As pieces_of. Raises as `reading` does, so that errors of the source are not reported as the target's."""
+    with translate_read_errors(path):
+        yield from read_chunks(path, size)
 
 
-def pieces_of(path: Any, size: int | None = None) -> Iterator[bytes]:
-    """Yields the content of a file a piece at a time; of an object, going on where a connection broke.
+def read_chunks(path: Any, size: int | None = None) -> Iterator[bytes]:
+    """Yields the content of a file in pieces; reading an object resumes after a lost connection.
 
-    size: of one that may grow meanwhile: no more is read.
+    Args: size: upper limit, for a file that may grow while it is read.
     """
     if paths.is_remote(path):
         yield from open_bucket().pieces(os.fspath(path), 0, path.stat().st_size if size is None else size)
@@ -251,23 +251,23 @@ def pieces_of(path: Any, size: int | None = None) -> Iterator[bytes]:
             yield piece
 
 
-def forget(path: pathlib.Path) -> None:
-    """Drops the pages of a file that is on the disk from memory, so that reading it back reads the disk."""
+def drop_page_cache(path: pathlib.Path) -> None:
+    """Drops the pages of a synced file from the page cache, so that reading it back reads the disk."""
     if hasattr(os, "posix_fadvise"):  # Linux
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def mark_of(path: Any) -> tuple[int, str] | None:
-    """(bytes, md5 in hexadecimal) of a file or object; None if there is none.
+def size_and_md5(path: Any) -> tuple[int, str] | None:
+    """Returns (bytes, md5 in hexadecimal) of a file or object; None if there is none.
 
-    Of an object as the service tells it; of one that was composed of parts, read from its bytes.
+    The service's md5 of an object is used; for composed objects, which have none, the bytes are read.
     """
     try:
         if paths.is_remote(path) and "md5Hash" in (about := path.metadata()):
             return int(about["size"]), base64.b64decode(about["md5Hash"]).hex()
-        size, md5 = 0, hashlib.md5(usedforsecurity=False)  # the one hash that object stores tell as well
-        for piece in pieces_of(path):
+        size, md5 = 0, hashlib.md5(usedforsecurity=False)  # the one hash that object stores provide too
+        for piece in read_chunks(path):
             md5.update(piece)
             size += len(piece)
     except FileNotFoundError:

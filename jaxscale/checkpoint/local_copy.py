@@ -1,7 +1,7 @@
-"""A host's part of a state in one file: the pieces that its devices hold, and behind them what they are, sealed.
+"""One process's part of a state in one file: the pieces on its devices, followed by a sealed description.
 
-Nothing is synced: the file is to outlive a process, and in memory nothing outlives a machine anyway. What a crash left
-half-written has no end, and every piece is compared with its fingerprint before it is used.
+Nothing is synced: the file must outlive the process, not the machine. A file that a crash left incomplete has no end
+mark, and every piece is compared with its fingerprint before it is used.
 """
 
 import concurrent.futures
@@ -16,87 +16,87 @@ import jax
 import numpy as np
 
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.read_back import Damaged
+from jaxscale.checkpoint.read_back import DamagedCheckpoint
 from jaxscale.checkpoint.record import is_sealed, seal
 from jaxscale.system.exits import BadInput
 from jaxscale.system.faults import crash_point
 from jaxscale.system.foreign import parse_json
 
-ENDING = b"jaxscale local 1"  # the last bytes of a whole file, after eight that hold the length of the description
-ALIGNED = 64  # bytes: what XLA:CPU wants of a buffer that it takes as it is
-READERS = min(8, os.cpu_count() or 1)  # threads that read and compare; numpy lets them compute at a time
-GROWING = ".growing"
+END_MARK = b"jaxscale local 1"  # last bytes of a complete file, preceded by the description's length in eight bytes
+ALIGNMENT_BYTES = 64  # bytes: alignment with which XLA:CPU uses a buffer without a copy
+READ_THREADS = min(8, os.cpu_count() or 1)  # threads that read and compare; numpy releases the GIL
+UNFINISHED_SUFFIX = ".growing"
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]  # where a piece begins in its array, and its shape
+PieceKey = tuple[tuple[int, ...], tuple[int, ...]]  # (start of a piece in its array, shape of the piece)
 
 
-def write_copy(path: pathlib.Path, leaves: Mapping[str, jax.Array], about: Mapping[str, Any]) -> int:
-    """Writes the pieces of this process, whole or not at all; the bytes of the file. Raises OSError as the disk does.
+def write_copy(path: pathlib.Path, leaves: Mapping[str, jax.Array], description: Mapping[str, Any]) -> int:
+    """Writes this process's pieces atomically; returns the bytes of the file. Raises OSError.
 
-    Args: about: plain data that JSON can hold; `record` has the fingerprints of the whole arrays.
+    Args: about: JSON data; its `record` has the fingerprints of the whole arrays.
     """
-    growing = path.with_name(f"{path.name}.{secrets.token_hex(4)}{GROWING}")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
     try:
-        with open(growing, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             pieces = [entry for name, leaf in leaves.items() for entry in write_leaf(file, name, leaf)]
             crash_point("local/pieces")
-            described = json.dumps(seal({**about, "pieces": pieces})).encode()
-            file.write(described + len(described).to_bytes(8, "little") + ENDING)
+            footer = json.dumps(seal({**description, "pieces": pieces})).encode()
+            file.write(footer + len(footer).to_bytes(8, "little") + END_MARK)
             size = file.tell()
         crash_point("local/written")
-        growing.rename(path)
+        unfinished.rename(path)
     finally:
-        growing.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     crash_point("local/renamed")
     return size
 
 
 def write_leaf(file: BinaryIO, name: str, leaf: jax.Array) -> Iterator[list]:
-    """Writes each distinct piece of an array that is here; yields [name, start, shape, dtype, offset, fingerprint].
+    """Writes each distinct local piece of an array; yields [name, start, shape, dtype, offset, fingerprint].
 
-    The fingerprint is None where all of the array is here: then its own, taken on the devices, tells of the pieces too.
+    The fingerprint is None if the whole array is local: the sum of its pieces is then compared with the record.
     """
-    for (start, shape), data in pieces_of(leaf).items():
-        file.write(bytes(-file.tell() % ALIGNED))
+    for (start, shape), data in local_pieces(leaf).items():
+        file.write(bytes(-file.tell() % ALIGNMENT_BYTES))
         piece = np.ascontiguousarray(np.asarray(data))
-        mark = None if leaf.is_fully_addressable else host_fingerprint(piece, start=start, shape=leaf.shape)
-        yield [name, list(start), list(shape), str(leaf.dtype), file.tell(), mark]
+        fingerprint = None if leaf.is_fully_addressable else host_fingerprint(piece, start=start, shape=leaf.shape)
+        yield [name, list(start), list(shape), str(leaf.dtype), file.tell(), fingerprint]
         file.write(piece.reshape(-1).view(np.uint8).data)
 
 
-def pieces_of(leaf: jax.Array) -> dict[Place, jax.Array]:
-    """The pieces of an array on this process's devices, those that several hold once."""
-    return {place_of(shard.index, leaf.shape): shard.data for shard in reversed(leaf.addressable_shards)}
+def local_pieces(leaf: jax.Array) -> dict[PieceKey, jax.Array]:
+    """Returns the distinct pieces of an array on this process's devices."""
+    return {piece_key(shard.index, leaf.shape): shard.data for shard in reversed(leaf.addressable_shards)}
 
 
-def place_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:
-    """The place that a shard's index means."""
+def piece_key(index: tuple[slice, ...], shape: tuple[int, ...]) -> PieceKey:
+    """Returns (start, shape) of a shard's index."""
     ends = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return tuple(start for start, *_ in ends), tuple(stop - start for start, stop, _ in ends)
 
 
-def read_about(path: pathlib.Path) -> dict[str, Any]:
-    """What a copy says of itself; reads no piece. Raises Damaged where it is not whole, OSError as the disk does."""
+def read_description(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the description of a copy; reads no piece. Raises DamagedCheckpoint or OSError."""
     with path.open("rb") as file:
-        size, tail = file.seek(0, os.SEEK_END), 8 + len(ENDING)
+        size, tail = file.seek(0, os.SEEK_END), 8 + len(END_MARK)
         file.seek(max(0, size - tail))
         ending = file.read(tail)
         length = int.from_bytes(ending[:8], "little")
-        if ending[8:] != ENDING or length > size - tail:
-            raise Damaged(f"{path} has no end")
+        if ending[8:] != END_MARK or length > size - tail:
+            raise DamagedCheckpoint(f"{path} has no end mark")
         file.seek(size - tail - length)
         text = file.read(length)
     try:
-        about = parse_json(text)
+        description = parse_json(text)
     except BadInput:
-        about = None
-    if about is None or not is_sealed(about):
-        raise Damaged(f"{path}: the sha256 of what it says of itself does not match")
-    return about
+        description = None
+    if description is None or not is_sealed(description):
+        raise DamagedCheckpoint(f"{path}: the sha256 of its description does not match")
+    return description
 
 
-def read_pieces(path: pathlib.Path, about: Mapping[str, Any]) -> dict[str, dict[Place, np.ndarray]]:
-    """{leaf: its pieces}, each bit as it was saved. Raises Damaged naming the first leaf that differs, or OSError."""
+def read_pieces(path: pathlib.Path, description: Mapping[str, Any]) -> dict[str, dict[PieceKey, np.ndarray]]:
+    """Returns {leaf: its pieces}, verified. Raises DamagedCheckpoint naming the first leaf that differs, or OSError."""
 
     def read(entry: list) -> tuple[np.ndarray, int]:
         name, start, shape, dtype, offset, _ = entry
@@ -108,25 +108,25 @@ def read_pieces(path: pathlib.Path, about: Mapping[str, Any]) -> dict[str, dict[
                 left = left[count:]
         return piece, host_fingerprint(piece, start=start, shape=leaves[name][0])
 
-    leaves, found, sums = about["record"]["leaves"], {}, {}
-    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        for (name, start, shape, _, _, mark), (piece, mixed) in zip(about["pieces"], pool.map(read, about["pieces"])):
+    leaves, entries, found, sums = description["record"]["leaves"], description["pieces"], {}, {}
+    with concurrent.futures.ThreadPoolExecutor(READ_THREADS) as pool:
+        for (name, start, shape, _, _, fingerprint), (piece, mixed) in zip(entries, pool.map(read, entries)):
             found.setdefault(name, {})[tuple(start), tuple(shape)] = piece
-            if mark is None:
+            if fingerprint is None:
                 sums[name] = (sums.get(name, 0) + mixed) % 2**32
-            elif mark != mixed:
-                raise Damaged(f"{path}: the bits of {name} are not those that were saved")
+            elif fingerprint != mixed:
+                raise DamagedCheckpoint(f"{path}: the bits of {name} are not those that were saved")
     for name, total in sums.items():
         if total != leaves[name][2]:
-            raise Damaged(f"{path}: the bits of {name} are not those that were saved")
+            raise DamagedCheckpoint(f"{path}: the bits of {name} are not those that were saved")
     return found
 
 
-def on_devices(pieces: Mapping[Place, np.ndarray], wanted: Any) -> jax.Array:
-    """The array of a shape, dtype and sharding, of pieces that were cut alike. Raises KeyError where one is missing."""
+def array_from_pieces(pieces: Mapping[PieceKey, np.ndarray], wanted: Any) -> jax.Array:
+    """Returns an array of a shape, dtype and sharding. Raises KeyError if its shards were not saved as pieces."""
 
     def piece(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None, "jax passes the index of each shard"
-        return pieces[place_of(index, wanted.shape)]
+        return pieces[piece_key(index, wanted.shape)]
 
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, piece, dtype=wanted.dtype)

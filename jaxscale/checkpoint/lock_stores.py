@@ -1,7 +1,7 @@
-"""Where a lock is kept: a file that the kernel guards too, or an object that is replaced only in a known generation.
+"""Stores of a run's lock: a file that is also flocked, or an object replaced only at a known generation.
 
-Both have look, create, replace, renew, is_own and remove. The version of a file is its inode and content, that of an
-object its generation.
+Both have read_state, create, replace, renew, is_owned_by and remove. The version of a file is its inode and content,
+that of an object its generation.
 """
 
 import contextlib
@@ -24,44 +24,44 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.storage import open_bucket
 
-SETTLE_SECONDS = 0.2  # where two take over at once and the file system has no flock, the later rename wins
+SETTLE_SECONDS = 0.2  # if two processes take over at once without flock, the later rename wins
 LOOK_SECONDS = 0.01
-DELETING_SECONDS = 2.0  # between the lock and the folder, where somebody removes it with all that is in it
-REMOVE_TRIES = 6  # 16 s of waiting at the most: a lock that stays costs the next run up to three leases
-SILENCE_SECONDS = 20.0  # without a byte from the service, after which a try is given up
-QUICK_SECONDS = 5.0  # the same where a step waits for the answer
-PADDED = 512  # bytes: a renewal writes over the last one in one call, and is never longer or shorter
-GONE, STOPPED = "ZXx", "Tt"  # states of a process in /proc
+DELETING_SECONDS = 2.0  # between the deletion of the lock and of its folder, when both are being removed
+REMOVE_TRIES = 6  # waits 16 s at most: a lock that is not removed delays the next run by up to three leases
+SILENCE_SECONDS = 20.0  # timeout of a request to the service
+QUICK_SECONDS = 5.0  # the same for a request that a step waits for
+LOCK_BYTES = 512  # bytes: a renewal overwrites the last one in one call, so all have the same length
+DEAD_STATES, STOPPED_STATES = "ZXx", "Tt"  # states of a process in /proc
 
 
 @dataclasses.dataclass(frozen=True)
 class LockOwner:
-    """A process at one start. Times are for people: nothing is decided by comparing clocks of two machines."""
+    """A process at one start. Times are for display: clocks of two machines are never compared."""
 
     token: str
     host: str
     pid: int
-    ticks: int | None  # when the process began, in the kernel's own count: pids are used again
-    kernel: str  # differs for each boot of each machine; '' where the system has no such thing
-    namespace: str  # of pids: containers on one machine number their processes by themselves
+    ticks: int | None  # start time of the process in kernel ticks, because pids are reused
+    kernel: str  # boot id, which differs between machines and boots; '' if the system has none
+    namespace: str  # of pids: containers on one machine have separate pids
     started: str
     beats: int = 0  # renewals so far
-    lease_seconds: float | int | None = None  # between two renewals; None: of an older version, which did not say
+    lease_seconds: float | int | None = None  # between two renewals; None: written by an older version
 
     def renewed(self) -> "LockOwner":
-        """The same, one beat later."""
+        """Returns the owner after one more renewal."""
         return dataclasses.replace(self, beats=self.beats + 1)
 
     def content(self) -> bytes:
-        """The text of the lock."""
-        return json.dumps(dataclasses.asdict(self)).ljust(PADDED - 1).encode() + b"\n"
+        """Returns the content of the lock."""
+        return json.dumps(dataclasses.asdict(self)).ljust(LOCK_BYTES - 1).encode() + b"\n"
 
-    def is_in(self, found: "Look | None") -> bool:
-        """True if the lock that was found names this owner."""
+    def owns(self, found: "LockState | None") -> bool:
+        """True if the lock names this owner."""
         return found is not None and found.owner is not None and found.owner.token == self.token
 
     def same_kernel(self, other: "LockOwner") -> bool:
-        """True if both run under one kernel, which then knows of both."""
+        """True if both run under one kernel, which then knows both."""
         return bool(self.kernel) and self.kernel == other.kernel
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class LockOwner:
 
 
 def this_process() -> LockOwner:
-    """The process that asks, with a new token."""
+    """Returns this process as an owner with a new token."""
     state = process_state(os.getpid())
     return LockOwner(
         token=secrets.token_hex(16),
@@ -77,13 +77,13 @@ def this_process() -> LockOwner:
         pid=os.getpid(),
         ticks=state[1] if state else None,
         kernel=first_line("/proc/sys/kernel/random/boot_id"),
-        namespace=link("/proc/self/ns/pid"),
+        namespace=read_link("/proc/self/ns/pid"),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 
 def read_owner(content: bytes) -> LockOwner | None:
-    """The owner that a lock names; None for anything else, such as a lock that is just being written."""
+    """Returns the owner named in a lock; None for other content, such as a lock that is being written."""
     try:
         values = parse_json(content)
         kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(LockOwner)}
@@ -95,30 +95,30 @@ def read_owner(content: bytes) -> LockOwner | None:
         return None
 
 
-def lives(
+def is_alive(
     owner: LockOwner, me: LockOwner, state_of: Callable[[int], tuple[str, int] | None] | None = None
 ) -> bool | None:
-    """True if the owner's process is there and may run, False if it is gone, None if that cannot be told from here.
+    """True if the owner's process can run, False if it is gone, None if this process cannot tell.
 
-    A stopped process (SIGSTOP) is neither: whether it will ever go on nobody knows.
+    A stopped process (SIGSTOP) counts as None: it may or may not continue.
     """
     if not owner.same_kernel(me) or owner.namespace != me.namespace:
         return None
     state = (state_of or process_state)(owner.pid)
-    if state is None or state[0] in GONE or state[1] != owner.ticks:
+    if state is None or state[0] in DEAD_STATES or state[1] != owner.ticks:
         return False
-    return None if state[0] in STOPPED else True
+    return None if state[0] in STOPPED_STATES else True
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """(state letter, start in kernel ticks) of a process of this machine; None if there is none, or no /proc."""
+    """Returns (state letter, start in kernel ticks) of a local process; None if there is none, or no /proc."""
     text = first_line(f"/proc/{pid}/stat")
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the name in parentheses may contain anything
     return (fields[0], int(fields[19])) if len(fields) > 19 else None
 
 
 def first_line(path: str) -> str:
-    """The first line of a file of the system, '' if it cannot be read."""
+    """Returns the first line of a system file, '' if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.readline().strip()
@@ -126,8 +126,8 @@ def first_line(path: str) -> str:
         return ""
 
 
-def link(path: str) -> str:
-    """What a link of the system says, '' if it cannot be read."""
+def read_link(path: str) -> str:
+    """Returns the target of a system link, '' if it cannot be read."""
     try:
         return os.readlink(path)
     except OSError:
@@ -135,28 +135,28 @@ def link(path: str) -> str:
 
 
 class Moved(Exception):
-    """The folder is not where it was; the message says what is known of it."""
+    """The folder was moved or deleted, as the message says."""
 
 
-class Look(NamedTuple):
-    """A lock at one moment."""
+class LockState(NamedTuple):
+    """State of a lock at one moment."""
 
-    owner: LockOwner | None  # None: what is there is no lock of ours, or not yet
+    owner: LockOwner | None  # None: the content is not a lock, or not yet
     version: Any
-    guarded: bool | None  # True: a process of this kernel has the file flocked; None: nobody can tell
-    age: float  # seconds since it was written, where one clock has measured both ends; else 0
+    is_flocked: bool | None  # True: a process of this kernel has flocked the file; None: unknown
+    age: float  # seconds since it was written, if one clock has measured both times; else 0
 
 
 class FileLock:
-    """A file `lock`, held open and flocked by its owner."""
+    """A file `lock` that its owner has open and flocked."""
 
     def __init__(self, folder: pathlib.Path):
         self.path = folder / "lock"
-        self.handle: int | None = None  # the open file, while the lock is held
-        self.folder_id: tuple[int, int] | None = None  # the folder itself, whatever its name, while the lock is held
+        self.handle: int | None = None  # the open file, while this process has the lock
+        self.folder_id: tuple[int, int] | None = None  # identity of the folder, while this process has the lock
 
-    def look(self) -> Look | None:
-        """What is there, None if nothing is. Raises BadInput for what is no file, a link among them."""
+    def read_state(self) -> LockState | None:
+        """Returns the lock's state, None if it does not exist. Raises BadInput for anything but a regular file."""
         if self.path.is_symlink():
             raise BadInput(f"{self.path} is a link, and the lock of a run is a file; move it away")
         try:
@@ -164,102 +164,102 @@ class FileLock:
         except FileNotFoundError:
             return None
         try:
-            content = os.pread(handle, PADDED, 0)
+            content = os.pread(handle, LOCK_BYTES, 0)
             version = (os.fstat(handle).st_ino, content)
-            taken = flock(handle)
-            return Look(read_owner(content), version, None if taken is None else not taken, 0.0)
+            is_free = flock(handle)
+            return LockState(read_owner(content), version, None if is_free is None else not is_free, 0.0)
         finally:
-            os.close(handle)  # gives a flock back
+            os.close(handle)  # releases the flock
 
     def create(self, owner: LockOwner) -> bool:
-        """True if the lock is the owner's now, False if there was one."""
+        """True if the owner has the lock now, False if there was one."""
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return False
-        self.hold(handle, owner)
+        self.flock_and_write(handle, owner)
         paths.sync_folder(self.path.parent)
         return True
 
-    def replace(self, owner: LockOwner, look: Look, *, steal: bool) -> bool:
-        """True if the lock is the owner's now, False if it was no longer what the look had seen (unless it is stolen).
+    def replace(self, owner: LockOwner, state: LockState, *, steal: bool) -> bool:
+        """True if the owner has the lock now, False if it has changed since the state was read (unless it is stolen).
 
-        It becomes another file, so that nothing its old owner still writes can be seen.
+        The lock becomes a new file, so that later writes of its old owner have no effect.
         """
-        own = self.path.with_name(f".lock.{owner.token}")
-        self.hold(os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
+        temporary = self.path.with_name(f".lock.{owner.token}")
+        self.flock_and_write(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
         try:
             handle = paths.open_to_write(self.path, os.O_RDWR)
         except FileNotFoundError:
             handle = None
         try:
-            if handle is not None and flock(handle) is False:  # of several that take over, one at a time
-                time.sleep(SETTLE_SECONDS)  # perhaps one of them; perhaps a child that its trainer left behind
-            if steal or self.look_again() == look.version:
-                os.replace(own, self.path)
+            if handle is not None and flock(handle) is False:  # serializes processes that take over at once
+                time.sleep(SETTLE_SECONDS)  # another one, or a child process that outlived its trainer
+            if steal or self.read_version() == state.version:
+                os.replace(temporary, self.path)
             else:
                 self.release()
                 return False
-        except FileNotFoundError:  # who has taken over meanwhile has removed it
+        except FileNotFoundError:  # another process has taken over and removed it
             self.release()
             return False
         finally:
             if handle is not None:
                 os.close(handle)
-            own.unlink(missing_ok=True)
-        for left in self.path.parent.glob(".lock.*"):  # of one that was killed here, or comes too late
+            temporary.unlink(missing_ok=True)
+        for left in self.path.parent.glob(".lock.*"):  # of processes that were killed here, or come too late
             left.unlink(missing_ok=True)
         paths.sync_folder(self.path.parent)
         time.sleep(SETTLE_SECONDS)
-        return self.is_own(owner)
+        return self.is_owned_by(owner)
 
-    def look_again(self) -> tuple[int, bytes] | None:
-        """The version now, without a flock; None if there is no lock."""
+    def read_version(self) -> tuple[int, bytes] | None:
+        """Returns the lock's version now, without an flock; None if it does not exist."""
         try:
             with paths.open_binary(self.path) as file:
-                return os.fstat(file.fileno()).st_ino, file.read(PADDED)
+                return os.fstat(file.fileno()).st_ino, file.read(LOCK_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def renew(self, owner: LockOwner) -> None:
-        """Writes the owner's new beat. Raises Changed if the lock is another's."""
-        if not self.is_own(owner) or self.handle is None:
+        """Writes a renewal. Raises Changed if the lock belongs to another owner."""
+        if not self.is_owned_by(owner) or self.handle is None:
             raise Changed(str(self.path))
         os.pwrite(self.handle, owner.content(), 0)
         os.fsync(self.handle)
 
-    def is_own(self, owner: LockOwner, *, quick: bool = False) -> bool:
-        """True if the lock names this owner. Raises Moved if its folder is not where it was."""
-        now = self.look_again()
-        if now and owner.is_in(Look(read_owner(now[1]), now, None, 0.0)):
+    def is_owned_by(self, owner: LockOwner, *, quick: bool = False) -> bool:
+        """True if the lock names this owner. Raises Moved if its folder was moved or deleted."""
+        now = self.read_version()
+        if now and owner.owns(LockState(read_owner(now[1]), now, None, 0.0)):
             return True
         if self.folder_id is not None:
             self.check_folder(until=time.monotonic() + (DELETING_SECONDS if now is None else 0.0))
         return False
 
     def check_folder(self, until: float) -> None:
-        """Returns if the folder is still there at that time. Raises Moved once it is not: its files may go first."""
+        """Waits until that time. Raises Moved once the folder is gone: its files may be deleted before it."""
         while self.folder_id == folder_id(self.path.parent):
             if time.monotonic() >= until:
                 return
             time.sleep(LOOK_SECONDS)
-        lock = link(f"/proc/self/fd/{self.handle}")
+        lock = read_link(f"/proc/self/fd/{self.handle}")
         if not lock or lock.endswith("(deleted)"):
             raise Moved("deleted")
         raise Moved(f"moved to {os.path.dirname(lock)}")
 
     def remove(self, owner: LockOwner) -> None:
-        """Gives the lock back."""
+        """Removes the owner's lock."""
         try:
-            if self.is_own(owner):
+            if self.is_owned_by(owner):
                 self.path.unlink()
         finally:
             self.release()
 
-    def hold(self, handle: int, owner: LockOwner) -> None:
+    def flock_and_write(self, handle: int, owner: LockOwner) -> None:
         """Flocks the open file and writes the owner into it."""
         self.handle, self.folder_id = handle, folder_id(self.path.parent)
-        while flock(handle) is False:  # whoever looks at the lock has it for a moment
+        while flock(handle) is False:  # other processes flock it for a moment when they read it
             time.sleep(LOOK_SECONDS)
         os.pwrite(handle, owner.content(), 0)
         os.fsync(handle)
@@ -273,60 +273,61 @@ class FileLock:
 class ObjectLock:
     """An object `lock` in a bucket."""
 
-    def __init__(self, url: str, door: Bucket | None = None):
+    def __init__(self, url: str, bucket: Bucket | None = None):
         self.url = f"{url.rstrip('/')}/lock"
-        self.door = door or open_bucket(writing=True, silence=SILENCE_SECONDS)
-        self.once = dataclasses.replace(self.door, attempts=1)
+        self.bucket = bucket or open_bucket(writing=True, silence=SILENCE_SECONDS)
+        self.single_try = dataclasses.replace(self.bucket, attempts=1)
         self.generation = 0
 
-    def look(self, door: Bucket | None = None) -> Look | None:
-        """What is there, None if nothing is. The age is measured by the service alone. door: another than its own."""
-        found = (door or self.door).look(self.url)
-        return None if found is None else Look(read_owner(found.content), found.generation, None, found.age)
+    def read_state(self, bucket: Bucket | None = None) -> LockState | None:
+        """Returns the lock's state, None if it does not exist. The age is measured by the service's clock alone."""
+        found = (bucket or self.bucket).look(self.url)
+        return None if found is None else LockState(read_owner(found.content), found.generation, None, found.age)
 
     def create(self, owner: LockOwner) -> bool:
-        """True if the lock is the owner's now, False if there was one."""
+        """True if the owner has the lock now, False if there was one."""
         return self.write(owner, 0)
 
-    def replace(self, owner: LockOwner, look: Look, *, steal: bool) -> bool:
-        """True if the lock is the owner's now, False if it was no longer what the look had seen: look again."""
-        return self.write(owner, look.version)
+    def replace(self, owner: LockOwner, state: LockState, *, steal: bool) -> bool:
+        """True if the owner has the lock now, False if it has changed since the state was read."""
+        return self.write(owner, state.version)
 
     def renew(self, owner: LockOwner) -> None:
-        """Writes the owner's new beat, in one try. Raises Changed if the lock is another's."""
-        if not self.write(owner, self.generation, self.once):
+        """Writes a renewal, in one try. Raises Changed if the lock belongs to another owner."""
+        if not self.write(owner, self.generation, self.single_try):
             raise Changed(self.url)
 
-    def is_own(self, owner: LockOwner, *, quick: bool = False) -> bool:
-        """True if the lock names this owner. quick: in one try of a few seconds."""
-        return owner.is_in(self.look(dataclasses.replace(self.once, silence=QUICK_SECONDS) if quick else self.door))
+    def is_owned_by(self, owner: LockOwner, *, quick: bool = False) -> bool:
+        """True if the lock names this owner. quick: one request with a short timeout."""
+        bucket = dataclasses.replace(self.single_try, silence=QUICK_SECONDS) if quick else self.bucket
+        return owner.owns(self.read_state(bucket))
 
-    def write(self, owner: LockOwner, generation: int, door: Bucket | None = None) -> bool:
-        """True if the object of this generation (0: none) is replaced."""
-        door = door or self.door
+    def write(self, owner: LockOwner, generation: int, bucket: Bucket | None = None) -> bool:
+        """True if the object of this generation (0: none) was replaced."""
+        bucket = bucket or self.bucket
 
         def attempt() -> bool:
             try:
-                self.generation = door.put(self.url, owner.content(), generation)
+                self.generation = bucket.put(self.url, owner.content(), generation)
                 return True
             except Changed:
-                found = self.look(door)  # perhaps by a try of our own whose answer was lost
-                if found is None or not owner.is_in(found):
+                found = self.read_state(bucket)  # an earlier try may have succeeded, and its answer was lost
+                if found is None or not owner.owns(found):
                     return False
                 self.generation = found.version
                 return True
 
-        return door.patiently(attempt, self.url)
+        return bucket.patiently(attempt, self.url)
 
     def remove(self, owner: LockOwner) -> None:
-        """Gives the lock back, if a few tries are enough: else it runs out by itself."""
-        door = dataclasses.replace(self.door, attempts=REMOVE_TRIES)
-        with contextlib.suppress(Changed, Unreachable, FileNotFoundError):  # the second if a try's answer was lost
-            door.patiently(lambda: door.delete(self.url, self.generation), self.url)
+        """Removes the lock in a few tries; otherwise it expires."""
+        bucket = dataclasses.replace(self.bucket, attempts=REMOVE_TRIES)
+        with contextlib.suppress(Changed, Unreachable, FileNotFoundError):  # FileNotFoundError: an answer was lost
+            bucket.patiently(lambda: bucket.delete(self.url, self.generation), self.url)
 
 
 def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
-    """What the folder is, whatever its name; None if there is none."""
+    """Returns an identity of the folder that a rename does not change; None if there is none."""
     try:
         found = os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -335,15 +336,15 @@ def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def held(folder: Any, doing: str) -> Iterator[None]:
-    """Holds a local folder; the system gives back what a process that dies has held. Where no folder can, nothing is.
+def folder_lock(folder: Any, doing: str) -> Iterator[None]:
+    """Locks a local folder with flock, which the kernel releases if the process dies. Remote folders are not locked.
 
-    Raises BadInput where another process has it. doing: what that is at, in front of the folder's name.
+    Args: doing: verb phrase before the folder's name in the error. Raises BadInput if another process has the lock.
     """
     if paths.is_remote(folder):
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)  # itself, so that nothing is left behind
+    handle = os.open(folder, os.O_RDONLY)  # the folder itself, so that no lock file remains
     try:
         if flock(handle) is False:
             raise BadInput(f"another process is {doing} {folder} now; wait for it, or name a new folder")
@@ -353,7 +354,7 @@ def held(folder: Any, doing: str) -> Iterator[None]:
 
 
 def flock(handle: int) -> bool | None:
-    """True if the file is flocked by this handle now, False if by another; None where the file system has no flock."""
+    """True if this handle has the flock now, False if another has; None if the file system has no flock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

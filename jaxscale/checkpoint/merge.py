@@ -1,28 +1,28 @@
-"""Adapters added to the matrices that they are for: plain weights, written as a work folder of their own.
+"""Merges LoRA adapters into the matrices that they adapt, and writes plain weights as a new work folder.
 
-It is written as an average is: the same arrays in the same pieces, a piece at a time, checked as they are read and once
-they are written. W + scale A B is summed in float64 and rounded once. config.json tells what was merged, and its config
-has no adapters.
+The result is written as an average is: with the same arrays and chunks, checked while they are read and once they are
+written. W + scale A B is summed in float64 and rounded once. config.json describes the merge, and its config has no
+adapters.
 """
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint.array_store import Arrays, Box
+from jaxscale.checkpoint.array_store import ArrayReader, Box
 from jaxscale.checkpoint.average import (
     LEAVE_OUT,
     WEIGHTS,
-    Averaged,
     Combine,
-    Recipe,
-    check_bits,
+    WeightRecipe,
+    WrittenWeights,
+    check_fingerprint,
     open_leaf,
     read_source,
-    weights_of,
+    weight_formats,
     write_weights,
 )
 from jaxscale.checkpoint.fingerprint import host_fingerprint
@@ -34,8 +34,8 @@ from jaxscale.models.lora import A, B, is_adapter
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.system.exits import BadInput
 
-MADE = "merged"
-TOKENIZER = "tokenizer"  # the folder of a work folder with the tokenizer's files
+MERGED = "merged"
+TOKENIZER = "tokenizer"  # folder of a work folder with the tokenizer's files
 
 
 def merge_lora(
@@ -44,10 +44,10 @@ def merge_lora(
     workdir: Any,
     what: str = WEIGHTS,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
-) -> Averaged:
+) -> WrittenWeights:
     """Writes the weights of a step with its adapters merged into a new work folder.
 
-    Args: what: 'params', or 'ema': with the average of the adapters, where the run keeps one.
+    Args: what: 'params', or 'ema' for the average of the adapters, if the run has one.
     Raises: BadInput for a run without adapters or a folder in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
     damaged source, (STORAGE) if it cannot be written.
     """
@@ -57,9 +57,9 @@ def merge_lora(
     adapters = {name: leaf for name, leaf in weight_leaves(record["leaves"], what).items() if is_adapter(name)}
     if not lora.on or not adapters:
         raise BadInput(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")
-    leaves = {name: found for name, found in weights_of(record, WEIGHTS).items() if not is_adapter(name)}
-    made = {"of": os.fspath(run), "what": what, "step": step, "record": record["sha256"], "lora": to_dict(lora)}
-    arrays = Arrays(folder)
+    leaves = {name: found for name, found in weight_formats(record, WEIGHTS).items() if not is_adapter(name)}
+    sources = {"of": os.fspath(run), "what": what, "step": step, "record": record["sha256"], "lora": to_dict(lora)}
+    arrays = ArrayReader(folder)
 
     def combine(name: str) -> Combine:
         if f"{name}{A}" not in adapters:
@@ -67,49 +67,49 @@ def merge_lora(
         a, b = (read_whole(arrays, step, record, adapters[f"{name}{ending}"]) for ending in (A, B))
         return lambda box, pieces: with_adapter(next(pieces), box, a, b, lora.scale)
 
-    recipe = Recipe(
+    recipe = WeightRecipe(
         source,
         {step: record},
         WEIGHTS,
         leaves,
         combine,
-        MADE,
-        {**record, "run": without_lora(record["run"]) | {MADE: made}},
-        without_lora(read_optional(run / "config.json")) | {MADE: made},
+        MERGED,
+        {**record, "run": without_lora(record["run"]) | {MERGED: sources}},
+        without_lora(read_optional(run / "config.json")) | {MERGED: sources},
         (TOKENIZER,),
     )
     return write_weights(recipe, workdir, on_bytes)
 
 
-def read_whole(arrays: Arrays, step: int, record: Mapping[str, Any], name: str) -> np.ndarray:
-    """A small leaf, checked."""
+def read_whole(arrays: ArrayReader, step: int, record: Mapping[str, Any], name: str) -> np.ndarray:
+    """Returns a small leaf, verified."""
     value = read_source(open_leaf(arrays, step, name).read().result, step, name)
-    check_bits(host_fingerprint(value), record, step, name)
+    check_fingerprint(host_fingerprint(value), record, step, name)
     return value
 
 
 def with_adapter(piece: np.ndarray, box: Box, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """The piece of a matrix, or of a stack of them, that lies in the box, plus scale A B, in the piece's dtype.
+    """Returns the box's piece of a matrix, or of a stack of them, plus scale A B, in the piece's dtype.
 
-    The sizes tell whether there is a stack, of layers, experts or both: A and B share the rank, and the stack's axes.
+    A stack (of layers, experts or both) shows in the number of axes: A and B share its axes and the adapter's rank.
     """
     stacked = a.ndim + b.ndim - piece.ndim - 2
     count = a.ndim - stacked - 1
-    of_a, of_b = box[stacked : stacked + count], box[stacked + count :]
+    a_slices, b_slices = box[stacked : stacked + count], box[stacked + count :]
     merged = np.empty_like(piece)
-    for place in np.ndindex(*piece.shape[:stacked]):  # one in float64 at a time
-        one = tuple(of_axis.start + offset for of_axis, offset in zip(box, place))
-        merged[place] = piece[place] + delta(a[one], b[one], of_a, of_b, scale)
+    for index in np.ndindex(*piece.shape[:stacked]):  # one matrix in float64 at a time
+        matrix = tuple(part.start + offset for part, offset in zip(box, index))
+        merged[index] = piece[index] + adapter_product(a[matrix], b[matrix], a_slices, b_slices, scale)
     return merged
 
 
-def delta(a: np.ndarray, b: np.ndarray, of_a: Sequence[slice], of_b: Sequence[slice], scale: float) -> np.ndarray:
-    """float64: the part of scale A B in these rows of A and columns of B."""
-    a, b = a[tuple(of_a)].astype(np.float64), b[(slice(None), *of_b)].astype(np.float64)
+def adapter_product(a: np.ndarray, b: np.ndarray, a_slices: tuple, b_slices: tuple, scale: float) -> np.ndarray:
+    """Returns the part of scale A B in these rows of A and columns of B, in float64."""
+    a, b = a[a_slices].astype(np.float64), b[(slice(None), *b_slices)].astype(np.float64)
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     return (scale * (rows @ b.reshape(b.shape[0], -1))).reshape(*a.shape[:-1], *b.shape[1:])
 
 
 def without_lora(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What is recorded of a run, with a config that has no adapters, so that its weights are read as they are."""
+    """Returns the run's part of a record with a config that has no adapters."""
     return {**run, "config": {**run.get("config", {}), "lora": to_dict(NO_LORA)}}

@@ -1,7 +1,7 @@
-"""Reading back what was saved, shared between processes by pieces of arrays.
+"""Reads saved steps back, with the chunks of all arrays divided among the processes.
 
-The fingerprints of pieces add up to that of their array (fingerprint.py). So each process reads equally many bytes,
-however large one array is, a few pieces at a time, and the first one compares the sums with the record.
+The fingerprints of chunks add up to that of their array (fingerprint.py). So every process reads equally many bytes,
+even of one large array, a few chunks at a time, and the first process compares the sums with the record.
 """
 
 import math
@@ -10,112 +10,112 @@ from typing import Any
 
 import jax
 
-from jaxscale.checkpoint.array_store import DIFFERS, KEY, NUMBERS, Arrays, boxes, compare_leaf, in_pieces, misfit
+from jaxscale.checkpoint import array_store
+from jaxscale.checkpoint.array_store import ArrayReader, chunk_boxes, compare_leaf, format_mismatch, read_boxes
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import files_under, forget
+from jaxscale.checkpoint.folders import drop_page_cache, files_under
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
 
-class Damaged(Exception):
-    """What lies in the files is not what was saved."""
+class DamagedCheckpoint(Exception):
+    """The files differ from what was saved."""
 
 
 def verify_leaves(folder: Any, leaves: Mapping[str, list]) -> None:
-    """Returns if each leaf of a step has its fingerprint; reads the files, not what the system remembers.
+    """Compares each leaf of a step with its fingerprint; reads the disk rather than the page cache.
 
     Args: leaves: {name: [shape, dtype, fingerprint]} of its record.
-    Raises: Damaged with the name of the first leaf that differs or is not there.
+    Raises: DamagedCheckpoint naming the first leaf that differs or is missing.
     """
-    forget_files(folder)
-    if wrong := what_differs(leaves, [piece_sums(folder, leaves)]):
-        raise Damaged(wrong)
+    drop_page_caches(folder)
+    if wrong := first_difference(leaves, [piece_sums(folder, leaves)]):
+        raise DamagedCheckpoint(wrong)
 
 
 def piece_sums(folder: Any, leaves: Mapping[str, list], share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """{leaf: [sum of the fingerprints of some of its pieces, how many numbers they hold]} of one process's share.
+    """Returns {leaf: [sum of its chunks' fingerprints, number of their elements]} for one process's chunks.
 
-    The shares are of equally many bytes, to one piece, whichever leaves those belong to. A process opens the leaves
-    that its share touches, and no other.
-    Raises: Damaged with the name of the first leaf that cannot be read, or is of another shape or type.
+    The shares differ in bytes by at most one chunk, and a process opens only the leaves in its share.
+    Raises: DamagedCheckpoint naming the first leaf that is unreadable or of another shape or dtype.
     """
-    arrays, found, begin = Arrays(folder), {}, 0
-    weights = {name: weight(*leaves[name][:2]) for name in sorted(leaves)}
-    first, last = (sum(weights.values()) * number // shares for number in (share, share + 1))
-    for name, size in weights.items():
+    arrays, found, begin = ArrayReader(folder), {}, 0
+    sizes = {name: leaf_bytes(*leaves[name][:2]) for name in sorted(leaves)}
+    first, last = (sum(sizes.values()) * number // shares for number in (share, share + 1))
+    for name, size in sizes.items():
         if begin < last and begin + size > first:
             try:
-                if sums := sums_of(arrays, name, leaves[name], first - begin, last - begin):
+                if sums := leaf_piece_sums(arrays, name, leaves[name], first - begin, last - begin):
                     found[name] = sums
             except Exception as error:
-                if is_storage_error(error) or isinstance(error, Damaged):
+                if is_storage_error(error) or isinstance(error, DamagedCheckpoint):
                     raise
-                raise Damaged(f"{name} cannot be read back: {short_reason(error)}") from error
+                raise DamagedCheckpoint(f"{name} cannot be read back: {short_reason(error)}") from error
         begin += size
     return found
 
 
-def weight(shape: list[int], dtype: str) -> int:
-    """Bytes of a leaf, at least 1, where the type's size is known: only how even the shares are depends on it."""
+def leaf_bytes(shape: list[int], dtype: str) -> int:
+    """Returns the bytes of a leaf, at least 1. An estimate is enough: it only balances the shares."""
     try:
         item = jax.numpy.dtype(dtype).itemsize
-    except TypeError:  # of random keys, and Python's own
+    except TypeError:  # random keys and Python scalars
         item = 8
     return max(1, math.prod(shape) * item)
 
 
-def sums_of(arrays: Arrays, name: str, described: list, begin: int, end: int) -> list[int]:
-    """As piece_sums, of those pieces of one leaf that begin in [begin, end) of its bytes; [] if none does."""
+def leaf_piece_sums(arrays: ArrayReader, name: str, described: list, begin: int, end: int) -> list[int]:
+    """Returns piece_sums of those chunks of one leaf that begin in [begin, end) of its bytes; [] if none does."""
     array = arrays.open(name)
-    if wrong := misfit(array, *described[:2]):
-        raise Damaged(f"{name}: {wrong}")
-    pieces, size = boxes(array), weight(*described[:2])
+    if wrong := format_mismatch(array, *described[:2]):
+        raise DamagedCheckpoint(f"{name}: {wrong}")
+    pieces, size = chunk_boxes(array), leaf_bytes(*described[:2])
     mine = [box for number, box in enumerate(pieces) if begin <= number * size // len(pieces) < end]
-    if mine and described[1] in NUMBERS:
+    if mine and described[1] in array_store.PYTHON_SCALARS:
         if wrong := compare_leaf(arrays, name, *described)[0]:
-            raise Damaged(f"{name}: {wrong}")
+            raise DamagedCheckpoint(f"{name}: {wrong}")
         return []
     total = numbers = 0
-    for box, value in in_pieces(array, mine):
+    for box, value in read_boxes(array, mine):
         total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
         numbers += value.size
     return [total % 2**32, numbers] if mine else []
 
 
-def what_differs(leaves: Mapping[str, list], found: Iterable[Mapping[str, list[int]]]) -> str:
-    """The first leaf of which the shares of all processes do not add up to what its record says; '' if none."""
+def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, list[int]]]) -> str:
+    """Returns the first leaf whose sums over all processes do not match its record; '' if none."""
     totals = {name: [0, 0] for name in leaves}
     for sums in found:
         for name, (part, numbers) in sums.items():
             totals[name] = [(totals[name][0] + part) % 2**32, totals[name][1] + numbers]
-    for name, (shape, dtype, mark) in sorted(leaves.items()):
+    for name, (shape, dtype, fingerprint) in sorted(leaves.items()):
         total, numbers = totals[name]
-        if dtype in NUMBERS:
-            continue  # compared where it was read
-        if not (numbers == math.prod(shape) or dtype.startswith(KEY) and numbers):
+        if dtype in array_store.PYTHON_SCALARS:
+            continue  # compared when it was read
+        if not (numbers == math.prod(shape) or dtype.startswith(array_store.KEY_DTYPE_PREFIX) and numbers):
             return f"{name}: {numbers:,} of its {math.prod(shape):,} numbers were read back"
-        if total != mark:
-            return f"{name}: {DIFFERS}"
+        if total != fingerprint:
+            return f"{name}: {array_store.DIFFERS}"
     return ""
 
 
-def forget_files(folder: Any, but: str = "/") -> None:
-    """Drops the files below a local folder from memory, so that reading them back reads the disk.
+def drop_page_caches(folder: Any, other_files: str = "/") -> None:
+    """Drops the files below a local folder from the page cache, so that reading them back reads the disk.
 
-    but: how the names of those begin that others have dropped.
+    other_files: prefix of the names of files that other processes drop.
     """
     if not paths.is_remote(folder):
         for name in files_under(folder):
-            if not name.startswith(but):
-                forget(folder / name)
+            if not name.startswith(other_files):
+                drop_page_cache(folder / name)
 
 
-def sealed_record(folder: Any, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """The record as `read` gives it. Raises Damaged if one bit of it is another."""
+def read_sealed_record(folder: Any, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Returns read(folder). Raises DamagedCheckpoint if the record was changed."""
     try:
         return read(folder)
     except BadInput as error:
         if is_storage_error(error):
             raise
-        raise Damaged(f"its record cannot be read back: {error}") from error
+        raise DamagedCheckpoint(f"its record cannot be read back: {error}") from error

@@ -1,6 +1,6 @@
-"""Which checkpoints stay: the newest, the regular, the best, the pinned, and those that a run may go back to.
+"""Retention policy: keeps the newest, regular, best and pinned checkpoints, and those that a run may go back to.
 
-The rule, what is known of each step without reading its arrays, and what `ckpt` pins and deletes.
+Also reads the facts of steps without their arrays, and pins and deletes steps for `ckpt`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import (
     COMMITTED,
-    REMOVED,
+    REMOVED_SUFFIX,
     all_steps,
     files_under,
     is_step_name,
@@ -20,41 +20,41 @@ from jaxscale.checkpoint.folders import (
 )
 from jaxscale.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_record, require_record
 from jaxscale.checkpoint.storage_errors import errors_behind, is_storage_error, read_optional, short_reason
-from jaxscale.checkpoint.verify import LISTS, REST
+from jaxscale.checkpoint.verify import MAIN_LIST
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
-PINNED = "pinned"  # a folder with an empty file for each step that must stay
-BEST_BY = "validation/loss"
+PINNED = "pinned"  # folder with an empty file for each pinned step
+BEST_METRIC = "validation/loss"
 CLEAN = "clean"
-ALWAYS = (f"{LISTS}/{REST}", COMMITTED)
-TIMES, COPIED = "_CHECKPOINT_METADATA", "copied"
+REQUIRED_FILES = (MAIN_LIST, COMMITTED)
+ORBAX_METADATA, COPIED = "_CHECKPOINT_METADATA", "copied"
 
 
-class Facts(NamedTuple):
-    """What retention asks of a checkpoint."""
+class RetentionFacts(NamedTuple):
+    """The facts of a checkpoint that retention depends on."""
 
-    health: str | None  # None: it cannot be read
+    health: str | None  # None: the record cannot be read
     loss: float | None
 
 
-UNKNOWN = Facts(None, None)
+UNKNOWN = RetentionFacts(None, None)
 
 
-def read_facts(folder: Any) -> Facts:
-    """The facts of a committed checkpoint, from its record. Raises what says nothing of the record itself."""
+def read_facts(folder: Any) -> RetentionFacts:
+    """Returns the facts of a committed checkpoint. Raises storage errors, which say nothing about the record."""
     try:
         record = read_record(folder)
     except Exception as error:
-        if not is_lost(error):
+        if not is_record_lost(error):
             raise
         return UNKNOWN
-    loss = (record.get("metrics") or {}).get(BEST_BY)
-    return Facts(record.get("health", CLEAN), loss)
+    loss = (record.get("metrics") or {}).get(BEST_METRIC)
+    return RetentionFacts(record.get("health", CLEAN), loss)
 
 
-def is_lost(error: Exception) -> bool:
-    """True if the record is missing or damaged, and another look will not find it either."""
+def is_record_lost(error: Exception) -> bool:
+    """True if the record is missing or damaged, so that a retry would fail too."""
     if is_storage_error(error) or not isinstance(error, OSError | ValueError):
         return False
     causes = [link for link in errors_behind(error) if isinstance(link, OSError)]
@@ -64,36 +64,36 @@ def is_lost(error: Exception) -> bool:
 
 
 def pinned_steps(directory: Any) -> set[int]:
-    """The steps that somebody has pinned: pinned/<step> is there. Raises what keeps it from being known."""
+    """Returns the steps with a file pinned/<step>. Raises the errors of listing them."""
     try:
         return {int(file.name) for file in (directory / PINNED).iterdir() if is_step_name(file.name)}
     except FileNotFoundError:
         return set()
 
 
-def kept_steps(
+def retained_steps(
     steps: Iterable[int],
     cfg: CheckpointConfig,
-    facts: Callable[[int], Facts] = lambda step: Facts(CLEAN, None),
+    facts: Callable[[int], RetentionFacts] = lambda step: RetentionFacts(CLEAN, None),
     pinned: Iterable[int] = (),
     last_good: int | None = None,
 ) -> dict[int, str]:
-    """{step: why it stays}: by the settings, pinned ones, the last that was verified, and the newest clean one.
+    """Returns {step: reason} of the steps to keep: by the settings, pinned, last verified, and newest clean.
 
-    facts: asked only where the answer matters.
+    facts: called only for steps whose facts matter.
     """
     ordered = sorted(steps)
     clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
-    why = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # a later reason goes first
-    why |= {step: f"best {rank}" for rank, step in enumerate(best_steps(ordered, cfg.keep_best, facts), 1)}
+    reasons = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # later ones override
+    reasons |= {step: f"best {rank}" for rank, step in enumerate(best_steps(ordered, cfg.keep_best, facts), 1)}
     if every := cfg.keep_every_steps:
-        why |= {step: f"every {every}" for step in ordered if step % every == 0}
-    why |= dict.fromkeys(ordered[-cfg.keep_last :], f"newest {cfg.keep_last}")
-    return {step: why[step] for step in ordered if step in why}
+        reasons |= {step: f"every {every}" for step in ordered if step % every == 0}
+    reasons |= dict.fromkeys(ordered[-cfg.keep_last :], f"newest {cfg.keep_last}")
+    return {step: reasons[step] for step in ordered if step in reasons}
 
 
-def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], Facts]) -> list[int]:
-    """So many steps of the lowest validation loss, the best first; of equal ones the newer. Asks nothing for 0."""
+def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], RetentionFacts]) -> list[int]:
+    """Returns the `count` steps of lowest validation loss, best first; of equal ones the newer."""
     if not count:
         return []
     losses = {step: loss for step in steps if (loss := facts(step).loss) is not None}
@@ -102,21 +102,21 @@ def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], Facts]) 
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """What is known of a committed step without reading its arrays."""
+    """The facts of a committed step that are known without reading its arrays."""
 
     step: int
     saved: str | None  # ISO time, UTC
     num_bytes: int
-    health: str | None  # as training judged it; None: it did not (clean, then), or the record cannot be read
+    health: str | None  # from training; None: not recorded (clean, then), or the record cannot be read
     validation_loss: float | None
-    verified: bool  # read back whole and found as it was saved, by training or by `ckpt copy`
+    verified: bool  # read back and found correct, by training or by `ckpt copy`
     pinned: bool
-    problem: str = ""  # why the record cannot be read, or is of another step
+    problem: str = ""  # error of the record
     missing: tuple[str, ...] = ()  # files that every step has
 
 
 def list_steps(directory: Any) -> list[StepFacts]:
-    """The facts of every committed step, oldest first. Reads the small files only."""
+    """Returns the facts of every committed step, oldest first. Reads small files only."""
     folder = directory
     steps = all_steps(folder)
     sizes = dict.fromkeys(steps, 0)
@@ -132,7 +132,7 @@ def list_steps(directory: Any) -> list[StepFacts]:
 def step_facts(
     folder: Any, step: int, num_bytes: int, names: Collection[str], last_good: Mapping[str, Any]
 ) -> StepFacts:
-    """The facts of one step. names: of all files below the folder of checkpoints."""
+    """Returns the facts of one step. names: of all files below the folder of checkpoints."""
     pinned, copied = f"{PINNED}/{step}" in names, f"{COPIED}/{step}.json" in names
     try:
         record = require_record(folder / str(step))
@@ -143,69 +143,69 @@ def step_facts(
     if copied and not verified:
         verified = read_optional(folder / COPIED / f"{step}.json").get("record") == record["sha256"]
     loss = (record.get("metrics") or {}).get("validation/loss")
-    wanted = ALWAYS if "step" in record and f"{step}/{RECORD}" in names else ()  # not behind a link, nor of old
-    missing = tuple(name for name in wanted if f"{step}/{name}" not in names)
+    is_listed = "step" in record and f"{step}/{RECORD}" in names  # False for links and older versions
+    missing = tuple(name for name in REQUIRED_FILES if is_listed and f"{step}/{name}" not in names)
     return StepFacts(
         step, saved_at(folder / str(step)), num_bytes, record.get("health"), loss, verified, pinned, missing=missing
     )
 
 
 def saved_at(folder: Any) -> str | None:
-    """When the step was committed."""
-    stamp = read_optional(folder / TIMES).get("commit_timestamp_nsecs")
+    """Returns the time of the commit."""
+    stamp = read_optional(folder / ORBAX_METADATA).get("commit_timestamp_nsecs")
     if not isinstance(stamp, int):
         return None
     return datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-def why_kept(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointConfig) -> dict[int, str]:
-    """{step: why it stays}: what training itself would keep by these settings. All others may go.
+def retention_reasons(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointConfig) -> dict[int, str]:
+    """Returns {step: reason} of the steps that training would keep by these settings.
 
-    Args: last_good: the newest step that training read back; it stays, as do pinned steps, the newest clean one, and
-    those whose record cannot be read, for they may be any of these.
+    Args: last_good: the newest step that training read back, which stays, as do pinned steps, the newest clean one, and
+    those whose record cannot be read, because they may be any of these.
     """
     unread = {fact.step for fact in facts if fact.problem}
     health = lambda fact: None if fact.problem else fact.health or CLEAN
-    known = {fact.step: Facts(health(fact), fact.validation_loss) for fact in facts}
+    known = {fact.step: RetentionFacts(health(fact), fact.validation_loss) for fact in facts}
     pinned = {fact.step for fact in facts if fact.pinned}
-    kept = kept_steps(known, cfg, known.__getitem__, pinned, last_good)
-    kept |= {step: "its record cannot be read" for step in unread if kept.get(step) in (None, "last good")}
-    return dict(sorted(kept.items()))
+    reasons = retained_steps(known, cfg, known.__getitem__, pinned, last_good)
+    reasons |= {step: "its record cannot be read" for step in unread if reasons.get(step) in (None, "last good")}
+    return dict(sorted(reasons.items()))
 
 
 def last_good_step(directory: Any) -> int | None:
-    """The newest step that training read back, if it says so. Raises Stop (STORAGE) where that cannot be known."""
+    """Returns the newest step that training read back, or None. Raises Stop (STORAGE) if it cannot be read."""
     path = directory / LAST_GOOD
     try:
         found = paths.read_json(path)
     except Exception as error:
-        if is_lost(error):
+        if is_record_lost(error):
             return None
         raise Stop(Exit.STORAGE, f"{path} cannot be read: {short_reason(error)}; nothing was deleted") from None
     return found.get("step") if isinstance(found, dict) else None
 
 
 def delete_step(folder: Any, step: int) -> None:
-    """Deletes a step. Killed half-way, what is left no longer counts as a step. Raises Stop (STORAGE) if it cannot."""
+    """Deletes a step. If killed, the rest no longer counts as a step. Raises Stop (STORAGE) if it fails."""
     try:
         remove_step(folder, step)
     except FileNotFoundError:
-        return  # training was faster
+        return  # training has removed it
     except Exception as error:
         if not isinstance(error, OSError) and not is_storage_error(error):
             raise
         raise Stop(Exit.STORAGE, f"{folder / str(step)} cannot be deleted: {short_reason(error)}") from None
 
 
-def sweep(folder: Any) -> None:
-    """Removes what deletions that were killed half-way have left on a disk; what a save has begun is not touched."""
+def remove_half_deleted(folder: Any) -> None:
+    """Removes the rest of killed deletions from a disk; unfinished saves are not touched."""
     for path in folder.iterdir() if not paths.is_remote(folder) else ():
-        if path.name.endswith(REMOVED) and path.name.removesuffix(REMOVED).isdecimal():
+        if path.name.endswith(REMOVED_SUFFIX) and path.name.removesuffix(REMOVED_SUFFIX).isdecimal():
             remove_tree(path)
 
 
 def pin(directory: Any, step: int) -> bool:
-    """True if the step, which must be there, was not pinned before. Neither training nor prune deletes it."""
+    """Protects an existing step from training and prune; True if it was not pinned before."""
     mark = directory / PINNED / str(step)
     if mark.exists():
         return False
@@ -215,7 +215,7 @@ def pin(directory: Any, step: int) -> bool:
 
 
 def unpin(directory: Any, step: int) -> bool:
-    """True if the step was pinned."""
+    """Removes a pin; True if the step was pinned."""
     mark = directory / PINNED / str(step)
     if not mark.exists():
         return False

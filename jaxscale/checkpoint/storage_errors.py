@@ -1,4 +1,4 @@
-"""Why storage failed, as one short line; Orbax reports the same through pages of tracebacks."""
+"""Turns storage errors into one short line; Orbax reports them as pages of tracebacks."""
 
 import contextlib
 import errno
@@ -12,31 +12,31 @@ from jaxscale.system.bucket_errors import Forbidden, Unreachable, missing_permis
 from jaxscale.system.exits import Exit, Stop
 
 T = TypeVar("T")
-MAX_LETTERS = 240
+MAX_CHARACTERS = 240
 NO_INODES = "no inodes left"
-# what operating systems and object stores call the causes that people can do something about
-TELLING = re.compile(
+# names that operating systems and object stores give to causes that a person can fix
+KNOWN_CAUSES = re.compile(
     r"(No space left on device|Disk quota exceeded|File too large|Read-only file system|Permission denied"
     r"|Input/output error|Stale file handle|Too many open files|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED"
     r"|DATA_LOSS|Too many requests)"
 )
-# Of the way to the storage, not of what lies there: a checkpoint that cannot be read for these is not damaged.
-TROUBLE = {
+# Errors of access to the storage, not of its content: a checkpoint that cannot be read because of these is not damaged.
+ACCESS_ERRNOS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
     errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
 }  # fmt: skip
-TROUBLE_TEXT = re.compile(
+ACCESS_ERRORS = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED"
     r"|Too many (requests|open files)|Permission denied"
     r"|^Forbidden: "
 )
 DENIED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Permission denied|Operation not permitted|\b40[13]\b")
 READ_ONLY = "Read-only file system"
-CLIENTS = ("gcsfs", "aiohttp", "requests", "google")  # whose errors are of the way, and often no OSError
+CLIENT_MODULES = ("gcsfs", "aiohttp", "requests", "google")  # their errors are of access, and often not an OSError
 
 
 def short_reason(error: BaseException) -> str:
-    """The most telling message in the error's chain, one line of at most MAX_LETTERS letters."""
+    """Returns the most specific message in the error's chain, one line of at most MAX_LETTERS letters."""
     chain = list(errors_behind(error))
     for link in chain:
         if permission := missing_permission(str(link)):
@@ -54,28 +54,28 @@ def short_reason(error: BaseException) -> str:
         if isinstance(link, OSError) and link.strerror:
             return clip(f"{link.strerror}: {link.filename}" if link.filename else link.strerror)
     for link in chain:
-        if found := TELLING.search(str(link)):
+        if found := KNOWN_CAUSES.search(str(link)):
             return clip(found.group())
     root = chain[-1]
     return clip(f"{type(root).__name__}: {root}" if str(root).strip() else type(root).__name__)
 
 
 def no_inodes_message(path: Any) -> str:
-    """That a local disk has no more files to give, where it counts so; else ''. Only to word an error that is there:
+    """Returns a message if a local disk has no inodes left, else ''. Only for wording an existing error.
 
-    the system calls such a disk full, and some file systems of a network count so and give files all the same.
+    The system reports such a disk as full; some network file systems count inodes this way and still create files.
     """
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     found = os.statvfs(parent)
-    if not found.f_files or found.f_favail:  # some file systems do not count them
+    if not found.f_files or found.f_favail:  # some file systems do not count inodes
         return ""
-    return f"{NO_INODES} on the disk of {path}: it has room for bytes, and for not one more file; remove some files"
+    return f"{NO_INODES} on the disk of {path}: it has free bytes, but cannot create another file; remove some files"
 
 
 def errors_behind(error: BaseException):
-    """Yields the error, what it holds if it is a group, and what caused it, each once."""
+    """Yields the error, its group members and its causes, each once."""
     pending, seen = [error], set()
     while pending:
         link = pending.pop(0)
@@ -88,55 +88,55 @@ def errors_behind(error: BaseException):
 
 
 def clip(text: str) -> str:
-    """The text on one line, shortened."""
+    """Returns the text on one line, shortened to MAX_LETTERS."""
     line = " ".join(text.split())
-    return line if len(line) <= MAX_LETTERS else line[: MAX_LETTERS - 3] + "..."
+    return line if len(line) <= MAX_CHARACTERS else line[: MAX_CHARACTERS - 3] + "..."
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """True if the storage could not be reached, or may not be read: it says nothing about what is stored."""
+    """True if the storage could not be reached or read, which says nothing about its content."""
     for link in errors_behind(error):
-        if isinstance(link, MemoryError | TimeoutError) or getattr(link, "errno", None) in TROUBLE:
+        if isinstance(link, MemoryError | TimeoutError) or getattr(link, "errno", None) in ACCESS_ERRNOS:
             return True
-        if isinstance(link, Unreachable | Forbidden) or type(link).__module__.partition(".")[0] in CLIENTS:
+        if isinstance(link, Unreachable | Forbidden) or type(link).__module__.partition(".")[0] in CLIENT_MODULES:
             return True
-        if TROUBLE_TEXT.search(str(link)):
+        if ACCESS_ERRORS.search(str(link)):
             return True
     return False
 
 
-def reached(ask: Callable[[], T], folder: Any) -> T:
-    """What ask() gives. Raises Stop (STORAGE), in one line, where a remote folder cannot be reached for it."""
+def stop_if_unreachable(ask: Callable[[], T], folder: Any) -> T:
+    """Returns ask(). Raises Stop (STORAGE), in one line, if a remote folder cannot be reached."""
     try:
         return ask()
     except Exception as error:
         if isinstance(error, Stop) or not paths.is_remote(folder) or not is_storage_error(error):
             raise
         cause = short_reason(error)
-        way_out = missing_grant(cause, folder) or "; start again when it answers"
+        way_out = permission_hint(cause, folder) or "; start again when it answers"
         raise Stop(Exit.STORAGE, f"{folder} cannot be reached: {cause}{way_out}") from None
 
 
 def read_optional(path: Any) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none. Raises Stop (STORAGE) where its bucket cannot be reached."""
+    """Returns the JSON object in a file, {} if there is none. Raises Stop (STORAGE) if its bucket is unreachable."""
     with contextlib.suppress(OSError, ValueError):
-        value = reached(lambda: paths.read_json(path), path)
+        value = stop_if_unreachable(lambda: paths.read_json(path), path)
         return value if isinstance(value, dict) else {}
     return {}
 
 
-def written(write: Callable[[], T], folder: Any) -> T:
-    """What write() gives. Raises Stop (STORAGE), in one line, where the folder does not take it."""
+def stop_if_unwritable(write: Callable[[], T], folder: Any) -> T:
+    """Returns write(). Raises Stop (STORAGE), in one line, if the folder cannot be written."""
     try:
-        return reached(write, folder)
+        return stop_if_unreachable(write, folder)
     except OSError as error:
         cause = short_reason(error)
-        way_out = missing_grant(cause, folder) or "; make room or mend the disk, then start again: nothing is lost"
+        way_out = permission_hint(cause, folder) or "; free space or fix the disk, then start again: nothing is lost"
         raise Stop(Exit.STORAGE, f"{folder} cannot be written: {cause}{way_out}") from error
 
 
-def missing_grant(cause: str, directory: Any) -> str:
-    """What is to be granted where the cause is that something is not allowed, as the end of a line; else ''."""
+def permission_hint(cause: str, directory: Any) -> str:
+    """Returns the permission to grant, as the end of a line, if the cause is a denied access; else ''."""
     if READ_ONLY in cause:
         return f"; mount {directory} for writing"
     if not DENIED.search(cause):

@@ -1,8 +1,8 @@
-"""Two tiers of checkpoints: those in the work folder, and local copies on the hosts, a few seconds old, for a restart.
+"""Two tiers of checkpoints: in the work folder, and local copies on the hosts, a few seconds old, for a restart.
 
-On a restart the newest good copy wins. A local copy is taken if it belongs to the run as it went on (lineage.py), is
-newer than the newest step in the work folder, which must not have gone back behind the one that it followed, and if a
-good part of it is left for every process: on its own host, or at a neighbour's.
+A restart resumes from the newest valid copy. A local copy is valid if it belongs to the run's history (lineage.py), is
+newer than the newest step in the work folder, which must not have gone back behind the one that the copy followed, and
+if a valid part of it exists for every process, on its own host or at a neighbour's.
 """
 
 from collections import defaultdict
@@ -13,12 +13,12 @@ import jax
 
 from jaxscale.checkpoint import lineage, local_copy, restore
 from jaxscale.checkpoint.fingerprint import fingerprints
-from jaxscale.checkpoint.local_saver import LocalSaver, causes
-from jaxscale.checkpoint.local_store import Copy, LocalStore, name_of
+from jaxscale.checkpoint.local_saver import LocalSaver, join_causes
+from jaxscale.checkpoint.local_store import LocalCopy, LocalStore, copy_name
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.read_back import Damaged
+from jaxscale.checkpoint.read_back import DamagedCheckpoint
 from jaxscale.checkpoint.record import describe_leaf, named_leaves
-from jaxscale.checkpoint.storage_errors import short_reason, written
+from jaxscale.checkpoint.storage_errors import short_reason, stop_if_unwritable
 from jaxscale.hosts import exchange
 from jaxscale.hosts.agree import agreed, consulted, gathered, next_key
 from jaxscale.system.exits import Exit, Stop
@@ -28,25 +28,25 @@ OFFER_SECONDS = 300.0  # for the slowest host to list its copies
 
 
 class Offer(NamedTuple):
-    """A local copy that one process may go on from."""
+    """A local copy that a process may resume from."""
 
     step: int
     token: str
-    mark: str
-    here: bool  # its part is on its own host
-    elsewhere: list  # addresses of those that have its part too
+    state_digest: str
+    is_local: bool  # this process's part is on its host
+    remote_addresses: list  # addresses of other hosts with this process's part
 
 
-class Taken(NamedTuple):
-    """The local copy that a start resumes from."""
+class ResumedCopy(NamedTuple):
+    """The local copy from which a start resumes."""
 
     offer: Offer
     record: dict[str, Any]
     pieces: Mapping[str, Any]
 
 
-class Tiers(Checkpoints):
-    """The checkpoints of a run, and its local copies where checkpoint.local.folder names a place for them."""
+class TieredCheckpoints(Checkpoints):
+    """The checkpoints of a run, with local copies if checkpoint.local.folder is set."""
 
     def __init__(self, directory: Any, *arguments: Any, **settings: Any):
         super().__init__(directory, *arguments, **settings)
@@ -55,40 +55,40 @@ class Tiers(Checkpoints):
         self.exchange: exchange.Exchange | None = None
         self.neighbour: Sequence | None = None  # the address of the process that stores a second copy
         self.offers: list[Offer] = []
-        self.taken: Taken | None = None
+        self.resumed_copy: ResumedCopy | None = None
 
-    # On a start.
+    # Start.
 
     def newest_readable(self, log: Log = print) -> int | None:
-        """As Checkpoints.newest_readable; a step of local copies where there is a newer one that is good."""
-        self.look(log)
+        """As Checkpoints.newest_readable, or the step of a newer valid local copy."""
+        self.find_local_copies(log)
         step = self.next_local(log)
         return super().newest_readable(log) if step is None else step
 
-    def look(self, log: Log) -> None:
-        """Finds, together with all processes, the local copies, their hosts and neighbours, where a folder is set."""
+    def find_local_copies(self, log: Log) -> None:
+        """Finds the local copies of all processes, their hosts and the neighbour, if a folder is set."""
         if self.cfg.local.folder is None:
             return
         if self.store is None:
             self.store = LocalStore(self.cfg.local.folder, self.directory)
             if jax.process_count() > 1:
                 self.exchange = exchange.Exchange(self.store.folder)
-        copies, odd = self.store.copies()
+        copies, unreadable = self.store.copies()
         mine = {
             "at": self.exchange and list(self.exchange.address), "host": self.store.identity,
-            "copies": [list(vars(copy).values()) for copy in copies], "odd": odd,
+            "copies": [list(vars(copy).values()) for copy in copies], "unreadable": unreadable,
         }  # fmt: skip
-        found = consulted(next_key("copies"), mine, self.answers, OFFER_SECONDS)
+        found = consulted(next_key("copies"), mine, self.make_offers, OFFER_SECONDS)
         for line in found["lines"]:
-            self.tell(None, line, log)
+            self.warn(None, line, log)
         self.neighbour = found["neighbour"] if self.cfg.local.neighbour else None
         self.offers = [Offer(*one) for one in found["offers"]]
 
-    def answers(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each process is to know, of what all have. At the first process."""
+    def make_offers(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the offers, neighbour and warnings for each process. Runs in the first process."""
         newest = self.latest_step()
         whole, lines = whole_copies(found, lineage.read_starts(self.directory.parent), -1 if newest is None else newest)
-        lines += [line for one in found for line in one["odd"]]
+        lines += [line for one in found for line in one["unreadable"]]
         hosts: dict[str, list[int]] = defaultdict(list)
         for process, one in enumerate(found):
             hosts[one["host"]].append(process)
@@ -97,130 +97,130 @@ class Tiers(Checkpoints):
             lines.append("all processes keep their local copies in one folder, so that no neighbour has a second one")
         for process, one in enumerate(found):
             row = next(number for number, members in enumerate(rows) if process in members)
-            other = rows[(row + 1) % len(rows)]
-            near = other[rows[row].index(process) % len(other)] if len(rows) > 1 else None
+            next_host = rows[(row + 1) % len(rows)]
+            neighbour = next_host[rows[row].index(process) % len(next_host)] if len(rows) > 1 else None
             offers = []
-            for (step, token, mark), owners in whole:
+            for (step, token, digest), owners in whole:
                 holders = owners[process]
-                here = any(found[holder]["host"] == one["host"] for holder in holders)
-                others = [found[holder]["at"] for holder in holders if found[holder]["host"] != one["host"]]
-                offers.append([step, token, mark, here, others])
-            at = None if near is None else found[near]["at"]
-            answers.append({"offers": offers, "neighbour": at, "lines": lines if process == 0 else []})
+                is_local = any(found[holder]["host"] == one["host"] for holder in holders)
+                addresses = [found[holder]["at"] for holder in holders if found[holder]["host"] != one["host"]]
+                offers.append([step, token, digest, is_local, addresses])
+            address = None if neighbour is None else found[neighbour]["at"]
+            answers.append({"offers": offers, "neighbour": address, "lines": lines if process == 0 else []})
         return answers
 
     def next_local(self, log: Log) -> int | None:
-        """The step of the newest local copy of which all processes have a good part now; None where there is none."""
-        self.taken = None
+        """Returns the step of the newest local copy that all processes can read; None if there is none."""
+        self.resumed_copy = None
         while self.offers:
             offer = self.offers.pop(0)
-            cause, passed_over, about, pieces = None, None, {}, {}
+            cause, skipped, description, pieces = None, None, {}, {}
             try:
-                about, pieces, passed_over = self.load(offer)
-            except (Damaged, OSError) as error:
-                cause = reason(error)
-            both = [cause, passed_over]
-            failed, mended = gathered(next_key("local"), both, restore.RESTORE_SECONDS, causes_of_both)
+                description, pieces, skipped = self.load(offer)
+            except (DamagedCheckpoint, OSError) as error:
+                cause = copy_error(error)
+            both = [cause, skipped]
+            failed, replaced = gathered(next_key("local"), both, restore.RESTORE_SECONDS, join_both_causes)
             if failed:
-                self.tell(offer.step, f"the local copy of step {offer.step} is passed over: {failed}", log)
+                self.warn(offer.step, f"the local copy of step {offer.step} is skipped: {failed}", log)
                 continue
-            if mended:
-                self.tell(offer.step, f"step {offer.step} is taken from a neighbour's copy: {mended}", log)
-            record = agreed(lambda about=about: about["record"])
-            self.taken = Taken(offer, record, pieces)
+            if replaced:
+                self.warn(offer.step, f"step {offer.step} is taken from a neighbour's copy: {replaced}", log)
+            record = agreed(lambda description=description: description["record"])
+            self.resumed_copy = ResumedCopy(offer, record, pieces)
             log(f"step {offer.step} is taken from the local copies in {self.cfg.local.folder}")
             return offer.step
         return None
 
     def load(self, offer: Offer) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        """(what the copy says of itself, its pieces, what is wrong with the place that was tried before).
+        """Returns (description, pieces, the error of the place tried before) of this process's part.
 
-        Of this process's part, wherever a good one is left. Raises: Damaged or OSError, of the last place.
+        Raises: DamagedCheckpoint or OSError, of the last place.
         """
-        assert self.store is not None, "look() opens the store before it makes offers"
-        folder, name = self.store.folder, name_of(jax.process_index(), offer.step, offer.token)
-        failure: Damaged | OSError | None = None
-        for place in ([None] if offer.here else []) + offer.elsewhere:
+        assert self.store is not None, "find_local_copies() opens the store before it makes offers"
+        folder, name = self.store.folder, copy_name(jax.process_index(), offer.step, offer.token)
+        failure: DamagedCheckpoint | OSError | None = None
+        for place in ([None] if offer.is_local else []) + offer.remote_addresses:
             try:
                 if place is not None:
                     exchange.get(place, folder, name)
-                about = local_copy.read_about(folder / name)
-                pieces = local_copy.read_pieces(folder / name, about)
-                return about, pieces, failure and reason(failure)
-            except (Damaged, OSError) as error:
+                description = local_copy.read_description(folder / name)
+                pieces = local_copy.read_pieces(folder / name, description)
+                return description, pieces, failure and copy_error(failure)
+            except (DamagedCheckpoint, OSError) as error:
                 failure = error
         assert failure is not None, "whole_copies offers a copy only if a process has this part"
         raise failure
 
-    def tell(self, step: int | None, cause: str, log: Log) -> None:
-        """Says what is passed over, in an event as well."""
+    def warn(self, step: int | None, cause: str, log: Log) -> None:
+        """Logs a warning, with an event."""
         self.note("alarm", step, cause=cause)
         log(f"WARNING: {cause}")
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """As Checkpoints.read_record; of the local copy where that was taken."""
-        taken = self.taken_at(step)
-        return super().read_record(step) if taken is None else taken.record
+        """As Checkpoints.read_record; from the local copy if the start resumes from it."""
+        copy = self.resumed_copy_of(step)
+        return super().read_record(step) if copy is None else copy.record
 
-    def taken_at(self, step: int | None) -> Taken | None:
+    def resumed_copy_of(self, step: int | None) -> ResumedCopy | None:
         """Returns the local copy that this start resumes from, if it is of this step."""
-        return self.taken if self.taken is not None and step == self.taken.offer.step else None
+        return self.resumed_copy if self.resumed_copy is not None and step == self.resumed_copy.offer.step else None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
-        """As Checkpoints.restore; from the local copy where that was taken. It must have been made on the same mesh."""
-        if (taken := self.taken_at(step)) is None:
+        """As Checkpoints.restore; from the local copy if the start resumes from it, on the same mesh only."""
+        if (copy := self.resumed_copy_of(step)) is None:
             return super().restore(step, abstract_state, partial=partial)
-        _, record, pieces = taken
+        _, record, pieces = copy
         wanted, saved = named_leaves(abstract_state), record["leaves"]
         described = {name: describe_leaf(leaf) for name, leaf in wanted.items()}
-        restore.check_fit(self.directory / str(step), saved, described, partial)
+        restore.check_formats(self.directory / str(step), saved, described, partial)
         cause, leaves = None, []
         try:
-            leaves = [local_copy.on_devices(pieces[name], leaf) for name, leaf in wanted.items()]
+            leaves = [local_copy.array_from_pieces(pieces[name], leaf) for name, leaf in wanted.items()]
         except KeyError:
             cause = "it was made on another mesh"
-        cause = gathered(next_key("placed"), cause, restore.RESTORE_SECONDS, causes)
+        cause = gathered(next_key("placed"), cause, restore.RESTORE_SECONDS, join_causes)
         if not cause:
             differing = [name for name, found in zip(wanted, fingerprints(leaves)) if found != saved[name][2]]
-            # a copy that devices should share may differ on one host alone
+            # copies of a replicated array may differ on one host alone
             mine = f"the bits of {differing[0]} are not those that were saved" if differing else None
-            cause = gathered(next_key("compared"), mine, restore.RESTORE_SECONDS, causes)
+            cause = gathered(next_key("compared"), mine, restore.RESTORE_SECONDS, join_causes)
         if cause:
             raise Stop(Exit.CHECKPOINT_CORRUPT, f"the local copy of step {step} cannot be used: {cause}")
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def fall_back(self, step: int | None, error: Stop, log: Log = print) -> int | None:
-        """As Checkpoints.fall_back; where a local copy was tried, the next one, or the newest in the work folder."""
-        if self.taken_at(step) is None or error.code != Exit.CHECKPOINT_CORRUPT:
+        """As Checkpoints.fall_back; after a local copy, tries the next one or the newest step in the work folder."""
+        if self.resumed_copy_of(step) is None or error.code != Exit.CHECKPOINT_CORRUPT:
             return super().fall_back(step, error, log)
-        self.tell(step, f"{error}; it is passed over", log)
+        self.warn(step, f"{error}; it is skipped", log)
         older = self.next_local(log)
         return super().newest_readable(log) if older is None else older
 
     def log_changed_files(self, step: int, log: Log, small: bool = False) -> None:
         """As Checkpoints.log_changed_files; a local copy has no list of files."""
-        if self.taken_at(step) is None:
+        if self.resumed_copy_of(step) is None:
             super().log_changed_files(step, log, small)
 
-    def set_aside_after(self, step: int, why: str) -> list[int]:
-        """As Checkpoints.set_aside_after; no local copy of a later step counts any more either."""
+    def set_aside_after(self, step: int, reason: str) -> list[int]:
+        """As Checkpoints.set_aside_after; also invalidates local copies of later steps."""
         workdir = self.directory.parent
-        agreed(lambda: written(lambda: lineage.cut(workdir, step), workdir))
-        return super().set_aside_after(step, why)
+        agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
+        return super().set_aside_after(step, reason)
 
     def begin(self, step: int) -> None:
-        """Starts to copy, from this step on; older copies that do not count any more are removed. For all processes."""
+        """Starts local copies from this step on, and removes invalid ones. For all processes."""
         workdir = self.directory.parent
-        if self.store is None:  # copies of starts that made some count no further, or they would come back
-            agreed(lambda: written(lambda: lineage.cut(workdir, step), workdir))
+        if self.store is None:  # copies of earlier starts become invalid, or a later start would resume from them
+            agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
             return
-        token = agreed(lambda: written(lambda: lineage.begin(workdir, step), workdir))
+        token = agreed(lambda: stop_if_unwritable(lambda: lineage.record_start(workdir, step), workdir))
         starts, newest = agreed(lambda: lineage.read_starts(workdir)), None
-        if self.taken is not None:
-            newest = name_of(jax.process_index(), step, self.taken.offer.token)
-        self.taken = None  # and its memory
+        if self.resumed_copy is not None:
+            newest = copy_name(jax.process_index(), step, self.resumed_copy.offer.token)
+        self.resumed_copy = None  # frees its memory
         copies = self.store.files()
-        valid = {name_of(owner, at, begun) for owner, at, begun, _ in copies if lineage.belongs(starts, begun, at)}
+        valid = {copy_name(owner, at, of) for owner, at, of, _ in copies if lineage.is_in_history(starts, of, at)}
         self.store.keep_only(valid)
         self.local = LocalSaver(
             self.cfg.local, self.store, token, newest=newest, base=self.newest_saved(), neighbour=self.neighbour,
@@ -228,15 +228,15 @@ class Tiers(Checkpoints):
         )  # fmt: skip
 
     def newest_saved(self) -> Callable[[], int]:
-        """What gives the newest step in the work folder, without a look at it. Of the first process."""
+        """Returns a function that gives the newest step in the work folder without listing it."""
         at_start = agreed(self.latest_step)
         known = -1 if at_start is None else at_start
         return lambda: max(known, -1 if self.saver.last_saved is None else self.saver.last_saved)
 
-    # In training.
+    # Training.
 
     def save(self, step: int, state: Any, run: Mapping[str, Any], *, wait: bool = False, **about: Any) -> float:
-        """As Checkpoints.save; after the last save of a run its local copies are removed."""
+        """As Checkpoints.save; removes the local copies after the last save of a run."""
         seconds = super().save(step, state, run, wait=wait, **about)
         if wait and self.local is not None:
             self.end_local()
@@ -249,54 +249,54 @@ class Tiers(Checkpoints):
         super().close(most_seconds)
 
     def end_local(self) -> None:
-        """Ends the threads that copy, and that take a neighbour's copies."""
+        """Stops the threads that copy, and that receive a neighbour's copies."""
         if self.local is not None:
             self.local.close()
         if self.exchange is not None:
             self.exchange.close()
 
 
-def reason(error: Exception) -> str:
-    """What is wrong with a copy, in words."""
-    return str(error) if isinstance(error, Damaged) else short_reason(error)
+def copy_error(error: Exception) -> str:
+    """Returns the error of a copy in words."""
+    return str(error) if isinstance(error, DamagedCheckpoint) else short_reason(error)
 
 
-def causes_of_both(found: list[list[str | None]]) -> list[str]:
-    """[what failed, what was only passed over], of all processes."""
-    return [causes([one[which] for one in found]) for which in range(2)]
+def join_both_causes(found: list[list[str | None]]) -> list[str]:
+    """Returns [the failures, the errors of places that were skipped] of all processes."""
+    return [join_causes([one[which] for one in found]) for which in range(2)]
 
 
-Key = tuple[int, str, str]  # step, token, mark
+Key = tuple[int, str, str]  # step, token, state digest
 
 
 def whole_copies(
     found: Sequence[Mapping[str, Any]], starts: lineage.Starts, newest: int
 ) -> tuple[list[tuple[Key, dict[int, list[int]]]], list[str]]:
-    """([(copy, {owner: the processes whose host has its part})] newest first, why newer ones are passed over).
+    """Returns ([(key, {owner: processes whose host has its part})] newest first, warnings about skipped newer ones).
 
     newest: the newest step in the work folder, -1 for none.
     """
     parts: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    facts: dict[Key, Copy] = {}
+    facts: dict[Key, LocalCopy] = {}
     for process, one in enumerate(found):
-        for copy in (Copy(*fields) for fields in one["copies"]):
-            key = copy.step, copy.token, copy.mark
+        for copy in (LocalCopy(*fields) for fields in one["copies"]):
+            key = copy.step, copy.token, copy.state_digest
             parts[key][copy.owner].append(process)
             facts[key] = copy
     whole, lines = [], []
     for key in sorted(parts, reverse=True):
-        copy, why = facts[key], ""
-        if copy.step <= newest or not lineage.belongs(starts, copy.token, copy.step):
+        copy, problem = facts[key], ""
+        if copy.step <= newest or not lineage.is_in_history(starts, copy.token, copy.step):
             continue
         missing = sorted(set(range(copy.parts)) - set(parts[key]))
         if copy.base > newest:
-            why = f"it followed step {copy.base}, which is not there any more"
+            problem = f"it followed step {copy.base}, which no longer exists"
         elif copy.parts != len(found):
-            why = f"{copy.parts} processes made it, and there are {len(found)} now"
+            problem = f"{copy.parts} processes made it, and there are {len(found)} now"
         elif missing:
-            why = f"the part of process {missing[0]} is left nowhere"
-        if why:
-            lines.append(f"the local copy of step {copy.step} is passed over: {why}")
+            problem = f"no host has the part of process {missing[0]}"
+        if problem:
+            lines.append(f"the local copy of step {copy.step} is skipped: {problem}")
         else:
             whole.append((key, parts[key]))
     return whole, lines

@@ -1,8 +1,8 @@
-"""A step copied to another folder or bucket: checked on the way, gone on with after a kill, never over another run.
+"""Copies a step to another folder or bucket: verified, resumed after a kill, and never over another run.
 
-A local copy grows in `copying-STEP` and is renamed once every leaf was read back from it; in a bucket the object that
-makes a step count is written last. `copied/STEP.json` beside the steps names the source and, once the copy is whole,
-each file with its md5, by which a killed copy knows what it has brought already.
+A local copy is written to `copying-STEP` and renamed once every leaf was read back; in a bucket the object that commits
+the step is written last. `copied/STEP.json` next to the steps names the source and, once the copy is complete, each
+file with its md5, so that a killed copy continues with the missing files.
 """
 
 import dataclasses
@@ -19,40 +19,40 @@ from jaxscale.checkpoint.folders import (
     copy_file,
     files_under,
     is_committed,
-    mark_of,
-    reading,
+    size_and_md5,
+    translate_read_errors,
 )
-from jaxscale.checkpoint.lock_stores import held
+from jaxscale.checkpoint.lock_stores import folder_lock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import RECORD, digest, require_record, require_step
 from jaxscale.checkpoint.retention import COPIED
 from jaxscale.checkpoint.storage_errors import read_optional
-from jaxscale.checkpoint.verify import Damage, changed_files, verify_folder
+from jaxscale.checkpoint.verify import StepDamage, changed_files, verify_folder
 from jaxscale.monitor.events import NAME as EVENTS
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
-GROWING = "copying-"  # never a number, so it never counts as a step
+UNFINISHED_PREFIX = "copying-"  # prefix of the unfinished folder, which is not a number and so never counts as a step
 
 
 @dataclasses.dataclass(frozen=True)
-class Copied:
-    """What a copy did."""
+class CopyResult:
+    """The files and bytes of a copy."""
 
     num_files: int
     num_bytes: int
-    kept_bytes: int  # of them that an earlier, killed copy had brought already
+    kept_bytes: int  # of them, written by an earlier, killed copy
 
 
 def copy_step(
     source: Checkpoints, step: int, workdir: Any, on_bytes: Callable[[int, int], None] = lambda done, total: None
-) -> Copied:
+) -> CopyResult:
     """Copies a committed step into the run folder `workdir`, with events.jsonl, and config.json if that has none.
 
-    Args: on_bytes: called with the bytes that are there and those there will be.
-    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is not what was saved, before the copy counts as a step; BadInput if
-    the destination belongs to another run, cannot be written, or the source is not there (any more).
+    Args: on_bytes: called with (bytes copied, bytes in all).
+    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is damaged, before the copy counts as a step; BadInput if the
+    destination belongs to another run or cannot be written, or if the source does not exist (any more).
     """
     run, folder = source.directory.parent, source.directory / str(step)
     record = require_step(folder, "take another step")
@@ -64,54 +64,54 @@ def copy_step(
     if is_committed(final):
         found = read_optional(note)
         files = found.get("files", {})
-        require_whole(final, step)
-        if found.get("record") != record["sha256"]:  # killed when the step counted and its note was not yet written
-            files = {name: written_mark(final / name) for name in files_under(final)}
+        require_undamaged(final, step)
+        if found.get("record") != record["sha256"]:  # killed between the commit and the note
+            files = {name: written_size_and_md5(final / name) for name in files_under(final)}
             paths.write_json(note, claim | {"files": files, "record": record["sha256"]})
         copy_events(run, destination.parent)
-        return Copied(len(files), *[sum(size for size, _ in files.values())] * 2)
+        return CopyResult(len(files), *[sum(size for size, _ in files.values())] * 2)
     remote = paths.is_remote(destination)
     if remote:
-        require_whole(folder, step)  # what arrives is compared with this by md5, and not read back
+        require_undamaged(folder, step)  # the copy is compared with the source by md5, and not read back
     elif changed := list(changed_files(folder, small=True)):
-        raise damaged(folder, step, [Damage(*found) for found in changed])
+        raise damaged_step_error(folder, step, [StepDamage(*found) for found in changed])
     paths.write_json(note, claim)
-    growing = final if remote else destination / f"{GROWING}{step}"
+    unfinished = final if remote else destination / f"{UNFINISHED_PREFIX}{step}"
     if not remote:
-        paths.make_private(growing)
-    with held(growing, "copying into"):
-        claim["files"], kept = copy_files(folder, growing, on_bytes)
+        paths.make_private(unfinished)
+    with folder_lock(unfinished, "copying into"):
+        claim["files"], resumed = copy_files(folder, unfinished, on_bytes)
         crash_point("copy.read_back")
         if not remote:
-            require_whole(growing, step, finished=False)
+            require_undamaged(unfinished, step, finished=False)
         if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
             copy_file(run / "config.json", workdir_path)
-        copy_events(run, destination.parent)  # before the step counts: what it binds a run to is never missing
+        copy_events(run, destination.parent)  # before the commit: a committed step must have its rewinds
         crash_point("copy.commit")
-        mark = folder / COMMITTED
-        commit(growing, final, mark.read_bytes() if mark.exists() else COMMIT_TEXT.encode())
-    claim["files"][COMMITTED] = written_mark(final / COMMITTED)
+        commit_file = folder / COMMITTED
+        commit(unfinished, final, commit_file.read_bytes() if commit_file.exists() else COMMIT_TEXT.encode())
+    claim["files"][COMMITTED] = written_size_and_md5(final / COMMITTED)
     paths.write_json(note, claim | {"record": record["sha256"]})
     crash_point("copy.done")
     sizes = [size for size, _ in claim["files"].values()]
-    return Copied(len(sizes), sum(sizes), kept)
+    return CopyResult(len(sizes), sum(sizes), resumed)
 
 
-def written_mark(path: Any) -> list[Any]:
+def written_size_and_md5(path: Any) -> list[Any]:
     """Returns [bytes, md5 in hexadecimal] of a file that was just written. Raises FileNotFoundError without it."""
-    if (mark := mark_of(path)) is None:
+    if (mark := size_and_md5(path)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
     return list(mark)
 
 
-def require_whole(folder: Any, step: int, finished: bool = True) -> None:
-    """Raises Stop (CHECKPOINT_CORRUPT) naming what is damaged."""
+def require_undamaged(folder: Any, step: int, finished: bool = True) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) naming the damages."""
     if damages := verify_folder(folder, finished=finished).damages:
-        raise damaged(folder, step, damages)
+        raise damaged_step_error(folder, step, damages)
 
 
-def damaged(folder: Any, step: int, damages: Sequence[Damage]) -> Stop:
-    """The error for a step, or a copy of it, that is not what was saved."""
+def damaged_step_error(folder: Any, step: int, damages: Sequence[StepDamage]) -> Stop:
+    """Returns the error for a damaged step, or a damaged copy of one."""
     more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
     shown = "; ".join(str(damage) for damage in damages[:2])
     return Stop(
@@ -121,7 +121,7 @@ def damaged(folder: Any, step: int, damages: Sequence[Damage]) -> Stop:
 
 
 def run_identity(record: Mapping[str, Any]) -> str:
-    """What all steps of a run have in common and can never change: its seed, its data and the shapes of its state."""
+    """Returns a digest of what all steps of a run share: its seed, its data and the shapes of its state."""
     data = record["run"].get("data") or {}
     config = record["run"].get("config") or {}
     leaves = {name: described[:2] for name, described in record["leaves"].items()}
@@ -129,73 +129,73 @@ def run_identity(record: Mapping[str, Any]) -> str:
 
 
 def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: Any) -> Any:
-    """The folder of checkpoints below `workdir`. Raises BadInput if another run lives there, and touches nothing.
+    """Returns the folder of checkpoints below `workdir`. Raises BadInput if it has another run; writes nothing.
 
-    It is this run's if it is empty, if a copy of this run was begun there, or if both hold one and the same step.
+    It is this run's if it is empty, if a copy of this run was started in it, or if both have the same step.
     """
     folder = paths.as_path(workdir)
     folder = folder if paths.is_remote(workdir) else folder.absolute()
     if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
         raise BadInput(f"--to={workdir} is the run itself; name another folder")
-    destination, own = folder / "checkpoints", run_identity(record)
+    destination, identity = folder / "checkpoints", run_identity(record)
     other = Checkpoints(destination, CheckpointConfig())
     steps, shared = other.all_steps(), False
     for theirs in steps:
         try:
             found = require_record(destination / str(theirs))
         except BadInput:
-            continue  # damaged: it says nothing of whose it is
-        if run_identity(found) != own:
+            continue  # damaged, so the run is unknown
+        if run_identity(found) != identity:
             raise BadInput(f"--to={workdir} holds step {theirs} of another run; name an empty folder")
         mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / RECORD)
         if mine and mine["sha256"] != found["sha256"]:
             raise BadInput(f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one")
         shared |= bool(mine)
-    begun = [read_optional(destination / COPIED / name) for name in copies(destination)]
-    if any(note.get("run", own) != own for note in begun):
-        raise BadInput(f"--to={workdir} holds a copy of another run, {begun[0].get('from')}; name an empty folder")
-    if not begun and not shared and (steps or (folder / "config.json").exists()):
+    started = [read_optional(destination / COPIED / name) for name in copy_notes(destination)]
+    if any(note.get("run", identity) != identity for note in started):
+        raise BadInput(f"--to={workdir} holds a copy of another run, {started[0].get('from')}; name an empty folder")
+    if not started and not shared and (steps or (folder / "config.json").exists()):
         raise BadInput(f"--to={workdir} holds a run that shares no step with {run}; name an empty folder")
     return destination
 
 
-def copies(destination: Any) -> list[str]:
-    """The notes of copies that were begun there."""
+def copy_notes(destination: Any) -> list[str]:
+    """Returns the notes of copies that were started in the folder."""
     folder = destination / COPIED
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(".json")) if folder.exists() else []
 
 
 def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -> tuple[dict[str, list], int]:
-    """({name: [bytes, md5]} of all files of a step but the one that commits it, bytes that were there already)."""
+    """Copies a step's files, the commit file excepted; returns ({name: [bytes, md5]}, bytes that existed already)."""
     sizes = {name: size for name, size in files_under(source).items() if name != COMMITTED}
-    there = files_under(target)
-    for stray in set(there) - set(sizes):
-        (target / stray).unlink()  # another version of this step was being copied
-    files, done, kept = {}, 0, 0
+    existing = files_under(target)
+    for stray in set(existing) - set(sizes):
+        (target / stray).unlink()  # of an interrupted copy of another version of this step
+    files, done, resumed = {}, 0, 0
     for name, size in sizes.items():
-        with reading(source / name):
-            mark = mark_of(source / name)
-            if mark is None:
+        with translate_read_errors(source / name):
+            source_md5 = size_and_md5(source / name)
+            if source_md5 is None:
                 raise FileNotFoundError
-        if there.get(name) == size and mark_of(target / name) == mark:
-            kept += size
+        if existing.get(name) == size and size_and_md5(target / name) == source_md5:
+            resumed += size
         else:
             copy_file(source / name, target / name)
-            if mark_of(target / name) != mark:
+            if size_and_md5(target / name) != source_md5:
                 raise Stop(
-                    Exit.STORAGE, f"{target / name} is not what was written there; is the disk well? run it again"
+                    Exit.STORAGE, f"{target / name} differs from what was written; check the disk, then run it again"
                 )
-        files[name] = list(mark)
+        files[name] = list(source_md5)
         done += size
         on_bytes(done, sum(sizes.values()))
         crash_point("copy.file")
-    return files, kept
+    return files, resumed
 
 
 def copy_events(run: Any, folder: Any) -> None:
-    """Brings events.jsonl up to the run's, the whole file at once: a run that goes on is bound by its rewinds.
+    """Copies the run's events.jsonl, as a whole file, because a resumed run depends on its rewinds.
 
-    One that holds all of the run's events and more stays: training has gone on from the copy.
+    A target that begins with all of the run's events is not replaced: training has continued from the copy.
     """
     source, target = run / EVENTS, folder / EVENTS
     if not source.exists():

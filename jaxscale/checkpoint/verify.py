@@ -1,9 +1,9 @@
-"""Whether a checkpoint still is what was saved: every array against its fingerprint, every file against its md5.
+"""Verifies a checkpoint: every array against its fingerprint, every file against its md5.
 
-A fingerprint tells whether an array came back; a file may change where no array looks, and then its disk is going bad.
-So with each step the size and md5 of its files are written: each process lists the data that it has written, the first
-one lists all else, the other lists included, at the commit: also the file that will make the step count, whose content
-is known. That this list must be there, the record says.
+A fingerprint shows that an array is correct; a file may also change in bytes that no array reads if a disk is failing.
+So the size and md5 of all files are saved with each step: each process lists the data files that it has written, and
+the first one lists all others at the commit, including those lists and the commit file, whose content is fixed. The
+record shows whether this list must exist.
 """
 
 import dataclasses
@@ -13,52 +13,53 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxscale.checkpoint.array_store import DICT_KEY, TREE, Arrays, Locations, compare_leaf, index_damages, named_files
-from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, files_under, mark_of
+from jaxscale.checkpoint import array_store
+from jaxscale.checkpoint.array_store import ArrayReader, LeafFiles, compare_leaf, index_damages, named_files
+from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, files_under, size_and_md5
 from jaxscale.checkpoint.record import RECORD, is_sealed, read_record, require_record, seal
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 VALUE_KINDS = ("jax.Array", "np.ndarray", "scalar")
-LISTS, REST = "run", "files.json"  # beside the record, where Orbax lets other files be
-LIST = re.compile(r"files\.(\d+\.)?json")
+MAIN_LIST = "run/files.json"  # next to the record, in a folder where Orbax ignores other files
+LIST = re.compile(r"run/files\.(\d+\.)?json")
 STATE_PREFIX = "state/"
 COMMIT_MARK = [len(COMMIT_TEXT), hashlib.md5(COMMIT_TEXT.encode(), usedforsecurity=False).hexdigest()]
-DATA_FOLDER = "state/ocdbt.process_{}/d"  # where a process writes its pieces of arrays; they are never touched again
+DATA_FOLDER = "state/ocdbt.process_{}/d"  # where a process writes its chunks, never modified afterwards
 
 
 @dataclasses.dataclass(frozen=True)
-class Damage:
-    """Something that is not as it was saved."""
+class StepDamage:
+    """A leaf or file that differs from what was saved."""
 
-    what: str  # a leaf, or a file of the step's folder
+    what: str  # the leaf, or the file in the step's folder
     cause: str
-    files: tuple[str, ...] = ()  # below the step's folder, where the leaf's bytes lie
+    files: tuple[str, ...] = ()  # files with the leaf's bytes, below the step's folder
 
     def __str__(self):
         return f"{self.what}: {self.cause}" + (f" (in {', '.join(self.files)})" if self.files else "")
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What the check of a step found."""
+class VerifyResult:
+    """The result of verifying a step."""
 
     num_leaves: int
     num_bytes: int
-    damages: tuple[Damage, ...]
+    damages: tuple[StepDamage, ...]
 
 
 def verify_folder(
     folder: Any, on_bytes: Callable[[int], None] = lambda done: None, *, finished: bool = True
-) -> Verdict:
-    """Reads the whole step: every leaf against the fingerprint taken on the devices, every file against its md5.
+) -> VerifyResult:
+    """Verifies the whole step: every leaf against the fingerprint taken on the devices, every file against its md5.
 
-    Raises: Stop (STORAGE) where a bucket or disk does not let itself be read.
-    Args: on_bytes: called with the bytes of arrays read so far. finished: False before the step counts.
+    Raises: Stop (STORAGE) if a bucket or disk cannot be read.
+    Args: on_bytes: called with the bytes of arrays read so far. finished: False before the commit.
     """
     try:
-        return look_through(folder, on_bytes, finished)
+        return verify_files(folder, on_bytes, finished)
     except Stop:
         raise
     except Exception as error:
@@ -66,129 +67,128 @@ def verify_folder(
         raise
 
 
-def look_through(folder: Any, on_bytes: Callable[[int], None], finished: bool) -> Verdict:
-    """As verify_folder; what is wrong with the storage itself is raised as it came."""
+def verify_files(folder: Any, on_bytes: Callable[[int], None], finished: bool) -> VerifyResult:
+    """As verify_folder, but raises errors of the storage unchanged."""
     try:
         record = require_record(folder)
     except BadInput as error:
         require_reachable(error, folder)
-        return Verdict(0, 0, (Damage(RECORD, str(error)),))
-    damages, done = [], 0
-    damages += tree_damages(folder, record["leaves"])
-    arrays, located = Arrays(folder), Locations(folder)
+        return VerifyResult(0, 0, (StepDamage(RECORD, str(error)),))
+    damages, done = [*tree_damages(folder, record["leaves"])], 0
+    arrays, located = ArrayReader(folder), LeafFiles(folder)
     for name, described in record["leaves"].items():
         try:
             cause, size = compare_leaf(arrays, name, *described)
-        except Exception as error:  # whatever TensorStore makes of spoilt bytes
+        except Exception as error:  # TensorStore raises several types for corrupt bytes
             require_reachable(error, folder)
             cause, size = short_reason(error), 0
         if cause:
-            damages.append(Damage(name, cause, located.files(name) or named_files(cause)))
+            damages.append(StepDamage(name, cause, located.files(name) or named_files(cause)))
         done += size
         on_bytes(done)
-    damages += [Damage(*found) for found in index_damages(folder)]
+    damages += [StepDamage(*found) for found in index_damages(folder)]
     named = {file for damage in damages for file in (damage.what, *damage.files)}
-    damages += [Damage(*found) for found in changed_files(folder, finished=finished) if found[0] not in named]
-    return Verdict(len(record["leaves"]), done, tuple(damages))
+    damages += [StepDamage(*found) for found in changed_files(folder, finished=finished) if found[0] not in named]
+    return VerifyResult(len(record["leaves"]), done, tuple(damages))
 
 
 def require_reachable(error: Exception, folder: Any) -> None:
-    """Raises Stop (STORAGE) if the error says that nothing could be read, which is no word on what is there."""
+    """Raises Stop (STORAGE) if the error is of the storage, which says nothing about its content."""
     if is_storage_error(error):
         raise Stop(
-            Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; whether it is whole is not known"
+            Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; it is not known whether it is intact"
         ) from None
 
 
-def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[Damage]:
-    """Yields what would make Orbax read other leaves than the record has."""
-    name = TREE
+def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[StepDamage]:
+    """Yields differences between Orbax's tree and the record, because of which Orbax would read other leaves."""
+    name = array_store.TREE_METADATA
     try:
         tree = paths.read_json(folder / name)
         if not isinstance(tree, dict) or tree.get("use_ocdbt") is not True or type(tree.get("use_zarr3")) is not bool:
-            yield Damage(name, "it does not say how the arrays are kept")
+            yield StepDamage(name, "it does not describe an OCDBT store")
         described = {}
         for entry in tree["tree_metadata"].values():
-            if any(part["key_type"] != DICT_KEY for part in entry["key_metadata"]):
-                yield Damage(name, f"a level of {entry['key_metadata']} is no dict")
+            if any(part["key_type"] != array_store.DICT_KEY for part in entry["key_metadata"]):
+                yield StepDamage(name, f"a level of {entry['key_metadata']} is not a dict")
             value = entry["value_metadata"]
             if value["value_type"] not in VALUE_KINDS or value["skip_deserialize"] is not False:
-                yield Damage(name, f"a leaf is described as {value}")
+                yield StepDamage(name, f"a leaf is described as {value}")
             described["/".join(str(part["key"]) for part in entry["key_metadata"])] = entry
         if wrong := sorted(set(described) ^ set(leaves)):
-            yield Damage(name, f"its leaves are not those of the record: {', '.join(wrong[:4])}")
+            yield StepDamage(name, f"its leaves are not those of the record: {', '.join(wrong[:4])}")
     except (OSError, BadInput, KeyError, TypeError, AttributeError) as error:
         require_reachable(error, folder)
-        yield Damage(name, f"it cannot be understood: {short_reason(error)}")
+        yield StepDamage(name, f"it cannot be parsed: {short_reason(error)}")
 
 
-def list_own_files(folder: Any, process: int) -> None:
-    """Writes down the data files of one process. Returns when the list is on the disk."""
+def write_data_list(folder: Any, process: int) -> None:
+    """Lists the data files of one process. Returns when the list is on the disk."""
     data = DATA_FOLDER.format(process)
-    write_list(folder, f"files.{process}.json", (f"{data}/{name}" for name in files_under(folder / data)))
+    write_list(folder, f"run/files.{process}.json", (f"{data}/{name}" for name in files_under(folder / data)))
 
 
-def list_all_others(folder: Any, num_processes: int = 0) -> None:
-    """Writes down every file but the data of the processes. To be called last, before what makes the step count."""
+def write_main_list(folder: Any, num_processes: int = 0) -> None:
+    """Lists every other file of a step. Call last, before the commit."""
     listed = tuple(f"{DATA_FOLDER.format(process)}/" for process in range(num_processes))
-    others = (name for name in files_under(folder) if not name.startswith(listed) and name != f"{LISTS}/{REST}")
-    write_list(folder, REST, others, {COMMITTED: COMMIT_MARK})
+    others = (name for name in files_under(folder) if not name.startswith(listed) and name != MAIN_LIST)
+    write_list(folder, MAIN_LIST, others, {COMMITTED: COMMIT_MARK})
 
 
 def write_list(folder: Any, name: str, files: Iterable[str], known: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Writes {files: {name: [bytes, md5]}, sha256} whole or not at all. known: marks of files that come later."""
-    marks = {file: mark_of(folder / file) for file in files} | dict(known)
-    paths.write_json(folder / LISTS / name, seal({"files": marks}))
+    """Writes {files: {name: [bytes, md5]}, sha256} atomically. known: entries of files that are written later."""
+    entries = {file: size_and_md5(folder / file) for file in files} | dict(known)
+    paths.write_json(folder / name, seal({"files": entries}))
 
 
 def changed_files(
     folder: Any, share: int = 0, shares: int = 1, *, finished: bool = True, small: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields (file, what is wrong with it) of those that are not as they were written; of what has no list nothing.
+    """Yields (file, problem) of listed files that differ from what was written. Unlisted files are not checked.
 
-    Args: share: which of `shares` parts of the files to look at: the first process's list is read by all, any other by
-    one, or by several that share its files. finished: False before the step counts. small: leave out what lies beside
-    the arrays, so that little is read.
-    Raises: what says that the storage cannot be asked.
+    Args: share: which of `shares` parts of the files to check. All read the first process's list; any other list is
+    read by one, or by several that share its files. finished: False before the commit. small: check only the files next
+    to the arrays, so that little is read.
+    Raises: errors of the storage.
     """
-    rest = read_list(folder / LISTS / REST)
-    if rest is not None:
-        lists = sorted(name for name in rest if LIST.fullmatch(name.removeprefix(f"{LISTS}/")))
+    main_list = read_list(folder / MAIN_LIST)
+    if main_list is not None:
+        lists = sorted(name for name in main_list if LIST.fullmatch(name))
     else:
-        found = files_under(folder / LISTS)
-        lists = [f"{LISTS}/{name}" for name in found if LIST.fullmatch(name) and name != REST]
-        if share == 0 and REST in found:
-            yield f"{LISTS}/{REST}", "it cannot be read as it was written"
-        elif share == 0 and (lists or must_be_listed(folder)):
-            yield f"{LISTS}/{REST}", "it is missing, and with it the marks of the other files"
-    wanted = dict(sorted((rest or {}).items())[share::shares])
+        found = [f"run/{name}" for name in files_under(folder / "run")]
+        lists = [name for name in found if LIST.fullmatch(name) and name != MAIN_LIST]
+        if share == 0 and MAIN_LIST in found:
+            yield MAIN_LIST, "it does not read as it was written"
+        elif share == 0 and (lists or has_file_lists(folder)):
+            yield MAIN_LIST, "it is missing, and with it the md5 of the other files"
+    expected = dict(sorted((main_list or {}).items())[share::shares])
     for number, name in enumerate(() if small else lists):
         if (number - share) % min(shares, len(lists)) == 0:
             if (found := read_list(folder / name)) is None:
-                yield name, "it cannot be read as it was written"
-            first, step = share // len(lists), max(1, -(-(shares - number) // len(lists)))  # of those who share it
-            wanted |= dict(sorted((found or {}).items())[first::step])
+                yield name, "it does not read as it was written"
+            first, step = share // len(lists), max(1, -(-(shares - number) // len(lists)))  # among its readers
+            expected |= dict(sorted((found or {}).items())[first::step])
     if not finished:
-        wanted.pop(COMMITTED, None)
+        expected.pop(COMMITTED, None)
     if small:
-        wanted = {name: mark for name, mark in wanted.items() if not name.startswith(STATE_PREFIX)}
-    for name in sorted(wanted):
-        if cause := compare(folder / name, wanted[name]):
+        expected = {name: entry for name, entry in expected.items() if not name.startswith(STATE_PREFIX)}
+    for name in sorted(expected):
+        if cause := file_problem(folder / name, expected[name]):
             yield name, cause
 
 
-def must_be_listed(folder: Any) -> bool:
-    """True if the step was saved by a version that lists the files: its record names the step."""
+def has_file_lists(folder: Any) -> bool:
+    """True if the step was saved by a version that lists files, whose records name the step."""
     try:
         return "step" in read_record(folder)
     except (OSError, BadInput) as error:
         if is_storage_error(error):
             raise
-        return False  # which is reported as damage of the record
+        return False  # reported as damage of the record
 
 
 def read_list(path: Any) -> dict[str, list] | None:
-    """{file: [bytes, md5]} of a list; None if one bit of it has changed."""
+    """Returns {file: [bytes, md5]}; None if the list is missing or was changed."""
     try:
         found = paths.read_json(path)
     except (OSError, BadInput) as error:
@@ -198,14 +198,14 @@ def read_list(path: Any) -> dict[str, list] | None:
     return found["files"] if is_sealed(found) else None
 
 
-def compare(path: Any, mark: list) -> str:
-    """What is wrong with a file, in words; empty if nothing is."""
+def file_problem(path: Any, expected: list) -> str:
+    """Returns what is wrong with a file, '' if nothing is."""
     try:
-        found = mark_of(path)
+        found = size_and_md5(path)
     except OSError as error:
         if is_storage_error(error):
             raise
         return f"it cannot be read: {short_reason(error)}"
     if found is None:
         return "it is missing"
-    return "" if list(found) == mark else "its md5 is not that of what was written"
+    return "" if list(found) == expected else "its md5 is not that of what was written"

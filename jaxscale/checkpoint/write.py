@@ -1,9 +1,8 @@
-"""One step written to storage: arrays by Orbax, everything else by us, and one act at the end that makes it count.
+"""Writes one step to storage: arrays with Orbax's handler, everything else directly, and one final commit.
 
-Orbax's own manager and checkpointer are left out. Both ask the storage for lists and folders in the calling thread,
-meet in barriers whose waiting hides the cause where one process fails, and sync neither their own files nor the rename.
-Their handler of arrays has no barrier and no other state; what it and we write is what they would write, so that they
-can read it.
+Orbax's manager and checkpointer are not used. Both list folders of the storage in the calling thread, wait in barriers
+that hide the cause when one process fails, and sync neither their files nor the rename. Their array handler has no
+barrier and no other state. The files are those that they would write, so they can read them.
 """
 
 import contextlib
@@ -35,41 +34,41 @@ from jaxscale.system import fence, paths
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 
-OWN_FILES = "/proc/self/fd"  # a link to each open file of this process: proc(5)
-HANDLERS = {  # what stock Orbax looks for in a step
+OPEN_FILES = "/proc/self/fd"  # links to the open files of this process: proc(5)
+HANDLERS = {  # entries that stock Orbax expects in a step
     "run": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
     "state": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
 }
-MARGIN = 1.1  # names, manifests and the blocks of the file system, over the bytes of the arrays
+MARGIN = 1.1  # bytes on disk per byte of arrays: names, manifests and blocks of the file system
 
-PIECE_BYTES = 64 << 20  # of an array at most, where it can be cut: what is read back at once, and by one process
-LEAST_PART_BYTES = 1 << 20  # of an array, for a device of its own: less is written sooner than a program is compiled
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room for a file, however little it holds
+PIECE_BYTES = 64 << 20  # largest chunk of an array: the unit in which it is read back, by one process
+MIN_PART_BYTES = 1 << 20  # smallest part per replica: less is written in less time than a program takes to compile
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space for a file, however small
 
 
 def prepare_step(directory: Any, step: int) -> None:
     """Removes leftovers and makes the folders of the new step. For the first process.
 
-    Raises: Stop (STORAGE) if this or a later step is there already. FileExistsError if something else has its name.
+    Raises: Stop (STORAGE) if this or a later step exists. FileExistsError if something else has its name.
     """
     newest = max(folders.all_steps(directory), default=None)
     if newest is not None and newest >= step:
         raise Stop(
             Exit.STORAGE,
             f"step {step} was not saved because {directory} already holds step {newest}; "
-            f"move steps {step} and later away, or go on from step {newest}",
+            f"move steps {step} and later away, or resume from step {newest}",
         )
     folders.remove_leftovers(directory)
     crash_point("save/cleaned")
-    clear_name(directory / str(step))
+    remove_empty_folder(directory / str(step))
     folder = folders.unfinished_folder(directory, step)
     for item in ("state", "run"):
         paths.make_folder(folder / item)
     crash_point("save/folder")
 
 
-def holds(folder: Any, record: Mapping[str, Any]) -> bool:
-    """True if the committed step has this very record. Raises what keeps it from being read, if that may pass."""
+def has_record(folder: Any, record: Mapping[str, Any]) -> bool:
+    """True if the committed step has this record. Raises errors of the storage."""
     try:
         return read_record(folder)["sha256"] == record["sha256"]
     except Exception as error:
@@ -78,25 +77,25 @@ def holds(folder: Any, record: Mapping[str, Any]) -> bool:
         return False
 
 
-def clear_name(folder: Any) -> None:
-    """Removes an empty folder that has the step's name. Raises FileExistsError for anything else."""
+def remove_empty_folder(folder: Any) -> None:
+    """Removes an empty folder with the step's name. Raises FileExistsError for anything else."""
     if not folder.exists():
         return
-    if not folder.is_dir() or any(folder.iterdir()):  # leftovers of our own are gone already
+    if not folder.is_dir() or any(folder.iterdir()):  # remove_leftovers has removed unfinished saves
         raise FileExistsError(f"{folder} is in the way; move it away")
     if not paths.is_remote(folder):
         folder.rmdir()
 
 
 def array_handler() -> Any:
-    """Orbax's writer of arrays. Devices that hold copies of an array each write a part of it, unless parts are small:
-    to cut an array takes a program for its shape, which is compiled at the first save.
+    """Returns Orbax's array handler. Devices with replicas of an array each write a part, unless parts are small:
+    slicing an array compiles a program for its shape at the first save.
     """
     orbax = import_orbax()
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
 
     kinds = orbax.type_handlers
-    arrays = kinds.ArrayHandler(array_metadata_store=Store(), min_slice_bytes_for_replica_parallel=LEAST_PART_BYTES)
+    arrays = kinds.ArrayHandler(array_metadata_store=Store(), min_slice_bytes_for_replica_parallel=MIN_PART_BYTES)
     numbers = [(kind, kinds.ScalarHandler()) for kind in (int, float, np.number)]
     registry = kinds.create_type_handler_registry(*numbers, (np.ndarray, kinds.NumpyHandler()), (jax.Array, arrays))
     # compressing float32 weights and moments saves 8% of the bytes for twice the CPU time (192 MB, 2 cores)
@@ -104,9 +103,9 @@ def array_handler() -> Any:
 
 
 def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: int) -> None:
-    """Returns when this process's part of the arrays is on the disk. For all processes, after prepare_step."""
+    """Writes this process's part of the arrays to the disk. For all processes, after prepare_step."""
     orbax, folder = import_orbax(), folders.unfinished_folder(directory, step)
-    with itself(folder) as opened:
+    with open_folder(folder) as opened:
         fence.ask(folder)
         pieces = nest({name: orbax.SaveArgs(chunk_byte_size=PIECE_BYTES) for name in leaves})
         array_handler().save(epath(opened / "state"), args=orbax.args.PyTreeSave(nest(leaves), pieces))
@@ -117,47 +116,47 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
                 if (opened / "state" / part).exists():
                     sync_tree(opened / "state" / part)
         fence.ask(folder)
-        verify.list_own_files(opened, process)
-        read_back.forget_files(opened / verify.DATA_FOLDER.format(process))
+        verify.write_data_list(opened, process)
+        read_back.drop_page_caches(opened / verify.DATA_FOLDER.format(process))
     crash_point("save/arrays_synced")
 
 
 @contextlib.contextmanager
-def itself(folder: Any) -> Iterator[Any]:
-    """A path to this very folder, wherever it is moved; once it is removed, nothing can be made below the path.
+def open_folder(folder: Any) -> Iterator[Any]:
+    """Opens a folder; yields a path that follows moves of it, and below which nothing can be made once it is gone.
 
-    What writes arrays makes the folders that it misses, and is asked by nobody whether it still may: a process that
-    wakes up in the middle of a save would go on in the folder of whoever has taken over. On Linux's local paths alone.
+    Orbax makes missing folders without asking the fence, so a process that was stopped during a save could otherwise
+    write into the folder of the next owner of the lock. On Linux's local paths alone.
     """
-    if paths.is_remote(folder) or not os.path.isdir(OWN_FILES):
+    if paths.is_remote(folder) or not os.path.isdir(OPEN_FILES):
         yield folder
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield pathlib.Path(OWN_FILES, str(handle))
+        yield pathlib.Path(OPEN_FILES, str(handle))
     finally:
         os.close(handle)
 
 
 def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Callable[[], None], began: float) -> None:
-    """Makes the step count, after all processes have written. For the first process.
+    """Commits the step, after all processes have written. For the first process.
 
     may_commit: raises if this process must not write any more. began: time.time() when the save began.
     """
     folder = folders.unfinished_folder(directory, step)
-    with itself(folder) as opened:
+    with open_folder(folder) as opened:
         fence.ask(folder)
         array_handler().finalize(epath(opened / "state"))
         crash_point("save/finalized")
         fence.ask(folder)
-        describe(opened, record, directory / str(step), began)
+        write_step_metadata(opened, record, directory / str(step), began)
         fence.ask(folder)
-        verify.list_all_others(opened, jax.process_count())
+        verify.write_main_list(opened, jax.process_count())
         crash_point("save/described")
         if not paths.is_remote(directory):
             folders.mark_committed(opened)
             sync_tree(opened)
-            read_back.forget_files(opened, but="state/ocdbt.process_")
+            read_back.drop_page_caches(opened, other_files="state/ocdbt.process_")
             crash_point("save/synced")
     may_commit()
     crash_point("save/before_commit")
@@ -170,8 +169,8 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
     crash_point("save/after_commit")
 
 
-def describe(opened: Any, record: Mapping[str, Any], final: Any, began: float) -> None:
-    """Writes the record, and what stock Orbax looks for beside it, of a step that will be `final`."""
+def write_step_metadata(opened: Any, record: Mapping[str, Any], final: Any, began: float) -> None:
+    """Writes the record, and the metadata that stock Orbax expects, of a step that will be renamed to `final`."""
     (opened / RECORD).write_text(json.dumps(record), "utf-8")
     crash_point("save/record")
     for item in ("run", "state"):
@@ -183,7 +182,7 @@ def describe(opened: Any, record: Mapping[str, Any], final: Any, began: float) -
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:
-    """The record of a step that another host has just committed; a network file system may show it a little later."""
+    """Returns the record of a step that another host has just committed; network file systems may show it late."""
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         try:
@@ -194,56 +193,56 @@ def wait_for_record(folder: Any) -> dict[str, Any]:
             time.sleep(0.1)
 
 
-def give_up(directory: Any, step: int) -> None:
-    """Removes what a failed save has written, so that the next one has its room. Never raises for storage's sake."""
+def remove_unfinished(directory: Any, step: int) -> None:
+    """Removes the files of a failed save, to free space for the next one. Never raises errors of the storage."""
     folder = folders.unfinished_folder(directory, step)
     try:
         if not (paths.is_remote(directory) and (folder / folders.COMMITTED).exists()):
             folders.remove_tree(folder)
-    except Exception:  # noqa: S110 - the cause of the failed save is the one to tell; the next save cleans up
+    except Exception:  # noqa: S110 - the cause of the failed save is reported; the next save removes the files
         return
 
 
 def epath(path: Any) -> Any:
-    """The path in the class that Orbax wants, which reads and writes small files in a bucket by gcsfs."""
+    """Returns the path as an etils path, as Orbax requires; it reads and writes small files in a bucket with gcsfs."""
     from etils import epath as etils_epath
 
     if paths.is_remote(path):
         import fsspec.config
 
-        paths.as_path(path)  # the environment is looked through before gcsfs is imported
-        for protocol in ("gs", "gcs"):  # a list that is kept would hide what other processes have written since
+        paths.as_path(path)  # checks the environment before gcsfs is imported
+        for protocol in ("gs", "gcs"):  # a cached listing would hide what other processes have written since
             fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
     return etils_epath.Path(path)
 
 
 def import_orbax() -> Any:
-    """The package orbax.checkpoint (0.5 to 2 s the first time), silenced."""
+    """Imports orbax.checkpoint (0.5 to 2 s the first time) and silences it."""
     import orbax.checkpoint  # here, because a run needs it only at its first save and should not start later for it
     from orbax.checkpoint._src.path import gcs_utils
 
-    # To delete a step it asks the bucket whether it has a hierarchical namespace, by a client that wants a project and
-    # the right storage.buckets.get, which an account that may read and write objects lacks: the save then fails.
-    gcs_utils.is_hierarchical_namespace_enabled = lambda path: False  # there, empty folders stay and count as nothing
-    silence()
+    # To delete a step Orbax asks the bucket whether it has a hierarchical namespace, with a client that requires a
+    # project and the permission storage.buckets.get. An account for objects alone lacks it, and the save would fail.
+    gcs_utils.is_hierarchical_namespace_enabled = lambda path: False  # then empty folders stay, which are harmless
+    silence_orbax()
     return orbax.checkpoint
 
 
 @functools.cache
-def silence() -> None:
-    """Keeps from stderr what Orbax logs and what its unfinished reads and writes complain of after one has failed.
+def silence_orbax() -> None:
+    """Filters Orbax's log and the complaints of its unfinished reads and writes after one has failed.
 
-    After the import, not before: absl makes a logger of its own kind, which knows who called it.
+    Call after the import: absl installs a logger class that knows the caller.
     """
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     logging.getLogger("asyncio").addFilter(lambda record: not is_leftover(record.getMessage()))
-    # a failed read leaves coroutines that nobody waits for; Python complains when it collects them
+    # a failed read leaves coroutines that are never awaited; Python warns when it collects them
     warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         error = unraisable.exc_value
-        # a read or write that ends after another has failed finds the event loop closed, or is ended where it waits;
+        # a read or write that ends after another has failed finds the event loop closed, or is cancelled;
         # the failure itself is raised
         code = getattr(unraisable.object, "cr_code", None)
         leftover = code is not None and is_leftover(code.co_filename)
@@ -254,7 +253,7 @@ def silence() -> None:
 
 
 def is_leftover(message: str) -> bool:
-    """True for asyncio's complaint about reads and writes that failed beside the one whose error is raised.
+    """True for asyncio's messages about reads and writes that failed together with the one that is raised.
 
     Nothing else in this program uses asyncio.
     """
@@ -262,16 +261,16 @@ def is_leftover(message: str) -> bool:
 
 
 class NoRoom(OSError):
-    """The disk has less than a checkpoint needs."""
+    """The disk has less space than a checkpoint needs."""
 
 
 def state_bytes(leaves: Iterable[Any]) -> int:
-    """The bytes of all arrays, each counted once however many devices hold it."""
+    """Returns the bytes of all arrays, each counted once however many devices hold it."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if hasattr(leaf, "dtype"))
 
 
 def free_bytes(directory: Any) -> int | None:
-    """What is free for this user where the folder is or will be; None for an object store."""
+    """Returns the bytes available to this user at the folder; None for an object store."""
     if paths.is_remote(directory):
         return None
     while not directory.exists():
@@ -280,43 +279,43 @@ def free_bytes(directory: Any) -> int | None:
 
 
 def check_room(directory: Any, needed: float) -> None:
-    """Raises NoRoom with what is needed and what is there."""
+    """Raises NoRoom with the bytes needed and available."""
     free = free_bytes(directory)
     if free is not None and free < needed * MARGIN:
         raise NoRoom(f"No space left on device: {room_text(directory, needed)}")
 
 
 def room_text(directory: Any, needed: float) -> str:
-    """'needs 1.2 GiB, has 307.2 MiB'."""
+    """Returns 'needs 1.2 GiB, has 307.2 MiB'."""
     free = free_bytes(directory)
     return f"needs {units.size(needed * MARGIN)}" + ("" if free is None else f", has {units.size(free)}")
 
 
 def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -> str | None:
-    """None, or for a run that goes on a warning: not all of its checkpoints would have room.
+    """Returns a warning if not all checkpoints of a resumed run would fit on the disk, else None.
 
-    Args: needed: bytes of one. keep: how many stay. steps: those that are there now.
-    Raises: Stop (NO_GO) if checkpoints cannot be written in the folder, or if a new run's would not have room. A run
-    that goes on may: a save that fails is reported and tried again, while nobody starts one again that was refused.
+    Args: needed: bytes of one. keep: number of checkpoints that stay. steps: existing ones.
+    Raises: Stop (NO_GO) if checkpoints cannot be written in the folder, or if those of a new run would not fit. A
+    resumed run is not refused: a failed save is reported and retried, whereas a refused run does not train at all.
     """
     if paths.is_remote(directory):
-        return None  # a bucket has no free space to ask for; that it can be written shows at the first file of the run
+        return None  # a bucket has no limit of space, and its permissions show at the first file of the run
     aside: list[Any] = []
     try:
         paths.make_folder(directory)
-        aside = folders.those_set_aside(directory)
-        paths.remove_temporaries(directory, (LAST_GOOD, ".probe-*"))  # the second: of versions that left some
-        with tempfile.TemporaryFile(dir=directory) as probe:  # without a name, where the system can
+        aside = folders.set_aside_folders(directory)
+        paths.remove_temporaries(directory, (LAST_GOOD, ".probe-*"))  # ".probe-*": left by older versions
+        with tempfile.TemporaryFile(dir=directory) as probe:  # unnamed, if the system supports it
             probe.write(b"x")
     except OSError as error:
-        if error.errno not in FULL or not (steps or aside):
+        if error.errno not in NO_SPACE_ERRNOS or not (steps or aside):
             cause = no_inodes_message(directory) if error.errno == errno.ENOSPC else ""
             raise Stop(
                 Exit.NO_GO,
                 f"no checkpoint can be written in {directory}: {cause or error.strerror or error}; "
                 "give this user the right to write there, or choose another --workdir",
             ) from None
-    number = max(1, keep + 2 - len(steps))  # one is being written while those that stay are all still there
+    number = max(1, keep + 2 - len(steps))  # all that stay, and the one that is being written
     free, total = free_bytes(directory), number * needed
     if free is None or free >= total * MARGIN:
         return None

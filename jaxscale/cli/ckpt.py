@@ -35,11 +35,11 @@ from jaxscale.checkpoint.retention import (
     last_good_step,
     list_steps,
     pin,
-    sweep,
+    remove_half_deleted,
+    retention_reasons,
     unpin,
-    why_kept,
 )
-from jaxscale.checkpoint.storage_errors import TELLING, read_optional, short_reason
+from jaxscale.checkpoint.storage_errors import KNOWN_CAUSES, read_optional, short_reason
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb
@@ -154,13 +154,13 @@ def copy(request: Request) -> int:
 def prune(request: Request) -> int:
     """Prints which steps stay and why, and deletes the others if asked to."""
     folder, facts = request.checkpoints.directory, list_steps(request.checkpoints.directory)
-    kept = why_kept(facts, last_good_step(request.checkpoints.directory), rules(request))
+    kept = retention_reasons(facts, last_good_step(request.checkpoints.directory), rules(request))
     fate = "deleted" if request.flags.delete else "may go"
     if request.flags.delete:
         for fact in facts:
             if fact.step not in kept:
                 delete_step(folder, fact.step)
-        sweep(folder)
+        remove_half_deleted(folder)
     rows = [("step", "size", "")]
     rows += [
         (str(f.step), units.size(f.num_bytes), f"stays: {kept[f.step]}" if f.step in kept else fate) for f in facts
@@ -327,7 +327,7 @@ def main(arguments: Arguments) -> int:
         of_client = type(error).__module__.startswith("gcsfs.")  # which has errors of its own
         if remote and isinstance(error, OSError) or of_client:
             raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
-        if isinstance(error, OSError) and not isinstance(error, BadInput) and TELLING.search(str(error)):
+        if isinstance(error, OSError) and not isinstance(error, BadInput) and KNOWN_CAUSES.search(str(error)):
             where = "" if error.filename else f"{arguments.flags.to or arguments.flags.workdir}: "
             raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; mend that, then run it again") from None
         raise

@@ -30,8 +30,8 @@ from jaxscale.api.measuring import (
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.restore import why_not
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.restore import record_error
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.cli import run_verb
 from jaxscale.cli.sample import ModelFlags, read_mesh
 from jaxscale.command_line import Arguments, flag, whole_number
@@ -144,7 +144,7 @@ def evaluate_steps(
             continue
         say(f"step {model.step}: measured in {time.monotonic() - began:.1f} s")
         if saves:
-            written(lambda record=record: save_record(workdir, record), workdir)
+            stop_if_unwritable(lambda record=record: save_record(workdir, record), workdir)
         if as_json:
             put(as_line(record))
     if first and not as_json:
@@ -217,7 +217,7 @@ def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[i
     checkpoints = open_source(workdir, named="--workdir", log=lambda line: None).checkpoints
     steps = agreed(checkpoints.all_steps)
     if flags.steps == "all":
-        wrong = {step: why for step in steps if (why := why_not(checkpoints, step))}
+        wrong = {step: why for step in steps if (why := record_error(checkpoints, step))}
         for why in wrong.values():
             say(f"WARNING: {why}; it is left out")
         return [step for step in steps if step not in wrong]

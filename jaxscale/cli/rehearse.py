@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from jaxscale import config_file
-from jaxscale.checkpoint.storage_errors import reached
+from jaxscale.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.cli import run_verb
 from jaxscale.cli.rehearsal import (
     LEAST_STEPS,
@@ -108,7 +108,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     """What to do. Raises BadInput for what a person has to correct, before anything is started."""
     options = arguments.options
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
-    recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
+    recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
     cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments), recorded)
     if cfg.init.what == "run":
         raise BadInput(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.api.reports import price_of, read_all
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag, port_of
 from jaxscale.help_text import command
@@ -72,7 +72,7 @@ def main(arguments: Arguments) -> int:
     if not paths.is_remote(output) and paths.as_path(output).is_dir():
         raise BadInput(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
     page = (make_card if flags.card else make_page)(read_all(flags.workdir), price=flags.price, now=time.time())
-    written(lambda: paths.write_text_atomic(output, page), output)
+    stop_if_unwritable(lambda: paths.write_text_atomic(output, page), output)
     way_on = "" if flags.card else "; open it in a browser:"
     put(f"{output}: {', '.join(flags.workdir)}, {units.size(len(page.encode()))}{way_on}")
     put(output if paths.is_remote(output) or flags.card else paths.as_path(output).absolute().as_uri())

@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.checkpoint.folders import all_steps
-from jaxscale.checkpoint.lineage import read_begun
+from jaxscale.checkpoint.lineage import read_start_step
 from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import SuperviseLedger, Totals
@@ -108,7 +108,7 @@ def look(workdir: Any, begun: int = 0) -> Progress:
         checkpoints = folder / "checkpoints"
         saved = {step: written_at(checkpoints / str(step)) for step in all_steps(checkpoints)}
         records = tail_records(folder / "metrics.jsonl")
-        begun = max(begun, read_begun(folder))
+        begun = max(begun, read_start_step(folder))
     except Exception as error:  # whatever the storage's client raises: to look is never worth an end
         why = str(error).splitlines()[0] if str(error) else ""
         return Progress({}, begun=begun, unknown=f"{type(error).__name__}: {why}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint.storage_errors import reached
+from jaxscale.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.interop import adapter_config, reading
 from jaxscale.interop.adapter_config import AdapterConfig
 from jaxscale.interop.config import HUB_NAME
@@ -54,7 +54,7 @@ class Adapter:
 def open_adapter(name: str) -> Adapter | None:
     """The adapter in a folder; None if it holds none. Raises BadInput for one that cannot be read here."""
     folder = paths.as_path(name)
-    files = reached(lambda: names_in(folder), folder)
+    files = stop_if_unreachable(lambda: names_in(folder), folder)
     if adapter_config.FILE not in files:
         return None
     config = adapter_config.read(read_object(folder, adapter_config.FILE, files))
@@ -62,7 +62,7 @@ def open_adapter(name: str) -> Adapter | None:
         pickled = next((file for file in files if file.startswith("adapter_model") and file.endswith(PICKLED)), None)
         why = f"{pickled} is pickled, and never read here: save it again with a newer PEFT" if pickled else "fetch it"
         raise BadInput(f"--from={name} has no {WEIGHTS}; {why}")
-    return Adapter(folder, config, read_header(reached(lambda: look_at(folder / WEIGHTS), folder)), files)
+    return Adapter(folder, config, read_header(stop_if_unreachable(lambda: look_at(folder / WEIGHTS), folder)), files)
 
 
 def adapted(adapter: Adapter, family: Family, cfg: AnyModelConfig, base: Mapping[str, Tensor]) -> dict[str, TensorPair]:

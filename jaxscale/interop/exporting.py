@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.checkpoint.folders import mark_of
+from jaxscale.checkpoint.folders import size_and_md5
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import digest, weight_leaves
-from jaxscale.checkpoint.restore import newest_to_read
-from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, written
+from jaxscale.checkpoint.restore import newest_readable_step
+from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, stop_if_unwritable
 from jaxscale.interop import adapter_config, adapters, families
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.families.rope import LONGEST, frozen
@@ -91,8 +91,8 @@ def open_step(
         raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
         raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
-    step = newest_to_read(checkpoints, tell) if step is None else step
-    assert step is not None, "with steps, newest_to_read returns one or raises"
+    step = newest_readable_step(checkpoints, tell) if step is None else step
+    assert step is not None, "with steps, newest_readable_step returns one or raises"
     record = checkpoints.read_record(step)
     checkpoints.log_changed_files(step, tell, small=True)
     values = record["run"].get("config", {}).get("model")
@@ -175,15 +175,15 @@ def export_step(
             leaves = Leaves(source.folder)
         for shard in shards:
             noted = journal.done.get(shard.name)
-            if noted and mark_of(folder / shard.name) == tuple(noted["mark"]):
+            if noted and size_and_md5(folder / shard.name) == tuple(noted["mark"]):
                 kept += shard.num_bytes
                 done += shard.num_bytes
                 continue
             report = lambda now, before=done, kept=kept: on_bytes(before + now, total, kept)
             write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
-            mark, sums = written(write, folder)
+            mark, sums = stop_if_unwritable(write, folder)
             journal.note(shard.name, {"mark": mark, "sums": sums})
-            written(journal.settle, folder)
+            stop_if_unwritable(journal.settle, folder)
             crash_point("export/shard")
             done += shard.num_bytes
         check_sums(source, journal)
@@ -191,9 +191,11 @@ def export_step(
         if len(shards) > 1:
             files[INDEX] = as_json(index_of(shards))
         for name, content in files.items():
-            written(lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder)
+            stop_if_unwritable(
+                lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder
+            )
         crash_point("export/config")
-        written(lambda: paths.write_bytes_atomic(folder / names[1], as_json(config)), folder)
+        stop_if_unwritable(lambda: paths.write_bytes_atomic(folder / names[1], as_json(config)), folder)
         pushed = send(folder)
         journal.remove()
         counts = dict(num_tensors=len(source.pairs), num_files=len(shards), num_bytes=total)

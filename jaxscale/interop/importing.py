@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from jaxscale.checkpoint import array_store, write
-from jaxscale.checkpoint.array_store import Output, cut, new_layout, tree_of
+from jaxscale.checkpoint.array_store import StepArrayWriter, grid_boxes, orbax_array_format, orbax_tree_metadata
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED, commit, make_anew, remove_tree, unfinished_folder
-from jaxscale.checkpoint.read_back import Damaged, verify_leaves
+from jaxscale.checkpoint.folders import COMMITTED, commit, recreate_folder, remove_tree, unfinished_folder
+from jaxscale.checkpoint.read_back import DamagedCheckpoint, verify_leaves
 from jaxscale.checkpoint.record import seal
-from jaxscale.checkpoint.storage_errors import written
-from jaxscale.checkpoint.verify import list_all_others
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
+from jaxscale.checkpoint.verify import write_main_list
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal, open_journal
 from jaxscale.interop.pieces import OURS, PREFIX, array_shapes, chunk_shapes, in_order, plan_units
@@ -63,13 +63,13 @@ def import_tensors(
         if not (final / COMMITTED).exists():
             if not journal.done or not growing.exists():  # nothing there is known to be of this conversion
                 journal.done = {}
-                written(lambda: make_anew(growing), folder)
+                stop_if_unwritable(lambda: recreate_folder(growing), folder)
                 check_room(folder, total)
             marks, kept, odd = write_units(growing, journal, pairs, tensors, total, on_bytes)
             leaves = {f"{PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes}
             try:
-                written(lambda: complete(growing, final, leaves, run), folder)
-            except Damaged as damage:
+                stop_if_unwritable(lambda: complete(growing, final, leaves, run), folder)
+            except DamagedCheckpoint as damage:
                 remove_tree(growing)
                 journal.remove()
                 raise Stop(Exit.STORAGE, f"what was written reads back otherwise: {damage}; run it again") from None
@@ -97,8 +97,8 @@ def write_units(
 ) -> tuple[dict[str, int], int, list[str]]:
     """({leaf: fingerprint} of what is there then, bytes that were there before, tensors that are not finite)."""
     shapes, chunks = array_shapes(pairs), chunk_shapes(pairs)
-    output = Output(growing)
-    made = output.create({f"{PREFIX}{name}": new_layout(shapes[name], chunks[name], OURS) for name in shapes})
+    output = StepArrayWriter(growing)
+    made = output.create({f"{PREFIX}{name}": orbax_array_format(shapes[name], chunks[name], OURS) for name in shapes})
     arrays = dict(zip(shapes, made, strict=True))
     done = kept = 0
     for part, unit in plan_units(pairs).items():
@@ -116,11 +116,11 @@ def write_units(
     return journal.fingerprints("marks"), kept, odd_ones(journal.done)
 
 
-def settle(output: Output, journal: Journal) -> None:
+def settle(output: StepArrayWriter, journal: Journal) -> None:
     """What was written and noted so far is safe."""
     output.commit()
     crash_point("convert/written")
-    written(journal.settle, journal.path.parent)
+    stop_if_unwritable(journal.settle, journal.path.parent)
     crash_point("convert/noted")
 
 
@@ -132,7 +132,7 @@ def odd_ones(done: Mapping[str, Any]) -> list[str]:
 def write_unit(
     unit: Sequence[TensorPair],
     tensors: Mapping[str, Tensor],
-    output: Output,
+    output: StepArrayWriter,
     arrays: Mapping[str, Any],
     chunks: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, int], list[str]]:
@@ -148,7 +148,7 @@ def write_unit(
         leaves = [layer[index] for layer in layers]
         values = np.stack([in_order(leaf) for leaf in leaves]) if len(leaves) > 1 else leaves[0]
         total = 0
-        for box in cut(leaves[0].shape, chunks[name][len(lead) :]):
+        for box in grid_boxes(leaves[0].shape, chunks[name][len(lead) :]):
             value, place = widened(values[(..., *box)]), (*lead, *box)
             finite &= np.isfinite(value).reshape(len(finite), -1).all(axis=1)
             value = value.reshape([side.stop - side.start for side in place])
@@ -170,15 +170,17 @@ def widened(values: np.ndarray) -> np.ndarray:
 def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[str, Any]) -> None:
     """Writes what belongs to a step beside its arrays, reads the arrays back, and makes it count.
 
-    Raises: Damaged if an array is not what was written.
+    Raises: DamagedCheckpoint if an array is not what was written.
     """
     began = time.time()
-    paths.write_json(growing / array_store.TREE, tree_of({name: leaf[0] for name, leaf in leaves.items()}))
+    paths.write_json(
+        growing / array_store.TREE_METADATA, orbax_tree_metadata({name: leaf[0] for name, leaf in leaves.items()})
+    )
     record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
-    write.describe(growing, record, final, began)
+    write.write_step_metadata(growing, record, final, began)
     crash_point("convert/read_back")
     verify_leaves(growing, leaves)
-    list_all_others(growing)
+    write_main_list(growing)
     crash_point("convert/commit")
     commit(growing, final)
     crash_point("convert/done")

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.checkpoint.lock_stores import held
-from jaxscale.checkpoint.storage_errors import read_optional, written
+from jaxscale.checkpoint.lock_stores import folder_lock
+from jaxscale.checkpoint.storage_errors import read_optional, stop_if_unwritable
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
@@ -24,7 +24,7 @@ def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Jou
     if there:
         raise BadInput(f"{flag} is in use, it holds {min(there)}; name a new folder")
     paths.make_run_dir(folder)
-    return journal, written(journal.begin, folder)
+    return journal, stop_if_unwritable(journal.begin, folder)
 
 
 class Journal:
@@ -62,7 +62,7 @@ class Journal:
     def hold(self) -> None:
         """Takes the folder for this process, on a disk that has locks; the system takes it back from one that dies."""
         stack = contextlib.ExitStack()
-        stack.enter_context(held(self.path.parent, "converting into"))
+        stack.enter_context(folder_lock(self.path.parent, "converting into"))
         self.close = weakref.finalize(self, stack.close)
 
     def note(self, part: str, value: Any) -> None:

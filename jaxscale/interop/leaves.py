@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint.array_store import DESCRIPTIONS, STATE, Arrays, Box, cut, entries, open_base, stored_name
+from jaxscale.checkpoint.array_store import (
+    ARRAY_METADATA,
+    STATE,
+    ArrayReader,
+    Box,
+    grid_boxes,
+    index_entries,
+    open_kvstore,
+    stored_name,
+)
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.interop.pieces import OURS
 from jaxscale.interop.ranges import File, look_at
@@ -23,7 +32,7 @@ class Leaves:
     """The arrays below a step's folder."""
 
     def __init__(self, folder: Any):
-        self.folder, self.arrays = folder, Arrays(folder)
+        self.folder, self.arrays = folder, ArrayReader(folder)
         self.opened: dict[str, Any] = {}
         self.files: dict[str, File] = {}
         self.located = locations(folder)
@@ -94,7 +103,7 @@ def boxes_at(array: tensorstore.TensorStore, at: tuple[int, ...]) -> Iterator[Bo
     for one, length, size in zip(at, shape, sizes):
         begin = one // size * size
         lead.append(slice(begin, min(begin + size, length)))
-    for inner in cut(shape[len(at) :], sizes[len(at) :]):
+    for inner in grid_boxes(shape[len(at) :], sizes[len(at) :]):
         yield (*lead, *inner)
 
 
@@ -113,12 +122,12 @@ def is_plain(array: tensorstore.TensorStore) -> bool:
 
 def locations(folder: Any) -> dict[str, tuple[str, int, int]]:
     """{'params.w/0.0': (file below the step's folder, first byte, bytes)} of pieces that lie in files of their own."""
-    base = open_base(folder / STATE)
+    base = open_kvstore(folder / STATE)
     newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
     found = {}
-    for key, location in entries(base, newest["root"].get("location")):
+    for key, location in index_entries(base, newest["root"].get("location")):
         name, _, piece = key.decode().rpartition("/")
-        if piece in DESCRIPTIONS or not location.startswith("value:"):
+        if piece in ARRAY_METADATA or not location.startswith("value:"):
             continue  # small ones lie in the index itself
         _, *file, offset, length = location.split(":")
         found[f"{name}/{piece}"] = (f"{STATE}/{''.join(file)}", int(offset), int(length))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxscale.checkpoint.array_store import cut
+from jaxscale.checkpoint.array_store import grid_boxes
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.safetensors import DTYPES, Tensor, how_to_widen
 from jaxscale.system.exits import BadInput
@@ -82,7 +82,7 @@ def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
     for row in rows.values():
         lead, one = [max(at) + 1 for at in zip(*row)], next(iter(row.values()))
         assert len(row) == math.prod(lead), f"layers or experts are missing of {one.ours}"
-        for box in cut(lead, together(one, lead)):
+        for box in grid_boxes(lead, together(one, lead)):
             group = [row[place] for place in itertools.product(*(range(side.start, side.stop) for side in box))]
             units[f"{group[0].theirs}+{len(group) - 1}"] = group
     return units
@@ -113,6 +113,6 @@ def in_order(values: np.ndarray) -> np.ndarray:
     if near == last:
         return np.ascontiguousarray(values)
     out = np.empty(values.shape, values.dtype)
-    for tile in cut(values.shape, [TILE if axis in (near, last) else 1 for axis in range(values.ndim)]):
+    for tile in grid_boxes(values.shape, [TILE if axis in (near, last) else 1 for axis in range(values.ndim)]):
         out[tile] = values[tile]
     return out

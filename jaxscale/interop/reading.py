@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.checkpoint.storage_errors import reached
+from jaxscale.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.interop.config import HUB_NAME
 from jaxscale.interop.ranges import look_at, names_in
 from jaxscale.interop.safetensors import Tensor, read_header, same_bytes
@@ -64,7 +64,7 @@ def open_checkpoint(name: str, named: str = "--from") -> Checkpoint:
         pickled = name.endswith(PICKLED)
         raise BadInput(f"{named}={name} " + (unpickled(name) if pickled else "is a file: give the folder it lies in"))
     folder = paths.as_path(name)
-    files = reached(lambda: names_in(folder), folder)
+    files = stop_if_unreachable(lambda: names_in(folder), folder)
     if not files:
         hint = f"; to fetch it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
         raise BadInput(f"{named}={name} is no folder with files in it{hint}")
@@ -128,7 +128,7 @@ def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
 
 def headers(folder: Any, files: list[str]) -> dict[str, dict[str, Tensor]]:
     """{file: {name: tensor}}."""
-    return {file: read_header(reached(lambda file=file: look_at(folder / file), folder)) for file in files}
+    return {file: read_header(stop_if_unreachable(lambda file=file: look_at(folder / file), folder)) for file in files}
 
 
 def is_plain(file: str) -> bool:
@@ -140,7 +140,7 @@ def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]
     """The JSON object in a file. Raises BadInput if it is none, or too large to be one of ours."""
     if files[name] > foreign.LARGEST_JSON:
         raise BadInput(f"{folder / name} has {files[name]} bytes, more than the {foreign.LARGEST_JSON} that are read")
-    content = reached(lambda: foreign.read_bytes(folder / name), folder)
+    content = stop_if_unreachable(lambda: foreign.read_bytes(folder / name), folder)
     try:
         value = foreign.parse_json(content)
     except BadInput as error:

@@ -10,7 +10,7 @@ import jax
 from jaxscale import build, schema
 from jaxscale.budget import Budget
 from jaxscale.build import Program
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.config import RunConfig
 from jaxscale.data.config import mixture_names
 from jaxscale.data.ledger import Ledger
@@ -184,9 +184,9 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
     cfg, path, services, corpus = folder.cfg, folder.path, folder.services, start.corpus
     primary = jax.process_index() == 0
     if primary:
-        written(lambda: paths.write_json(path / "config.json", record), path)
+        stop_if_unwritable(lambda: paths.write_json(path / "config.json", record), path)
         if (tokenizer := corpus.tokenizer) is not None:
-            written(lambda: save_tokenizer(tokenizer, path, corpus.chat), path)
+            stop_if_unwritable(lambda: save_tokenizer(tokenizer, path, corpus.chat), path)
     facts = services.ledger.take_up(path) if services.ledger and primary else {}  # before records are dropped
     diagnosis = None
     if primary and cfg.monitor.health.on:
@@ -197,7 +197,7 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
         diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names, read_events(path))
         services = services._replace(note=diagnosis.hearing(services.note))
     make = functools.partial(Writer, path, cfg.monitor, start.budget.total_steps, start.steps_done)
-    writer = written(lambda: make(primary=primary, vitals=services.vitals, diagnosis=diagnosis), path)
+    writer = stop_if_unwritable(lambda: make(primary=primary, vitals=services.vitals, diagnosis=diagnosis), path)
     writer.console.tokens_after = start.tokens_after  # what is left to do, where batches grow
     return services, writer, facts
 

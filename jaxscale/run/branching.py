@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxscale import schema, units
 from jaxscale.budget import decay_begin
-from jaxscale.checkpoint.branch import Source, named_step
+from jaxscale.checkpoint.branch import InitSource, parse_checkpoint_path
 from jaxscale.checkpoint.folders import all_steps
 from jaxscale.checkpoint.record import require_record
 from jaxscale.config import RunConfig
@@ -53,7 +53,7 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
 
 def find_step(path: str) -> tuple[Any, int]:
     """(folder of checkpoints, step) of a path. Raises BadInput where there is none."""
-    folder, step = named_step(path)
+    folder, step = parse_checkpoint_path(path)
     steps = all_steps(folder)
     if not steps:
         raise BadInput(f"--branch_from={path} holds no checkpoint: {folder} has none that was completed")
@@ -85,7 +85,7 @@ def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:
     raise BadInput(f"--decay_tokens: the rate of {folder} {why}, and a decay begins at the peak; branch off {way}")
 
 
-def check_branch(cfg: RunConfig, source: Source) -> None:
+def check_branch(cfg: RunConfig, source: InitSource) -> None:
     """Raises BadInput where a run with these settings cannot go on with the data of the source where it stands."""
     run = source.record["run"]
     if not run.get("data"):
@@ -106,7 +106,7 @@ def check_branch(cfg: RunConfig, source: Source) -> None:
         raise BadInput(f"init.what='run': {source} stands at batch {run['data']['batch_index']}, not at {wanted}")
 
 
-def check_longer(cfg: RunConfig, source: Source, total_steps: int) -> None:
+def check_longer(cfg: RunConfig, source: InitSource, total_steps: int) -> None:
     """Raises BadInput for a branch that would end where it begins."""
     if total_steps <= source.step:
         raise BadInput(

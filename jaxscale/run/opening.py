@@ -9,8 +9,8 @@ import jax
 from jaxscale import build
 from jaxscale.budget import Budget
 from jaxscale.build import Program, add_stages
-from jaxscale.checkpoint.branch import branch_state, go_on
-from jaxscale.checkpoint.tiers import Tiers
+from jaxscale.checkpoint.branch import branch_state, resume_branch
+from jaxscale.checkpoint.tiers import TieredCheckpoints
 from jaxscale.config import RunConfig
 from jaxscale.eval.named import check_files
 from jaxscale.hosts.agree import check_shared
@@ -78,7 +78,7 @@ def rewind(run: OpenedRun) -> OpenedRun:
     return reopen(run, checkpoints)
 
 
-def reopen(run: OpenedRun, checkpoints: Tiers | None = None) -> OpenedRun:
+def reopen(run: OpenedRun, checkpoints: TieredCheckpoints | None = None) -> OpenedRun:
     """The same run at its newest checkpoint. Its program is made again only where its schedule is another now."""
     folder, parts = run.folder, run.parts
     checkpoints = checkpoints or open_checkpoints(folder.cfg, folder.path, folder.services)
@@ -130,9 +130,9 @@ def prepare_folder(
     return RunFolder(cfg, path, checkpoints, services, options, log, replayed, dtypes)
 
 
-def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> Tiers:
+def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> TieredCheckpoints:
     """The checkpoints of the run."""
-    return Tiers(
+    return TieredCheckpoints(
         path / "checkpoints",
         cfg.checkpoint,
         note=services.note,
@@ -171,7 +171,7 @@ def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState
     Raises Stop (CHECKPOINT_CORRUPT) for a checkpoint whose state has done another number of steps.
     """
     if start.source and start.source.whole:
-        return go_on(program, start.source, folder.log)
+        return resume_branch(program, start.source, folder.log)
     if start.step is None:
         return branch_state(program, folder.cfg.init, folder.log, start.source) if start.source else program.init()
     assert start.recorded is not None, "a step has a record"

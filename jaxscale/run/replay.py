@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxscale.budget import Budget
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.restore import newest_to_read
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.restore import newest_readable_step
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.config import RunConfig
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import normalise
@@ -32,7 +32,7 @@ def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> 
     All processes call it together.
     """
     checkpoints.set_aside_after(rewind.to, "rewound")
-    agreed(lambda: written(lambda: abandon(folder, rewind.to, rewind.number), folder))
+    agreed(lambda: stop_if_unwritable(lambda: abandon(folder, rewind.to, rewind.number), folder))
 
 
 def with_replayed(
@@ -49,9 +49,9 @@ def with_replayed(
     if not (old / "config.json").exists():
         raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
     check_same_run(cfg, old, None)
-    written = paths.read_json(old / "config.json")
+    stop_if_unwritable = paths.read_json(old / "config.json")
     if names := ", ".join(
-        dict.fromkeys(change["name"] for change in changes_of(written) if change.get("alters", True))
+        dict.fromkeys(change["name"] for change in changes_of(stop_if_unwritable) if change.get("alters", True))
     ):
         raise Stop(
             Exit.CONFIG_MISMATCH,
@@ -61,10 +61,10 @@ def with_replayed(
     decisions = read_decisions(old)
     pending = decisions.pending
     checkpoints = Checkpoints(old / "checkpoints", cfg.checkpoint)
-    newest = newest_to_read(checkpoints, log, before=pending.to + 1 if pending else None)
+    newest = newest_readable_step(checkpoints, log, before=pending.to + 1 if pending else None)
     recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
     ranges = normalise(
-        [*recorded["skipped"], *written["config"]["data"]["skip_batches"], *decisions.skip_batches]
+        [*recorded["skipped"], *stop_if_unwritable["config"]["data"]["skip_batches"], *decisions.skip_batches]
         + [*cfg.data.skip_batches]
     )
     decisions = decisions.up_to(pending.to) if pending else decisions

@@ -44,7 +44,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
     if primary:
         paths.make_run_dir(workdir, options.mode)
     with lock if primary else contextlib.nullcontext():  # what is noted is noted while the folder is ours
-        clean_folder(workdir, team, primary=primary, stolen=lock.taken_from is not None)
+        clean_folder(workdir, team, primary=primary, stolen=lock.previous_owner is not None)
         profiler, telemetry = make_monitors(cfg.monitor, workdir, events.note, team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
         exports = exporting(cfg.export, workdir, events.note, team, primary=primary)

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxscale.auto_dtype import Resolved
 from jaxscale.budget import BatchStage, Budget, remaining_stages, resolve_budget
-from jaxscale.checkpoint.branch import Source, open_source
-from jaxscale.checkpoint.tiers import Tiers
+from jaxscale.checkpoint.branch import InitSource, open_source
+from jaxscale.checkpoint.tiers import TieredCheckpoints
 from jaxscale.config import RunConfig
 from jaxscale.data.dataset import Transform
 from jaxscale.data.mixture import Detour, Mixture
@@ -40,7 +40,7 @@ class RunFolder:
 
     cfg: RunConfig
     path: Any
-    checkpoints: Tiers
+    checkpoints: TieredCheckpoints
     services: Services
     options: RunOptions
     log: Log
@@ -56,7 +56,7 @@ class Start:
     recorded: dict[str, Any] | None  # what the checkpoint holds beside the state
     changes: list[Change]  # of the config, since then
     decisions: Decisions
-    source: Source | None  # the checkpoint of another run that this one begins with
+    source: InitSource | None  # the checkpoint of another run that this one begins with
     corpus: Corpus
     budget: Budget
     skipped: Ranges  # batches
@@ -154,7 +154,7 @@ def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
     return ""
 
 
-def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> Source | None:
+def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSource | None:
     """The checkpoint that a run begins with; None for one that begins at random, or has a checkpoint of its own.
 
     A run that stopped before its first checkpoint begins with the same one again, whatever the other run has saved

@@ -12,7 +12,7 @@ import tensorstore
 from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.lock_stores import held
+from jaxscale.checkpoint.lock_stores import folder_lock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.checkpoint.verify import verify_folder
@@ -93,7 +93,7 @@ def test_zeros_are_written_too(tmp_path):
     checkpoints.close()
     average_steps(checkpoints, [1], tmp_path / "mean")
     assert not np.any(restored(tmp_path / "mean", 1, state)["params"]["w"])
-    base = array_store.kvstore(tmp_path / "mean" / "checkpoints" / "1" / "state")
+    base = array_store.kvstore_spec(tmp_path / "mean" / "checkpoints" / "1" / "state")
     names = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
     assert b"params.w/0.0" in names  # or nobody could tell zeros from a piece that was lost
 
@@ -120,7 +120,7 @@ def test_a_folder_in_use_is_never_written_to(kept, tmp_path):
         average_steps(kept, [10], kept.directory.parent)
     at_it = tmp_path / "mean" / "checkpoints" / "averaging-10" / "state"
     at_it.mkdir(parents=True)
-    with held(tmp_path / "mean" / "checkpoints", ""):
+    with folder_lock(tmp_path / "mean" / "checkpoints", ""):
         with pytest.raises(ValueError, match="another process is writing into .*checkpoints now; wait for it, or"):
             average_steps(kept, [10], tmp_path / "mean")
     assert at_it.exists()

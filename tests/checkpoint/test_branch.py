@@ -14,7 +14,7 @@ import tiny
 from ckpt_states import data_files, flip_bit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.branch import Plan, branch_state, check_scale, open_source
+from jaxscale.checkpoint.branch import BranchPlan, branch_state, check_lora_scale, open_source
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
@@ -139,7 +139,7 @@ def test_the_average_can_be_what_the_new_run_begins_with(old):
 def test_a_new_average_begins_as_the_weights_unless_the_old_one_comes_along(old, what, field):
     state, _, lines = branch(old, program(ema=True), what=what)
     tiny.assert_same_bits(state.ema, getattr(old[1][7], field))
-    assert ("init: fresh    ema: begins as the weights" in lines) == (what != "state")
+    assert ("init: fresh    ema: starts as the weights" in lines) == (what != "state")
 
 
 def test_it_is_read_straight_into_the_shards_of_another_mesh_and_both_trees_can_be_donated(old):
@@ -186,19 +186,23 @@ def test_what_is_skipped_stays_as_a_new_model_has_it(old):
 def test_names_that_do_not_fit_are_told_with_the_nearest(old):
     told = refusal(old, program(head="header"))
     assert told == (
-        f"init.from_path: {old[0]}/checkpoints/7 does not fit this config: params/header is not there (nearest: "
-        "params/head); params/head is there and has no place here (nearest: params/header or params/embedding); use "
+        f"init.from_path: {old[0]}/checkpoints/7 does not fit this config: params/header is not in the checkpoint "
+        "(nearest: params/head); params/head is in the checkpoint and not in this config "
+        "(nearest: params/header or params/embedding); use "
         "init.rename or init.skip, or the model it was trained with"
     )
 
 
 def test_shapes_that_do_not_fit_are_told(old):
     told = refusal(old, program(width=4))
-    assert "params/blocks/mlp/w is float32[2,8,8] there and float32[2,8,4] here; use init.rename" in told
+    mismatch = (
+        "params/blocks/mlp/w is float32[2,8,8] in the checkpoint and float32[2,8,4] in this config; use init.rename"
+    )
+    assert mismatch in told
 
 
 def test_another_optimizer_is_refused_with_its_state_and_welcome_without(old):
-    assert "opt_state/0/trace/embedding is not there (nearest: " in refusal(
+    assert "opt_state/0/trace/embedding is not in the checkpoint (nearest: " in refusal(
         old, program(optimizer=momentum), what="state"
     )
     branch(old, program(optimizer=momentum))
@@ -213,9 +217,9 @@ def momentum(lr):
     [
         ({"rename": ("heat=>output",)}, "init.rename='heat=>output' matches nothing in .*nearest: params/head"),
         ({"rename": ("embedding|head=>one",)}, "init.rename gives several arrays of .* the name params/one"),
-        ({"skip": ("lm_head",)}, "init.skip='lm_head' matches nothing there or here; nearest: .*params/head"),
+        ({"skip": ("lm_head",)}, "init.skip='lm_head' matches no leaf of the checkpoint .*; nearest: .*params/head"),
         ({"from_path": "nowhere"}, "init.from_path=nowhere holds no checkpoint"),
-        ({"from_path": "{}/checkpoints/4"}, "is no checkpoint; .* has 3 or 7"),
+        ({"from_path": "{}/checkpoints/4"}, "is not a checkpoint; .* has 3 or 7"),
     ],
     ids=str,
 )
@@ -236,7 +240,7 @@ def test_an_average_that_was_never_kept_is_refused(tmp_path):
     ("settings", "told"),
     [
         ({"rename": ("a->b",)}, "rename='a->b' must be 'REGEX=>REPLACEMENT'"),
-        ({"skip": ("(",)}, "'\\(' is no regular expression"),
+        ({"skip": ("(",)}, "'\\(' is not a regular expression"),
         (
             {"from_path": None, "what": "ema"},
             "what is for a run that begins with another's weights; give from_path too",
@@ -279,7 +283,8 @@ def test_a_smaller_vocabulary_loses_its_last_rows(old):
 
 def test_another_vocabulary_is_refused_unless_asked_for(old):
     told = refusal(old, program(vocab=16))
-    assert "params/embedding is float32[12,8] there and float32[16,8] here (init.resize_vocab=true resizes it)" in told
+    mismatch = "params/embedding is float32[12,8] in the checkpoint and float32[16,8] in this config"
+    assert f"{mismatch} (init.resize_vocab=true resizes it)" in told
     assert "params/blocks/mlp/w is" in refusal(
         old, program(vocab=16, width=12), resize_vocab=True
     )  # 12 is no vocabulary
@@ -299,7 +304,7 @@ def test_begun_again_it_is_the_same_ancestor_or_none(old):
     assert open_source(str(old[0]), ancestor).step == 3  # though 7 is newer
     with pytest.raises(ValueError, match="step 3 is not the checkpoint this run began with"):
         open_source(str(old[0]), ancestor | {"sha256": "other"})
-    with pytest.raises(ValueError, match="this run began with its step 5, and that is no longer there"):
+    with pytest.raises(ValueError, match="this run began with its step 5, which no longer exists"):
         open_source(str(old[0]), ancestor | {"step": 5})
 
 
@@ -320,4 +325,4 @@ def test_settings_of_adapters_that_this_version_does_not_know_are_named(run, tmp
         merge_lora(run, 30, tmp_path / "merged")
     source = open_source(str(run.directory.parent))
     with pytest.raises(BadInput, match="30: lora.dropout is not a setting of LoraConfig"):
-        check_scale(source, Plan({}, {}, (), ()), LoraConfig())
+        check_lora_scale(source, BranchPlan({}, {}, (), ()), LoraConfig())

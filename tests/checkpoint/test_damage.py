@@ -13,7 +13,7 @@ import pytest
 from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, refuse_to_open, restore_newest, stop_of
 
 from jaxscale.checkpoint import restore
-from jaxscale.checkpoint.storage_errors import is_storage_error, reached, short_reason
+from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, stop_if_unreachable
 from jaxscale.system.exits import Exit, Stop
 
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_read_is_one_line_with_the_way_out(saved, damage):
     assert saved.latest_step() == 20  # a damaged newest step is not passed over in silence
     error = stop_of(saved.restore, 20, abstract())
     assert error.code == Exit.CHECKPOINT_CORRUPT
-    assert "step 20" in str(error) and f"move {folder} away to go on from step 10" in str(error)
+    assert "step 20" in str(error) and f"move {folder} away to resume from step 10" in str(error)
     assert len(str(error)) < 700
 
 
@@ -117,13 +117,13 @@ def test_a_bucket_that_cannot_be_asked_is_one_line_of_a_start():
     def ask():
         raise OfAClient("Service Unavailable, 503")
 
-    error = stop_of(reached, ask, "gs://bucket/run")
+    error = stop_of(stop_if_unreachable, ask, "gs://bucket/run")
     assert error.code == Exit.STORAGE
     assert str(error).startswith("gs://bucket/run cannot be reached: HttpError: Service Unavailable, 503; start again")
     with pytest.raises(KeyError):  # our own mistakes keep their traceback
-        reached(lambda: {}["x"], "gs://bucket/run")
+        stop_if_unreachable(lambda: {}["x"], "gs://bucket/run")
     with pytest.raises(OfAClient):
-        reached(ask, "/disk/run")
+        stop_if_unreachable(ask, "/disk/run")
 
 
 def test_a_record_that_a_client_cannot_fetch_is_no_damage(saved, monkeypatch):
@@ -153,7 +153,7 @@ def test_without_an_older_step_the_line_says_so(checkpoints):
     checkpoints.save(5, {"w": jnp.ones(3)}, {})
     checkpoints.wait()
     (checkpoints.directory / "5" / "run" / "metadata").write_text("{")
-    assert "there is no older step" in str(stop_of(checkpoints.read_run, 5))
+    assert "no older step exists" in str(stop_of(checkpoints.read_run, 5))
 
 
 NOISY = """

@@ -21,9 +21,9 @@ def listed(tmp_path, monkeypatch):
         data.mkdir(parents=True)
         for number in range(FILES):
             (data / f"{number:032x}").write_bytes(bytes([process, number]) * 50)
-        verify.list_own_files(tmp_path, process)
+        verify.write_data_list(tmp_path, process)
     (tmp_path / "run" / "metadata").write_text("{}")
-    verify.list_all_others(tmp_path, WRITERS)
+    verify.write_main_list(tmp_path, WRITERS)
     folders.mark_committed(tmp_path)
     with Emulator() as gcs:
         for name, value in gcs.environment().items():
@@ -56,7 +56,7 @@ def test_requests_do_not_grow_as_processes_times_files(listed):
 @pytest.mark.parametrize("shares", twins([1, 3, 16], 3))
 def test_each_damaged_or_missing_file_is_named_by_one_process(listed, shares):
     gcs, folder = listed
-    rest = f"{verify.LISTS}/{verify.REST}"
+    rest = verify.MAIN_LIST
     for name in gcs.names("bucket"):
         original = gcs.get("bucket", name)
         gcs.put("bucket", name, original[:-2] + b"!" + original[-1:])

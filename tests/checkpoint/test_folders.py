@@ -86,7 +86,7 @@ def test_a_newest_step_that_is_not_whole_is_never_gone_on_from(saved, how, goes_
     assert_same_bits(state, make_state(seed=step // 10))
     assert all(path.exists() for path in before)
     assert notes == told and len(lines) == bool(told)
-    wanted = "going on from step 10, 10 steps before it" if told == MOVED else "saved whole"
+    wanted = "resuming from step 10, 10 steps before it" if told == MOVED else "completely saved"
     assert all(wanted in line for line in lines)
     names = [path.name for path in saved.directory.iterdir()]
     assert any(name.startswith("damaged-20-2") for name in names) == (told == MOVED)
@@ -98,7 +98,7 @@ def test_where_a_person_wants_to_decide_nothing_is_moved(two_steps, tmp_path):
     damage(tmp_path / "run", "deleted file")
     checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(on_corrupt="stop"))
     error = stop_of(restore_newest, checkpoints, lambda step: checkpoints.restore(step, abstract()))
-    assert error.code == Exit.CHECKPOINT_CORRUPT and "to go on from step 10" in str(error)
+    assert error.code == Exit.CHECKPOINT_CORRUPT and "to resume from step 10" in str(error)
     assert checkpoints.all_steps() == [10, 20]
 
 
@@ -109,7 +109,7 @@ def test_where_no_step_can_be_read_it_never_begins_anew(saved):
     lines = []
     for _ in range(2):  # nor does the next start
         error = stop_of(restore_newest, saved, lambda step: step, lines.append)
-        assert error.code == Exit.CHECKPOINT_CORRUPT and "there is no older step" in str(error)
+        assert error.code == Exit.CHECKPOINT_CORRUPT and "no older step exists" in str(error)
     assert saved.all_steps() == [10, 20] and not lines  # to go back to one that is no better helps nobody
 
 

@@ -14,7 +14,7 @@ import os, pathlib, sys
 from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import delete_step, sweep
+from jaxscale.checkpoint.retention import delete_step, remove_half_deleted
 from jaxscale.checkpoint.transfer import copy_step
 run, to = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 there = lambda folder: Checkpoints(folder / "checkpoints", CheckpointConfig())
@@ -33,7 +33,7 @@ def twice(point, action, folder):
 for number, point in enumerate(sys.argv[3:]):
     twice(point, lambda: copy_step(source, 20, to / str(number)).kept_bytes, to / str(number))
 twice("average.commit", lambda: average_steps(source, [10, 30], to / "mean").step, to / "mean")
-twice("delete/half", lambda: (delete_step(source.directory, 10), sweep(source.directory)), run)
+twice("delete/half", lambda: (delete_step(source.directory, 10), remove_half_deleted(source.directory)), run)
 print(*sorted(path.name for path in source.directory.iterdir()))
 """
 

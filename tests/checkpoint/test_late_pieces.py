@@ -52,6 +52,6 @@ def test_pieces_of_a_frozen_process_that_arrive_late_change_no_array(monkeypatch
         found = restore_newest(there, lambda step: there.restore(step, like), say=lines.append)
         tiny.assert_same_bits(found, arrays(1))
         if when == "after it":
-            assert events == ["saved", "alarm"] and "every array came back bit for bit" in lines[0]
+            assert events == ["saved", "alarm"] and "every array is bitwise correct" in lines[0]
         else:
             assert events == ["set_aside", "save_failed", "saved"] and not lines

@@ -13,13 +13,13 @@ from ckpt_states import assert_same_bits, flip_bit, shardings, stop_of
 
 from jaxscale.checkpoint import lineage
 from jaxscale.checkpoint.config import CheckpointConfig, LocalConfig
-from jaxscale.checkpoint.local_copy import on_devices, read_about, read_pieces, write_copy
+from jaxscale.checkpoint.local_copy import array_from_pieces, read_description, read_pieces, write_copy
 from jaxscale.checkpoint.local_saver import LocalSaver
-from jaxscale.checkpoint.local_store import Copy, LocalStore
-from jaxscale.checkpoint.read_back import Damaged
+from jaxscale.checkpoint.local_store import LocalCopy, LocalStore
+from jaxscale.checkpoint.read_back import DamagedCheckpoint
 from jaxscale.checkpoint.record import describe_leaf
 from jaxscale.checkpoint.snapshot import take_snapshot
-from jaxscale.checkpoint.tiers import Tiers, whole_copies
+from jaxscale.checkpoint.tiers import TieredCheckpoints, whole_copies
 from jaxscale.hosts.exchange import Exchange
 from jaxscale.system.exits import BadInput, Exit
 
@@ -50,7 +50,9 @@ def opened(tmp_path):
         cfg = CheckpointConfig(local=LocalConfig(folder=where, every_steps=1), **settings)
         (tmp_path / run).mkdir(exist_ok=True)
         events = []
-        made.append(Tiers(tmp_path / run / "checkpoints", cfg, note=lambda *event, **facts: events.append(facts)))
+        made.append(
+            TieredCheckpoints(tmp_path / run / "checkpoints", cfg, note=lambda *event, **facts: events.append(facts))
+        )
         made[-1].events = events
         return made[-1]
 
@@ -102,13 +104,13 @@ def kill(tiers):
 def test_a_copy_comes_back_on_its_mesh_bit_for_bit_and_no_flipped_bit_is_missed(tmp_path):
     state = state_of(7)
     snapshot = take_snapshot(state)
-    leaves = {name: [*describe_leaf(leaf), snapshot.prints()[name]] for name, leaf in state.items()}
+    leaves = {name: [*describe_leaf(leaf), snapshot.fingerprints()[name]] for name, leaf in state.items()}
     path = tmp_path / "copy"
     size = write_copy(path, snapshot.leaves, {"record": {"leaves": leaves}})
     assert size == path.stat().st_size and [file.name for file in tmp_path.iterdir()] == ["copy"]
-    about = read_about(path)
+    about = read_description(path)
     pieces = read_pieces(path, about)
-    assert_same_bits({name: on_devices(pieces[name], leaf) for name, leaf in state.items()}, state)
+    assert_same_bits({name: array_from_pieces(pieces[name], leaf) for name, leaf in state.items()}, state)
     held = [
         (offset, np.dtype(dtype).itemsize * int(np.prod(shape))) for _, _, shape, dtype, offset, _ in about["pieces"]
     ]
@@ -117,15 +119,15 @@ def test_a_copy_comes_back_on_its_mesh_bit_for_bit_and_no_flipped_bit_is_missed(
     for byte in [int(rng.integers(offset, offset + count)) for offset, count in held] + list(described)[::17]:
         flip_bit(path, 8 * byte + 3)
         try:
-            read_pieces(path, read_about(path))
+            read_pieces(path, read_description(path))
             missed.append(byte)
-        except Damaged:
+        except DamagedCheckpoint:
             pass
         flip_bit(path, 8 * byte + 3)
     assert missed == []
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(Damaged, match="has no end"):
-        read_about(path)
+    with pytest.raises(DamagedCheckpoint, match="has no end"):
+        read_description(path)
 
 
 def test_the_newest_good_copy_wins_whichever_tier_has_it(opened):
@@ -177,7 +179,7 @@ def test_a_damaged_local_copy_is_told_and_the_one_before_it_taken(opened):
     assert step == 14
     assert_same_bits(state, state_of(14))
     (line,) = [line for line in said if "WARNING" in line]
-    assert f"the local copy of step 17 is passed over: {files[17]}: the bits of" in line
+    assert f"the local copy of step 17 is skipped: {files[17]}: the bits of" in line
     assert any("step 17" in facts.get("cause", "") for facts in second.events)
     kill(second)
 
@@ -197,11 +199,11 @@ def test_what_a_host_has_lost_is_brought_from_its_neighbour(opened, tmp_path, lo
     kill(first)
     shutil.copytree(first.store.folder, tmp_path / "neighbour")
     there, second = Exchange(tmp_path / "neighbour", "127.0.0.1"), opened()
-    second.look(print)
-    offer = second.offers[0]._replace(elsewhere=[list(there.address)])
+    second.find_local_copies(print)
+    offer = second.offers[0]._replace(remote_addresses=[list(there.address)])
     if lost == "all":
         shutil.rmtree(second.store.folder)
-        offer = offer._replace(here=False)
+        offer = offer._replace(is_local=False)
     else:
         flip_bit(next(path for *_, path in second.store.files()), 8 * 300)
     about, pieces, passed_over = second.load(offer)
@@ -209,7 +211,7 @@ def test_what_a_host_has_lost_is_brought_from_its_neighbour(opened, tmp_path, lo
     assert about["record"]["step"] == 14 and (passed_over is None) == (lost == "all")
     assert lost == "all" or "the bits of" in passed_over
     state = state_of(14)
-    assert_same_bits({name: on_devices(pieces[name], leaf) for name, leaf in state.items()}, state)
+    assert_same_bits({name: array_from_pieces(pieces[name], leaf) for name, leaf in state.items()}, state)
     step, state = start(opened())  # and it lies in the host's own folder again
     assert step == 14
     assert_same_bits(state, state_of(14))
@@ -265,7 +267,7 @@ def test_copies_of_another_run_of_a_deleted_one_and_of_a_removed_step_are_not_ta
     (tmp_path / "run" / "checkpoints" / "last_good.json").unlink()
     second, said = opened(), []
     assert second.newest_readable(said.append) is None
-    assert "step 17 is passed over: it followed step 10, which is not there any more" in said[0]
+    assert "step 17 is skipped: it followed step 10, which no longer exists" in said[0]
     moved.rename(tmp_path / "run" / "checkpoints" / "10")
     kill(second)
 
@@ -342,7 +344,7 @@ def test_a_folder_that_cannot_be_used_is_named(opened, tmp_path):
 
 def test_a_step_counts_where_every_part_of_it_is_left_somewhere():
     part = lambda owner, step=7, **more: list(
-        vars(Copy(**dict(step=step, token="t", mark="m", base=5, owner=owner, parts=3) | more)).values()
+        vars(LocalCopy(**dict(step=step, token="t", state_digest="m", base=5, owner=owner, parts=3) | more)).values()
     )
     hosts = lambda *lists: [{"copies": list(copies)} for copies in lists]
     choose = lambda found, starts, newest=5: [
@@ -354,26 +356,26 @@ def test_a_step_counts_where_every_part_of_it_is_left_somewhere():
     found = hosts([part(0)], [part(1), part(2)], [])
     assert choose(found, open_start) == [[[key, {0: [0], 1: [1], 2: [1]}]], []]
     assert choose(hosts([part(0)], [], []), open_start)[1] == [
-        "the local copy of step 7 is passed over: the part of process 1 is left nowhere"
+        "the local copy of step 7 is skipped: no host has the part of process 1"
     ]
-    other = hosts([part(0)], [part(1), part(2, mark="other bits")], [])
+    other = hosts([part(0)], [part(1), part(2, state_digest="other bits")], [])
     assert choose(other, open_start)[0] == [] and len(choose(other, open_start)[1]) == 2
     assert choose(found, open_start, newest=7) == [[], []]  # the work folder has it, verified
-    assert choose(found, open_start, newest=4)[1][0].endswith("it followed step 5, which is not there any more")
+    assert choose(found, open_start, newest=4)[1][0].endswith("it followed step 5, which no longer exists")
     assert choose(found, {"t": 6}) == choose(found, {"u": None}) == [[], []]
     assert "3 processes made it, and there are 2 now" in choose(found[:2], open_start)[1][0]
 
 
 def test_a_later_start_shortens_what_counts_of_the_earlier_ones(tmp_path):
-    lineage.cut(tmp_path, 3)
+    lineage.invalidate_after(tmp_path, 3)
     assert not (tmp_path / lineage.FILE).exists()  # a run that never copied has no such file
-    one, two = lineage.begin(tmp_path, 0), lineage.begin(tmp_path, 8)
-    lineage.cut(tmp_path, 5)
-    three = lineage.begin(tmp_path, 6)
+    one, two = lineage.record_start(tmp_path, 0), lineage.record_start(tmp_path, 8)
+    lineage.invalidate_after(tmp_path, 5)
+    three = lineage.record_start(tmp_path, 6)
     assert lineage.read_starts(tmp_path) == {one: 5, two: 5, three: None}
-    assert lineage.read_begun(tmp_path) == 6
-    lineage.cut(tmp_path, 4)
-    assert lineage.read_begun(tmp_path) == 4
-    assert lineage.belongs({one: 5}, one, 5) and not lineage.belongs({one: 5}, one, 6)
+    assert lineage.read_start_step(tmp_path) == 6
+    lineage.invalidate_after(tmp_path, 4)
+    assert lineage.read_start_step(tmp_path) == 4
+    assert lineage.is_in_history({one: 5}, one, 5) and not lineage.is_in_history({one: 5}, one, 6)
     (tmp_path / lineage.FILE).write_text(json.dumps({"starts": [one]}))
     assert lineage.read_starts(tmp_path) == {}

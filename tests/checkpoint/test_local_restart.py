@@ -121,5 +121,5 @@ def test_a_replaced_host_and_a_flipped_bit_cost_nothing_and_two_neighbours_the_s
         shutil.rmtree(local(workdir, host))
     codes, said = run(home, workdir)
     assert codes == [0] * COUNT, said
-    assert f"the local copy of step {newest} is passed over: the part of process 1 is left nowhere" in said
+    assert f"the local copy of step {newest} is skipped: no host has the part of process 1" in said
     assert went_on_from(said) == slow and last_leaves(workdir) == straight

@@ -133,18 +133,18 @@ def test_the_lock_of_a_run_that_was_killed_is_taken_over_at_once(workdir, holdin
     note = lambda kind, step=None, **facts: events.append((kind, facts))
     with lock(workdir, said=said, clock=clock, sleep=clock.sleep, note=note) as second:
         second.check()
-        assert second.taken_from.pid == first.pid and not clock.slept
+        assert second.previous_owner.pid == first.pid and not clock.slept
         assert workdir.startswith("gs://") or [path.name for path in pathlib.Path(workdir).iterdir()] == ["lock"]
     assert f"the lock of process {first.pid}" in said[0] and events[0][0] == "lock_stolen"
 
 
 def test_a_run_that_ends_leaves_no_lock(workdir):
     with lock(workdir):
-        assert store(workdir).look() is not None
-    assert store(workdir).look() is None
+        assert store(workdir).read_state() is not None
+    assert store(workdir).read_state() is None
     with pytest.raises(ZeroDivisionError), lock(workdir):
         raise ZeroDivisionError
-    assert store(workdir).look() is None
+    assert store(workdir).read_state() is None
 
 
 def test_a_lock_file_is_its_owners_alone(tmp_path):
@@ -158,8 +158,8 @@ def test_the_lock_of_another_machine_is_taken_over_after_three_leases_without_a_
     store(workdir).create(elsewhere())
     clock, said = Steady(), []
     with lock(workdir, said=said, clock=clock, sleep=clock.sleep) as second:
-        assert sum(clock.slept) >= LEASES * 20 - 1e-6 and second.taken_from.host == "far"
-    assert "of which nothing is known here: it is taken over if that does not renew its lock for 60 s" in said[0]
+        assert sum(clock.slept) >= LEASES * 20 - 1e-6 and second.previous_owner.host == "far"
+    assert "not visible from this host: the lock is taken over if it is not renewed for 60 s" in said[0]
 
 
 @pytest.mark.fault("F15")
@@ -218,7 +218,7 @@ def test_a_process_that_stood_still_while_its_lock_was_taken_writes_no_more(work
         zombie.stdin.flush()
         assert zombie.wait(60) == Exit.LOCK_HELD
         assert f"was taken over by process {os.getpid()}" in zombie.stderr.read()
-        assert store(workdir).look().owner.pid == os.getpid()  # and its end did not give our lock back
+        assert store(workdir).read_state().owner.pid == os.getpid()  # and its end did not give our lock back
 
 
 @pytest.mark.fault("F21")
@@ -248,7 +248,7 @@ def test_whoever_stood_still_for_three_leases_looks_at_the_lock_before_the_next_
 def test_a_lock_that_was_deleted_is_lost(workdir):
     with lock(workdir) as held:
         if workdir.startswith("gs://"):
-            held.store.door.delete(held.store.url, held.store.generation)
+            held.store.bucket.delete(held.store.url, held.store.generation)
         else:
             held.store.path.unlink()
         for _ in range(2):
@@ -262,7 +262,7 @@ def test_a_lock_that_was_deleted_is_lost(workdir):
 def test_a_renewed_lock_stays_ours_and_tells_how_often(workdir):
     with lock(workdir, cfg=LockConfig(lease_seconds=0.02)) as held:
         deadline = time.monotonic() + 20
-        while (look := store(workdir).look()) is None or look.owner.beats < 3:  # None: replaced while it was read
+        while (look := store(workdir).read_state()) is None or look.owner.beats < 3:  # None: replaced while it was read
             assert time.monotonic() < deadline
             time.sleep(0.01)
             held.check()

@@ -61,7 +61,7 @@ def test_a_step_asks_a_bucket_that_is_away_once_and_quickly(gcs):
 @pytest.mark.fault("F18")
 def test_a_step_does_not_wait_for_a_renewal_that_is_under_way(tmp_path):
     clock = Steady()
-    with quiet(str(tmp_path), clock=clock) as held, held.using:
+    with quiet(str(tmp_path), clock=clock) as held, held.request_lock:
         clock.now += LEASES * 20 + 1
         done = threading.Thread(target=held.poll, daemon=True)
         done.start()
@@ -110,7 +110,7 @@ def test_a_folder_that_is_moved_or_deleted_is_told_as_that_and_not_made_anew(tmp
         with pytest.raises(Stop) as stop:
             held.check()
     told = f"{workdir} was moved to {away} while" if how == "moved" else f"{workdir} was deleted while"
-    assert stop.value.code == Exit.STORAGE and told in str(stop.value) and "made anew" in str(stop.value)
+    assert stop.value.code == Exit.STORAGE and told in str(stop.value) and "no new folder was made" in str(stop.value)
     assert not workdir.exists()
 
 
@@ -129,10 +129,10 @@ def test_who_only_looks_at_a_new_lock_leaves_its_holder_the_flock(tmp_path):
     fcntl.flock(looker, fcntl.LOCK_EX)
     look_ends = threading.Timer(0.3, os.close, (looker,))
     look_ends.start()
-    lock.hold(os.open(tmp_path / "new", os.O_RDWR), me)
+    lock.flock_and_write(os.open(tmp_path / "new", os.O_RDWR), me)
     look_ends.join()
     (tmp_path / "new").rename(tmp_path / "lock")
-    assert FileLock(tmp_path).look().guarded is True
+    assert FileLock(tmp_path).read_state().is_flocked is True
     lock.release()
 
 
@@ -152,7 +152,7 @@ def test_a_holder_is_dead_after_three_of_the_longer_lease(tmp_path, theirs, wait
     clock = Steady()
     with quiet(str(tmp_path), clock=clock, sleep=clock.sleep) as held:
         assert waited - 0.1 <= clock.now - 100 <= waited + 3
-        assert FileLock(tmp_path).look().owner.lease_seconds == 20 and held.me.lease_seconds == 20
+        assert FileLock(tmp_path).read_state().owner.lease_seconds == 20 and held.me.lease_seconds == 20
 
 
 def test_the_lock_of_an_older_version_has_no_lease():

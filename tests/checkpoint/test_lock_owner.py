@@ -3,17 +3,17 @@
 import dataclasses
 import json
 
-from jaxscale.checkpoint.lock_stores import PADDED, lives, read_owner, this_process
+from jaxscale.checkpoint.lock_stores import LOCK_BYTES, is_alive, read_owner, this_process
 
 
 def test_what_a_kernel_says_of_a_process():
     me = this_process()
-    assert lives(me, me) is True
-    assert lives(dataclasses.replace(me, ticks=me.ticks + 1), me) is False  # the number was used again
-    assert lives(dataclasses.replace(me, pid=2**22 + 1), me) is False
-    assert lives(dataclasses.replace(me, namespace="pid:[0]"), me) is None  # a container beside this one
-    assert lives(dataclasses.replace(me, kernel="x"), me) is None
+    assert is_alive(me, me) is True
+    assert is_alive(dataclasses.replace(me, ticks=me.ticks + 1), me) is False  # the number was used again
+    assert is_alive(dataclasses.replace(me, pid=2**22 + 1), me) is False
+    assert is_alive(dataclasses.replace(me, namespace="pid:[0]"), me) is None  # a container beside this one
+    assert is_alive(dataclasses.replace(me, kernel="x"), me) is None
     for letter, expected in (("R", True), ("T", None), ("Z", False)):
-        assert lives(me, me, lambda pid, letter=letter: (letter, me.ticks)) is expected
-    assert len(me.content()) == PADDED and read_owner(me.content()) == me
+        assert is_alive(me, me, lambda pid, letter=letter: (letter, me.ticks)) is expected
+    assert len(me.content()) == LOCK_BYTES and read_owner(me.content()) == me
     assert read_owner(json.dumps({"token": 1}).encode()) is None and read_owner(b"") is None

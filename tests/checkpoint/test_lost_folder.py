@@ -87,7 +87,7 @@ def test_damage_is_told_before_trouble(tmp_path, monkeypatch):
     real = saver.gathered
 
     def gathered(key, mine, seconds, made_of=list):
-        failures = [["late", "TimeoutError"], ["w is another", "Damaged"]] if key.endswith("/verify") else []
+        failures = [["late", "TimeoutError"], ["w is another", saver.DAMAGED]] if key.endswith("/verify") else []
         others = [{"failure": failure} for failure in failures]
         return real(key, mine, seconds, lambda answers: made_of([*answers, *others]))
 
@@ -144,12 +144,12 @@ def test_the_end_of_a_run_can_ask_how_its_save_went_without_an_error(tmp_path, m
 
 @pytest.mark.fault("F32")
 @pytest.mark.fault("F34")
-@pytest.mark.skipif(not pathlib.Path(write.OWN_FILES).is_dir(), reason="this system does not name open files")
+@pytest.mark.skipif(not pathlib.Path(write.OPEN_FILES).is_dir(), reason="this system does not name open files")
 def test_what_writes_arrays_follows_its_folder_and_never_makes_another(tmp_path):
     step, moved = tmp_path / "7.orbax-checkpoint-tmp", tmp_path / "moved"
     step.mkdir()
     opened = lambda place, name: tensorstore.KvStore.open({"driver": "file", "path": f"{place / name}/"}).result()
-    with write.itself(step) as place:
+    with write.open_folder(step) as place:
         step.rename(moved)
         opened(place, "state").write("a", b"1").result()
         assert (moved / "state" / "a").read_bytes() == b"1"

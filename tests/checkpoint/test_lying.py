@@ -12,7 +12,7 @@ from jaxscale.checkpoint import folders
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import last_good_step, list_steps, why_kept
+from jaxscale.checkpoint.retention import last_good_step, list_steps, retention_reasons
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt
@@ -105,7 +105,7 @@ def test_who_only_reads_takes_the_newest_honest_step_aloud_and_moves_nothing(run
     source = open_source(str(run.directory.parent), log=lines.append)
     assert source.step == 20 and run.all_steps() == [10, 20, 40]
     (line,) = lines
-    assert "it is the record of step 30" in line and line.endswith("step 20 is taken")
+    assert "it is the record of step 30" in line and line.endswith("using step 20")
     error = stop_of(open_source, str(run.directory.parent), wanted=40)
     assert error.code == Exit.CHECKPOINT_CORRUPT and "it is the record of step 30" in str(error)
 
@@ -172,12 +172,12 @@ def test_a_spoilt_last_good_file_vouches_for_nothing(run, how):
     spoil(run.directory / "last_good.json", how, run.directory / "30.json")
     lines, odd = [], how in ("emptied", "changed")
     assert gone_on(run, lines) == (30, {"deleted": [], "swapped": [("alarm", 20)]}.get(how, [("alarm", None)]))
-    assert ["last_good.json" in line and "the next save writes it anew" in line for line in lines if odd] == [
+    assert ["last_good.json" in line and "until the next save rewrites that file" in line for line in lines if odd] == [
         True
     ] * odd
     facts = list_steps(run.directory)
     assert [fact.verified for fact in facts] == [False] * 3
-    assert why_kept(facts, last_good_step(run.directory), run.cfg)[30] == "newest 3"
+    assert retention_reasons(facts, last_good_step(run.directory), run.cfg)[30] == "newest 3"
     copy = kept_run.copy_of(run, run.directory.parent.parent / "again")
     shutil.rmtree(copy.directory / "30")
     if how == "swapped":
@@ -190,11 +190,11 @@ def test_the_last_good_step_that_is_gone_is_missed(run):
     shutil.rmtree(run.directory / "30")
     found, notes = gone_on(run, lines)
     assert (found, notes) == (20, [("alarm", 30)])
-    assert "step 30, the last that was saved whole" in lines[0]
+    assert "step 30, the last that was completely saved" in lines[0]
     for step in (10, 20):
         shutil.rmtree(run.directory / str(step))
     error = stop_of(restore_newest, run, lambda step: step)
-    assert error.code == Exit.CHECKPOINT_CORRUPT and "there is no other" in str(error)
+    assert error.code == Exit.CHECKPOINT_CORRUPT and "no other step exists" in str(error)
 
 
 @pytest.mark.fault("F31")

@@ -10,7 +10,7 @@ from ckpt_states import refuse_to_open
 from jaxscale.checkpoint import retention
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import Facts, kept_steps
+from jaxscale.checkpoint.retention import RetentionFacts, retained_steps
 from jaxscale.system.exits import Exit, Stop
 
 
@@ -33,8 +33,10 @@ def test_old_steps_go_and_foreign_folders_stay(tmp_path):
 
 def facts(**losses):
     """{step: Facts} from s1=0.5 (clean) or s1=None (suspect)."""
-    found = {int(name[1:]): Facts("clean" if loss is not None else "suspect", loss) for name, loss in losses.items()}
-    return lambda step: found.get(step, Facts("clean", None))
+    found = {
+        int(name[1:]): RetentionFacts("clean" if loss is not None else "suspect", loss) for name, loss in losses.items()
+    }
+    return lambda step: found.get(step, RetentionFacts("clean", None))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,11 @@ def facts(**losses):
         (dict(keep_last=1), dict(pinned={2, 77}), {2, 6}),
         (dict(keep_last=1), dict(last_good=4), {4, 6}),
         (dict(keep_last=2), dict(facts=facts(s4=None, s5=None, s6=None)), {3, 5, 6}),  # the newest clean one
-        (dict(keep_last=1), dict(facts=lambda step: Facts(None, None)), {6}),  # none can be read
+        (dict(keep_last=1), dict(facts=lambda step: RetentionFacts(None, None)), {6}),  # none can be read
     ],
 )
 def test_kept_steps(settings, more, kept):
-    assert set(kept_steps({1, 2, 3, 4, 5, 6}, CheckpointConfig(**settings), **more)) == kept
+    assert set(retained_steps({1, 2, 3, 4, 5, 6}, CheckpointConfig(**settings), **more)) == kept
 
 
 def test_the_best_the_pinned_and_the_newest_clean_one_outlive_the_others(tmp_path):

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
@@ -281,7 +281,7 @@ def test_a_run_folder_that_was_removed_is_made_anew_and_said(noted, notes):
     shutil.rmtree(noted.directory.parent / "run")
     noted.save(2, big_state(), {}, wait=True)
     assert noted.all_steps() == [2]
-    assert any("was removed while the run went on" in facts["cause"] for _, facts in notes.of("alarm"))
+    assert any("was removed during the run" in facts["cause"] for _, facts in notes.of("alarm"))
 
 
 @pytest.mark.fault("F36")
@@ -295,10 +295,10 @@ def test_a_disk_without_inodes_is_not_called_full(own_disk, notes):
     ended(checkpoints)
     checkpoints.poll(3)
     ((_, facts),) = notes.of("save_failed")
-    assert facts["cause"].startswith(f"no inodes left on the disk of {own_disk}/run: it has room for bytes"), facts
+    assert facts["cause"].startswith(f"no inodes left on the disk of {own_disk}/run: it has free bytes"), facts
     new = stop_of(Checkpoints(own_disk / "new", CheckpointConfig()).check_room, jax.eval_shape(big_state))
     assert new.code == Exit.NO_GO and "no inodes left on the disk" in str(new)
-    config = stop_of(written, lambda: paths.write_json(own_disk / "config.json", {}), own_disk)
+    config = stop_of(stop_if_unwritable, lambda: paths.write_json(own_disk / "config.json", {}), own_disk)
     assert config.code == Exit.STORAGE and "no inodes left on the disk" in str(config)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import copy_file
-from jaxscale.checkpoint.lock_stores import held
+from jaxscale.checkpoint.lock_stores import folder_lock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import list_steps
-from jaxscale.checkpoint.transfer import copy_step, written_mark
+from jaxscale.checkpoint.transfer import copy_step, written_size_and_md5
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -133,14 +133,14 @@ def test_what_cannot_be_read_is_told_of_the_file_it_is_in_and_not_of_the_copy(ru
     monkeypatch.chdir(odd.parent)  # the name of a socket is short
     with socket.socket(socket.AF_UNIX) as nobody:
         nobody.bind("odd")  # to open it is an OSError
-        told = re.escape(f"{odd} cannot be read: No such device or address; mend that")
+        told = re.escape(f"{odd} cannot be read: No such device or address; fix that")
         for copied in (lambda: copy_step(run, 20, tmp_path / "copy"), lambda: copy_file(odd, tmp_path / "odd")):
             with pytest.raises(Stop, match=told) as caught:
                 copied()
             assert caught.value.code == Exit.STORAGE
     odd.unlink()
     (tmp_path / "copy/checkpoints/copying-20").mkdir(exist_ok=True)
-    with held(tmp_path / "copy/checkpoints/copying-20", ""):
+    with folder_lock(tmp_path / "copy/checkpoints/copying-20", ""):
         with pytest.raises(BadInput, match="another process is copying into .*copying-20 now; wait for it, or name a"):
             copy_step(run, 20, tmp_path / "copy")
     assert copy_step(run, 20, tmp_path / "copy").num_files > 9
@@ -189,4 +189,4 @@ def test_what_a_run_has_decided_goes_along_and_is_brought_up_to_date(run, tmp_pa
 
 def test_a_file_removed_while_it_is_listed_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="removed"):
-        written_mark(tmp_path / "removed")
+        written_size_and_md5(tmp_path / "removed")

@@ -71,7 +71,7 @@ def test_copies_compute_what_the_dense_model_did(dense):
     state, lines = upcycled(dense[0], "copy", program)
     np.testing.assert_allclose(nats(program, state.params), dense[2], rtol=1e-6, atol=1e-6)  # sums in another order
     assert SAME in lines
-    assert "init: upcycled 4 experts a layer, 32 wide: each is the dense MLP; their routers begin at random" in lines
+    assert "init: upcycled 4 experts a layer, 32 wide: each is the dense MLP; their routers start at random" in lines
     blocks, old = tiny.host(state.params["blocks"]), dense[1]["blocks"]
     assert not blocks["mlp"]["shared"]["down"].any() and blocks["mlp"]["shared"]["up"].any()
     np.testing.assert_array_equal(blocks["attention"]["wq"], old["attention"]["wq"][1:])
@@ -94,7 +94,7 @@ def test_so_do_the_parts_of_a_split_one_which_are_its_columns_under_one_router(d
         np.testing.assert_array_equal(mlp["up"][:, expert], old["up"][:, :, columns])
         np.testing.assert_array_equal(mlp["down"][:, expert], old["down"][:, columns])
         np.testing.assert_array_equal(mlp["router"][:, :, expert], new["router"][:, :, expert // 4 * 4])
-    assert "the dense MLP in 4 parts, 2 times; their routers begin at random" in "\n".join(lines)
+    assert "the dense MLP in 4 parts, 2 times; their routers start at random" in "\n".join(lines)
 
 
 @pytest.mark.soak
@@ -113,10 +113,10 @@ def test_layers_that_are_each_by_themselves_are_numbered_from_the_first_with_exp
 @pytest.mark.parametrize(
     ("experts", "told"),
     [
-        (SPLIT | dict(normalised=False), "model.experts.normalised=false a token's weights add up to no fixed number"),
-        (SPLIT | dict(scale=1.0), "model.experts.scale=1, and it would take 4"),
-        (SPLIT | dict(chosen=3), "model.experts.chosen=3 cuts a copy, and it would take a multiple of its 4 parts"),
-        (SPLIT | dict(groups=4, groups_chosen=2), "model.experts.groups=4 cuts a copy: 2 experts a group, 4 parts"),
+        (SPLIT | dict(normalised=False), "model.experts.normalised=false the sum of a token's weights varies"),
+        (SPLIT | dict(scale=1.0), "model.experts.scale=1, and not 4"),
+        (SPLIT | dict(chosen=3), "model.experts.chosen=3 splits a copy: not a multiple of its 4 parts"),
+        (SPLIT | dict(groups=4, groups_chosen=2), "model.experts.groups=4 splits a copy: 2 of 4 parts a group"),
     ],
     ids=["normalised", "scale", "chosen", "groups"],
 )
@@ -150,9 +150,10 @@ def test_widths_and_numbers_that_do_not_fit_are_refused_by_name(how, experts, to
 def test_so_are_checkpoints_of_other_models(dense):
     refused = lambda how, model: str(pytest.raises(BadInput, upcycled, dense[0], how, make(model)).value)
     told = refused("none", DENSE | dict(experts=COPY))
-    assert "mlp/down is float32[3,32,16] there and float32[3,4,32,16] here (init.experts='copy' makes experts" in told
+    assert "mlp/down is float32[3,32,16] in the checkpoint and float32[3,4,32,16] in this config" in told
+    assert "(init.experts='copy' makes experts" in told
     told = refused("copy", DENSE | dict(experts=COPY, num_layers=2))
-    assert "params/blocks/attention/wk is float32[3,16,2,8] there and float32[2,16,2,8] here; " in told
+    assert "attention/wk is float32[3,16,2,8] in the checkpoint and float32[2,16,2,8] in this config; " in told
     mixture = SHAPES | {"params/blocks/mlp/router": [3, 16, 4]}
     model = tiny.config({"model": DENSE | dict(experts=COPY)}).model
     for shapes, told in ((mixture, "runs/a has experts already; leave it out"), ({}, "runs/a has no gated MLP")):

@@ -13,7 +13,7 @@ from jaxscale.checkpoint import array_store, write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints, host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.read_back import Damaged, piece_sums, verify_leaves, what_differs
+from jaxscale.checkpoint.read_back import DamagedCheckpoint, first_difference, piece_sums, verify_leaves
 from jaxscale.system.exits import Exit
 
 
@@ -63,7 +63,7 @@ def test_reading_back_sees_what_restoring_sees(checkpoints):
     original = path.read_bytes()
     for bit in rng.integers(0, 40 * 50 * 32, 20):
         flip_bit(path, int(bit))
-        with pytest.raises(Damaged, match="w"):
+        with pytest.raises(DamagedCheckpoint, match="w"):
             verify_leaves(folder, leaves)
         path.write_bytes(original)
     verify_leaves(folder, leaves)
@@ -75,15 +75,15 @@ def test_processes_share_the_reading_by_pieces_and_not_by_arrays(checkpoints, sh
     checkpoints.save(1, state, {}, wait=True)
     leaves, folder = checkpoints.read_record(1)["leaves"], checkpoints.directory / "1"
     found = [piece_sums(folder, leaves, share, shares) for share in range(shares)]
-    assert what_differs(leaves, found) == ""
+    assert first_difference(leaves, found) == ""
     numbers = [sum(numbers for _, numbers in sums.values()) for sums in found]
     assert sum(numbers) == 32 * 16 + 1 and max(numbers) <= 512 / shares + 65  # a piece more, of 64
 
     for name in ("large", "one"):
         wrong = leaves | {name: [*leaves[name][:2], 1]}
-        assert what_differs(wrong, found) == f"{name}: its bits differ from those that were saved"
+        assert first_difference(wrong, found) == f"{name}: its bits differ from those that were saved"
     missing = [sums for sums in found if "large" not in sums]
-    assert what_differs(leaves, missing) == "large: 0 of its 512 numbers were read back"
+    assert first_difference(leaves, missing) == "large: 0 of its 512 numbers were read back"
 
 
 def test_a_flip_in_any_piece_is_found_whichever_process_reads_it(checkpoints):
@@ -97,15 +97,15 @@ def test_a_flip_in_any_piece_is_found_whichever_process_reads_it(checkpoints):
         path = next(path for path, content in files.items() if piece in content)
         flip_bit(path, 8 * files[path].index(piece) + 3)
         sums = [piece_sums(folder, leaves, share, 5) for share in range(5)]
-        assert what_differs(leaves, sums) == "w: its bits differ from those that were saved"
+        assert first_difference(leaves, sums) == "w: its bits differ from those that were saved"
         path.write_bytes(files[path])
 
 
 def test_pieces_are_cut_so_that_no_process_holds_a_whole_array(checkpoints, monkeypatch):
     monkeypatch.setattr(write, "PIECE_BYTES", 1 << 20)
     checkpoints.save(1, {"w": jnp.ones((1024, 1024))}, {}, wait=True)
-    array = array_store.Arrays(checkpoints.directory / "1").open("w")
-    assert [array_store.box_bytes(array, box) for box in array_store.boxes(array)] == [1 << 20] * 4
+    array = array_store.ArrayReader(checkpoints.directory / "1").open("w")
+    assert [array_store.box_bytes(array, box) for box in array_store.chunk_boxes(array)] == [1 << 20] * 4
 
 
 def test_a_large_array_is_read_in_the_pieces_in_which_it_was_written(checkpoints):
@@ -114,18 +114,18 @@ def test_a_large_array_is_read_in_the_pieces_in_which_it_was_written(checkpoints
     for step, state in enumerate(states):
         checkpoints.save(step, state, {}, wait=True)
         leaves = checkpoints.read_record(step)["leaves"]
-        arrays = array_store.Arrays(checkpoints.directory / str(step))
+        arrays = array_store.ArrayReader(checkpoints.directory / str(step))
         for name in state:
             assert array_store.compare_leaf(arrays, name, *leaves[name]) == ("", state[name].nbytes)
             array = arrays.open(name)
-            seen.append([array_store.box_bytes(array, box) for box in array_store.boxes(array)])
+            seen.append([array_store.box_bytes(array, box) for box in array_store.chunk_boxes(array)])
     assert seen == [[256] * 8, [4]]  # 32 x 16 numbers on 4 x 2 devices, and never a whole row of pieces
 
 
 def test_a_random_key_lies_in_the_files_with_one_axis_more(checkpoints):
     key = jax.random.key(7)
     checkpoints.save(1, {"w": jax.random.key_data(key)}, {}, wait=True)
-    arrays = array_store.Arrays(checkpoints.directory / "1")
+    arrays = array_store.ArrayReader(checkpoints.directory / "1")
     assert array_store.compare_leaf(arrays, "w", [], "key<fry>", fingerprints([key])[0])[0] == ""
     assert "its shape is [2]" in array_store.compare_leaf(arrays, "w", [], "uint32", fingerprints([key])[0])[0]
 

@@ -13,7 +13,7 @@ import tensorstore
 from ckpt_states import refuse_to_open
 
 from jaxscale.checkpoint import array_store
-from jaxscale.checkpoint.array_store import Locations, index_damages
+from jaxscale.checkpoint.array_store import LeafFiles, index_damages
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import COMMITTED
 from jaxscale.checkpoint.manager import Checkpoints
@@ -31,7 +31,7 @@ def test_a_step_that_is_whole_has_no_damage_and_every_leaf_is_read(kept):
     verdict = verify_folder(kept.directory / "20")
     record = kept.read_record(20)
     assert verdict.damages == () and verdict.num_leaves == len(record["leaves"]) == 11
-    arrays = array_store.Arrays(kept.directory / "20")
+    arrays = array_store.ArrayReader(kept.directory / "20")
     assert verdict.num_bytes == sum(arrays.open(name).read().result().nbytes for name in record["leaves"])
 
 
@@ -123,7 +123,7 @@ def test_what_may_not_or_cannot_be_reached_is_storage_and_not_damage(kept, monke
     else:
         name = {"record": "metadata", "tree": "_METADATA"}[part]
         refuse_to_open(monkeypatch, lambda path: path.name == name, error)
-    with pytest.raises(Stop, match="cannot be read now: .*; whether it is whole is not known") as caught:
+    with pytest.raises(Stop, match="cannot be read now: .*; it is not known whether it is intact") as caught:
         found(kept, 20)
     assert caught.value.code == Exit.STORAGE
 
@@ -157,12 +157,12 @@ def test_a_leaf_of_another_dtype_or_shape_is_found_even_with_the_same_bits(run):
 
 def test_the_file_of_a_leaf_is_found_in_an_index_of_several_levels(tmp_path):
     config = {"max_decoded_node_bytes": 500, "max_inline_value_bytes": 10}
-    spec = {"driver": "ocdbt", "base": array_store.kvstore(tmp_path / "state"), "config": config}
+    spec = {"driver": "ocdbt", "base": array_store.kvstore_spec(tmp_path / "state"), "config": config}
     store = tensorstore.KvStore.open(spec).result()
     for number in range(60):
         store[f"params.w{number:02d}/0.0"] = bytes([number]) * 100
         store[f"params.w{number:02d}/.zarray"] = b"described at length, as Orbax does"
-    located = Locations(tmp_path)
+    located = LeafFiles(tmp_path)
     for number in range(60):
         (file,) = located.files(f"params/w{number:02d}")
         assert bytes([number]) * 100 in (tmp_path / file).read_bytes()
@@ -193,8 +193,8 @@ def test_the_list_of_steps_tells_what_training_recorded(run):
 
 
 def test_pieces_are_asked_for_ahead_within_the_limit_and_come_in_order(kept):
-    array = array_store.Arrays(kept.directory / "10").open("params/wide")
-    parts = array_store.boxes(array)
+    array = array_store.ArrayReader(kept.directory / "10").open("params/wide")
+    parts = array_store.chunk_boxes(array)
     assert len(parts) == 8
     for limit in (0, 5000, 10**9):
         whole = np.empty(array.shape, np.float32)

@@ -207,7 +207,7 @@ def test_where_no_checkpoint_tells_what_was_skipped_it_is_not_guessed(run, tmp_p
     newest, oldest = ((copy / "checkpoints" / str(step) / "run/metadata") for step in (10, 5))
     newest.write_text("{")
     assert trace.main([f"--workdir={copy}", "--step=3"]) == 0
-    assert "step 5 is taken" in capsys.readouterr().err
+    assert "using step 5" in capsys.readouterr().err
     oldest.write_text("{")
     with pytest.raises(Stop, match="step 10 cannot be read") as stop:
         trace.main([f"--workdir={copy}", "--step=3"])

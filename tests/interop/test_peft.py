@@ -159,7 +159,7 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
     assert went.keys() == came.keys() and all((went[name] != came[name]).any() for name in came)
     told = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert told["base_model_name_or_path"] == str(tmp_path / "base")
-    with pytest.raises(BadInput, match="multiplied by alpha / rank = 1.5 there and by 3 here; set lora.alpha=6"):
+    with pytest.raises(BadInput, match="alpha / rank = 1.5 in that run and by 3 in this config; set lora.alpha=6"):
         train_on(tmp_path / "start", tmp_path / "other", **{"lora.alpha": 12.0})
 
 

@@ -10,7 +10,7 @@ from hf_folders import BFLOAT16, FLOAT32, GPT2, LLAMA, assert_same, make_folder,
 
 from jaxscale import config as run_config
 from jaxscale import schema
-from jaxscale.checkpoint.branch import Source, branch_state
+from jaxscale.checkpoint.branch import InitSource, branch_state
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
@@ -61,7 +61,7 @@ def test_a_mistral_without_a_window_goes_out_as_one_and_so_does_what_was_trained
     take_out(tmp_path / "run", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("mistral", ["MistralForCausalLM"])
-    ancestry = Source(checkpoints, 0, checkpoints.read_record(0)).ancestry
+    ancestry = InitSource(checkpoints, 0, checkpoints.read_record(0)).ancestry
     assert origin_of({"ancestry": [{"path": "runs/between", "step": 3, "sha256": ""}, *ancestry]}) == ancestry[0]
     assert ancestry[0]["model_type"] == "mistral" and ancestry[0]["kept"]["bos_token_id"] == 1
 
@@ -151,8 +151,8 @@ def test_a_trained_state_goes_out_and_comes_back(tmp_path, scan):
 def test_what_is_trained_on_keeps_the_length_and_the_ends_that_its_model_came_with(tmp_path):
     values = make_folder(tmp_path / "hf", LLAMA | {"max_position_embeddings": 4096}, FLOAT32)
     base = bring_in(tmp_path / "hf", tmp_path / "base")
-    begun = Source(base, 0, base.read_record(0)).ancestry
-    again = Source(base, 1, {"sha256": "of the first run", "run": {"ancestry": begun}}).ancestry  # a run of a run
+    begun = InitSource(base, 0, base.read_record(0)).ancestry
+    again = InitSource(base, 1, {"sha256": "of the first run", "run": {"ancestry": begun}}).ancestry  # a run of a run
     config = base.read_record(0)["run"]["config"]
     params = base.restore(0, {n: jax.ShapeDtypeStruct(s, d) for n, (s, d, _) in base.read_record(0)["leaves"].items()})
     for name, ancestry, seq_len, longest in (("one", begun, 64, 4096), ("two", again, 8192, 8192)):
