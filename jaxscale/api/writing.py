@@ -18,8 +18,8 @@ from jaxscale.inference import (
     tokenizer_of,
 )
 from jaxscale.sampling.config import Sampling
-from jaxscale.sampling.generator import Timing, own_numbers
-from jaxscale.sampling.text import WriteSettings, Written, write_ids, write_texts
+from jaxscale.sampling.generator import Timing, prompt_numbers
+from jaxscale.sampling.text import GeneratedText, WriteSettings, write_ids, write_texts
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import Message, open_prompts
 from jaxscale.text.tokenizer.base import Tokenizer
@@ -98,7 +98,7 @@ class Talk:
         longest += -longest % SHAPE
         return longest if limit is None else min(longest, limit)
 
-    def tell_speed(self, timing: Timing | None, written: Sequence[Written]) -> None:
+    def tell_speed(self, timing: Timing | None, written: Sequence[GeneratedText]) -> None:
         """Says how fast prompts were read and tokens written: those of the texts, not those behind a stop text."""
         if timing is None:  # interrupted before the first token
             return
@@ -119,7 +119,7 @@ class Piece:
     prompt: str
     sample: int
     text: str
-    done: Written | None = None
+    done: GeneratedText | None = None
 
 
 def short(text: str) -> str:
@@ -145,12 +145,12 @@ def write_all(talk: Talk, texts: Sequence[str], *, num_samples: int = 1, chat: b
         asked, stop_ids = asking_of(talk)
         prompts = [asked([{"role": "user", "content": text}]) for text in texts]
     rows = [(prompt, number) for prompt in range(len(prompts)) for number in range(num_samples)]
-    numbers = own_numbers([prompts[prompt] for prompt, _ in rows])
+    numbers = prompt_numbers([prompts[prompt] for prompt, _ in rows])
     rows_at_once = min(talk.how.batch, len(rows))
     generator = make_generator(model, batch=rows_at_once, longest=talk.longest_for(prompts, texts), say=talk.say)
     for first in range(0, len(rows), rows_at_once):
         some = rows[first : first + rows_at_once]
-        written: list[Written] = []
+        written: list[GeneratedText] = []
         how = talk.write_settings(stop_ids, numbers[first : first + rows_at_once])
         ids = [prompts[prompt] for prompt, _ in some]
         for row, piece in write_texts(generator, kept.tokenizer, ids, how, written):
@@ -212,7 +212,7 @@ def ids_behind(talk: Talk, given: Sequence[object]) -> list[list[int]]:
     """Returns the ids that the model writes after each prompt. Raises BadInput for a prompt that is no list of ids."""
     prompts = [id_list(f"prompt[{number}]", prompt) for number, prompt in enumerate(given)]
     longest = talk.longest_for(prompts, list(map(str, prompts)))
-    numbers, rows = own_numbers(prompts), min(talk.how.batch, len(prompts))
+    numbers, rows = prompt_numbers(prompts), min(talk.how.batch, len(prompts))
     generator, found = make_generator(talk.model, batch=rows, longest=longest), []
     for first in range(0, len(prompts), rows):
         some = slice(first, first + rows)

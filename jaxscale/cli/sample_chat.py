@@ -9,7 +9,7 @@ from jaxscale.api.writing import Talk, asking_of
 from jaxscale.inference import make_generator, tokenizer_of
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.serve import open_chat
-from jaxscale.sampling.text import Written, write_texts
+from jaxscale.sampling.text import GeneratedText, write_texts
 from jaxscale.system.exits import BadInput, put, put_raw, silence_closed_streams
 from jaxscale.system.redact import printable
 from jaxscale.text.chat.prompts import Message
@@ -27,7 +27,7 @@ def converse(talk: Talk, context: int | None, *, prompts: Sequence[str], serve: 
         return go_on_from_lines(talk, generator)
     asked, stop_ids = asking_of(talk)
 
-    def answer(messages: Sequence[Message], written: list[Written]) -> Iterator[str]:
+    def answer(messages: Sequence[Message], written: list[GeneratedText]) -> Iterator[str]:
         yield from continued(talk, generator, asked(messages), stop_ids, written)
 
     if serve is not None:
@@ -35,7 +35,7 @@ def converse(talk: Talk, context: int | None, *, prompts: Sequence[str], serve: 
     messages: list[Message] = []
     for line in prompts or lines_of_person():
         messages.append({"role": "user", "content": line})
-        written: list[Written] = []
+        written: list[GeneratedText] = []
         if prompts:
             show(answer(messages, written))
         else:
@@ -54,7 +54,7 @@ def go_on_from_lines(talk: Talk, generator: Generator) -> int:
     """Goes on from each line that a person writes."""
     kept = tokenizer_of(talk.model)
     for line in lines_of_person():
-        ids, written = [*kept.tokenizer.begin_ids, *kept.tokenizer.encode(line).tolist()], list[Written]()
+        ids, written = [*kept.tokenizer.begin_ids, *kept.tokenizer.encode(line).tolist()], list[GeneratedText]()
         show_to_person(talk, behind(line, continued(talk, generator, ids, kept.stop_ids, written)))
         talk.tell_speed(generator.timing, written)
     return 0
@@ -67,7 +67,7 @@ def behind(prompt: str, pieces: Iterator[str]) -> Iterator[str]:
 
 
 def continued(
-    talk: Talk, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[Written]
+    talk: Talk, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[GeneratedText]
 ) -> Iterator[str]:
     """Yields the pieces of the text that follows these ids. Raises BadInput where they leave no room for one."""
     generator.timing = None
@@ -115,7 +115,7 @@ def lines_of_person() -> Iterator[str]:
 
 
 def serve_page(
-    talk: Talk, answer: Callable[[Sequence[Message], list[Written]], Iterator[str]], port: int, longest: int
+    talk: Talk, answer: Callable[[Sequence[Message], list[GeneratedText]], Iterator[str]], port: int, longest: int
 ) -> int:
     """Serves the page until Ctrl-C, which also ends an answer that is being written."""
     with open_chat(answer, talk.model.path, port, longest) as server:

@@ -1,7 +1,7 @@
 "use strict";
 const turns = document.getElementById("turns"), note = document.getElementById("note");
 const form = document.getElementById("form"), box = document.getElementById("box");
-const send = document.getElementById("send"), anew = document.getElementById("anew");
+const send = document.getElementById("send"), newChat = document.getElementById("new");
 let messages = [], stop = null;
 
 function show(role, text) {
@@ -20,7 +20,7 @@ function atEnd() { return innerHeight + scrollY >= document.documentElement.scro
 
 function writing(on) {
   send.textContent = on ? "Stop" : "Send";
-  anew.disabled = on;
+  newChat.disabled = on;
 }
 
 async function ask() {
@@ -85,5 +85,5 @@ form.addEventListener("submit", event => {
 box.addEventListener("keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
 });
-anew.addEventListener("click", () => { messages = []; turns.replaceChildren(); note.textContent = ""; box.focus(); });
+newChat.addEventListener("click", () => { messages = []; turns.replaceChildren(); note.textContent = ""; box.focus(); });
 box.focus();

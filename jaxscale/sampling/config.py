@@ -1,4 +1,4 @@
-"""Settings of the text that a training run writes."""
+"""Settings of the text that a training run samples."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """What the model writes at the end of a run, and on the way."""
+    """Samples at the end of a run, and during it."""
 
     num_tokens: int = setting(
         0,
@@ -18,11 +18,11 @@ class SampleConfig:
         read_if="model.name=llama|gpt2 and data.name!=synthetic",
     )
     every_steps: int = setting(
-        0, "steps between samples on the way, which go to samples.jsonl; 0: only at the end", may_change=True
+        0, "steps between samples during the run, which go to samples.jsonl; 0: only at the end", may_change=True
     )
     ema: bool = setting(False, "true: with the average that train.ema keeps", may_change=True)
-    prompt: str = setting("\n", "text to go on from", may_change=True)
-    temperature: float = setting(0.8, "1: as the model says; towards 0: always the likeliest", may_change=True)
+    prompt: str = setting("\n", "text to continue", may_change=True)
+    temperature: float = setting(0.8, "1: the model's probabilities; towards 0: always the likeliest", may_change=True)
     top_k: int = setting(40, "sample among the k likeliest tokens; 0: among all", may_change=True)
 
     def __post_init__(self):
@@ -39,12 +39,12 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. What is listed first is done first; a token as likely as the last one kept is kept too."""
+    """Sampling parameters, applied in this order. Tokens as likely as the last one that passes a filter pass too."""
 
     repetition_penalty: float = setting(
-        1.0, "above 1: tokens of the text so far become less likely (arXiv:1909.05858); 1: as the model says"
+        1.0, "above 1: tokens of the text so far become less likely (arXiv:1909.05858); 1: no penalty"
     )
-    temperature: float = setting(0.8, "1: as the model says; 0: always the likeliest")
+    temperature: float = setting(0.8, "1: the model's probabilities; 0: always the likeliest")
     top_k: int = setting(0, "draw among the k likeliest tokens; 0: among all")
     top_p: float = setting(
         1.0, "draw among the likeliest tokens that together have this probability (arXiv:1904.09751); 1: among all"
@@ -66,8 +66,8 @@ class Sampling:
                 raise BadInput(f"{name}={value} must be {rule}")
 
     @property
-    def looks_back(self) -> bool:
-        """Whether it matters which tokens the text has."""
+    def depends_on_text(self) -> bool:
+        """True if the tokens of the text so far affect the next one."""
         return self.repetition_penalty != 1.0
 
 

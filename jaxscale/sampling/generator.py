@@ -1,7 +1,7 @@
-"""Text from a model, token by token: a compiled reading of the prompts, and a compiled step for one more token of each.
+"""Generates text token by token: a compiled prefill of the prompts, and a compiled decode step for all rows.
 
-Prompts of different length lie in one batch, filled up on the right: every row has its own position. What a row draws
-depends on the seed, on the row's own number and on how many tokens it has drawn, never on the batch or the mesh.
+Prompts of different length share a right-padded batch, in which every row has its own position. A row's random numbers
+depend on the seed, the row's number and how many tokens it has drawn, never on the batch or the mesh.
 
 B batch  T position of a prompt  V vocab
 """
@@ -23,62 +23,62 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.models.model import unembed
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.project import with_precision
-from jaxscale.sampling.cache import Cache, CacheReader, CacheRecorder, cache_axes, filled, num_slots
+from jaxscale.sampling.cache import Cache, CacheReader, CacheRecorder, cache_axes, fill_cache, num_slots
 from jaxscale.sampling.config import Sampling
 from jaxscale.sharding.rules import partition_spec
 from jaxscale.sharding.shardings import replicated
 from jaxscale.sharding.tensor_axis import WholeRows, make_tensor_axis
 from jaxscale.system.exits import BadInput
 
-ENDED = -1  # in the place of a token, from a row that has ended
-NO_NUMBER = -2  # the same, from a row whose logits are not finite: raised as NotFinite, never handed out
-LEAST_PROMPT = 16  # tokens for which a prompt's program is made; from there on each is twice as long
-AHEAD = 2  # steps that are under way when a token is handed out, so that the device does not wait for who reads it
+ENDED = -1  # in place of a token, for a row that has ended
+NOT_FINITE = -2  # in place of a token, for a row whose logits are not finite: raised as NotFinite, never yielded
+MIN_PROMPT = 16  # shortest padded length of prompts; longer ones are this times a power of two
+STEPS_IN_FLIGHT = 2  # decode steps in flight when a token is yielded, so that the device does not wait for the host
 
 
 class NotFinite(BadInput):
-    """The model gives NaN or infinities, of which no token can be drawn."""
+    """The model's logits are NaN or infinite, so that no token can be drawn."""
 
 
-class State(NamedTuple):
-    """Where each row is."""
+class DecodeState(NamedTuple):
+    """Decoding state of all rows."""
 
     cache: Cache
     lengths_B: jax.Array  # int32: tokens in the cache
     last_B: jax.Array  # int32: the newest token, not in the cache yet
     ended_B: jax.Array  # bool
     drawn_B: jax.Array  # int32: tokens drawn so far
-    number_B: jax.Array  # int32: of the row, for its random numbers
-    seen_BV: jax.Array | None  # bool: tokens of the text so far, where a penalty asks for them
+    number_B: jax.Array  # int32: number of the row, for its random numbers
+    seen_BV: jax.Array | None  # bool: tokens of the text so far, if a penalty depends on them
     seed: jax.Array  # uint32[]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What one call of generate() took [seconds], compilation left out."""
+    """Times of one call of generate() [seconds], without compilation."""
 
     compile_seconds: float
     prefill_seconds: float
     prompt_tokens: int
     decode_seconds: float
-    decoded_tokens: int  # those after the first of each row, which the prompts' own pass gives
+    decoded_tokens: int  # without the first of each row, which the prefill gives
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens of prompts read per second."""
+        """Prompt tokens per second of prefill."""
         return self.prompt_tokens / max(self.prefill_seconds, 1e-9)
 
     @property
     def decode_rate(self) -> float:
-        """Tokens written per second, over all rows."""
+        """Decoded tokens per second, over all rows."""
         return self.decoded_tokens / max(self.decode_seconds, 1e-9)
 
 
 class Engine:
-    """The compiled programs for batches of `batch` rows and texts of at most `longest` tokens, of one model on a mesh.
+    """Compiled programs of one model on a mesh, for batches of `batch` rows and texts of at most `longest` tokens.
 
-    It holds no parameters: a model that is being trained hands them over anew. num_ids: of the tokenizer; the model's
-    vocabulary may have rows behind them, which are never drawn, nor are those in `never`. say: is told of compilations.
+    It stores no parameters, so that they may be those of a model in training. num_ids: size of the tokenizer; ids above
+    it, which a padded vocabulary has, are never drawn, nor are those in `never`. say: receives lines about compilation.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Engine:
         self.programs: dict[Any, Any] = {}
 
     def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
-        """(the cache, float32[B, V] logits after the last token of each row), of the device's own rows and heads."""
+        """Returns (the cache, float32[B, V] logits after the last token of each row), both of the local shard."""
         recorder = CacheRecorder()
         model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         T = tokens_BT.shape[1]
@@ -115,83 +115,83 @@ class Engine:
         text_BT = (jnp.arange(T)[None] < lengths_B[:, None]).astype(jnp.int32)
         h_BTD = model.hidden(tokens_BT, positions_BT, text_BT)
         h_BD = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-        return filled(recorder.whole, lengths_B, self.slots), unembed(model, h_BD)
+        return fill_cache(recorder.whole, lengths_B, self.slots), unembed(model, h_BD)
 
     def read_one(self, params: Any, cache: Cache, tokens_B: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
-        """(the cache with one more token of each row, float32[B, V] logits after it)."""
+        """Returns (the cache with one more token of each row, float32[B, V] logits after it)."""
         recorder = CacheReader(cache, lengths_B, self.sharded.needs, tuple(self.sharded.cfg.layer_stacks.values()))
         model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         ones_B1 = jnp.ones_like(tokens_B)[:, None]
         h_B1D = model.hidden(tokens_B[:, None], lengths_B[:, None], ones_B1)
         return recorder.extended(), unembed(model, h_B1D[:, 0])
 
-    def state_spec(self, sampling: Sampling) -> State:
-        """Returns the partition spec of each array of the state, in its place."""
+    def state_spec(self, sampling: Sampling) -> DecodeState:
+        """Returns the partition spec of each array of the state."""
         rows = self.rows_spec
-        seen = rows if sampling.looks_back else None
+        seen = rows if sampling.depends_on_text else None
         cache = Cache._make((self.cache_spec, self.cache_spec))
-        return State._make((cache, rows, rows, rows, rows, rows, seen, P()))
+        return DecodeState._make((cache, rows, rows, rows, rows, rows, seen, P()))
 
-    def drawn(self, state: State, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
-        """(the state with one token more, int32[B] the token, ENDED or NO_NUMBER)."""
+    def draw(self, state: DecodeState, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
+        """Returns (the state with one more token, int32[B] the token, ENDED or NOT_FINITE)."""
         broken_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
         logits_BV = jnp.where(self.drawable_V[None], logits_BV, -jnp.inf)
-        own = lambda number, drawn: jax.random.fold_in(
+        row_key = lambda number, drawn: jax.random.fold_in(
             jax.random.fold_in(jax.random.key(state.seed), number), drawn
-        )  # a row's first draw, second draw, ...
-        keys_B = jax.vmap(own)(state.number_B, state.drawn_B)
+        )
+        keys_B = jax.vmap(row_key)(state.number_B, state.drawn_B)
         next_B = choose(logits_BV, state.seen_BV, keys_B, sampling)
         ended_B = state.ended_B | (state.lengths_B >= self.longest)
         for stop in stop_ids:
-            ended_B |= (next_B == stop) & ~broken_B  # of NaN id 0 is the likeliest, which may be a stop id
+            ended_B |= (next_B == stop) & ~broken_B  # argmax of NaN is id 0, which may be a stop id
         seen_BV = state.seen_BV
         if seen_BV is not None:
             seen_BV = seen_BV.at[jnp.arange(next_B.shape[0]), next_B].set(True)
         state = state._replace(last_B=next_B, ended_B=ended_B, drawn_B=state.drawn_B + 1, seen_BV=seen_BV)
-        return state, jnp.where(ended_B, ENDED, jnp.where(broken_B, NO_NUMBER, next_B))
+        return state, jnp.where(ended_B, ENDED, jnp.where(broken_B, NOT_FINITE, next_B))
 
     @functools.cache  # noqa: B019 - as long as the engine lives
     def functions(self, sampling: Sampling, stop_ids: tuple[int, ...]) -> tuple[Callable, Callable]:
-        """(begin(params, tokens_BT, lengths_B, number_B, seed), go_on(params, state)) -> (state, tokens_B), jitted."""
+        """Returns jitted (prefill(params, tokens_BT, ...), decode(params, state)), both -> (state, tokens_B)."""
         sharded, rows, state_spec = self.sharded, self.rows_spec, self.state_spec(sampling)
-        precisely = functools.partial(with_precision, sharded.cfg.matmul_precision)
+        with_model_precision = functools.partial(with_precision, sharded.cfg.matmul_precision)
 
-        def begin(params: Any, tokens_BT, lengths_B, number_B, seed):
+        def prefill(params: Any, tokens_BT, lengths_B, number_B, seed):
             B, T = tokens_BT.shape
             ended_B, lengths_B = lengths_B == 0, jnp.maximum(lengths_B, 1)
             seen_BV = None
-            if sampling.looks_back:
+            if sampling.depends_on_text:
                 text_BT = jnp.arange(T)[None] < lengths_B[:, None]
                 seen_BV = jnp.zeros((B, sharded.cfg.vocab_size), bool)
                 seen_BV = seen_BV.at[jnp.arange(B)[:, None], tokens_BT].max(text_BT)
             cache, logits_BV = self.read_prompts(params, tokens_BT, lengths_B)
             zeros_B = jnp.zeros_like(lengths_B)
-            state = State(cache, lengths_B, zeros_B, ended_B, zeros_B, number_B, seen_BV, seed)
-            return self.drawn(state, logits_BV, sampling, stop_ids)
+            state = DecodeState(cache, lengths_B, zeros_B, ended_B, zeros_B, number_B, seen_BV, seed)
+            return self.draw(state, logits_BV, sampling, stop_ids)
 
-        def go_on(params: Any, state: State):
+        def decode(params: Any, state: DecodeState):
             cache, logits_BV = self.read_one(params, state.cache, state.last_B, state.lengths_B)
             state = state._replace(cache=cache, lengths_B=state.lengths_B + ~state.ended_B)
-            return self.drawn(state, logits_BV, sampling, stop_ids)
+            return self.draw(state, logits_BV, sampling, stop_ids)
 
         shard_map, specs, out_specs = sharded.batch_axes.shard_map, sharded.specs, (state_spec, rows)
-        begin = shard_map(precisely(begin), (specs, rows, rows, rows, P()), out_specs)
-        go_on = shard_map(precisely(go_on), (specs, state_spec), out_specs)
-        place = functools.partial(jax.sharding.NamedSharding, sharded.mesh)
-        shardings = jax.tree.map(place, state_spec, is_leaf=lambda leaf: isinstance(leaf, P))
+        prefill = shard_map(with_model_precision(prefill), (specs, rows, rows, rows, P()), out_specs)
+        decode = shard_map(with_model_precision(decode), (specs, state_spec), out_specs)
+        sharding = functools.partial(jax.sharding.NamedSharding, sharded.mesh)
+        shardings = jax.tree.map(sharding, state_spec, is_leaf=lambda leaf: isinstance(leaf, P))
         out = (shardings, replicated(sharded.mesh))
-        return jax.jit(begin, out_shardings=out), jax.jit(go_on, donate_argnums=1, out_shardings=out)
+        return jax.jit(prefill, out_shardings=out), jax.jit(decode, donate_argnums=1, out_shardings=out)
 
     def compiled(self, params: Any, arguments: tuple, sampling: Sampling, stop_ids: tuple[int, ...]):
-        """(begin, go_on, seconds that compiling them took now) for prompts like these."""
+        """Returns (prefill, decode, seconds of compilation) for arguments of these shapes."""
         began = time.monotonic()
         length = arguments[0].shape[1]
-        begin, go_on = self.functions(sampling, stop_ids)
+        prefill, decode = self.functions(sampling, stop_ids)
         key = (sampling, stop_ids)
         if (*key, length) not in self.programs:
             rows = f"{self.batch} row{'s' if self.batch > 1 else ''}"
             self.say(f"compiling for {rows}, prompts of up to {length} tokens and texts of up to {self.longest}")
-            lowered = begin.lower(params, *arguments)
+            lowered = prefill.lower(params, *arguments)
             self.programs[*key, length] = lowered.compile()
             state = jax.tree.map(
                 lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -199,7 +199,7 @@ class Engine:
                 self.programs[*key, length].output_shardings[0],
             )
             if key not in self.programs:
-                self.programs[key] = go_on.lower(params, state).compile()
+                self.programs[key] = decode.lower(params, state).compile()
             self.say(f"compiled in {time.monotonic() - began:.1f} s")
         return self.programs[*key, length], self.programs[key], time.monotonic() - began
 
@@ -221,25 +221,25 @@ class Generator:
         seed: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> Iterator[np.ndarray]:
-        """Yields int32[rows] for each step: the next token of every prompt, -1 from where a row has ended.
+        """Yields int32[rows] for each step: the next token of every prompt, -1 for a row that has ended.
 
-        A row ends before a token of stop_ids, and where its text has `longest` tokens. numbers: of the rows, for their
-        random numbers; none: own_numbers(prompts).
-        Raises BadInput for a prompt that is empty or too long, and for more prompts than the batch has rows, and
-        NotFinite where a row's logits are no finite numbers.
+        A row ends before a token of stop_ids, and when its text has `longest` tokens. numbers: of the rows, for their
+        random numbers; None: prompt_numbers(prompts).
+        Raises BadInput for a prompt that is empty or too long, and for more prompts than rows, and NotFinite for logits
+        that are not finite.
         """
         engine, self.timing = self.engine, None
         check_prompts(prompts, engine)
-        numbers = own_numbers(prompts) if numbers is None else numbers
-        arguments = self.place(prompts, numbers, seed)
-        begin, go_on, compile_seconds = engine.compiled(self.params, arguments, settings, tuple(stop_ids))
+        numbers = prompt_numbers(prompts) if numbers is None else numbers
+        arguments = self.shard_arguments(prompts, numbers, seed)
+        prefill, decode, compile_seconds = engine.compiled(self.params, arguments, settings, tuple(stop_ids))
         began = time.monotonic()
-        state, tokens_B = begin(self.params, *arguments)
+        state, tokens_B = prefill(self.params, *arguments)
         pending, started, steps, written = collections.deque([tokens_B]), 1, 0, 0
         prefill_seconds = None
         while pending:
-            while started < max_new_tokens and len(pending) <= AHEAD:
-                state, tokens_B = go_on(self.params, state)
+            while started < max_new_tokens and len(pending) <= STEPS_IN_FLIGHT:
+                state, tokens_B = decode(self.params, state)
                 pending.append(tokens_B)
                 started += 1
             found_B = np.asarray(pending.popleft())[: len(prompts)]
@@ -250,10 +250,10 @@ class Generator:
                 written += int((found_B != ENDED).sum())
             steps += 1
             self.timing = Timing(compile_seconds, prefill_seconds, sum(map(len, prompts)), now - first, written)
-            if (broken := np.flatnonzero(found_B == NO_NUMBER)).size:
+            if (broken := np.flatnonzero(found_B == NOT_FINITE)).size:
                 raise NotFinite(
-                    f"the model gives no finite numbers for token {steps} behind prompt {broken[0] + 1}: its weights "
-                    f"have diverged, or overflow {engine.sharded.cfg.compute_dtype}; take an older step, or float32"
+                    f"the model gives no finite logits for token {steps} after prompt {broken[0] + 1}: its weights "
+                    f"have diverged, or overflow {engine.sharded.cfg.compute_dtype}; use an older step, or float32"
                 )
             if (found_B == ENDED).all():
                 return
@@ -261,8 +261,8 @@ class Generator:
             if steps >= max_new_tokens:
                 return
 
-    def place(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], seed: int) -> tuple:
-        """The arguments of the first program, on the mesh: rows that no prompt is for have no tokens."""
+    def shard_arguments(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], seed: int) -> tuple:
+        """Returns the arguments of the prefill on the mesh. Unused rows have length 0."""
         engine = self.engine
         length = prompt_length(max(map(len, prompts)), engine.longest)
         tokens_BT = np.zeros((engine.batch, length), np.int32)
@@ -276,12 +276,12 @@ class Generator:
 
 
 def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling) -> jax.Array:
-    """Logits of the distribution that is drawn from, float32[B, V], -inf for a token that is not drawn.
+    """Returns the logits of the distribution to draw from, float32[B, V], -inf for excluded tokens.
 
-    seen_BV: bool, tokens of the text so far; only for a repetition penalty. At temperature 0 they are not divided.
+    seen_BV: bool, tokens of the text so far; for a repetition penalty. At temperature 0 logits are not divided.
     """
     logits_BV = logits_BV.astype(jnp.float32)
-    if sampling.looks_back:
+    if sampling.depends_on_text:
         assert seen_BV is not None, "a repetition penalty needs the tokens of the text so far"
         penalty = sampling.repetition_penalty
         logits_BV = jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
@@ -289,22 +289,22 @@ def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling
         return logits_BV
     logits_BV = logits_BV / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[-1]:
-        least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        threshold_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
     if sampling.top_p < 1:
         sorted_BV = -jnp.sort(-logits_BV, axis=-1)
-        share_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        before_BV = jnp.cumsum(share_BV, axis=-1) - share_BV  # of what is likelier
-        least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # probability of the likelier tokens
+        threshold_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
     if sampling.min_p > 0:
-        least_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        threshold_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
     return logits_BV
 
 
 def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """int32[B]: a token for each row, drawn with the row's own key, so that no row depends on what is beside it."""
+    """Returns int32[B]: a token for each row, drawn with the row's key, so that rows do not affect each other."""
     logits_BV = filtered(logits_BV, seen_BV, sampling)
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -312,14 +312,14 @@ def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, s
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
-    """Raises BadInput unless these prompts can be gone on from."""
+    """Raises BadInput for prompts that cannot be continued."""
     if not 0 < len(prompts) <= engine.batch:
         raise BadInput(f"{len(prompts)} prompts for a batch of {engine.batch} rows; give 1 to {engine.batch}")
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
-            raise BadInput(f"prompt {number} has no token; the first one needs another before it")
+            raise BadInput(f"prompt {number} has no token; give at least one")
         if len(prompt) > engine.longest:
-            raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text here has at most {engine.longest}")
+            raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text has at most {engine.longest}")
         if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
             worst = min(prompt) if min(prompt) < 0 else max(prompt)
             raise BadInput(
@@ -329,21 +329,21 @@ def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
 
 
 def prompt_length(tokens: int, longest: int) -> int:
-    """The length to which prompts are filled up: one of few, so that few programs are compiled."""
-    length = LEAST_PROMPT
+    """Returns the padded length of prompts: one of few, so that few programs are compiled."""
+    length = MIN_PROMPT
     while length < tokens:
         length *= 2
     return min(length, longest)
 
 
-def own_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For the random numbers of each prompt, a number of its own: of its tokens, and of how many before it are equal.
+def prompt_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Returns a number for each prompt's random numbers, from its tokens and how many before it are equal.
 
-    So equal prompts get different texts, unlike prompts do not draw alike, and a text does not depend on other prompts.
+    So equal prompts get different texts, unequal prompts independent ones, and a text does not depend on other prompts.
     """
     seen: collections.Counter = collections.Counter()
     numbers = []
     for prompt in map(tuple, prompts):
-        numbers.append(zlib.crc32(np.asarray([seen[prompt], *prompt], "<i4").tobytes()) >> 1)  # 31 bits, as int32 holds
+        numbers.append(zlib.crc32(np.asarray([seen[prompt], *prompt], "<i4").tobytes()) >> 1)  # 31 bits fit int32
         seen[prompt] += 1
     return numbers

@@ -1,4 +1,4 @@
-"""The page to talk with a model: one file, nothing from elsewhere, and every text shown as text."""
+"""The HTML page for chatting with a model: one file without external resources, which escapes all text."""
 
 import importlib.resources
 
@@ -9,7 +9,7 @@ STYLE, SCRIPT = (FILES.joinpath(name).read_text("utf-8") for name in ("chat.css"
 
 
 def chat_page(title: str) -> str:
-    """The HTML of the page. title: the model's, shown on it."""
+    """Returns the HTML of the page. title: of the model."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -17,6 +17,6 @@ def chat_page(title: str) -> str:
         f"<header>{escape(title)}</header>"
         '<main id="turns" aria-live="polite"></main><div class="note" id="note" role="status"></div>'
         '<form id="form"><textarea id="box" rows="2" aria-label="Your message" placeholder="Your message"></textarea>'
-        '<button id="send">Send</button><button id="anew" type="button">New</button></form>'
+        '<button id="send">Send</button><button id="new" type="button">New</button></form>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )

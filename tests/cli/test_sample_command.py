@@ -17,7 +17,7 @@ import verbs
 from jaxscale.api.writing import SampleOptions
 from jaxscale.cli import sample, sample_chat
 from jaxscale.sampling.generator import Timing
-from jaxscale.sampling.text import Written
+from jaxscale.sampling.text import GeneratedText
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.load import load_tokenizer
@@ -68,8 +68,8 @@ def test_the_speed_is_of_tokens_that_are_in_a_text_and_of_no_prompt():
     said = []
     talk = sample_chat.Talk(None, SampleOptions(), said.append)
     timing = Timing(9.0, 0.5, prompt_tokens=20, decode_seconds=2.0, decoded_tokens=70)
-    talk.tell_speed(timing, [Written(tokens=31), Written(tokens=11), Written(tokens=0)])
-    talk.tell_speed(timing, [Written(tokens=1)])
+    talk.tell_speed(timing, [GeneratedText(tokens=31), GeneratedText(tokens=11), GeneratedText(tokens=0)])
+    talk.tell_speed(timing, [GeneratedText(tokens=1)])
     assert said == [
         "prefill 20 tokens, 40 tokens/s; decode 40 tokens, 20 tokens/s in 3 rows",
         "prefill 20 tokens, 40 tokens/s",

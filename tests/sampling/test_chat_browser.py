@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxscale.sampling.serve import open_chat
-from jaxscale.sampling.text import Written
+from jaxscale.sampling.text import GeneratedText
 from jaxscale.system.exits import BadInput
 
 sys.path[:0] = [str(pathlib.Path(__file__).parents[1] / "monitor")]
@@ -31,7 +31,7 @@ class Model:
 
     def __call__(self, messages, written):
         self.asked.append([message["content"] for message in messages])
-        written.append(Written(reason="end"))
+        written.append(GeneratedText(reason="end"))
         said = messages[-1]["content"]
         try:
             if said == "wrong":
@@ -107,7 +107,7 @@ def test_what_a_model_writes_is_text_and_fits_the_window(browser, model, width, 
     assert browser.ask(f"{seen.format('note', 'bottom')} <= {seen.format('form', 'top')} + 1")  # the end is in sight
     assert browser.ask(f"{seen.format('form', 'bottom')} <= innerHeight + 1")
     picture(browser, f"{width}_{'dark' if dark else 'light'}")
-    browser.ask("anew.click()")
+    browser.ask("newChat.click()")
     assert browser.ask(TURNS) == []
     assert browser.complaints() == []
     assert {url for url in browser.asked_for() if not url.startswith(address)} <= {"about:blank"}

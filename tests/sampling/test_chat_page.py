@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from jaxscale.sampling.page import SCRIPT, chat_page
-from jaxscale.sampling.serve import ChatHandler, allowed, check_messages, open_chat
-from jaxscale.sampling.text import Written
+from jaxscale.sampling.serve import ChatHandler, check_messages, csp_source, open_chat
+from jaxscale.sampling.text import GeneratedText
 from jaxscale.system.exits import BadInput
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -48,7 +48,7 @@ def lines(body):
 
 
 def echo(messages, written):
-    written.append(Written(tokens=2, reason="end"))
+    written.append(GeneratedText(tokens=2, reason="end"))
     yield from (f"<i>{messages[-1]['content']}</i>", "é")
 
 
@@ -62,7 +62,7 @@ def test_pieces_are_sent_as_they_come(serve):
     go_on = threading.Event()
 
     def slow(messages, written):
-        written.append(Written(tokens=2))
+        written.append(GeneratedText(tokens=2))
         yield "a"
         assert go_on.wait(20)
         yield "b"
@@ -82,7 +82,7 @@ def test_a_reader_who_goes_away_ends_the_writing_and_the_next_is_answered(serve)
     ended, began = threading.Event(), threading.Event()
 
     def endless(messages, written):
-        written.append(Written())
+        written.append(GeneratedText())
         try:
             while messages[0]["content"] != "next":
                 yield "x" * 65_536
@@ -109,7 +109,7 @@ def test_a_reader_who_takes_nothing_ends_the_writing_and_nothing_is_printed(serv
     monkeypatch.setattr(ChatHandler, "timeout", 0.1)
 
     def endless(messages, written):
-        written.append(Written())
+        written.append(GeneratedText())
         try:
             while True:
                 yield "x" * 65_536
@@ -128,7 +128,7 @@ def test_a_server_that_ends_breaks_off_what_it_writes_and_begins_nothing():
     ended, began = threading.Event(), threading.Event()
 
     def endless(messages, written):
-        written.append(Written())
+        written.append(GeneratedText())
         try:
             while True:
                 yield "x"
@@ -160,7 +160,7 @@ def test_what_is_wrong_is_told_on_the_page(serve):
     "how, status, told",
     [
         (dict(Host="evil.example:80"), 403, "this machine alone"),
-        (dict(Origin="http://evil.example"), 400, "another page"),
+        (dict(Origin="http://evil.example"), 400, "other pages"),
         (dict(Content_Type="text/plain"), 400, "application/json"),
         (dict(path="/other"), 400, "/say"),
         (dict(value={"messages": []}), 400, "list of turns"),
@@ -180,7 +180,7 @@ def test_others_are_refused(serve, how, status, told):
 def test_the_page_may_run_its_own_script_and_nothing_else(serve):
     _, headers, body = ask(serve(echo), method="GET", path="/")
     policy = headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy and f"script-src {allowed(SCRIPT)};" in policy and "unsafe" not in policy
+    assert "default-src 'none'" in policy and f"script-src {csp_source(SCRIPT)};" in policy and "unsafe" not in policy
     assert f"<script>{SCRIPT}</script>" in body and "runs/&lt;b&gt;/checkpoints/3" in body
     assert "innerHTML" not in SCRIPT and "http" not in body.replace("http-equiv", "")
     assert chat_page("x").count("<script") == 1
@@ -213,4 +213,4 @@ def test_a_conversation_is_measured_before_it_takes_the_model(serve, texts, stat
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
     found, _, body = ask(serve(answer), value={"messages": messages})
     assert found == status and bool(asked) == (status == 200)
-    assert status == 200 or "begin anew, or write less" in lines(body)[0]["error"]
+    assert status == 200 or "start a new conversation, or write less" in lines(body)[0]["error"]

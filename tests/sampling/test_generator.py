@@ -22,13 +22,13 @@ from jaxscale.sampling.cache import Cache
 from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.sampling.generator import (
     ENDED,
-    NO_NUMBER,
+    NOT_FINITE,
+    DecodeState,
     Engine,
     Generator,
     NotFinite,
-    State,
-    own_numbers,
     prompt_length,
+    prompt_numbers,
 )
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
@@ -150,7 +150,7 @@ def test_logits_are_those_of_full_passes(name, mesh):
     spread = made.sharded.batch_axes.shard_map
     read = jax.jit(spread(made.read_prompts, (specs, rows, rows), (cache, rows)))
     go_on = jax.jit(spread(made.read_one, (specs, cache, rows, rows), (cache, rows)))
-    tokens_BT, lengths_B, *_ = Generator(made, params).place(PROMPTS, [0] * 4, 0)
+    tokens_BT, lengths_B, *_ = Generator(made, params).shard_arguments(PROMPTS, [0] * 4, 0)
     texts = [list(prompt) for prompt in PROMPTS]
     held, found_BV = read(params, tokens_BT, lengths_B)
     rng = np.random.default_rng(5)
@@ -181,29 +181,29 @@ def test_equal_prompts_get_different_texts_and_each_of_them_can_be_had_alone():
     settings, made, prompt = Sampling(temperature=1.0), generator("llama", "one"), PROMPTS[1]
     first, second = (text_of(made, [prompt, PROMPTS[0], prompt], row, settings, 3) for row in (0, 2))
     assert first != second and text_of(made, [prompt], 0, settings, 3) == first
-    assert text_of(made, [prompt], 0, settings, 3, numbers=own_numbers([prompt, prompt])[1:]) == second
+    assert text_of(made, [prompt], 0, settings, 3, numbers=prompt_numbers([prompt, prompt])[1:]) == second
     assert text_of(made, [prompt], 0, settings, 4) != first
 
 
 def test_each_prompt_draws_by_itself_whatever_is_beside_it():
-    numbers = own_numbers([[1, 2], [1], [1, 2], [], [2, 1]])
-    assert len(set(numbers)) == 5 and own_numbers([[1]]) == numbers[1:2]
-    assert own_numbers([[7], [1, 2], [1, 2]])[1:] == [numbers[0], numbers[2]]
-    assert all(0 <= number < 2**31 for number in own_numbers([[token] for token in range(99)]))  # as int32 holds
+    numbers = prompt_numbers([[1, 2], [1], [1, 2], [], [2, 1]])
+    assert len(set(numbers)) == 5 and prompt_numbers([[1]]) == numbers[1:2]
+    assert prompt_numbers([[7], [1, 2], [1, 2]])[1:] == [numbers[0], numbers[2]]
+    assert all(0 <= number < 2**31 for number in prompt_numbers([[token] for token in range(99)]))  # as int32 holds
 
 
 def test_a_model_that_gives_no_numbers_is_told_and_writes_nothing():
     made = generator("llama", "one")
     broken = Generator(made.engine, jax.tree.map(lambda leaf: leaf * np.nan, made.params))
-    with pytest.raises(NotFinite, match="no finite numbers for token 1 behind prompt 1: .* overflow float32"):
+    with pytest.raises(NotFinite, match="no finite logits for token 1 after prompt 1: .* overflow float32"):
         next(broken.generate(PROMPTS[:2], GREEDY, 8))
 
 
 def test_logits_that_are_no_numbers_end_no_text_though_a_stop_token_is_the_first_of_all():
     zeros_B, logits_BV = jnp.zeros(2, jnp.int32), jnp.stack([jnp.full(64, jnp.nan), jax.nn.one_hot(5, 64)])
-    state = State(None, zeros_B + 1, zeros_B, zeros_B > 0, zeros_B, zeros_B, None, jnp.uint32(0))
-    _, tokens_B = engine("llama", "one").drawn(state, logits_BV, GREEDY, (0,))
-    assert tokens_B.tolist() == [NO_NUMBER, 5]
+    state = DecodeState(None, zeros_B + 1, zeros_B, zeros_B > 0, zeros_B, zeros_B, None, jnp.uint32(0))
+    _, tokens_B = engine("llama", "one").draw(state, logits_BV, GREEDY, (0,))
+    assert tokens_B.tolist() == [NOT_FINITE, 5]
 
 
 def test_a_row_ends_before_a_stop_token_and_the_others_go_on():
@@ -245,7 +245,7 @@ def test_time_of_prompts_and_of_new_tokens_is_told_apart():
         ([], "0 prompts for a batch of 4"),
         ([[1]] * 5, "5 prompts for a batch of 4"),
         ([[1], []], "prompt 2 has no token"),
-        ([[1] * 25], "prompt 1 has 25 tokens, and a text here has at most 24"),
+        ([[1] * 25], "prompt 1 has 25 tokens, and a text has at most 24"),
         ([[64]], "token id 64, and the model's vocabulary is 64"),
         ([[-1, 5]], "token id -1, and the model's vocabulary is 64"),
     ],
