@@ -27,7 +27,7 @@ from jaxscale.eval.config import (
 from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks
 from jaxscale.eval.named import GROUP, Evaluator, check_files, open_evaluators
 from jaxscale.eval.scorer import Scorer
-from jaxscale.eval.text import Reading
+from jaxscale.eval.text import EvalReading
 from jaxscale.eval.tokens import Tokens, open_documents, token_metrics
 from jaxscale.inference import (
     LoadedModel,
@@ -96,10 +96,10 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
     return lambda model: measure_all(evaluators, scorer, model) | tasks(model)
 
 
-def reading_of(model: LoadedModel, context: int) -> Reading:
+def reading_of(model: LoadedModel, context: int) -> EvalReading:
     """How the model reads text. Raises BadInput for a model that cannot, and for a context that is too long."""
     check_context(model, context)
-    return Reading.of(tokenizer_of(model).tokenizer, context)
+    return EvalReading.of(tokenizer_of(model).tokenizer, context)
 
 
 def check_context(model: LoadedModel, context: int) -> None:
@@ -126,7 +126,7 @@ def measure_all(evaluators: Sequence[Evaluator], scorer, model: LoadedModel) -> 
 
 
 def lm_eval_measure(
-    request: Request, model: LoadedModel, reading: Reading, scorer: Scorer, say: Callable[[str], None]
+    request: Request, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Callable[[str], None]
 ) -> Measure:
     """model -> metrics of lm-eval's tasks; what is compiled for the first step serves all."""
     generators = {}

@@ -1,4 +1,4 @@
-"""Settings of what a model is measured on while it trains: named evaluators, each with its cadence and its data."""
+"""Settings of evaluators that run during training, each with its schedule and data."""
 
 import dataclasses
 import re
@@ -14,14 +14,14 @@ EVERY = "steps between measurements, with one before the first step and one at t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextEval(ReadConfig):
-    """Perplexity and bits per byte of text; with what ReadConfig says of reading text."""
+    """Perplexity and bits per byte of text, read by the settings of ReadConfig."""
 
     kind: Literal["text"] = setting("text", "what is measured")
     files: Globs = setting(help="glob or list of globs, or {source: globs}; any kind of file that data.files reads")
     every_steps: int = setting(1000, EVERY)
     limit: int = setting(0, "documents of each source; 0: all")
     stride: int = setting(
-        0, "tokens by which the window over a long document moves on; 0: half of what the model reads"
+        0, "tokens by which the window over a long document advances; 0: half of what the model reads"
     )
 
     def __post_init__(self):
@@ -31,7 +31,7 @@ class TextEval(ReadConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemEval:
-    """What is measured on items of a file."""
+    """Settings of evaluators of items in files."""
 
     kind: Literal["choice", "cloze"]
     file: str = setting(help=".jsonl (also .gz, .zst), .parquet or .arrow, or a glob of them")
@@ -54,7 +54,7 @@ class ChoiceEval(ItemEval):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClozeEval(ItemEval):
-    """Texts whose end is to be guessed (LAMBADA, own): accuracy and perplexity of the target."""
+    """Texts with an end to predict (LAMBADA, own): accuracy and perplexity of the target."""
 
     kind: Literal["cloze"] = setting("cloze", "what is measured")
 
@@ -81,13 +81,13 @@ def check_names(evals: Evals) -> None:
 
 
 def setting_name(name: str, settings: NamedEval) -> str:
-    """'evals.wiki.files', for messages."""
+    """Returns 'evals.wiki.files', for messages."""
     return f"evals.{name}.{'files' if isinstance(settings, TextEval) else 'file'}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """When and on how much held-out text the model is measured."""
+    """Schedule and size of validation."""
 
     every_steps: int = setting(
         200,

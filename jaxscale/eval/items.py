@@ -1,7 +1,7 @@
-"""Questions with answers to choose from, and texts whose end is to be guessed: read from files as they are published.
+"""Reads evaluation items, questions with choices and texts with an end to predict, from published files.
 
-The words around a question are those of lm-eval's tasks of these names (Gao et al., github.com/EleutherAI/
-lm-evaluation-harness, version 0.4.13), so that the numbers can be compared with published ones:
+The prompts are those of lm-eval's tasks of these names (Gao et al., github.com/EleutherAI/lm-evaluation-harness,
+version 0.4.13), so that the numbers can be compared with published ones:
 
     PIQA     goal, sol1, sol2, label                       'Question: GOAL\\nAnswer:' + ' SOLUTION'
     SciQ     support, question, distractor1 to 3,          'SUPPORT\\nQuestion: QUESTION\\nAnswer:' + ' ANSWER'
@@ -22,22 +22,22 @@ from jaxscale.text.sources.files import list_files
 from jaxscale.text.sources.left_out import BYTES
 from jaxscale.text.sources.records import ENDINGS, Damage, kind_of, read_records
 
-LARGEST_ITEM = 32 << 20  # characters: the context is read with each answer
-MOST_SHOWN = 200  # characters of a value in a message
+MAX_ITEM_CHARACTERS = 32 << 20  # characters: the context is read with each answer
+MAX_SHOWN = 200  # characters of a value in a message
 
 
-class Item(NamedTuple):
-    """A context and its possible continuations, each as it follows the context: context + continuation is the text."""
+class EvalItem(NamedTuple):
+    """A context and its possible continuations; context + continuation is a text."""
 
     name: str  # FILE:LINE or FILE:ROW
     context: str
     continuations: tuple[str, ...]
-    answers: tuple[str, ...]  # the same as they are worded, without what joins them to the context
-    right: int  # which of them
+    answers: tuple[str, ...]  # the continuations without what joins them to the context
+    right: int  # index of the right one
 
 
 def check_item_files(pattern: str, setting: str) -> list[Path]:
-    """The files of a glob. Raises BadInput, one line, where there is none, or one of another kind."""
+    """Returns the files of a glob. Raises BadInput, one line, if there are none, or one is of another kind."""
     found, problems = list_files(pattern, setting, "items")
     if problems:
         raise BadInput(problems[0])
@@ -47,78 +47,78 @@ def check_item_files(pattern: str, setting: str) -> list[Path]:
     return [Path(file.path) for file in found]
 
 
-class LeftOut:
-    """The items of an evaluation that are left out: how many, and why the first one."""
+class SkippedItems:
+    """The items that an evaluation skips: their number, and the first error."""
 
     def __init__(self, damaged: Damage = "stop"):
         self.damaged: Damage = damaged
-        self.skipped: Counter = Counter()  # by the reasons of reading
+        self.counts: Counter = Counter()  # by the reasons of reading
         self.first = ""
 
     def add(self, error: BadInput) -> None:
-        """Counts an item. Raises the error where the settings say to stop."""
+        """Counts an item. Raises the error if the settings say to stop."""
         if self.damaged == "stop":
             raise error
         self.first = self.first or str(error)
-        self.skipped["no item"] += 1
+        self.counts["no item"] += 1
 
     @property
     def count(self) -> int:
-        """Items, lines and files that were left out."""
-        return sum(number for reason, number in self.skipped.items() if reason != BYTES)
+        """Returns the number of items, lines and files that were skipped."""
+        return sum(number for reason, number in self.counts.items() if reason != BYTES)
 
     def __str__(self) -> str:
-        """', 3 left out (REASON)', '' for none."""
-        reasons = self.first or ", ".join(f"{reason} {n:,}" for reason, n in self.skipped.items() if reason != BYTES)
+        """Returns ', 3 left out (REASON)', '' for none."""
+        reasons = self.first or ", ".join(f"{reason} {n:,}" for reason, n in self.counts.items() if reason != BYTES)
         return f", {self.count:,} left out ({reasons})" if self.count else ""
 
 
-def read_items(files: Sequence[Path], kind: str, limit: int = 0, left_out: LeftOut | None = None) -> list[Item]:
+def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: SkippedItems | None = None) -> list[EvalItem]:
     """Returns the items of the files, at most `limit` (0: all). kind: choice or cloze.
 
-    left_out: counts the records that are no items, if it says to skip them; None: as 'stop'.
-    Raises BadInput naming file and place for a record that is none of the known forms.
+    skipped: counts invalid records, if it says to skip them; None: stop.
+    Raises BadInput naming file and line for a record of unknown form.
     """
-    left_out = LeftOut() if left_out is None else left_out
+    skipped = SkippedItems() if skipped is None else skipped
     form = choice_item if kind == "choice" else cloze_item
-    items: list[Item] = []
+    items: list[EvalItem] = []
     for path in files:
-        for name, value in read_records(path, left_out.damaged, left_out.skipped):
+        for name, value in read_records(path, skipped.damaged, skipped.counts):
             try:
                 items.append(named(form, name, str(path.parent / name), value))
             except BadInput as error:
-                left_out.add(error)
+                skipped.add(error)
             if limit and len(items) == limit:
                 return items
     if not items:
-        raise BadInput(f"{', '.join(map(str, files))} hold no item{left_out}")
+        raise BadInput(f"{', '.join(map(str, files))} hold no item{skipped}")
     return items
 
 
-def named(form: Callable[[str, Mapping[str, Any]], Item], name: str, place: str, value: Any) -> Item:
-    """The item of a record. Raises BadInput beginning with the place."""
+def named(form: Callable[[str, Mapping[str, Any]], EvalItem], name: str, place: str, value: Any) -> EvalItem:
+    """Returns the item of a record. Raises BadInput that begins with its place."""
     try:
         if not isinstance(value, Mapping):
             raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
         item = form(name, value)
         size = len(item.continuations) * len(item.context) + sum(map(len, item.continuations))
-        if size > LARGEST_ITEM:
+        if size > MAX_ITEM_CHARACTERS:
             raise BadInput(
                 f"has {len(item.continuations):,} answers, with the context before each {size:,} characters, and at "
-                f"most {LARGEST_ITEM:,} are read; take it out"
+                f"most {MAX_ITEM_CHARACTERS:,} are read; take it out"
             )
         return item
     except BadInput as error:
         raise BadInput(f"evaluation item {place} {error}") from None
 
 
-def choice_item(name: str, value: Mapping[str, Any]) -> Item:
-    """The item of a record of PIQA, SciQ, ARC or our own form, told apart by their fields."""
+def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of a record of PIQA, SciQ, ARC or our form, distinguished by their fields."""
     if {"context", "choices", "answer"} <= value.keys():
-        return own_item(name, value)
+        return context_item(name, value)
     if {"goal", "sol1", "sol2", "label"} <= value.keys():
         question, answers = text_of(value, "goal"), (text_of(value, "sol1"), text_of(value, "sol2"))
-        return question_item(name, f"Question: {question}\nAnswer:", answers, right_place(value, "label", 2))
+        return question_item(name, f"Question: {question}\nAnswer:", answers, right_index(value, "label", 2))
     if {"question", "correct_answer", "distractor1", "distractor2", "distractor3"} <= value.keys():
         support = text_of(value, "support").lstrip() if value.get("support") is not None else ""
         answers = tuple(text_of(value, f"distractor{i}") for i in (1, 2, 3)) + (text_of(value, "correct_answer"),)
@@ -131,8 +131,8 @@ def choice_item(name: str, value: Mapping[str, Any]) -> Item:
     )
 
 
-def own_item(name: str, value: Mapping[str, Any]) -> Item:
-    """Of {"context", "choices", "answer"}: nothing is put between the context and a choice."""
+def context_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of {"context", "choices", "answer"}, whose context and choice are joined without a space."""
     choices = texts_of(value, "choices")
     if len(choices) < 2:
         raise BadInput("has fewer than two choices")
@@ -143,12 +143,13 @@ def own_item(name: str, value: Mapping[str, Any]) -> Item:
             raise BadInput(f"has the answer {shown(answer)}, which is {which} one of its choices")
         right = choices.index(answer)
     else:
-        right = right_place(value, "answer", len(choices))
-    return Item(name, text_of(value, "context"), choices, tuple(choice.strip() or choice for choice in choices), right)
+        right = right_index(value, "answer", len(choices))
+    answers = tuple(choice.strip() or choice for choice in choices)
+    return EvalItem(name, text_of(value, "context"), choices, answers, right)
 
 
-def arc_item(name: str, value: Mapping[str, Any]) -> Item:
-    """Of ARC, whose answers have letters or numbers."""
+def arc_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of an ARC record, whose answers have letters or numbers."""
     choices = value["choices"]
     if not isinstance(choices, Mapping) or not {"text", "label"} <= choices.keys():
         raise BadInput("has choices without text and label")
@@ -159,15 +160,15 @@ def arc_item(name: str, value: Mapping[str, Any]) -> Item:
     return question_item(name, f"Question: {text_of(value, 'question')}\nAnswer:", answers, right)
 
 
-def question_item(name: str, context: str, answers: Sequence[str], right: int) -> Item:
-    """Answers behind a space. Raises BadInput for an empty one, which has no length to be normalised by."""
+def question_item(name: str, context: str, answers: Sequence[str], right: int) -> EvalItem:
+    """Returns an item with a space before each answer. Raises BadInput for an empty one, which cannot be normalised."""
     if "" in answers:
         raise BadInput("has an empty answer")
-    return Item(name, context, tuple(f" {answer}" for answer in answers), tuple(answers), right)
+    return EvalItem(name, context, tuple(f" {answer}" for answer in answers), tuple(answers), right)
 
 
-def cloze_item(name: str, value: Mapping[str, Any]) -> Item:
-    """The item of a record of LAMBADA, {"text"}, or {"context", "target"}, joined as they stand."""
+def cloze_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of {"text"}, as in LAMBADA, or of {"context", "target"}, joined without a space."""
     if {"context", "target"} <= value.keys():
         context, target = text_of(value, "context"), text_of(value, "target")
     elif "text" in value:
@@ -176,40 +177,40 @@ def cloze_item(name: str, value: Mapping[str, Any]) -> Item:
     else:
         raise BadInput(f"has the fields {listed(value)}; it needs text, or context and target")
     if not target.strip():
-        raise BadInput("ends in a space, so that there is no word to guess" if "text" in value else "has no target")
-    return Item(name, context, (target,), (target.strip(),), 0)
+        raise BadInput("ends in a space, so that no word is left to predict" if "text" in value else "has no target")
+    return EvalItem(name, context, (target,), (target.strip(),), 0)
 
 
 def text_of(value: Mapping[str, Any], field: str) -> str:
-    """A field that is text."""
+    """Returns a text field."""
     if not isinstance(value[field], str):
         raise BadInput(f"has no text in {field!r}, but {shown(value[field])}")
     return value[field]
 
 
 def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """A field that is a list of texts, none of them empty."""
+    """Returns a field that is a list of nonempty texts."""
     found = value[field]
     if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
         raise BadInput(f"has no list of texts in {field!r}, but {shown(found)}")
     return tuple(found)
 
 
-def right_place(value: Mapping[str, Any], field: str, number: int) -> int:
-    """A field that is the place of the right answer among so many, from 0; also as a digit, as some files have it."""
+def right_index(value: Mapping[str, Any], field: str, number: int) -> int:
+    """Returns a field with the index of the right answer, also if it is a digit in a string, as in some files."""
     found = value[field]
     digits = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 19
     place = int(found) if digits else found
     if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < number:
-        raise BadInput(f"has {field}={shown(found)}, which is no place among its {number} answers, counted from 0")
+        raise BadInput(f"has {field}={shown(found)}, which is not an index of its {number} answers, counted from 0")
     return place
 
 
 def shown(value: Any) -> str:
-    """A value for a message, which it must not fill."""
-    return repr(value)[:MOST_SHOWN]
+    """Returns a value for a message, shortened."""
+    return repr(value)[:MAX_SHOWN]
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Names for a message, as far as it holds them."""
-    return ", ".join(map(str, names))[:MOST_SHOWN]
+    """Returns names for a message, shortened."""
+    return ", ".join(map(str, names))[:MAX_SHOWN]

@@ -1,7 +1,7 @@
-"""Our models as lm-eval sees one: github.com/EleutherAI/lm-evaluation-harness, version 0.4.9 or later.
+"""Adapts models to lm-eval: github.com/EleutherAI/lm-evaluation-harness, version 0.4.9 or later.
 
-The class is registered there under the name `jaxscale`. Its three kinds of request use what `jaxscale evaluate` and
-`jaxscale sample` use: the scorer and the generator with its cache.
+The class is registered with lm-eval under the name `jaxscale`. Its three kinds of request use the scorer of `jaxscale
+evaluate` and the generator of `jaxscale sample`.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale.eval.choice import encode_pair, span_of
 from jaxscale.eval.scorer import Scorer, Scores
-from jaxscale.eval.text import Reading, document_spans
+from jaxscale.eval.text import EvalReading, document_spans
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.text import WriteSettings, write_texts
@@ -28,38 +28,38 @@ from jaxscale.text.chat.prompts import ChatPrompts, open_prompts
 from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import SavedTokenizer
 
-NEW_TOKENS = 256  # where a task does not say, as lm-eval's own models have it
+NEW_TOKENS = 256  # if a task does not specify it; the default of lm-eval's own models
 INSTALL = "pip install 'jaxscale[lm_eval]'"
 
 
 class Served(NamedTuple):
-    """A model with all that lm-eval asks of one."""
+    """A model with everything that lm-eval needs."""
 
-    reading: Reading
-    kept: SavedTokenizer
+    reading: EvalReading
+    tokenizer: SavedTokenizer
     scorer: Scorer
     params: Any
     open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
-    rows: int  # texts that are written at a time
+    rows: int  # texts generated at a time
     say: Callable[[str], None] = tell  # logs a line
 
 
 def check_installed() -> None:
-    """Raises BadInput where lm-eval is not there."""
+    """Raises BadInput if lm-eval is not installed."""
     if not packages.is_installed("lm_eval"):
         raise BadInput(f"--lm_eval needs the package lm_eval, which is not installed: {INSTALL}")
 
 
 def log_likelihoods(
-    served: Served, pairs: Sequence[tuple[str, str]], asking: ChatPrompts | None = None
+    served: Served, pairs: Sequence[tuple[str, str]], chat: ChatPrompts | None = None
 ) -> list[tuple[float, bool]]:
-    """Returns (log-likelihood, whether it is what greedy decoding writes) of each continuation of its context.
+    """Returns (log-likelihood, True if greedy decoding writes it) of each continuation of its context.
 
     A context that is too long is truncated on the left, and the number of these is logged.
-    Args: asking: by which the contexts were written, where they are conversations.
+    Args: chat: the prompts that wrote the contexts, if they are conversations.
     Raises: BadInput for a continuation without a token, or longer than the model reads, as lm-eval's HFLM asserts.
     """
-    reading, text_ids = served.reading, asking and asking.text_ids
+    reading, text_ids = served.reading, chat and chat.text_ids
     spans, num_truncated = [], 0
     for context, continuation in pairs:
         try:
@@ -76,19 +76,19 @@ def log_likelihoods(
 
 
 def checked(scores: Scores) -> Scores:
-    """The scores. Raises BadInput for what is not a number, which lm-eval would count as an answer like others."""
+    """Returns the scores. Raises BadInput for NaN, which lm-eval would count as an answer."""
     if np.isnan(scores.nats).any():
-        raise BadInput("the weights of this checkpoint give likelihoods that are not numbers; measure another step")
+        raise BadInput("the weights of this checkpoint give likelihoods that are NaN; measure another step")
     return scores
 
 
 def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]:
-    """The log-likelihood of each text, read in windows that do not overlap but for the last one, as lm-eval has it."""
+    """Returns the log-likelihood of each text, read in disjoint windows (the last one may overlap), as in lm-eval."""
     reading, spans, owners = served.reading, [], []
     for number, text in enumerate(texts):
         ids = reading.tokenizer.encode(text)
-        own = document_spans(ids, reading.start_ids, reading.context, stride=reading.context)
-        spans, owners = spans + own, owners + [number] * len(own)
+        text_spans = document_spans(ids, reading.start_ids, reading.context, stride=reading.context)
+        spans, owners = spans + text_spans, owners + [number] * len(text_spans)
     sums = [0.0] * len(texts)
     for number, nats in zip(owners, checked(served.scorer.score(served.params, spans)).nats):
         sums[number] -= float(nats)
@@ -96,7 +96,7 @@ def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]
 
 
 def write_settings(settings: dict[str, Any]) -> WriteSettings:
-    """A task's generation_kwargs as ours; greedy unless it says do_sample. Raises BadInput for what is not known."""
+    """Converts a task's generation_kwargs; greedy unless do_sample is set. Raises BadInput for unknown ones."""
     settings = dict(settings)
     stops = settings.pop("until", None) or ()
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
@@ -105,7 +105,7 @@ def write_settings(settings: dict[str, Any]) -> WriteSettings:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given: dict[str, Any] = {name: settings.pop(name) for name in names if settings.get(name) is not None}
     if settings := {name: value for name, value in settings.items() if value is not None}:
-        raise BadInput(f"generation_kwargs {', '.join(sorted(settings))} are not known here; leave them out")
+        raise BadInput(f"generation_kwargs {', '.join(sorted(settings))} are not supported; leave them out")
     if not draws:
         given = {"repetition_penalty": given.get("repetition_penalty", 1.0), "temperature": 0.0}
     given.setdefault("temperature", 1.0)
@@ -113,35 +113,35 @@ def write_settings(settings: dict[str, Any]) -> WriteSettings:
 
 
 def generated(
-    served: Served, requests: Sequence[tuple[str, dict[str, Any]]], asking: ChatPrompts | None = None
+    served: Served, requests: Sequence[tuple[str, dict[str, Any]]], chat: ChatPrompts | None = None
 ) -> list[str]:
-    """Returns the text that the model writes after each context, by its own settings, without the stop text.
+    """Returns the text that the model adds to each context, by the request's settings, without the stop text.
 
     A context that leaves too little room is truncated on the left, and the number of these is logged.
-    Args: asking: as of log_likelihoods; then a text also ends with the model's turn.
+    Args: chat: as for log_likelihoods; a text then also ends with the model's turn.
     """
-    reading, stop_ids = served.reading, asking.stop_ids if asking else served.kept.stop_ids
-    ids_of = (lambda text: asking.text_ids(text, "")) if asking else functools.partial(prompt_ids, reading)
+    reading, stop_ids = served.reading, chat.stop_ids if chat else served.tokenizer.stop_ids
+    ids_of = (lambda text: chat.text_ids(text, "")) if chat else functools.partial(prompt_ids, reading)
     groups: dict[WriteSettings, list[int]] = defaultdict(list)
     for number, (_, settings) in enumerate(requests):
         groups[write_settings(settings)].append(number)
     texts, num_truncated = [""] * len(requests), 0
-    for wish, numbers in groups.items():
-        room = reading.context - wish.num_tokens
-        if room < 1:
-            raise BadInput(f"{wish.num_tokens} new tokens leave no room in the {reading.context} that the model reads")
+    for settings, numbers in groups.items():
+        max_prompt = reading.context - settings.num_tokens
+        if max_prompt < 1:
+            raise BadInput(f"{settings.num_tokens} new tokens leave no room in a context of {reading.context}")
         generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
         whole = {number: ids_of(requests[number][0]) for number in numbers}
-        num_truncated += sum(len(ids) > room for ids in whole.values())
-        prompts = {number: ids[-room:] for number, ids in whole.items()}
-        numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # alike beside each other: little padding
+        num_truncated += sum(len(ids) > max_prompt for ids in whole.values())
+        prompts = {number: ids[-max_prompt:] for number, ids in whole.items()}
+        numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # similar lengths together: less padding
         for first in range(0, len(numbers), served.rows):
-            some, written = numbers[first : first + served.rows], []
-            ids = [prompts[number] for number in some]
-            how = dataclasses.replace(wish, stop_ids=stop_ids, numbers=some)
-            for _ in write_texts(generator, reading.tokenizer, ids, how, written):
+            batch, written = numbers[first : first + served.rows], []
+            ids = [prompts[number] for number in batch]
+            row_settings = dataclasses.replace(settings, stop_ids=stop_ids, numbers=batch)
+            for _ in write_texts(generator, reading.tokenizer, ids, row_settings, written):
                 pass
-            for number, one in zip(some, written):
+            for number, one in zip(batch, written):
                 texts[number] = one.text
     if num_truncated:
         number = f"{num_truncated:,} of {len(requests):,} prompts"
@@ -149,64 +149,64 @@ def generated(
     return texts
 
 
-def prompt_ids(reading: Reading, text: str) -> list[int]:
-    """The ids of a context; where it has none, the start mark."""
+def prompt_ids(reading: EvalReading, text: str) -> list[int]:
+    """Returns the ids of a context; the start token if it has none."""
     return [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or list(reading.start_ids)
 
 
 @functools.cache
 def adapter_class() -> type:
-    """The class, registered. Raises BadInput where lm-eval is not installed."""
+    """Returns the registered class. Raises BadInput if lm-eval is not installed."""
     check_installed()
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 
     @register_model("jaxscale")
     class JaxscaleLM(LM):
-        """A Served model."""
+        """A Served model as lm-eval's LM."""
 
         def __init__(self, served: Served):
             super().__init__()
             self.served = served
-            self.asking: ChatPrompts | None = None  # once conversations were written: then every context is one
+            self.chat: ChatPrompts | None = None  # set once a conversation was rendered: then every context is one
 
         def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             """As log_likelihoods."""
-            return self.kept("loglikelihood", requests, self.answers(log_likelihoods, requests))
+            return self.add_to_cache("loglikelihood", requests, self.answers(log_likelihoods, requests))
 
         def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
             """As rolling_log_likelihoods."""
             found = rolling_log_likelihoods(self.served, [request.args[0] for request in requests])
-            return self.kept("loglikelihood_rolling", requests, found)
+            return self.add_to_cache("loglikelihood_rolling", requests, found)
 
         def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
             """As generated."""
-            return self.kept("generate_until", requests, self.answers(generated, requests))
+            return self.add_to_cache("generate_until", requests, self.answers(generated, requests))
 
         def answers(self, ask: Callable, requests: list) -> list:
-            """What the function finds of the requests."""
-            return ask(self.served, [request.args for request in requests], self.asking)
+            """Returns the answers of the function to the requests."""
+            return ask(self.served, [request.args for request in requests], self.chat)
 
-        def kept(self, kind: str, requests: list, found: list) -> list:
-            """The answers, told to lm-eval's cache."""
+        def add_to_cache(self, kind: str, requests: list, found: list) -> list:
+            """Adds the answers to lm-eval's cache, and returns them."""
             for request, answer in zip(requests, found):
                 self.cache_hook.add_partial(kind, request.args, answer)
             return found
 
         @property
         def tokenizer_name(self) -> str:
-            """What lm-eval knows requests by."""
-            return self.served.kept.tokenizer.fingerprint
+            """Returns a key for lm-eval's cache of requests."""
+            return self.served.tokenizer.tokenizer.fingerprint
 
         def chat_template(self, chat_template: bool | str = False) -> str:
-            """The source of the model's own template, where one is asked for."""
-            found = find_template(self.served.kept.about) if chat_template else None
+            """Returns the source of the model's chat template, if one is requested."""
+            found = find_template(self.served.tokenizer.about) if chat_template else None
             return found[0] if found else ""
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            """A conversation as text, to be read by text_ids: only the special tokens of the template are whole."""
-            self.asking = self.asking or open_prompts(self.served.kept, datetime.date.today().isoformat())
-            return self.asking.text(chat_history, add_generation_prompt)
+            """Renders a conversation for text_ids, which encodes only the template's special tokens as such."""
+            self.chat = self.chat or open_prompts(self.served.tokenizer, datetime.date.today().isoformat())
+            return self.chat.text(chat_history, add_generation_prompt)
 
     return JaxscaleLM
 
@@ -220,11 +220,11 @@ def run_tasks(
     limit: int | None = None,
     chat: bool = False,
 ) -> dict[str, float]:
-    """{'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks.
+    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks.
 
-    Args: folder: with yaml files of more tasks. limit: items of each task. chat: questions, and the examples before
-    them, are turns of a conversation by the model's chat template.
-    Raises BadInput for tasks that there are not.
+    Args: folder: yaml files of more tasks. limit: items of each task. chat: render questions and few-shot examples as
+    turns of a conversation with the model's chat template.
+    Raises BadInput for unknown tasks.
     """
     model = adapter_class()(served)
     import lm_eval
@@ -235,8 +235,8 @@ def run_tasks(
     if missing := [task for task in tasks if task not in known]:
         where = f" and in {folder}" if folder else "; --include_path=FOLDER has more"
         raise BadInput(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's: else it forks this process, whose jax has threads
-    with contextlib.redirect_stdout(sys.stderr):  # it prints, and stdout may be read as JSON
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or lm-eval forks this process, which has threads of jax
+    with contextlib.redirect_stdout(sys.stderr):  # lm-eval prints, and stdout may be parsed as JSON
         found = lm_eval.simple_evaluate(
             model=model,
             tasks=list(tasks),
@@ -252,7 +252,7 @@ def run_tasks(
 
 
 def flattened(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """lm-eval's results by task: 'acc,none' as 'TASK/acc', of another filter than none as 'TASK/acc.FILTER'."""
+    """Converts lm-eval's results by task: 'acc,none' to 'TASK/acc', 'acc,FILTER' to 'TASK/acc.FILTER'."""
     metrics = {}
     for task, values in results.items():
         for name, value in values.items():

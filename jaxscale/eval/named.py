@@ -1,4 +1,4 @@
-"""Evaluators by name, opened: their text and items in ids, ready to measure one model after another."""
+"""Opens evaluators by name: their text and items as ids, ready to measure one or several models."""
 
 import dataclasses
 from collections import Counter
@@ -7,65 +7,65 @@ from typing import Any
 
 from jaxscale.eval.choice import encode_items
 from jaxscale.eval.config import Evals, NamedEval, TextEval, setting_name
-from jaxscale.eval.items import LeftOut, check_item_files, read_items
-from jaxscale.eval.scorer import Scorer, lay, row_length
-from jaxscale.eval.text import Reading, TextSet, check_text_files, text_metrics
+from jaxscale.eval.items import SkippedItems, check_item_files, read_items
+from jaxscale.eval.scorer import Scorer, pack_spans, row_length
+from jaxscale.eval.text import EvalReading, TextSet, check_text_files, text_metrics
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.decode import is_repair
 from jaxscale.text.sources.left_out import BYTES
 
-GROUP = "evals"  # before the metrics' names
+GROUP = "evals"  # prefix of the metrics' names
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """What is measured under one name."""
+    """The measurement under one name."""
 
     name: str
     every_steps: int
     measure: Callable[[Scorer, Any], dict[str, float]]  # (scorer, parameters) -> metrics without the name
-    summary: str  # what it is of, for people
-    fingerprint: str  # of its data; '' for text that is read anew each time
+    summary: str  # description of its data for display
+    fingerprint: str  # of its data; '' for text that is read each time
 
     def metrics(self, scorer: Scorer, params: Any) -> dict[str, float]:
-        """{'evals/NAME/METRIC': value}. The same in all processes, which call it together."""
+        """Returns {'evals/NAME/METRIC': value}. The same in all processes, which call it together."""
         return {f"{GROUP}/{self.name}/{metric}": value for metric, value in self.measure(scorer, params).items()}
 
 
 def open_evaluators(
-    evals: Evals, reading: Reading, named: Callable[[str, NamedEval], str] = setting_name, *, hold: bool = True
+    evals: Evals, reading: EvalReading, named: Callable[[str, NamedEval], str] = setting_name, *, hold: bool = True
 ) -> tuple[Evaluator, ...]:
-    """Every evaluator with its data read. Raises BadInput, one line, for data that is missing or not as told.
+    """Opens every evaluator and reads its data. Raises BadInput, one line, for missing or invalid data.
 
-    named: what stands for an evaluator in messages. hold: text in memory, so that a run of weeks does not end for a
-    file that went away; else it is read anew each time, and may be larger than memory.
+    named: name of an evaluator in messages. hold: read text into memory once, so that a long run does not end because a
+    file is gone; otherwise it is read each time, and may be larger than memory.
     """
     return tuple(open_one(name, settings, reading, named(name, settings), hold) for name, settings in evals.items())
 
 
-def open_one(name: str, settings: NamedEval, reading: Reading, where: str, hold: bool) -> Evaluator:
-    """The evaluator of one name. where: what stands for its data in messages."""
+def open_one(name: str, settings: NamedEval, reading: EvalReading, where: str, hold: bool) -> Evaluator:
+    """Opens one evaluator. where: name of its data in messages."""
     if isinstance(settings, TextEval):
         return text_evaluator(name, settings, reading, where, hold)
     files = check_item_files(settings.file, where)
-    left_out = LeftOut(settings.damaged)
-    found = read_items(files, settings.kind, settings.limit, left_out)
-    items = encode_items(settings.kind, found, reading, left_out)
-    longest = max(span.places for span in items.spans)
-    laid = lay(items.spans, row_length(longest, reading.context))  # once for all models
-    summary = f"{settings.kind}, {len(items.items):,} items{left_out}"
+    skipped = SkippedItems(settings.damaged)
+    found = read_items(files, settings.kind, settings.limit, skipped)
+    items = encode_items(settings.kind, found, reading, skipped)
+    longest = max(span.num_positions for span in items.spans)
+    packed = pack_spans(items.spans, row_length(longest, reading.context))  # once for all models
+    summary = f"{settings.kind}, {len(items.items):,} items{skipped}"
     summary += f", {items.cut:,} contexts cut at the left to {reading.context} tokens" if items.cut else ""
-    summary += f", {items.alone:,} continuations encoded alone: a token spans the join" if items.alone else ""
+    summary += f", {items.alone:,} continuations encoded alone: a token spans the boundary" if items.alone else ""
 
     def measure(scorer: Scorer, params: Any) -> dict[str, float]:
-        counts = {"left_out": left_out.count} if left_out.count else {}
-        return items.metrics(scorer, laid, params) | counts
+        counts = {"left_out": skipped.count} if skipped.count else {}
+        return items.metrics(scorer, packed, params) | counts
 
     return Evaluator(name, settings.every_steps, measure, summary, items.fingerprint)
 
 
-def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, hold: bool) -> Evaluator:
-    """The evaluator of text."""
+def text_evaluator(name: str, settings: TextEval, reading: EvalReading, where: str, hold: bool) -> Evaluator:
+    """Opens an evaluator of text."""
     stride = settings.stride or max(reading.context // 2, 1)
     if stride > reading.context:
         raise BadInput(f"{where}: stride={stride} is more than the {reading.context} tokens that the model reads")
@@ -77,14 +77,14 @@ def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, 
     if hold:
         sets = {source: one.loaded() for source, one in sets.items()}
         for one in sets.values():
-            if not any(len(ids) for block in one.held for ids, _ in block):
-                raise BadInput(f"{where}: {one.nothing(one.left_out)}")
+            if not any(len(ids) for block in one.in_memory for ids, _ in block):
+                raise BadInput(f"{where}: {one.no_text_message(one.left_out)}")
 
     def measure(scorer: Scorer, params: Any) -> dict[str, float]:
         skipped: Counter = Counter()
         metrics = text_metrics(sets, scorer, params, skipped)
-        left_out = sum(count for reason, count in skipped.items() if reason != BYTES and not is_repair(reason))
-        return metrics | ({"left_out": left_out} if left_out else {})
+        num_skipped = sum(count for reason, count in skipped.items() if reason != BYTES and not is_repair(reason))
+        return metrics | ({"left_out": num_skipped} if num_skipped else {})
 
     number = sum(map(len, sources.values()))
     named = f" in {len(sources)} sources" if len(sources) > 1 else ""
@@ -95,9 +95,9 @@ def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, 
 
 
 def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
-    """Raises BadInput, one line, for an evaluator whose files are not there or of no known kind. Reads none.
+    """Raises BadInput, one line, for an evaluator with missing files or files of an unknown kind. Reads none.
 
-    named: what stands for an evaluator in messages.
+    named: name of an evaluator in messages.
     """
     for name, settings in evals.items():
         if isinstance(settings, TextEval):

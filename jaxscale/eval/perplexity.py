@@ -1,4 +1,4 @@
-"""Validation: loss and bits per byte over a fixed set, in all and for each source, and the loss by position.
+"""Validation: loss and bits per byte over a fixed set, in total and by source, and the loss by position.
 
 B batch  T position
 """
@@ -15,7 +15,7 @@ from jaxscale.data.batch import Batch
 
 
 class Sums(NamedTuple):
-    """Over some rows."""
+    """Sums over the tokens of some rows."""
 
     sources: jax.Array  # float32[3, sources]: nats, tokens, bytes
     positions: jax.Array  # float32[2, ranges]: nats, tokens
@@ -25,11 +25,11 @@ EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], Sums]
 
 
 def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources: int) -> EvalStep:
-    """(params, batch, sources_BT, bytes_BT) -> Sums for each source, and for each of the position_ranges of a row."""
+    """Returns the function (params, batch, sources_BT, bytes_BT) -> Sums, by source and by position_ranges."""
 
     def eval_step(params: Any, batch: Batch, sources_BT: jax.Array, bytes_BT: jax.Array) -> Sums:
         nats_BT = jnp.where(batch.weights > 0, token_losses(params, batch), 0.0)
-        ranges_BT = 32 - jax.lax.clz(batch.positions.astype(jnp.int32))  # bits of a position, from 0 in its document
+        ranges_BT = 32 - jax.lax.clz(batch.positions.astype(jnp.int32))  # bit length of the position in its document
         num_ranges = len(position_ranges(batch.positions.shape[1]))
         by_source = lambda x_BT: jax.ops.segment_sum(x_BT.reshape(-1), sources_BT.reshape(-1), num_sources)
         by_range = lambda x_BT: jax.ops.segment_sum(x_BT.reshape(-1), ranges_BT.reshape(-1), num_ranges)
@@ -40,15 +40,15 @@ def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources:
 
 
 def position_ranges(seq_len: int) -> list[tuple[int, int]]:
-    """[(fewest, most)] tokens of its document that a target's prediction has read: 1, 2, 3-4, 5-8, up to a row."""
+    """Returns [(fewest, most)] tokens of its document read before a target: 1, 2, 3-4, 5-8, up to a row."""
     ends = [2**power for power in range((seq_len - 1).bit_length() + 1)]
     return [(end // 2 + 1, min(end, seq_len)) for end in ends]
 
 
 def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]:
-    """Metrics from float[3, sources] sums: loss [nats/token] and bits per byte, in all and for each source.
+    """Returns metrics from float[3, sources] sums: loss [nats/token] and bits per byte, in total and by source.
 
-    Bits per byte: all nats, those of end-of-document marks too, over the bytes of text; comparable across tokenizers.
+    Bits per byte: all nats, end-of-document tokens included, over the bytes of text; comparable across tokenizers.
     """
     metrics = describe("validation", sums.sum(axis=1))
     if len(source_names) > 1:
@@ -58,7 +58,7 @@ def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]
 
 
 def describe(name: str, sums: np.ndarray) -> dict[str, float]:
-    """Loss and bits per byte of one source; nothing where it has no tokens."""
+    """Returns loss and bits per byte of one source; {} if it has no tokens."""
     nats, tokens, num_bytes = (float(value) for value in sums)
     if tokens == 0:
         return {}
@@ -69,7 +69,7 @@ def describe(name: str, sums: np.ndarray) -> dict[str, float]:
 
 
 def by_position(sums: np.ndarray, seq_len: int) -> dict[str, float]:
-    """Metrics from float[2, ranges] sums: the loss of each range that has tokens, 'validation_by_position/5-8/loss'."""
+    """Returns metrics from float[2, ranges] sums: 'validation_by_position/5-8/loss' of each range with tokens."""
     found = {}
     for (first, last), nats, tokens in zip(position_ranges(seq_len), *sums.tolist(), strict=True):
         if tokens:
@@ -80,7 +80,7 @@ def by_position(sums: np.ndarray, seq_len: int) -> dict[str, float]:
 def evaluate(
     eval_step: EvalStep, params: Any, batches: Sequence[tuple], source_names: Sequence[str]
 ) -> dict[str, float]:
-    """Metrics of the whole set. batches: (Batch, sources_BT, bytes_BT) on the devices."""
+    """Returns the metrics of the whole set. batches: (Batch, sources_BT, bytes_BT) on the devices."""
     parts = [eval_step(params, *batch) for batch in batches]
     total = lambda *arrays: np.sum([np.asarray(array, np.float64) for array in arrays], axis=0)
     sums = jax.tree.map(total, *parts)

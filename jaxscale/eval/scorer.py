@@ -1,7 +1,7 @@
-"""Likelihoods of pieces of text: spans of token ids laid into rows, read by a compiled program, summed for each span.
+"""Scores spans of token ids: packed into rows, read by a compiled program, and summed by span.
 
-Rows are filled with several spans each, as documents are in training, so that little is padding and one shape serves
-all. Which spans share a row does not depend on the mesh or on how many rows are read at a time.
+Each row has several spans, packed as documents are in training, so that there is little padding and few shapes. The
+packing does not depend on the mesh or the batch size.
 
 B batch  T position
 """
@@ -20,57 +20,57 @@ from jaxscale.data.bins import pack_bins
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.sharding.shardings import put_rows, replicated
 
-LEAST_ROW = 32  # tokens; a longer row has twice as many, and so on: few shapes, and few programs
+MIN_ROW = 32  # tokens; longer rows are this times a power of two, so that few programs are compiled
 
 
-class Span(NamedTuple):
-    """Token ids, of which those from `first` on are scored, each by all that stand before it here."""
+class TokenSpan(NamedTuple):
+    """Token ids; those from `first` on are scored, given all ids before them."""
 
     ids: np.ndarray  # int32[n]
-    first: int  # 1 or more: the first id of all is never scored
+    first: int  # at least 1: the first id is never scored
 
     @property
-    def places(self) -> int:
-        """Positions that it takes in a row: every id but the last is read."""
+    def num_positions(self) -> int:
+        """Positions of the span in a row: every id but the last is read."""
         return max(len(self.ids) - 1, 0)
 
 
 class Scores(NamedTuple):
-    """Of each span."""
+    """Scores by span."""
 
     nats: np.ndarray  # float64[n]: minus the log-likelihood
-    likeliest: np.ndarray  # bool[n]: whether no scored token had a likelier one in its place
-    tokens: np.ndarray  # int64[n]: that were scored
+    likeliest: np.ndarray  # bool[n]: True if every scored token is the likeliest at its position
+    tokens: np.ndarray  # int64[n]: number of scored tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
-    """Spans in rows of one length. Equal ones are there once, so that equal answers are equally likely to the bit."""
+class PackedSpans:
+    """Spans in rows of one length. Equal spans are scored once, so that their scores are bitwise equal."""
 
-    spans: tuple[Span, ...]
-    places: np.ndarray  # int64[n]: where each span that was asked for is among these
+    spans: tuple[TokenSpan, ...]
+    indices: np.ndarray  # int64[n]: index in `spans` of each requested span
     row_tokens: int
-    rows: tuple[tuple[int, ...], ...]  # of each row the numbers of its spans, in order
+    rows: tuple[tuple[int, ...], ...]  # indices of the spans of each row, in order
 
     def batches(self, rows: int, multiple: int) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Yields (batch [rows, T], int32[rows, T]: the number of the span that a position is of, -1 for none)."""
+        """Yields (batch [rows, T], int32[rows, T]: index of the span that a position belongs to, -1 for none)."""
         for begin in range(0, len(self.rows), rows):
             yield fill(self.spans, self.rows[begin : begin + rows], rows, self.row_tokens + -self.row_tokens % multiple)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """A compiled program that scores rows, and how rows are put before it. The parameters are handed over anew."""
+    """A compiled program that scores rows, and their layout. Parameters are arguments of its methods."""
 
     step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # (params, batch) -> (nats_BT, likeliest_BT), replicated
     sharding: NamedSharding  # of the rows
-    shards: int  # that rows are cut into
-    multiple: int  # of a row's length
-    batch_tokens: int  # about as many are read at a time
+    shards: int  # of the batch axis
+    multiple: int  # of which the row length must be a multiple
+    batch_tokens: int  # approximate size of a batch
 
     @classmethod
     def of(cls, model: ShardedModel, batch_tokens: int) -> "Scorer":
-        """Of a model on its mesh, compiled for each row length when it is first met."""
+        """Makes the scorer of a model on its mesh. Each row length is compiled at its first use."""
         return cls(
             step=jax.jit(model.target_scores, out_shardings=replicated(model.mesh)),
             sharding=model.rows_sharding,
@@ -80,69 +80,69 @@ class Scorer:
         )
 
     def rows_of(self, row_tokens: int) -> int:
-        """Rows that are read at a time."""
+        """Returns the number of rows of a batch."""
         return max(1, self.batch_tokens // row_tokens // self.shards) * self.shards
 
-    def score(self, params: Any, spans: Sequence[Span], row_tokens: int | None = None) -> Scores:
-        """What the model makes of the spans. The same in all processes, which call it with the same spans.
+    def score(self, params: Any, spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Scores:
+        """Returns the scores of the spans. All processes call it with the same spans and get the same scores.
 
-        row_tokens: of the rows; none: what the longest span needs, as row_length has it.
+        row_tokens: length of the rows; None: row_length of the longest span.
         """
-        return self.score_laid(params, lay(spans, row_tokens))
+        return self.score_packed(params, pack_spans(spans, row_tokens))
 
-    def score_laid(self, params: Any, laid: Laid) -> Scores:
+    def score_packed(self, params: Any, packed: PackedSpans) -> Scores:
         """As score()."""
-        nats, likeliest = np.zeros(len(laid.spans)), np.ones(len(laid.spans), bool)
-        rows = self.rows_of(laid.row_tokens)
+        nats, likeliest = np.zeros(len(packed.spans)), np.ones(len(packed.spans), bool)
+        rows = self.rows_of(packed.row_tokens)
         pending = None
-        for batch, owners_BT in laid.batches(rows, self.multiple):
-            placed = put_rows(batch, rows=list(range(rows)), num_rows=rows, sharding=self.sharding)
-            started = self.step(params, placed), owners_BT
+        for batch, owners_BT in packed.batches(rows, self.multiple):
+            sharded = put_rows(batch, rows=list(range(rows)), num_rows=rows, sharding=self.sharding)
+            started = self.step(params, sharded), owners_BT
             if pending is not None:
-                add_up(*pending, nats, likeliest)  # of the rows before: the device is not idle meanwhile
+                add_up(*pending, nats, likeliest)  # of the batch before, while the device computes this one
             pending = started
         if pending is not None:
             add_up(*pending, nats, likeliest)
-        tokens = np.array([len(span.ids) - span.first for span in laid.spans], np.int64)
-        return Scores(nats[laid.places], likeliest[laid.places], tokens[laid.places])
+        tokens = np.array([len(span.ids) - span.first for span in packed.spans], np.int64)
+        return Scores(nats[packed.indices], likeliest[packed.indices], tokens[packed.indices])
 
 
-def lay(spans: Sequence[Span], row_tokens: int | None = None) -> Laid:
-    """The spans in rows of so many tokens, to be scored once or again and again; none: what the longest one needs."""
-    longest = max((span.places for span in spans), default=1)
+def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> PackedSpans:
+    """Packs spans into rows of `row_tokens` (None: row_length of the longest span)."""
+    longest = max((span.num_positions for span in spans), default=1)
     row_tokens = row_length(longest) if row_tokens is None else row_tokens
     assert longest <= row_tokens, f"a span of {longest} tokens in rows of {row_tokens}"
     numbers: dict[tuple[int, bytes], int] = {}
-    places = [numbers.setdefault((first, np.asarray(ids, np.int32).tobytes()), len(numbers)) for ids, first in spans]
-    kept = tuple(spans[i] for i in np.unique(places, return_index=True)[1])
-    return Laid(kept, np.array(places, np.int64), row_tokens, place_spans(kept, row_tokens))
+    indices = [numbers.setdefault((first, np.asarray(ids, np.int32).tobytes()), len(numbers)) for ids, first in spans]
+    distinct = tuple(spans[i] for i in np.unique(indices, return_index=True)[1])
+    return PackedSpans(distinct, np.array(indices, np.int64), row_tokens, assign_rows(distinct, row_tokens))
 
 
 def row_length(tokens: int, longest: int | None = None) -> int:
-    """The length of rows for spans of up to so many tokens: one of few, and not more than `longest`."""
-    length = LEAST_ROW
+    """Returns the row length for spans of up to `tokens`: one of few, and at most `longest`."""
+    length = MIN_ROW
     while length < tokens:
         length *= 2
     return max(min(length, longest or length), tokens)
 
 
-def place_spans(spans: Sequence[Span], row_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Which spans lie in which row. A span with nothing to score is in none."""
-    kept = [number for number, span in enumerate(spans) if len(span.ids) > span.first]
-    if not kept:
+def assign_rows(spans: Sequence[TokenSpan], row_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the indices of the spans in each row. A span with nothing to score is in none."""
+    scored = [number for number, span in enumerate(spans) if len(span.ids) > span.first]
+    if not scored:
         return ()
-    assert all(spans[number].first >= 1 for number in kept), "the first id of a span has nothing before it"
-    bins = pack_bins(np.array([spans[number].places for number in kept], np.int64), row_tokens)
+    assert all(spans[number].first >= 1 for number in scored), "the first id of a span has nothing before it"
+    bins = pack_bins(np.array([spans[number].num_positions for number in scored], np.int64), row_tokens)
     rows: list[list[int]] = [[] for _ in range(int(bins.max()) + 1)]
-    for number, row in zip(kept, bins.tolist()):
+    for number, row in zip(scored, bins.tolist()):
         rows[row].append(number)
     return tuple(map(tuple, rows))
 
 
 def fill(
-    spans: Sequence[Span], chosen: Sequence[Sequence[int]], rows: int, row_tokens: int
+    spans: Sequence[TokenSpan], chosen: Sequence[Sequence[int]], rows: int, row_tokens: int
 ) -> tuple[Batch, np.ndarray]:
-    """(batch, the span of each position) of these rows; those that are missing weigh nothing."""
+    """Returns (batch, span of each position) of these rows; missing rows have weight 0."""
     make = functools.partial(np.zeros, (rows, row_tokens))
     tokens, targets, positions, segments = (make(np.int32) for _ in range(4))
     weights, owners = make(np.float32), np.full((rows, row_tokens), -1, np.int32)
@@ -161,7 +161,7 @@ def fill(
 
 
 def add_up(found: tuple[jax.Array, jax.Array], owners_BT: np.ndarray, nats: np.ndarray, likeliest: np.ndarray) -> None:
-    """Adds what the device found to the sums of the spans, in float64, position after position."""
+    """Adds the batch's scores to the sums of the spans, in float64 and in order of position."""
     nats_BT, likeliest_BT = (np.asarray(array)[:, : owners_BT.shape[1]] for array in found)
     scored = owners_BT >= 0
     owners = owners_BT[scored]

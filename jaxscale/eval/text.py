@@ -1,9 +1,9 @@
-"""Perplexity and bits per byte of text, source by source: every token counted once.
+"""Perplexity and bits per byte of text by source, with every token counted once.
 
-A document is read in windows of `context` tokens that move on by `stride`: in the first window every token is scored,
-in a later one the `stride` newest, so that each of these has at least context - stride tokens before it. stride =
-context are plain windows; even then the window of a document's end reaches back for a full context. The first token of
-a document is predicted from the start mark: what begins documents, else the token that ends them.
+A document is read in windows of `context` tokens that advance by `stride`: in the first window every token is scored,
+in later ones the `stride` newest, so that each of these has at least context - stride tokens before it. stride =
+context gives disjoint windows, except that the last one of a document reaches back for a full context. The first token
+of a document is predicted from the start token: what begins documents, or else the token that ends them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.eval.scorer import Scorer, Span, row_length
+from jaxscale.eval.scorer import Scorer, TokenSpan, row_length
 from jaxscale.eval.uncertainty import exp_error, ratio_error
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs, ReadConfig
@@ -25,21 +25,21 @@ from jaxscale.text.sources.files import SourceFile, list_files, text_problem
 from jaxscale.text.sources.read import read_file
 from jaxscale.text.tokenizer.base import Tokenizer
 
-MOST_HELD = 1 << 28  # tokens of one source that are held in memory: a gigabyte
-TOKENS_AT_ONCE = 1 << 21  # of documents held in memory; a longer document comes alone
+MAX_TOKENS = 1 << 28  # of one source: a gigabyte
+TOKENS_AT_ONCE = 1 << 21  # of a block of documents; a longer document is a block
 
 
-class Reading(NamedTuple):
-    """How ids become text for a model, and how much of it the model reads."""
+class EvalReading(NamedTuple):
+    """A model's tokenizer and the length that the model reads."""
 
     tokenizer: Tokenizer
     start_ids: tuple[int, ...]  # before every text, never scored; at least one
-    begin_ids: tuple[int, ...]  # before a context, where any begin a document
-    context: int  # tokens that the model reads at most
+    begin_ids: tuple[int, ...]  # before a context, if any begin a document
+    context: int  # most tokens that the model reads
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, context: int) -> "Reading":
-        """With the end-of-document token as start where nothing begins a document."""
+    def of(cls, tokenizer: Tokenizer, context: int) -> "EvalReading":
+        """Returns the context with the end-of-document token as start if nothing begins a document."""
         return cls(tokenizer, tokenizer.begin_ids or (tokenizer.eos_id,), tokenizer.begin_ids, context)
 
 
@@ -47,8 +47,8 @@ Ids = Sequence[int] | np.ndarray
 Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents
 
 
-class Measured(NamedTuple):
-    """A document: sums over its tokens."""
+class DocumentSums(NamedTuple):
+    """Sums over the tokens of a document."""
 
     nats: float
     tokens: int
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 
 
 def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (begin, first, end) for each window over ids [0, num_ids): it reads [begin, end - 1), and scores [first,
+    """Yields (begin, first, end) of windows over ids [0, num_ids): a window reads [begin, end - 1) and scores [first,
     end). The ids before num_start are never scored, all others once."""
     first = num_start
     while first < num_ids:
@@ -65,15 +65,15 @@ def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Ite
         first = end
 
 
-def document_spans(ids: np.ndarray, start_ids: Ids, context: int, stride: int) -> list[Span]:
-    """The windows of one document."""
+def document_spans(ids: np.ndarray, start_ids: Ids, context: int, stride: int) -> list[TokenSpan]:
+    """Returns the windows of one document."""
     whole = np.concatenate([np.asarray(start_ids, np.int32), np.asarray(ids, np.int32)])
     windows = text_windows(len(whole), len(start_ids), context, stride)
-    return [Span(whole[begin:end], first - begin) for begin, first, end in windows]
+    return [TokenSpan(whole[begin:end], first - begin) for begin, first, end in windows]
 
 
 def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
-    """The files of each source. Raises BadInput, one line, for a glob without a file and a file that is no text."""
+    """Returns the files of each source. Raises BadInput, one line, for a glob without files and a file without text."""
     found, problems = list_files(files, setting, "text")
     problems += [problem for file in found if (problem := text_problem(file))]
     if problems or not found:
@@ -85,7 +85,7 @@ def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
 
 
 def read_documents(files: Iterable[SourceFile], cfg: ReadConfig, limit: int, skipped: Counter) -> Iterator[Document]:
-    """Yields the documents of a source, at most `limit` (0: all), and counts what is left out."""
+    """Yields the documents of a source, at most `limit` (0: all), and counts skipped ones."""
     count = 0
     for file in files:
         for document in read_file(file, cfg, skipped):
@@ -96,94 +96,94 @@ def read_documents(files: Iterable[SourceFile], cfg: ReadConfig, limit: int, ski
 
 
 def in_blocks(documents: Iterable[tuple[np.ndarray, int]]) -> Iterator[Block]:
-    """Yields (ids, bytes) of documents in blocks, bounded in memory."""
-    held, tokens = [], 0
+    """Groups (ids, bytes) of documents into blocks of bounded size."""
+    block, tokens = [], 0
     for document in documents:
-        held.append(document)
+        block.append(document)
         tokens += len(document[0])
         if tokens >= TOKENS_AT_ONCE:
-            yield held
-            held, tokens = [], 0
-    if held:
-        yield held
+            yield block
+            block, tokens = [], 0
+    if block:
+        yield block
 
 
 def measure_documents(
     block: Sequence[tuple[Ids, np.ndarray, int]], scorer: Scorer, params: Any, context: int, stride: int
-) -> list[Measured]:
-    """Each of the documents that has a token: (ids before it that are not scored, its ids, its bytes)."""
+) -> list[DocumentSums]:
+    """Measures the documents that have a token. block: (ids before it that are not scored, its ids, its bytes)."""
     spans, owners = [], []
     for number, (start_ids, ids, _) in enumerate(block):
-        own = document_spans(ids, start_ids, context, stride)
-        spans += own
-        owners += [number] * len(own)
-    longest = max((span.places for span in spans), default=1)
+        windows = document_spans(ids, start_ids, context, stride)
+        spans += windows
+        owners += [number] * len(windows)
+    longest = max((span.num_positions for span in spans), default=1)
     scores = scorer.score(params, spans, row_length(longest, context))
     nats = np.bincount(owners, weights=scores.nats, minlength=len(block)) if owners else []
-    return [Measured(float(sum_), len(ids), size) for sum_, (_, ids, size) in zip(nats, block) if len(ids)]
+    return [DocumentSums(float(sum_), len(ids), size) for sum_, (_, ids, size) in zip(nats, block) if len(ids)]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSet:
-    """The text of one source, to be measured under one model after another."""
+    """The text of one source, to be measured under one or several models."""
 
     files: Sequence[SourceFile]
     read: ReadConfig
-    reading: Reading
+    reading: EvalReading
     stride: int
     limit: int = 0  # documents; 0: all
-    held: tuple[Block, ...] | None = None  # in memory, with what was left out; None: read anew each time
+    in_memory: tuple[Block, ...] | None = None  # the documents; None: read each time
     left_out: Counter = dataclasses.field(default_factory=Counter)
 
     def loaded(self) -> "TextSet":
-        """The same, held in memory: nothing of it can go away or change later."""
+        """Returns the set with its documents in memory, where they cannot change."""
         left_out: Counter = Counter()
-        held, tokens = [], 0
+        blocks, tokens = [], 0
         for block in self.blocks(left_out):
-            held.append(block)
+            blocks.append(block)
             tokens += sum(len(ids) for ids, _ in block)
-            if tokens > MOST_HELD:
+            if tokens > MAX_TOKENS:
                 files = ", ".join(file.path for file in self.files[:3])
-                raise BadInput(f"{files}: more than {MOST_HELD:,} tokens to hold in memory; set a limit of documents")
-        return dataclasses.replace(self, held=tuple(held), left_out=left_out)
+                raise BadInput(f"{files}: more than {MAX_TOKENS:,} tokens to hold in memory; set a limit of documents")
+        return dataclasses.replace(self, in_memory=tuple(blocks), left_out=left_out)
 
     def blocks(self, skipped: Counter) -> Iterator[Block]:
-        """Yields the documents, and counts what is left out."""
-        if self.held is not None:
+        """Yields the documents, and counts skipped ones."""
+        if self.in_memory is not None:
             skipped.update(self.left_out)
-            yield from self.held
+            yield from self.in_memory
             return
         documents = read_documents(self.files, self.read, self.limit, skipped)
         yield from in_blocks((self.reading.tokenizer.encode(one.text), one.size) for one in documents)
 
-    def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[Measured]:
-        """Each document that has a token. Raises BadInput where there is none."""
+    def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[DocumentSums]:
+        """Measures each document that has a token. Raises BadInput if there are none."""
         found, left_out = [], Counter()
         for block in self.blocks(left_out):
-            begun = [(self.reading.start_ids, ids, size) for ids, size in block]
-            found += measure_documents(begun, scorer, params, self.reading.context, self.stride)
+            documents = [(self.reading.start_ids, ids, size) for ids, size in block]
+            found += measure_documents(documents, scorer, params, self.reading.context, self.stride)
         if not found:
-            raise BadInput(self.nothing(left_out))
+            raise BadInput(self.no_text_message(left_out))
         skipped.update(left_out)
         return found
 
-    def nothing(self, left_out: Counter) -> str:
-        """That there is no text, and what was left out, for people."""
-        why = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
+    def no_text_message(self, left_out: Counter) -> str:
+        """Returns the error for a source without text, with what was skipped."""
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
         files = ", ".join(file.path for file in self.files[:3])
-        return f"no text to measure in {files}" + (f" (left out: {why})" if why else "")
+        return f"no text to measure in {files}" + (f" (left out: {reasons})" if reasons else "")
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the documents, and of how they are read."""
+        """Returns the sha256 of the documents, and of the settings of the windows."""
         digest = hashlib.sha256(f"{self.reading.start_ids} {self.reading.context} {self.stride}".encode())
         for ids, _ in itertools.chain.from_iterable(self.blocks(Counter())):
             digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, np.int32).tobytes())
         return digest.hexdigest()
 
 
-def summarise_text(measured: Sequence[Measured]) -> dict[str, float]:
-    """loss [nats/token], perplexity and bits_per_byte with their standard errors over documents, and what was read."""
+def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
+    """Returns loss [nats/token], perplexity and bits_per_byte with standard errors over documents, and counts."""
     nats, tokens, sizes = zip(*measured)
     loss, loss_error = ratio_error(nats, tokens)
     perplexity, perplexity_error = exp_error(loss, loss_error)
@@ -199,8 +199,8 @@ def summarise_text(measured: Sequence[Measured]) -> dict[str, float]:
 def text_metrics(
     sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter | None = None
 ) -> dict[str, float]:
-    """The metrics of all sources: 'bits_per_byte' and the like where there is one, else 'SOURCE/bits_per_byte', and
-    in all. Raises BadInput for a source without text."""
+    """Returns the metrics of all sources: 'bits_per_byte' and others in total, and, if there are several sources,
+    'SOURCE/bits_per_byte' for each. Raises BadInput for a source without text."""
     skipped = Counter() if skipped is None else skipped
     measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
     metrics = summarise_text([document for found in measured.values() for document in found])

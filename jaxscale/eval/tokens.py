@@ -1,4 +1,4 @@
-"""Perplexity of token ids, for models that have no tokenizer: of arrays, or of the token files that training reads."""
+"""Perplexity of token ids, for models without a tokenizer: of arrays, or of training's token files."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +19,9 @@ Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files, or documents
 
 
 def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) -> Callable[[], Iterator[np.ndarray]]:
-    """What yields the documents, at most `limit` (0: all), as ids. name: for messages.
+    """Returns a function that yields the documents, at most `limit` (0: all), as ids. name: for messages.
 
-    Raises: BadInput for files that are missing or no token files, and for an id that the model does not have.
+    Raises: BadInput for files that are missing or not token files, and for an id outside the model's vocabulary.
     """
     documents = files_of(name, given, vocab_size) if are_files(given) else lambda: checked(name, given, vocab_size)
     return lambda: itertools.islice(documents(), limit or None)
@@ -33,7 +33,7 @@ def are_files(given: Tokens) -> TypeGuard[Globs]:
 
 
 def checked(name: str, documents: Iterable[Any], vocab_size: int) -> Iterator[np.ndarray]:
-    """Yields documents that a person gave. Raises BadInput for one that holds anything but ids of the vocabulary."""
+    """Yields documents that a person gave. Raises BadInput for anything but ids of the vocabulary."""
     for number, document in enumerate(documents):
         ids = np.asarray(document)
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
@@ -45,7 +45,7 @@ def checked(name: str, documents: Iterable[Any], vocab_size: int) -> Iterator[np
 
 
 def files_of(name: str, files: Globs, vocab_size: int) -> Callable[[], Iterator[np.ndarray]]:
-    """What yields the documents of token files. Raises BadInput as open_documents does."""
+    """Returns a function that yields the documents of token files. Raises BadInput as open_documents does."""
     cfg = DataConfig(name="tokens", files=files)
     if problems := check_data(cfg, 1, vocab_size):
         raise BadInput(problems[0].replace("data.files", name))
@@ -67,14 +67,14 @@ def files_of(name: str, files: Globs, vocab_size: int) -> Callable[[], Iterator[
 def token_metrics(
     name: str, documents: Iterable[np.ndarray], scorer: Scorer, params: Any, context: int, stride: int
 ) -> dict[str, float]:
-    """loss and perplexity, as of text: the first id of a document is read, and all others are scored once.
+    """Returns loss and perplexity, as for text: the first id of a document is read, and all others are scored once.
 
-    Raises: BadInput where no document has two ids.
+    Raises: BadInput if no document has two ids.
     """
     measured = []
     for block in in_blocks((np.asarray(document, np.int32), 0) for document in documents):
-        begun = [(ids[:1], ids[1:], size) for ids, size in block]
-        measured += measure_documents(begun, scorer, params, context, stride)
+        triples = [(ids[:1], ids[1:], size) for ids, size in block]
+        measured += measure_documents(triples, scorer, params, context, stride)
     if not measured:
         raise BadInput(f"{name} has no document of two tokens or more: nothing is predicted")
     return summarise_text(measured)

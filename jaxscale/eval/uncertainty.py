@@ -1,6 +1,6 @@
 """Means and ratios over items with their standard errors, on the host in float64.
 
-An error is that of another sample of items of the same kind; None where there is only one item.
+An error is that of drawing another sample of such items; None for a single item.
 """
 
 import math
@@ -13,7 +13,7 @@ Numbers: TypeAlias = Sequence[float] | np.ndarray
 
 
 def mean_error(values: Numbers) -> tuple[float, float | None]:
-    """(the mean, its standard error: the sample's deviation, with n - 1, over sqrt(n))."""
+    """Returns (mean, standard error: the sample's deviation, with n - 1, over sqrt(n))."""
     array = np.asarray(values, np.float64)
     if len(array) < 2:
         return float(array.mean()), None
@@ -21,10 +21,10 @@ def mean_error(values: Numbers) -> tuple[float, float | None]:
 
 
 def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
-    """(sum of `above` over sum of `below`, the standard error of that ratio).
+    """Returns (sum of `above` / sum of `below`, the standard error of that ratio).
 
-    Items are drawn, and each brings both numbers, as a document brings nats and bytes: the error is that of the first
-    order in the deviations above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
+    Items are drawn, and each has both numbers, as a document has nats and bytes: the error is of first order in the
+    deviations above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
     """
     numerators, denominators = np.asarray(above, np.float64), np.asarray(below, np.float64)
     ratio = float(numerators.sum() / denominators.sum())
@@ -36,6 +36,6 @@ def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
 
 
 def exp_error(mean: float, error: float | None) -> tuple[float, float | None]:
-    """(exp of a mean, its standard error to the first order): a perplexity."""
+    """Returns (exp of a mean, its standard error to first order): a perplexity."""
     value = math.inf if mean > 700 else math.exp(mean)
     return value, None if error is None or not math.isfinite(value) else value * error

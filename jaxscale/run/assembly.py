@@ -19,7 +19,7 @@ from jaxscale.data.pipeline import Corpus
 from jaxscale.eval.named import Evaluator, open_evaluators
 from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.eval.scorer import Scorer
-from jaxscale.eval.text import Reading
+from jaxscale.eval.text import EvalReading
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.alerts import Diagnosis, read_facts
 from jaxscale.monitor.events import read_events
@@ -296,7 +296,7 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
         return ()
     if corpus.tokenizer is None:
         raise BadInput("evals read text, and the tokenizer of this run's ids is not known; give data.tokenizer")
-    evaluators = open_evaluators(cfg.evals, Reading.of(corpus.tokenizer, cfg.seq_len))
+    evaluators = open_evaluators(cfg.evals, EvalReading.of(corpus.tokenizer, cfg.seq_len))
     check_same_evals(evaluators)
     return evaluators
 

@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 from jaxscale.cli import evaluate
 from jaxscale.eval import lm_eval_adapter
 from jaxscale.eval.scorer import Scorer
-from jaxscale.eval.text import Reading
+from jaxscale.eval.text import EvalReading
 from jaxscale.inference import make_generator, open_model
 
 CONTEXT, BATCH = 96, 4
@@ -50,7 +50,7 @@ def our_model(folder):
     """The same by our code."""
     model = open_model(str(folder / "run"))
     served = lm_eval_adapter.Served(
-        Reading.of(model.kept.tokenizer, CONTEXT),
+        EvalReading.of(model.kept.tokenizer, CONTEXT),
         model.kept,
         Scorer.of(model.sharded, 256),
         model.params,

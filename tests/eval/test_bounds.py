@@ -12,7 +12,7 @@ from jaxscale.corpus.curate import contamination
 from jaxscale.eval import choice, items, text
 from jaxscale.eval.choice import encode_items
 from jaxscale.eval.items import read_items
-from jaxscale.eval.text import Reading, TextSet
+from jaxscale.eval.text import EvalReading, TextSet
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources import records
@@ -82,7 +82,7 @@ def test_each_bound_is_named_with_the_file(tmp_path, monkeypatch, name, value, t
 
 
 def test_a_context_before_many_answers_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(items, "LARGEST_ITEM", 1000)
+    monkeypatch.setattr(items, "MAX_ITEM_CHARACTERS", 1000)
     path = write_lines(tmp_path / "x.jsonl", {"context": "c" * 100, "choices": ["a", "b"] * 5, "answer": 0})
     with pytest.raises(BadInput, match="x.jsonl:1 has 10 answers, with the context before each 1,010 characters"):
         read_items([path], "choice")
@@ -90,10 +90,10 @@ def test_a_context_before_many_answers_is_bounded(tmp_path, monkeypatch):
 
 def test_what_items_hold_in_memory_is_bounded_and_what_is_cut_is_given_back(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "x.jsonl", *[{"context": "c" * 9000, "target": "t"}] * 3)
-    reading = Reading.of(ByteTokenizer(), 10)
+    reading = EvalReading.of(ByteTokenizer(), 10)
     found = encode_items("cloze", read_items([path], "cloze"), reading)
     assert found.cut == 3 and all(span.ids.base is None or span.ids.base.nbytes < 100 for span in found.spans)
-    monkeypatch.setattr(choice, "MOST_IDS", 25)
+    monkeypatch.setattr(choice, "MAX_IDS", 25)
     with pytest.raises(BadInput, match="x.jsonl:3: the items up to it have more than 25 tokens"):
         encode_items("cloze", read_items([path], "cloze"), reading)
 
@@ -101,9 +101,9 @@ def test_what_items_hold_in_memory_is_bounded_and_what_is_cut_is_given_back(tmp_
 def test_text_that_is_held_in_memory_is_bounded(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("words " * 100)
     file = SourceFile(str(tmp_path / "a.txt"), "a.txt", "text")
-    one = TextSet((file,), ReadConfig(), Reading.of(ByteTokenizer(), 10), 10)
-    assert sum(len(ids) for ids, _ in one.loaded().held[0]) == 600
-    monkeypatch.setattr(text, "MOST_HELD", 500)
+    one = TextSet((file,), ReadConfig(), EvalReading.of(ByteTokenizer(), 10), 10)
+    assert sum(len(ids) for ids, _ in one.loaded().in_memory[0]) == 600
+    monkeypatch.setattr(text, "MAX_TOKENS", 500)
     with pytest.raises(BadInput, match="a.txt: more than 500 tokens to hold in memory; set a limit of documents"):
         one.loaded()
 

@@ -13,9 +13,9 @@ import pytest
 from pyarrow import parquet
 
 from jaxscale.eval.choice import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
-from jaxscale.eval.items import Item, LeftOut, check_item_files, read_items
+from jaxscale.eval.items import EvalItem, SkippedItems, check_item_files, read_items
 from jaxscale.eval.scorer import Scores
-from jaxscale.eval.text import Reading
+from jaxscale.eval.text import EvalReading
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.load import load_tokenizer
 
@@ -77,7 +77,7 @@ def test_the_word_to_guess_is_the_last_one_with_its_space(tmp_path):
         ("choice", '{"a": 1}', "has the fields a; an item has context, choices and answer"),
         ("choice", "[1]", "is a list, and an item is an object"),
         ("choice", "{", "is not JSON"),
-        ("choice", json.dumps(PIQA | {"label": 2}), "has label=2, which is no place among its 2 answers"),
+        ("choice", json.dumps(PIQA | {"label": 2}), "has label=2, which is not an index of its 2 answers"),
         ("choice", json.dumps(PIQA | {"goal": 3}), "has no text in 'goal', but 3"),
         ("choice", json.dumps(ARC | {"answerKey": "E"}), "has the answerKey 'E', and the labels A, B"),
         ("choice", json.dumps(OWN | {"choices": [" 3"]}), "has fewer than two choices"),
@@ -88,7 +88,7 @@ def test_the_word_to_guess_is_the_last_one_with_its_space(tmp_path):
             json.dumps(OWN | {"choices": ["a", "a"], "answer": "a"}),
             "which is more than one of its choices",
         ),
-        ("choice", json.dumps(PIQA | {"label": "9" * 5000}), "which is no place among its 2 answers"),
+        ("choice", json.dumps(PIQA | {"label": "9" * 5000}), "which is not an index of its 2 answers"),
         ("choice", json.dumps(ARC | {"answerKey": "E" * 300_000}), "has the answerKey 'EEE"),
         ("choice", json.dumps(OWN | {"choices": [" 3", ""]}), "has no list of texts in 'choices'"),
         ("cloze", '{"text": "ends in "}', "ends in a space"),
@@ -147,7 +147,7 @@ class Words:
 )
 def test_where_a_context_ends(context, continuation, before, scored):
     words = Words()
-    reading = Reading.of(words, context=16)
+    reading = EvalReading.of(words, context=16)
     ids, first, alone = encode_pair(reading, context, continuation)
     assert alone == (continuation == "re")
     if context == "  ":
@@ -160,52 +160,52 @@ def test_white_space_moves_whole_and_what_stands_before_a_text_stays_there():
     assert move_space("a \n", "b") == ("a", " \nb") and move_space("", " b") == ("", " b")
     words = Words()
     assert words.encode("<")[0] == 1
-    ids, first, _ = encode_pair(Reading(words, start_ids=(7,), begin_ids=(7,), context=8), "x", " y")
+    ids, first, _ = encode_pair(EvalReading(words, start_ids=(7,), begin_ids=(7,), context=8), "x", " y")
     assert ids[0] == 7 and first == 2 and len(ids) == 3
 
 
 def test_a_context_is_cut_at_the_left_and_a_continuation_never():
-    reading = Reading.of(load_tokenizer("bytes"), context=4)
+    reading = EvalReading.of(load_tokenizer("bytes"), context=4)
     span, cut = span_of(encode_pair(reading, "abcdef", "xy"), 4)
     assert bytes(span.ids.tolist()) == b"defxy" and span.first == 3 and cut
     assert not span_of(encode_pair(reading, "abc", "xy"), 4)[1]
-    with pytest.raises(ValueError, match="its continuation has 5 tokens, and 4 are read; take it out"):
+    with pytest.raises(ValueError, match="its continuation has 5 tokens, and 4 are read; remove it"):
         span_of(encode_pair(reading, "a", "vwxyz"), 4)
     with pytest.raises(ValueError, match="evaluation item f:1: its continuation has 5 tokens"):
-        encode_items("cloze", [Item("f:1", "a", ("vwxyz",), ("vwxyz",), 0)], reading)
+        encode_items("cloze", [EvalItem("f:1", "a", ("vwxyz",), ("vwxyz",), 0)], reading)
 
 
 def test_one_item_that_cannot_be_scored_ends_no_evaluation(tmp_path):
-    """A token that spans the join is scored all the same; what has no token, or too many, is left out and counted."""
+    """A token that spans the boundary is scored; what has no token, or too many, is left out and counted."""
     pairs = [("the", "re"), ("the", " cat"), ("the", "\u200b"), ("a", " b" * 20)]
-    items = [Item(f"f:{n}", context, (target,), (target,), 0) for n, (context, target) in enumerate(pairs, 1)]
-    reading = Reading.of(Words(), context=8)
+    items = [EvalItem(f"f:{n}", context, (target,), (target,), 0) for n, (context, target) in enumerate(pairs, 1)]
+    reading = EvalReading.of(Words(), context=8)
     encoded = encode_items("cloze", items[:2], reading)
     assert len(encoded.spans) == 2 and encoded.alone == 1
     for item, reason in ((items[2], "f:3: the continuation .* has no token"), (items[3], "f:4: .* has 20 tokens")):
         with pytest.raises(BadInput, match=reason):
             encode_items("cloze", [items[1], item], reading)
-    left_out = LeftOut("skip")
+    left_out = SkippedItems("skip")
     encoded = encode_items("cloze", items, reading, left_out)
     assert [item.name for item in encoded.items] == ["f:1", "f:2"] and len(encoded.spans) == 2
     assert left_out.count == 2 and "f:3: the continuation" in str(left_out)
     with pytest.raises(BadInput, match="no item can be scored, 1 left out"):
-        encode_items("cloze", items[2:3], reading, LeftOut("skip"))
+        encode_items("cloze", items[2:3], reading, SkippedItems("skip"))
 
 
 @pytest.mark.parametrize("damage", ["{", '{"words": 1}', "[1]", b"\xff", "[" * 100 + "]" * 100])
 def test_a_record_that_is_no_item_is_left_out_and_counted_where_the_settings_say_so(tmp_path, damage):
     content = damage if isinstance(damage, bytes) else damage.encode()
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a b"}\n' + content + b'\n{"text": "c d"}\n')
-    left_out = LeftOut("skip")
-    items = read_items([tmp_path / "a.jsonl"], "cloze", left_out=left_out)
+    left_out = SkippedItems("skip")
+    items = read_items([tmp_path / "a.jsonl"], "cloze", skipped=left_out)
     assert [item.name for item in items] == ["a.jsonl:1", "a.jsonl:3"] and left_out.count == 1
     with pytest.raises(BadInput, match="a.jsonl(:| line )2 "):
         read_items([tmp_path / "a.jsonl"], "cloze")
 
 
 def test_answers_are_counted_as_on_paper():
-    item = lambda answers, right: Item("i", "q", tuple(f" {answer}" for answer in answers), answers, right)
+    item = lambda answers, right: EvalItem("i", "q", tuple(f" {answer}" for answer in answers), answers, right)
     items = [item(("aa", "éééé"), 0), item(("aa", "éééé"), 1), item(("a", "b", "c"), 2)]
     nats = np.array([2.0, 3.0, 2.0, 3.0, 1.0, 1.0, 0.5])
     found = choice_metrics(items, Scores(nats, np.zeros(7, bool), np.ones(7, int)))
@@ -224,7 +224,7 @@ def test_answers_are_counted_as_on_paper():
 
 def test_likelihoods_that_are_not_numbers_leave_no_accuracy():
     """Such a model has no likelier token than the right one either."""
-    items = [Item("i", "q", (" a", " b"), ("a", "b"), 0)] * 2
+    items = [EvalItem("i", "q", (" a", " b"), ("a", "b"), 0)] * 2
     found = choice_metrics(items, Scores(np.array([1.0, 2.0, np.nan, 2.0]), np.ones(4, bool), np.ones(4, int)))
     assert all(math.isnan(found[name]) for name in ("acc", "acc_norm", "acc_bytes"))
     found = cloze_metrics(Scores(np.array([1.0, np.nan]), np.ones(2, bool), np.ones(2, int)))
@@ -242,5 +242,5 @@ def test_published_files_are_read_whole(name, kind, count):
         pytest.skip("needs JAXSCALE_EVAL_CORPORA: a folder with lambada_test.jsonl.gz and the like")
     items = read_items([pathlib.Path(folder) / name], kind)
     assert len(items) == count
-    encoded = encode_items(kind, items, Reading.of(load_tokenizer("bytes"), context=4096))
+    encoded = encode_items(kind, items, EvalReading.of(load_tokenizer("bytes"), context=4096))
     assert encoded.cut == 0 and len(encoded.spans) == sum(len(item.continuations) for item in items)

@@ -19,8 +19,8 @@ from jaxscale.eval.lm_eval_adapter import (
     rolling_log_likelihoods,
     write_settings,
 )
-from jaxscale.eval.scorer import Scorer, Span
-from jaxscale.eval.text import Reading
+from jaxscale.eval.scorer import Scorer, TokenSpan
+from jaxscale.eval.text import EvalReading
 from jaxscale.inference import make_generator, open_model
 from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.system.exits import BadInput
@@ -39,14 +39,14 @@ def served(tmp_path_factory):
     made_model.make_workdir(folder, scale=3.0)
     save_tokenizer(load_tokenizer("bytes"), folder, load_template(load_tokenizer("bytes"), ChatConfig()).note)
     model = open_model(str(folder), say=lambda line: None)
-    reading = Reading.of(model.kept.tokenizer, CONTEXT)
+    reading = EvalReading.of(model.kept.tokenizer, CONTEXT)
     open_generator = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
     return Served(reading, model.kept, Scorer.of(model.sharded, 256), model.params, open_generator, rows=2)
 
 
 def nats(served, text, first):
     ids = np.array(list(text.encode("latin-1")), np.int32)
-    return float(served.scorer.score(served.params, [Span(ids, first)]).nats[0])
+    return float(served.scorer.score(served.params, [TokenSpan(ids, first)]).nats[0])
 
 
 def test_a_space_belongs_to_the_continuation_and_long_contexts_are_cut(served):
@@ -66,7 +66,7 @@ class Joined:
 
 
 def test_a_token_that_spans_the_join_leaves_the_continuation_alone(served):
-    reading = Reading.of(Joined(), CONTEXT)
+    reading = EvalReading.of(Joined(), CONTEXT)
     found = log_likelihoods(served._replace(reading=reading), [("the", "re"), ("a", "b")])
     assert found[0][0] == pytest.approx(-nats(served, "there", 3), rel=1e-5) and found[1][0] < 0
 
@@ -74,7 +74,7 @@ def test_a_token_that_spans_the_join_leaves_the_continuation_alone(served):
 def test_a_rolling_text_adds_up_over_its_windows(served):
     text = "abcdefgh" * 10
     ids = np.array([256, *text.encode()], np.int32)
-    windows = [Span(ids[:33], 1), Span(ids[32:65], 1), Span(ids[81 - 33 :], 17)]
+    windows = [TokenSpan(ids[:33], 1), TokenSpan(ids[32:65], 1), TokenSpan(ids[81 - 33 :], 17)]
     wanted = -served.scorer.score(served.params, windows).nats.sum()
     found = rolling_log_likelihoods(served, [text, "", "ab"])
     assert found[0] == pytest.approx(wanted, rel=1e-5) and found[1] == 0.0 and found[2] < 0
@@ -107,7 +107,7 @@ def test_a_continuation_that_cannot_be_scored_is_refused_with_its_context(served
 def test_likelihoods_that_are_not_numbers_are_told(served):
     broken = served._replace(params=jax.tree.map(lambda leaf: leaf * np.float32(np.nan), served.params))
     for ask, asked in ((log_likelihoods, [("a", "b")]), (rolling_log_likelihoods, ["ab"])):
-        with pytest.raises(ValueError, match="likelihoods that are not numbers; measure another step"):
+        with pytest.raises(ValueError, match="likelihoods that are NaN; measure another step"):
             ask(broken, asked)
 
 
@@ -119,7 +119,7 @@ def test_texts_of_many_lengths_and_settings_come_back_in_their_order(served):
     assert stopped == [found[1].partition(found[1][2:4])[0]]
     long = generated(served, [("x" * 99 + "some text", {"max_gen_toks": 6})])
     assert len(long[0]) > 0
-    with pytest.raises(ValueError, match="32 new tokens leave no room in the 32"):
+    with pytest.raises(ValueError, match="32 new tokens leave no room in a context of 32"):
         generated(served, [("a", {"max_gen_toks": 32})])
 
 
@@ -128,7 +128,7 @@ ASKED = [*b"<|im_start|>user\na<|endoftext|>", 256, *b"<|im_start|>assistant"]
 
 
 def test_the_special_tokens_of_a_chat_template_are_ids_and_those_that_a_task_has_written_are_text(served):
-    asking, reading = open_prompts(served.kept, "2026-11-22"), served.reading._replace(begin_ids=(256,))
+    asking, reading = open_prompts(served.tokenizer, "2026-11-22"), served.reading._replace(begin_ids=(256,))
     written = asking.text([QUESTION], True)
     pair = encode_pair(reading, written, "b<|endoftext|>", asking.text_ids)
     assert pair.ids.tolist() == [*ASKED, *b"\nb<|endoftext|>"]  # what begins a text is the template's to write
@@ -137,7 +137,7 @@ def test_the_special_tokens_of_a_chat_template_are_ids_and_those_that_a_task_has
     assert alone.ids.tolist() == [256, *b"b"] and alone.first == 1
 
     ((found, _),) = log_likelihoods(served._replace(reading=reading._replace(context=99)), [(written, "b")], asking)
-    span = Span(np.array([*ASKED, *b"\nb"], np.int32), len(ASKED))
+    span = TokenSpan(np.array([*ASKED, *b"\nb"], np.int32), len(ASKED))
     assert found == pytest.approx(-float(served.scorer.score(served.params, [span]).nats[0]), rel=1e-5)
     write = lambda how: generated(served, [(written, {"max_gen_toks": 6})], how)
     assert len(write(asking)[0]) > 0 and write(asking._replace(stop_ids=tuple(range(256)))) == [""]
@@ -150,7 +150,7 @@ def test_settings_of_a_task_become_ours():
     drawn = write_settings({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5, "until": ["a", ""]})
     assert drawn == WriteSettings(sampling=Sampling(temperature=1.0, top_p=0.9), num_tokens=5, stops=("a",))
     assert write_settings({"repetition_penalty": 1.5}).sampling == Sampling(temperature=0.0, repetition_penalty=1.5)
-    with pytest.raises(ValueError, match="generation_kwargs num_beams are not known here"):
+    with pytest.raises(ValueError, match="generation_kwargs num_beams are not supported"):
         write_settings({"num_beams": 4})
 
 

@@ -6,7 +6,7 @@ import pytest
 from token_losses import make_token_losses
 
 from jaxscale.data.batch import Batch
-from jaxscale.eval.scorer import Scorer, Span, lay, row_length
+from jaxscale.eval.scorer import Scorer, TokenSpan, pack_spans, row_length
 from jaxscale.inference import make_generator, open_model
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sharding.config import MeshConfig
@@ -29,7 +29,7 @@ def model(folder):
 def make_spans(count, seed=0, longest=24):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest + 1, count)
-    return [Span(rng.integers(0, 257, n, dtype=np.int32), int(rng.integers(1, n))) for n in lengths]
+    return [TokenSpan(rng.integers(0, 257, n, dtype=np.int32), int(rng.integers(1, n))) for n in lengths]
 
 
 def nats_alone(losses, span, length=24):
@@ -72,16 +72,16 @@ def test_what_greedy_decoding_writes_is_the_likeliest_and_nothing_else_is(model)
     text = [int(step[0]) for step in generator.generate([prompt], GREEDY, 5)]
     assert len(text) == 5
     changed = [*text[:4], (text[4] + 1) % 256]
-    spans = [Span(np.array(prompt + ids, np.int32), 3) for ids in (text, changed, text[:2])]
+    spans = [TokenSpan(np.array(prompt + ids, np.int32), 3) for ids in (text, changed, text[:2])]
     assert Scorer.of(model.sharded, 64).score(model.params, spans).likeliest.tolist() == [True, False, True]
 
 
 def test_every_scored_token_is_in_one_place_and_rows_are_full(model):
-    spans = make_spans(200) + [Span(np.array([5], np.int32), 1)]  # the last has nothing to score
-    laid = lay(spans)
-    assert laid.row_tokens == 32 and sum(span.places for span in spans) / (32 * len(laid.rows)) > 0.95
+    spans = make_spans(200) + [TokenSpan(np.array([5], np.int32), 1)]  # the last has nothing to score
+    packed = pack_spans(spans)
+    assert packed.row_tokens == 32 and sum(span.num_positions for span in spans) / (32 * len(packed.rows)) > 0.95
     seen = np.zeros(len(spans), int)
-    for batch, owners_BT in laid.batches(rows=8, multiple=1):
+    for batch, owners_BT in packed.batches(rows=8, multiple=1):
         assert batch.tokens.shape == owners_BT.shape == (8, 32)
         assert ((owners_BT >= 0) == (batch.weights > 0)).all()
         seen += np.bincount(owners_BT[owners_BT >= 0], minlength=len(spans))
@@ -99,9 +99,9 @@ def test_one_program_serves_all_batches_and_parameters(model):
 
 def test_equal_spans_are_read_once_and_are_equal_to_the_bit(model):
     spans = make_spans(30)
-    again = [Span(span.ids.copy(), span.first) for span in spans]
-    laid = lay([*spans, *again, Span(spans[0].ids, 2 if spans[0].first == 1 else 1)])
-    assert len(laid.spans) == 31
+    again = [TokenSpan(span.ids.copy(), span.first) for span in spans]
+    packed = pack_spans([*spans, *again, TokenSpan(spans[0].ids, 2 if spans[0].first == 1 else 1)])
+    assert len(packed.spans) == 31
     scores = Scorer.of(model.sharded, 256).score(model.params, [*spans, *again])
     assert (scores.nats[:30] == scores.nats[30:]).all() and (scores.tokens[:30] == scores.tokens[30:]).all()
 

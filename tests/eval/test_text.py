@@ -12,7 +12,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.eval.config import TextEval
 from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.scorer import Scorer
-from jaxscale.eval.text import Measured, Reading, document_spans, summarise_text, text_windows
+from jaxscale.eval.text import DocumentSums, EvalReading, document_spans, summarise_text, text_windows
 from jaxscale.eval.uncertainty import exp_error, mean_error, ratio_error
 from jaxscale.inference import open_model
 from jaxscale.system.exits import BadInput
@@ -60,12 +60,12 @@ def test_the_error_of_a_ratio_is_how_far_samples_lie_apart():
 
 
 def test_sums_of_documents_become_the_metrics():
-    metrics = summarise_text([Measured(2.0, 2, 4), Measured(6.0, 6, 12)])
+    metrics = summarise_text([DocumentSums(2.0, 2, 4), DocumentSums(6.0, 6, 12)])
     assert metrics["loss"] == 1.0 and metrics["perplexity"] == pytest.approx(math.e)
     assert metrics["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
     assert max(metrics["loss_stderr"], metrics["bits_per_byte_stderr"]) < 1e-12
     assert (metrics["documents"], metrics["tokens"], metrics["bytes"]) == (2, 8, 16)
-    assert not any(name.endswith("stderr") for name in summarise_text([Measured(2.0, 2, 4)]))
+    assert not any(name.endswith("stderr") for name in summarise_text([DocumentSums(2.0, 2, 4)]))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, t
     records = [{"text": "of several"}, {"text": ""}, {"text": "lines, é"}]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     files = {"plain": str(tmp_path / "*.txt"), "lines": str(tmp_path / "b.jsonl")}
-    reading = Reading.of(load_tokenizer("bytes"), context=32)
+    reading = EvalReading.of(load_tokenizer("bytes"), context=32)
     (one,) = open_evaluators({"both": TextEval(files=files)}, reading)
     metrics = one.metrics(Scorer.of(model.sharded, 128), model.params)
     losses = make_token_losses(model)
@@ -104,7 +104,7 @@ def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, t
 
 def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
     (tmp_path / "long.txt").write_text("abcdefghij" * 30)
-    reading = Reading.of(load_tokenizer("bytes"), context=16)
+    reading = EvalReading.of(load_tokenizer("bytes"), context=16)
     scorer, found = Scorer.of(model.sharded, 128), {}
     for stride in (1, 8, 16):
         settings = TextEval(files=str(tmp_path / "long.txt"), stride=stride)
@@ -118,7 +118,7 @@ def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
 def test_text_that_is_held_is_the_same_and_may_go_away(model, tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("some text to hold")
-    reading, scorer = Reading.of(load_tokenizer("bytes"), context=16), Scorer.of(model.sharded, 64)
+    reading, scorer = EvalReading.of(load_tokenizer("bytes"), context=16), Scorer.of(model.sharded, 64)
     evals = {"x": TextEval(files=str(file))}
     (held,), (read,) = open_evaluators(evals, reading), open_evaluators(evals, reading, hold=False)
     wanted = read.metrics(scorer, model.params)
@@ -136,7 +136,7 @@ LEFT_OUT = r".*empty.txt \(left out: 1 .*UTF-8.*\)$"
 
 def test_a_source_without_text_is_named_with_what_was_left_out(model, tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"\xff\xfe")
-    reading = Reading.of(load_tokenizer("bytes"), context=16)
+    reading = EvalReading.of(load_tokenizer("bytes"), context=16)
     evals = {"x": TextEval(files=str(tmp_path / "empty.txt"))}
     with pytest.raises(ValueError, match=f"evals.x.files: no text to measure in {LEFT_OUT}"):
         open_evaluators(evals, reading)

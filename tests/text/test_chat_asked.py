@@ -7,7 +7,7 @@ from test_chat import ASSISTANT, USER, encode, names
 
 from jaxscale.data.pipeline import open_data
 from jaxscale.eval.named import open_evaluators
-from jaxscale.eval.text import Reading
+from jaxscale.eval.text import EvalReading
 from jaxscale.run.assembly import open_evals
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import open_prompts
@@ -172,6 +172,6 @@ def test_evaluators_of_a_run_read_a_context_as_those_of_its_work_folder_do(tmp_p
     corpus = open_data(cfg.data, seq_len=16, vocab_size=260, seed=0, say=lambda text: None)
     save_tokenizer(corpus.tokenizer, tmp_path / "run", corpus.chat)
     kept = open_saved(tmp_path / "run", {})
-    later = open_evaluators(cfg.evals, Reading.of(kept.tokenizer, cfg.seq_len))
+    later = open_evaluators(cfg.evals, EvalReading.of(kept.tokenizer, cfg.seq_len))
     found = {one.name: one.fingerprint for one in open_evals(cfg, corpus)}
     assert kept.tokenizer.begin_ids == (258,) and found == {one.name: one.fingerprint for one in later}
