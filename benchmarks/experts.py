@@ -30,7 +30,7 @@ from jaxscale.ops.grouped import ExpertKernels, all_rows, weighed
 from jaxscale.ops.kernels import Kernels, choose_kernels
 from jaxscale.qualify.step import ModelFlags, read_config
 from jaxscale.qualify.timing import seconds_of
-from jaxscale.sharding.tensor_axis import ONE
+from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.system.exits import BadInput
 from jaxscale.units import table
 
@@ -55,7 +55,7 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
         raise BadInput(f"{name} has no experts: give --spec=M, or --config=FILE of a mixture")
     device = jax.devices()[0]
     kernels = choose_kernels(device.platform, model.attention, model.attention_needs(), device)
-    dense = Mlp(model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), kernels=kernels, tensor=ONE)
+    dense = Mlp(model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), kernels=kernels, tensor=NO_TENSOR_AXIS)
     keys, shape = jax.random.split(jax.random.key(cfg.seed)), (cfg.rows_per_step, cfg.seq_len, model.embed_dim)
     draw = lambda key: jax.random.normal(key, shape).astype(model.compute_dtype)
     x_BTD, dy_BTD = draw(keys[0]).at[..., 0].set(1), draw(keys[1])  # a channel of ones: its router weight is a bias
@@ -94,8 +94,8 @@ def make_sparse(model: LlamaConfig, kernels: Kernels, seed: int) -> SparseMlp:
     assert model.experts is not None, "measure_experts() refuses other models"
     rngs, shared = nnx.Rngs(params=seed), None
     if model.experts.shared_dim:
-        shared = Mlp(model, model.experts.shared_dim, rngs=rngs, kernels=kernels, tensor=ONE)
-    return SparseMlp(model, rngs=rngs, kernels=kernels, tensor=ONE, shared=shared)
+        shared = Mlp(model, model.experts.shared_dim, rngs=rngs, kernels=kernels, tensor=NO_TENSOR_AXIS)
+    return SparseMlp(model, rngs=rngs, kernels=kernels, tensor=NO_TENSOR_AXIS, shared=shared)
 
 
 def sparse_passes(group: Mapping[str, SparseMlp], dy_BTD: jax.Array) -> list[Pass]:

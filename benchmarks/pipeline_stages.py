@@ -26,7 +26,7 @@ from jaxscale.help_text import command
 from jaxscale.models.config import BLOCKS
 from jaxscale.qualify.step import ModelFlags, place, random_batches, read_config
 from jaxscale.sharding.config import MeshConfig, PipelineConfig, ScheduleName
-from jaxscale.sharding.schedules import EQUAL, Costs, Schedule, simulated_seconds
+from jaxscale.sharding.schedules import EQUAL_COSTS, Costs, Schedule, simulated_seconds
 from jaxscale.system.exits import put
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
@@ -86,7 +86,7 @@ def in_units(cfg: RunConfig, schedule: Schedule) -> float:
     layers = model.layer_stacks[BLOCKS] + model.leading_layers
     layers /= schedule.num_stages * schedule.num_chunks
     head = model.vocab_size * model.embed_dim / model.block_matrix_params / schedule.num_stages
-    return simulated_seconds(schedule, Costs(*(layers * part for part in EQUAL)), head=3 * head)
+    return simulated_seconds(schedule, Costs(*(layers * part for part in EQUAL_COSTS)), head=3 * head)
 
 
 def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:

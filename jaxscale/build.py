@@ -37,8 +37,8 @@ from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import Layout, combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
-from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options, options_of_rare_programs
-from jaxscale.sharding.mesh import groups_along, make_mesh
+from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options, fast_compile_options
+from jaxscale.sharding.mesh import crossed_groups, make_mesh
 from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.rules import axis_size
 from jaxscale.sharding.schedules import Schedule as StageSchedule
@@ -228,7 +228,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     jit = functools.partial(
         jax.jit, in_shardings=(shardings.state, shardings.rows), compiler_options=options.values or None
     )
-    rare = options_of_rare_programs(mesh.devices.flat[0].platform) | options.values
+    rare = fast_compile_options(mesh.devices.flat[0].platform) | options.values
     return Program(
         cfg=cfg,
         model=model,
@@ -258,9 +258,9 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> Compil
         device.device_kind,
         cfg.compiler,
         os.environ,
-        fetch_ahead=not (loops or branches or experts),
-        network=groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1,
-        kept_kernels=has_kernels and (saved is None or not saved.isdisjoint((MLP_GATE, MLP_UP))),
+        prefetch_weights=not (loops or branches or experts),
+        over_network=crossed_groups(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1,
+        saves_expert_outputs=has_kernels and (saved is None or not saved.isdisjoint((MLP_GATE, MLP_UP))),
     )
 
 
@@ -283,7 +283,7 @@ def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates
     schedule = optim_schedule(optim, **budget.schedule_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
     specs = jax.tree.map(lambda place: place.spec, tree_shardings(model.mesh, model.axes, model.rules.moments))
-    slow = tuple(axis for axis, number in groups_along(model.mesh)[1].items() if number > 1)
+    slow = tuple(axis for axis, number in crossed_groups(model.mesh)[1].items() if number > 1)
     layout = Layout(model.axes, specs, model.mesh, slow)
     return Updates(make_optimizer(optim, schedule, groups, is_stacked, layout), schedule, groups)
 
@@ -307,7 +307,7 @@ def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Sha
     )
     for setting, field in OFFLOADED.items():
         if getattr(cfg.optim, setting):
-            state = state._replace(**{field: on_host(getattr(state, field), but=is_balance)})
+            state = state._replace(**{field: on_host(getattr(state, field), exclude=is_balance)})
     return Shardings(state, grads, model.rows_sharding, replicated(mesh))
 
 
@@ -327,8 +327,8 @@ def make_gradients(
     reduction = Reduction(
         axes.num_shards * model.context.size,
         axes.first_row,
-        lambda grads: axes.reduce_each(grads, model.axes),
-        lambda grads: axes.reduce_last(grads, model.axes),
+        lambda grads: axes.reduce_microbatch(grads, model.axes),
+        lambda grads: axes.reduce_accumulated(grads, model.axes),
         axes.sum,
     )
     if model.pipeline.size > 1:
@@ -348,7 +348,7 @@ def make_gradients(
         means, grads = accumulate(
             loss_fn,
             trainable(variables, groups),  # the clip norm is that of what learns
-            model.context.own(batch),
+            model.context.local(batch),
             key,
             num_microbatches=cfg.train.num_microbatches,
             scale=scale,
@@ -366,7 +366,7 @@ def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction:
     reduction = reduction._replace(last=model.stage_gradients)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
-        weights, own_batch = model.stage_weights(params), model.context.own(batch)
+        weights, own_batch = model.stage_weights(params), model.context.local(batch)
         return accumulate_pipelined(pipeline, weights, own_batch, key, scale=scale, reduction=reduction)
 
     return gradients

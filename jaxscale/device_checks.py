@@ -11,7 +11,7 @@ from jaxscale.models.config import BLOCKS, DENSE
 from jaxscale.models.sharded import ShardedModel, check_fits
 from jaxscale.sharding.compiler_options import check_options
 from jaxscale.sharding.offload import check_host_memory
-from jaxscale.sharding.pipeline_axis import ONE_STAGE
+from jaxscale.sharding.pipeline_axis import NO_PIPELINE_AXIS
 from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.shardings import check_divides
 from jaxscale.system.exits import BadInput
@@ -111,7 +111,7 @@ def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
 def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput unless the stages that share the vocabulary divide it; where arrays rest so, check_fits does."""
     parts = model.pipeline.size * model.tensor.size
-    if model.pipeline.cuts_vocab and cfg.model.vocab_size % parts:
+    if model.pipeline.shards_vocab and cfg.model.vocab_size % parts:
         raise BadInput(
             f"model.vocab_size={cfg.model.vocab_size} is not a multiple of the {parts} devices of tensor x pipeline, "
             "which share it; use pipeline.head='whole', or a larger vocabulary"
@@ -138,7 +138,7 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
             f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, and a "
             f"batch has {cfg.rows_per_step}; use a batch of {shards} rows or a multiple, or set it to 0"
         )
-    moments = ONE_STAGE.rules(RULES[cfg.rules]).moments
+    moments = NO_PIPELINE_AXIS.rules(RULES[cfg.rules]).moments
     if uneven := check_divides(model.shapes, model.axes, moments, model.mesh.shape):
         raise BadInput(
             f"monitor.statistics_every_steps needs arrays that all devices can share, and {'; '.join(uneven)}; choose "

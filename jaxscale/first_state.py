@@ -17,7 +17,7 @@ from jaxscale.models.model import make_model
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.optim.optimizers import trainable
-from jaxscale.sharding.compiler_options import options_of_rare_programs
+from jaxscale.sharding.compiler_options import fast_compile_options
 from jaxscale.sharding.offload import device_zeros
 from jaxscale.sharding.shardings import with_shardings
 from jaxscale.training.ema import init_ema
@@ -69,9 +69,7 @@ def drawn_params(
 
     platform = next(iter(shardings[0].device_set)).platform
 
-    @functools.partial(
-        jax.jit, out_shardings=list(shardings), compiler_options=options_of_rare_programs(platform) or None
-    )
+    @functools.partial(jax.jit, out_shardings=list(shardings), compiler_options=fast_compile_options(platform) or None)
     def draw(key: jax.Array) -> list[jax.Array]:
         model = make_model(cfg, key=jax.random.wrap_key_data(key), kernels=PLAIN, lora=lora)
         return jax.tree.leaves(split_model(model)[1])

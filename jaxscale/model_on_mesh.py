@@ -6,7 +6,7 @@ from jaxscale.config import RunConfig
 from jaxscale.device_checks import check_stages
 from jaxscale.models.config import BLOCKS
 from jaxscale.models.sharded import ShardedModel, SharedRows, shard_model
-from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
+from jaxscale.sharding.pipeline_axis import NO_PIPELINE_AXIS, PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import RULES, axis_size
 
 
@@ -25,7 +25,7 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: 
         reduce_dtype=cfg.train.reduce_dtype,
         torus_at_once=torus_at_once,
         shared=shared_rows(cfg, mesh),
-        pipeline=make_stages(cfg, mesh) if staged else ONE_STAGE,
+        pipeline=make_stages(cfg, mesh) if staged else NO_PIPELINE_AXIS,
     )
 
 

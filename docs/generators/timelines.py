@@ -12,20 +12,20 @@ import numpy as np
 from generators.svg import Ink, figure, rectangle, sentence, text
 from generators.words import table
 from jaxscale.sharding.schedules import (
-    EQUAL,
+    EQUAL_COSTS,
     IDLE,
     Backward,
     Costs,
     Passes,
     Schedule,
+    bubble_fraction,
     ideal_bubble,
-    lost_time,
     make_schedule,
     pass_seconds,
     simulated_seconds,
 )
 
-BACKWARD = sum(EQUAL) - EQUAL.forward  # a backward pass, in forward passes
+BACKWARD = sum(EQUAL_COSTS) - EQUAL_COSTS.forward  # a backward pass, in forward passes
 SHOWN = {
     "1f1b": ("1f1b", 4, 1, 8),
     "interleaved": ("1f1b", 4, 2, 8),
@@ -70,7 +70,7 @@ def turns(schedule: Schedule) -> Iterator[Turn]:
 
 def chunk_costs(schedule: Schedule) -> Costs:
     """Of a chunk, a forward pass of a stage's layers taking 1."""
-    return Costs(*(part / schedule.num_chunks for part in EQUAL))
+    return Costs(*(part / schedule.num_chunks for part in EQUAL_COSTS))
 
 
 def took(schedule: Schedule) -> float:
@@ -97,8 +97,8 @@ def timeline(name: str) -> str:
     bottom = TOP + P * (ROW + GAP)
     caption = sentence(
         f"{title}. {schedule.num_ticks} ticks; the step takes as long as {took(schedule):g} forward passes of a stage, "
-        f"and a stage {lost} {lost_time(schedule, chunk_costs(schedule)):.1%} of it. It keeps the inputs of at most "
-        f"{schedule.num_slots} passes."
+        f"and a stage {lost} {bubble_fraction(schedule, chunk_costs(schedule)):.1%} of it. It saves the inputs of at "
+        f"most {schedule.num_slots} passes."
     )
     return figure(title, orders(schedule), caption, (width, bottom + 24), marks + list(key(schedule, bottom + 8)))
 

@@ -19,7 +19,7 @@ def owners(axis: ContextAxis) -> np.ndarray:
     """int[CHUNKS]: which device has each chunk."""
     found = np.full(CHUNKS, -1)
     long = CHUNKS // axis.multiple  # a run, in chunks
-    for device, starts in enumerate(axis.starts(long)):
+    for device, starts in enumerate(axis.chunk_starts(long)):
         for start in starts:
             found[start : start + long] = device
     assert (found >= 0).all()

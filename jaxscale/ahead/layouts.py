@@ -53,7 +53,7 @@ def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
         return found
     for size, chunks in itertools.product(units.divisors(num_devices)[1:], (1, 2, MAX_CHUNKS)):
         if size * chunks <= layers and size <= MAX_PIPELINE:
-            stages = Stages(size, layers, 1, chunks, first_layers=before)
+            stages = Stages(size, layers, 1, chunks, leading_layers=before)
             if size * chunks * stages.chunk_work <= MOST_LACKING * (layers + before):
                 found.append((size, chunks))
     return found

@@ -8,7 +8,7 @@ from jaxscale.ahead.hlo import HloFacts
 from jaxscale.ahead.timeline import Played, Timeline, link_seconds, play, work_seconds
 from jaxscale.hardware import Chip
 from jaxscale.planning.stages import SENT, Stages
-from jaxscale.sharding.schedules import EQUAL
+from jaxscale.sharding.schedules import EQUAL_COSTS
 
 IN_STAGE = {"expert", "context", "tensor"}  # axes whose devices are of one stage of a pipeline
 NO_STAGES = Stages(size=1, layers=1, microbatches=1)
@@ -69,7 +69,7 @@ def roofline(
     overlapped = max(compute, hbm, *queues.values())
     order = play(facts.schedule, facts.collectives, chip) if facts.schedule else Timeline(overlapped, (), {}, {})
     waits = math.fsum(seconds for link, seconds in order.exposed.items() if is_in_stage(link))
-    bubble = stages.waiting(EQUAL) * (1 - stages.head_part(head)) * compute + stages.waiting(SENT) * waits
+    bubble = stages.waiting(EQUAL_COSTS) * (1 - stages.head_part(head)) * compute + stages.waiting(SENT) * waits
     at_least = max(order.seconds + bubble, overlapped)
     return Roofline(
         compute_s=compute,

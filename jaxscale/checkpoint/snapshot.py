@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.checkpoint.fingerprint import fingerprint, fingerprint_on_host, on_device, replicated_sharding
-from jaxscale.sharding.compiler_options import options_of_rare_programs
+from jaxscale.sharding.compiler_options import fast_compile_options
 
 HOST = "pinned_host"
 
@@ -67,7 +67,7 @@ def copy_program(described: tuple) -> Any:
 
     program = jax.jit(copy, out_shardings=(shardings, replicated_sharding(abstract)))
     platform = next(iter(described[0][2].device_set)).platform
-    options = options_of_rare_programs(platform) or None
+    options = fast_compile_options(platform) or None
     return program.lower(abstract).compile(options)  # now, in any thread: jit would compile at its first call
 
 

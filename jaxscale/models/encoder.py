@@ -114,7 +114,7 @@ class Encoder(OneStack):
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
         x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor)
-        x_BTD = x_BTD + lookup(positions_PD, self.tensor.own(positions_BT), cfg.embed_dtype)
+        x_BTD = x_BTD + lookup(positions_PD, self.tensor.local(positions_BT), cfg.embed_dtype)
         if self.type_embedding is not None:
             types_2D = self.gather(self.type_embedding[...], ("position", "embed"), cfg.embed_dtype)
             x_BTD = with_bias(x_BTD, types_2D[0])

@@ -72,7 +72,7 @@ class SparseMlp(nnx.Module):
 
     @jax.named_scope("experts")
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, MoEMetrics]:
-        x_BTD = self.tensor.gather(x_BTD)
+        x_BTD = self.tensor.all_gather(x_BTD)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
         fits_nk = self.fits_capacity(routes, segment_ids_BT)
@@ -85,7 +85,7 @@ class SparseMlp(nnx.Module):
         if fits_nk is not None:
             dropped_nk = ~fits_nk & (segment_ids_BT.reshape(-1, 1) > 0)
             metrics = metrics._replace(dropped=jnp.sum(dropped_nk, dtype=jnp.int32))
-        return self.tensor.scatter(y_BTD), metrics
+        return self.tensor.reduce_scatter(y_BTD), metrics
 
     @jax.named_scope("router")
     def routes(self, x_nD: jax.Array) -> Routes:
@@ -144,7 +144,7 @@ def router_metrics(
     mask_BT = segment_ids_BT > 0
     chosen_BTE = jnp.sum(jax.nn.one_hot(routes.expert_nk, E, dtype=jnp.int32), axis=1).reshape(B, T, E)
     counts_BE = jnp.sum(chosen_BTE * mask_BT[:, :, None], axis=1)
-    partial = tensor.part_of_gradient((routes.logit_nE, routes.share_nE))
+    partial = tensor.scale_gradient((routes.logit_nE, routes.share_nE))
     logit_BTE, share_BTE = jax.tree.map(lambda x: x.reshape(B, T, E), partial)
     share_BE = jnp.sum(jnp.where(mask_BT[:, :, None], share_BTE, 0.0), axis=1)
     row_counts_BE = context.sum(counts_BE).astype(F32)

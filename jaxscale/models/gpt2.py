@@ -91,7 +91,7 @@ class Gpt2(OneStack):
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), dtype)
         x_BTD = lookup_shared(table_VD, tokens_BT, dtype, self.tensor)
-        return (x_BTD + lookup(positions_PD, self.tensor.own(positions_BT), dtype)).astype(self.cfg.compute_dtype)
+        return (x_BTD + lookup(positions_PD, self.tensor.local(positions_BT), dtype)).astype(self.cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
         """(h_BTD as it is, the output projection [D, V]: the embedding table, gathered once for all of a loss)."""

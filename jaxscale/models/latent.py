@@ -62,7 +62,7 @@ class LatentAttention(nnx.Module):
         attend = self.kernels.recorder.wrap_latent(self.attend)
         seen = {} if local is None else {"local": local}
         out_BTNV = attend(q_BTNH, latents, self.wkv_up[...], segment_ids_BT, **seen)
-        added_BtD = self.tensor.scatter(self.kernels.project("BTNV,NVD->BTD", out_BTNV, self.wo[...]))
+        added_BtD = self.tensor.reduce_scatter(self.kernels.project("BTNV,NVD->BTD", out_BTNV, self.wo[...]))
         return checkpoint_name(added_BtD, ATTENTION_ADDED)
 
     def projected(self, x_BtD, rotation: Rotation) -> tuple[jax.Array, Latents]:
@@ -71,12 +71,12 @@ class LatentAttention(nnx.Module):
         down_BtC = project("BtD,DC->BtC", x_BtD, self.wkv_down[...])
         if own.q_rank:
             down_BtC = jnp.concatenate([project("BtD,DQ->BtQ", x_BtD, self.wq_down[...]), down_BtC], axis=-1)
-        down_BTC = checkpoint_name(self.tensor.gather(down_BtC), LATENT)
+        down_BTC = checkpoint_name(self.tensor.all_gather(down_BtC), LATENT)
         q_BTQ, kv_BTC, key_BTR = jnp.split(down_BTC, [own.q_rank, own.q_rank + own.kv_rank], axis=-1)
         if own.q_rank:
             q_BTNH = project("BTQ,QNH->BTNH", self.normalised(q_BTQ, self.q_norm), self.wq_up[...])
         else:
-            q_BTNH = project("BTD,DNH->BTNH", self.tensor.gather(x_BtD), self.wq[...])
+            q_BTNH = project("BTD,DNH->BTNH", self.tensor.all_gather(x_BtD), self.wq[...])
         key_BTR = self.kernels.rotate(key_BTR[:, :, None], rotation)[:, :, 0]
         return self.turned(q_BTNH, rotation), Latents(self.normalised(kv_BTC, self.kv_norm), key_BTR)
 

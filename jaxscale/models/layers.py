@@ -36,8 +36,8 @@ from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
 from jaxscale.sharding.offload import HOST
-from jaxscale.sharding.shardings import Gather, whole_already
-from jaxscale.sharding.tensor_axis import AXIS, ONE, TensorAxis, joined
+from jaxscale.sharding.shardings import Gather, no_gather
+from jaxscale.sharding.tensor_axis import AXIS, NO_TENSOR_AXIS, TensorAxis, concat_row_parts
 
 STD = 0.02  # of every matrix and table of GPT-2 and BERT
 M = TypeVar("M")  # a model
@@ -95,7 +95,7 @@ def run_stack(
     recorder, looped = kernels.recorder, cfg.scan_layers and kernels.loop_layers
 
     def wrap(f: Callable) -> Callable:
-        if cfg.remat == "none" and gather is whole_already:
+        if cfg.remat == "none" and gather is no_gather:
             return f
         policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
         return jax.checkpoint(f, policy=policy, prevent_cse=not looped)
@@ -250,7 +250,7 @@ def in_parts(f: Callable[..., Any], cfg: ModelConfig, *of_rows: Any) -> Any:
         elif done:
             x, done[-1] = settle_together(x, done[-1])
         done.append(f(x, *rest))
-    return joined(done)
+    return concat_row_parts(done)
 
 
 @jax.named_scope("gather_weights")
@@ -306,7 +306,7 @@ def split_keys(keys_B: jax.Array, number: int) -> jax.Array:
     return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, number))(keys_B), 0, 1)
 
 
-def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorAxis = ONE) -> jax.Array:
+def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorAxis = NO_TENSOR_AXIS) -> jax.Array:
     """x [B, T, ...] with a part `rate` of its entries zero and the rest scaled up; as it is without keys or at rate 0.
 
     Each row has a key of its own, so that no number depends on which device or microbatch a row is in, nor on how its
@@ -315,7 +315,7 @@ def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorA
     if keys_B is None or rate == 0.0:
         return x
     shape = (tensor.row_length(x), *x.shape[2:])
-    kept = tensor.own_of_row(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
+    kept = tensor.local_from_row(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
@@ -344,13 +344,15 @@ class BiasedAttention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x_BTD, segment_ids_BT):
         project = self.kernels.project
-        x_BTD = self.tensor.gather(x_BTD)
+        x_BTD = self.tensor.all_gather(x_BTD)
         q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
         k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
         v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
         how = {} if self.causal else {"causal": False}  # not every kernel can be asked for the latter
         out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **how)  # named ATTENTION_OUT within
-        added_BTD = with_bias(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), self.bias_o[...])
+        added_BTD = with_bias(
+            self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), self.bias_o[...]
+        )
         return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
 
@@ -377,9 +379,9 @@ class BiasedMlp(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x_BTD):
         project = self.kernels.project
-        h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.gather(x_BTD), self.up[...]), self.bias_up[...])
+        h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.all_gather(x_BTD), self.up[...]), self.bias_up[...])
         h_BTF = self.activate(checkpoint_name(h_BTF, MLP_UP))
-        return with_bias(self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
+        return with_bias(self.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
 
 
 def drop_embeddings(x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis) -> jax.Array:

@@ -68,7 +68,7 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
         cfg = self.cfg
-        q_BTNH, k_BSKH, v_BSKH = self.projected(self.tensor.gather(x_BTD))
+        q_BTNH, k_BSKH, v_BSKH = self.projected(self.tensor.all_gather(x_BTD))
         v_BSKH = checkpoint_name(v_BSKH, VALUE)
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.normalised(q_BTNH, self.q_norm), self.normalised(k_BSKH, self.k_norm)
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         k_BSKH = checkpoint_name(self.kernels.rotate(k_BSKH, rotation), KEY)
         seen = {} if local is None else {"local": local}
         out_BTNH = self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **seen)  # named ATTENTION_OUT within
-        added_BTD = self.tensor.scatter(self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        added_BTD = self.tensor.reduce_scatter(self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
         if cfg.out_bias:
             added_BTD = with_bias(added_BTD, self.bias_o[...])
         return checkpoint_name(added_BTD, ATTENTION_ADDED)
@@ -115,7 +115,7 @@ class Mlp(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD):
-        return self.tensor.scatter(self.own_part(self.tensor.gather(x_BTD)))
+        return self.tensor.reduce_scatter(self.own_part(self.tensor.all_gather(x_BTD)))
 
     def own_part(self, x_BTD):
         """What the device's own columns add to all positions."""
@@ -152,7 +152,7 @@ class Block(nnx.Module):
         run = functools.partial(self.run, local=local)
         if self.kernels.recorder is not NO_RECORDER:  # it takes one record a layer
             return run(x_BTD, rotation, segment_ids_BT)
-        run = functools.partial(self.tensor.in_halves, run)
+        run = functools.partial(self.tensor.run_in_halves, run)
         return in_parts(run, self.cfg, x_BTD, rotation, segment_ids_BT)
 
     def run(self, x_BTD, rotation: Rotation, segment_ids_BT, *, local: jax.Array | None):

@@ -22,7 +22,7 @@ from jaxscale.models.config import LoraConfig, adapted
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.project import Project, contracted_axes
 from jaxscale.sharding.expert_axis import EXPERTS
-from jaxscale.sharding.pipeline_axis import RESIDUAL
+from jaxscale.sharding.pipeline_axis import RESIDUAL_AXES
 from jaxscale.sharding.rules import ROUTER
 from jaxscale.sharding.shardings import Gather
 
@@ -148,7 +148,7 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
         layer = path[0] if isinstance(path[0], int) else None
         inner = path if layer is None else path[1:]
         axes = tuple(axis for axis in leaf.axes[layer is None :] if axis != EXPERTS)
-        if len(axes) < 2 or ROUTER in axes or not {axes[0], axes[-1]} & set(RESIDUAL):
+        if len(axes) < 2 or ROUTER in axes or not {axes[0], axes[-1]} & set(RESIDUAL_AXES):
             continue
         owner: Any = blocks
         for part in path[:-1]:
@@ -158,7 +158,7 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
 
 def contracted(axes: tuple[str, ...]) -> int:
     """How many axes of a block's matrix a product sums over: those before the residual stream's, or that one."""
-    return 1 if axes[0] in RESIDUAL else len(axes) - 1
+    return 1 if axes[0] in RESIDUAL_AXES else len(axes) - 1
 
 
 def join_adapters(params: nnx.State) -> nnx.State:

@@ -19,8 +19,8 @@ from jaxscale.models.moe_metrics import MoEMetrics, moe_sums
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_scores
 from jaxscale.ops.kernels import Kernels
-from jaxscale.sharding.shardings import Gather, whole_already
-from jaxscale.sharding.tensor_axis import ONE, TensorAxis
+from jaxscale.sharding.shardings import Gather, no_gather
+from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS, TensorAxis
 
 
 class Model(Protocol):
@@ -54,8 +54,8 @@ def make_model(
     *,
     key: jax.Array,
     kernels: Kernels,
-    gather: Gather = whole_already,
-    tensor: TensorAxis = ONE,
+    gather: Gather = no_gather,
+    tensor: TensorAxis = NO_TENSOR_AXIS,
     lora: LoraConfig = NO_LORA,
 ) -> Model:
     """The model of this config with parameters drawn from `key`. The defaults are for one device.
@@ -81,7 +81,7 @@ def logits(model: Model, tokens_BT, positions_BT=None, segment_ids_BT=None, **mo
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
-    return unembed(model, model.tensor.gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT, **more)))
+    return unembed(model, model.tensor.all_gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT, **more)))
 
 
 def unembed(model: Model, h: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ def unembed(model: Model, h: jax.Array) -> jax.Array:
     cfg = model.cfg
     h, w_DV = model.unembedding(h)
     h, w_DV = h.astype(cfg.embed_dtype), w_DV.astype(cfg.embed_dtype)
-    out = model.tensor.gather_last(jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32))
+    out = model.tensor.all_gather_last(jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32))
     return out if cfg.logit_softcap is None else cfg.logit_softcap * jnp.tanh(out / cfg.logit_softcap)
 
 
@@ -155,7 +155,7 @@ def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]
     product, computed in the former's dtype. h_BTD: of the device's own positions."""
     with jax.named_scope("loss"):
         h_BTD, w_DV = model.unembedding(h_BTD)
-        return model.tensor.gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
+        return model.tensor.all_gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
 
 
 def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.Array:

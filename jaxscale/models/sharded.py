@@ -28,11 +28,11 @@ from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.sharding import expert_axis
 from jaxscale.sharding.batch_axes import BatchAxes, make_batch_axes
 from jaxscale.sharding.context_axis import ContextAxis, make_context_axis
-from jaxscale.sharding.expert_axis import EXPERTS, Exchange, ExpertWork, choose_exchange, make_expert_axis
-from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, fetch_then
-from jaxscale.sharding.pipeline_axis import AXIS, ONE_STAGE, PipelineAxis, stages_share
+from jaxscale.sharding.expert_axis import EXPERTS, ExpertExchange, ExpertWork, make_expert_axis, resolve_expert_exchange
+from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, make_fetching_gather
+from jaxscale.sharding.pipeline_axis import AXIS, NO_PIPELINE_AXIS, PipelineAxis, share_vocab_with_stages
 from jaxscale.sharding.rules import RULES, Rules
-from jaxscale.sharding.shardings import batch_sharding, check_divides, tree_shardings, whole_already
+from jaxscale.sharding.shardings import batch_sharding, check_divides, no_gather, tree_shardings
 from jaxscale.sharding.stage_weights import stage_gradients, stage_weights
 from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
 from jaxscale.system.exits import BadInput
@@ -67,8 +67,8 @@ class ShardedModel:
     batch_axes: BatchAxes
     context: ContextAxis
     tensor: TensorAxis
-    pipeline: PipelineAxis = ONE_STAGE
-    exchange: Exchange = Exchange()  # how tokens and experts meet
+    pipeline: PipelineAxis = NO_PIPELINE_AXIS
+    exchange: ExpertExchange = ExpertExchange()  # how tokens and experts meet
 
     def init(
         self,
@@ -81,14 +81,14 @@ class ShardedModel:
     ) -> Model:
         """A new model. tensor: how the devices of that axis share a row, those of context being copies; None: as in
         training. whole: it will be given weights that are whole already. learns: with the limits of a training step."""
-        gather = self.batch_axes.gather if self.batch_axes.summed and not whole else whole_already
+        gather = self.batch_axes.gather if self.batch_axes.reduce_axes and not whole else no_gather
         kernels = self.kernels if tensor is None else self.whole_row_kernels
         kernels = dataclasses.replace(kernels, limits=learns)
         return make_model(
             self.cfg,
             key=key,
             kernels=kernels if recorder is NO_RECORDER else with_recorder(kernels, recorder),
-            gather=fetch_then(gather) if self.offloaded else gather,
+            gather=make_fetching_gather(gather) if self.offloaded else gather,
             tensor=tensor or self.tensor,
             lora=self.lora,
         )
@@ -175,7 +175,7 @@ class ShardedModel:
         variables = self.differentiable(params) if variables is None else variables
         if self.offloaded:
             return merge_model(graphdef, fetch_outside_blocks(params, variables, self.cfg.layer_stacks))
-        return merge_model(graphdef, self.batch_axes.narrowed(variables, self.axes, self.cfg.compute_dtype))
+        return merge_model(graphdef, self.batch_axes.cast_stacks(variables, self.axes, self.cfg.compute_dtype))
 
     @property
     def token_losses(self) -> Callable[[Any, Batch], jax.Array]:
@@ -191,7 +191,7 @@ class ShardedModel:
 
     def with_model(self, f: Callable) -> Callable:
         """f(model, batch) as a function of (params, batch); what it returns has all positions."""
-        run = lambda params, batch: self.context.whole(f(self.merge(params), self.context.own(batch)))
+        run = lambda params, batch: self.context.all_gather(f(self.merge(params), self.context.local(batch)))
         return with_precision(self.cfg.matmul_precision, run)
 
 
@@ -213,7 +213,7 @@ def shard_model(
     reduce_dtype: Any = jnp.float32,
     torus_at_once: bool = False,
     shared: SharedRows = ANY_ROWS,
-    pipeline: PipelineAxis = ONE_STAGE,
+    pipeline: PipelineAxis = NO_PIPELINE_AXIS,
 ) -> ShardedModel:
     """The model on a mesh. Raises BadInput where the mesh does not divide its parameters.
 
@@ -229,14 +229,14 @@ def shard_model(
         rules = pipeline.rules(rules)
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
-    exchange = choose_exchange(shared.exchange, expert_work(cfg, mesh, shared))
+    exchange = resolve_expert_exchange(shared.exchange, expert_work(cfg, mesh, shared))
     axis = make_expert_axis(mesh, exchange)
     kernels = dataclasses.replace(kernels, expert_axis=axis, loop_layers=loops_layers(cfg, mesh))
-    resting = (EXPERTS,) if exchange.form == "send" else ()
-    batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once, resting=resting)
+    ungathered = (EXPERTS,) if exchange.form == "send" else ()
+    batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once, ungathered=ungathered)
     sharing = choose_sharing(shared.wish, kernels.attention, needs, shared_work(cfg, mesh, shared))
     context = make_context_axis(mesh, zigzag=sharing.form != "ulysses", torus_at_once=torus_at_once)
-    tensor = stages_share(make_tensor_axis(mesh, torus_at_once=torus_at_once, context=context), pipeline)
+    tensor = share_vocab_with_stages(make_tensor_axis(mesh, torus_at_once=torus_at_once, context=context), pipeline)
     shared_kernels = share_rows(kernels, sharing, needs, context, device)
     model = ShardedModel(
         cfg,

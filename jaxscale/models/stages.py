@@ -17,7 +17,7 @@ from jaxscale.models.layers import OneStack, gather_params, merge_model
 from jaxscale.models.model import loss_of
 from jaxscale.models.moe_metrics import moe_sums
 from jaxscale.ops.attention.xla import narrowed
-from jaxscale.sharding.shardings import whole_already
+from jaxscale.sharding.shardings import no_gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Pieces:
         params: of the layer. number: in its stack."""
         model = self.model(ends | {stack: params})
         graphdef, weights = nnx.split(getattr(model, stack))
-        block = nnx.merge(graphdef, gather_params(weights, whole_already, self.compute_dtype, stacked=True))
+        block = nnx.merge(graphdef, gather_params(weights, no_gather, self.compute_dtype, stacked=True))
         more = {} if stack == BLOCKS else {"stack": stack}
         extra = jax.tree.map(lambda stacked: jnp.asarray(stacked)[number], model.per_layer(keys_B, **more))
         run = model.layer(rows.positions, narrowed(rows.segment_ids, rows.prefix))

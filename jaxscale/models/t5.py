@@ -45,7 +45,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD, read_BSD, segments: jax.Array | Scope, *, causal: bool, bias_NTS: jax.Array | None):
         """read_BSD: all positions of the row that is read, or None for the row itself."""
         project = self.kernels.project
-        x_BTD = self.tensor.gather(x_BTD)
+        x_BTD = self.tensor.all_gather(x_BTD)
         read_BSD = x_BTD if read_BSD is None else read_BSD
         q_BTNH = checkpoint_name(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), QUERY)
         k_BSNH = checkpoint_name(project("BSD,DNH->BSNH", read_BSD, self.wk[...]), KEY)
@@ -53,7 +53,9 @@ class Attention(nnx.Module):
         out_BTNH = self.kernels.attend(
             q_BTNH, k_BSNH, v_BSNH, segments, causal=causal, bias_NTS=bias_NTS, scale=1.0
         )  # named ATTENTION_OUT within
-        return checkpoint_name(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), ATTENTION_ADDED)
+        return checkpoint_name(
+            self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), ATTENTION_ADDED
+        )
 
 
 class Mlp(nnx.Module):
@@ -69,14 +71,14 @@ class Mlp(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x_BTD):
         project = self.kernels.project
-        x_BTD = self.tensor.gather(x_BTD)
+        x_BTD = self.tensor.all_gather(x_BTD)
         h_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
         if self.gate is None:
             h_BTF = jax.nn.relu(h_BTF)
         else:
             gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
             h_BTF = gelu_tanh(gate_BTF) * h_BTF
-        return self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
+        return self.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
 
 
 class Block(nnx.Module):
@@ -134,7 +136,7 @@ class T5(nnx.Module):
         assert encoder is not None, "T5 decodes what an encoder has read; the batch has none"
         cfg = self.cfg
         keys = (None, None) if keys_B is None or not cfg.dropout else split_keys(keys_B, 2)
-        read_BSD = self.tensor.gather(self.encode(encoder, keys[0]))  # once for all blocks
+        read_BSD = self.tensor.all_gather(self.encode(encoder, keys[0]))  # once for all blocks
         across = Scope(segment_ids_BT, key_segment_ids_BS=encoder.segment_ids)
         bias_NTS = self.relative_bias(self.decoder_bias[...], tokens_BT.shape[1], bidirectional=False)
         run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, bias_NTS, keys_B, read_BSD, across)

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.project import matmul_transposed, separate_on_cpu, weight_gradient
-from jaxscale.sharding.tensor_axis import ONE, TensorAxis
+from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS, TensorAxis
 
 F32 = jnp.float32
 
@@ -36,7 +36,7 @@ class LossSettings:
 
     chunk_tokens: int  # whose logits exist at one time; at least one position of every row
     softcap: float | None = None  # c: logits become c * tanh(logits / c)
-    tensor: TensorAxis = ONE  # the devices among which the columns of w are shared
+    tensor: TensorAxis = NO_TENSOR_AXIS  # the devices among which the columns of w are shared
     z_loss: float = 0.0  # coefficient of z in LossSums.total
     per_row: bool = False  # whether LossSums has the nats of each row
 
@@ -79,7 +79,7 @@ def over_chunks(
 
     def one_chunk(chunk):
         h_BcD, targets_Bc = chunk
-        return f(chunk_logits(h_BcD, w_DV, cfg.softcap), cfg.tensor.own_ids(targets_Bc, w_DV.shape[1]))
+        return f(chunk_logits(h_BcD, w_DV, cfg.softcap), cfg.tensor.local_ids(targets_Bc, w_DV.shape[1]))
 
     chunks = tuple(chunked(array, cfg.chunk_tokens) for array in (h_BTD, targets_BT))
     first_nBc, second_nBc = lax.map(one_chunk, chunks)
@@ -116,7 +116,7 @@ def _forward(cfg, h_BTD, w_DV, targets_BT, weights_BT):
 
     def one_chunk(sums, chunk):
         h_BcD, targets_Bc, weights_Bc = chunk
-        targets_Bc = tensor.own_ids(targets_Bc, w_DV.shape[1])
+        targets_Bc = tensor.local_ids(targets_Bc, w_DV.shape[1])
         logits_BcV = chunk_logits(h_BcD, w_cast_DV, softcap)
         nats_Bc, lse_Bc = chunk_nats(logits_BcV, targets_Bc, tensor)
         share_BcV = jnp.exp(logits_BcV - lse_Bc[..., None])

@@ -15,7 +15,7 @@ def lookup_shared(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: Te
     """The device's own positions of lookup(), where each device holds a part of the table's rows."""
     if not tensor.vocab_axes:
         return lookup(table_VD, ids_BT, dtype)
-    return tensor.scatter_rows(lookup(table_VD, tensor.own_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
+    return tensor.reduce_scatter_lookup(lookup(table_VD, tensor.local_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))

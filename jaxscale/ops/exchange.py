@@ -43,7 +43,7 @@ def plan_route(axis: ExpertAxis, counts_E: jax.Array, capacity: int) -> Route:
     counts_Pe = counts_E.reshape(axis.size, -1)
     count_P = jnp.sum(counts_Pe, axis=1)
     begin_P = jnp.cumsum(count_P) - count_P
-    ends_Pe = jnp.cumsum(axis.swap(counts_Pe), axis=1)
+    ends_Pe = jnp.cumsum(axis.all_to_all(counts_Pe), axis=1)
     return Route(begin_P, count_P, ends_Pe, axis.max(jnp.max(-(-count_P // capacity))))
 
 
@@ -120,7 +120,7 @@ class Rounds(NamedTuple):
         """The rows that this device gets in a round, sorted by its experts."""
         offset_C = number * self.capacity + jnp.arange(self.capacity, dtype=jnp.int32)
         row_PC = jnp.clip(route.begin_P[:, None] + offset_C[None], 0, len(arrays[0]) - 1)
-        come = [self.axis.swap(array[row_PC]).reshape(-1, *array.shape[1:]) for array in arrays]
+        come = [self.axis.all_to_all(array[row_PC]).reshape(-1, *array.shape[1:]) for array in arrays]
         # A row's expert is the first whose rows end behind it; past the last there is nothing.
         expert_PC = jax.vmap(lambda ends_e: jnp.searchsorted(ends_e, offset_C, side="right"))(route.ends_Pe)
         own = route.ends_Pe.shape[1]
@@ -129,7 +129,7 @@ class Rounds(NamedTuple):
 
     def receive(self, number: jax.Array, route: Route, so_far: jax.Array, back: jax.Array) -> jax.Array:
         """so_far [R, ...] with the results of a round in their places. back: in the order in which rows had come."""
-        parts = self.axis.swap(back.reshape(self.axis.size, self.capacity, *back.shape[1:]))
+        parts = self.axis.all_to_all(back.reshape(self.axis.size, self.capacity, *back.shape[1:]))
         row_R = jnp.arange(len(so_far), dtype=jnp.int32)
         device_R = jnp.searchsorted(jnp.cumsum(route.count_P), row_R, side="right").astype(jnp.int32)
         offset_R = row_R - route.begin_P[device_R]

@@ -18,8 +18,8 @@ from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.recorder import NO_RECORDER, Recorder, ScoreRecorder, StatisticsRecorder
 from jaxscale.ops.rope import Rotation, rotate, rotate_on_tpu
-from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis
-from jaxscale.sharding.expert_axis import STAYING, ExpertAxis
+from jaxscale.sharding.context_axis import NO_CONTEXT_AXIS, ContextAxis
+from jaxscale.sharding.expert_axis import NO_EXPERT_AXIS, ExpertAxis
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
@@ -35,7 +35,7 @@ class Kernels:
     rotate: Callable[[jax.Array, Rotation], jax.Array] = rotate
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     experts: ExpertKernels = ExpertKernels()
-    expert_axis: ExpertAxis = STAYING  # among whose devices rows are sent to their experts
+    expert_axis: ExpertAxis = NO_EXPERT_AXIS  # among whose devices rows are sent to their experts
     limits: bool = False  # whether experts have a capacity, of models that give them one: in training alone
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
     geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
@@ -78,7 +78,7 @@ def share_rows(
 
 
 def make_recorder(
-    kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = WHOLE_ROWS
+    kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> StatisticsRecorder:
     """A recorder for one trace of a model with these kernels: of the largest scores if they are known, else a bound."""
     if kernels.attention in EXACT:
@@ -90,7 +90,7 @@ def make_recorder(
 
 
 def make_score_recorder(
-    kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = WHOLE_ROWS
+    kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> ScoreRecorder:
     """A recorder of the largest score of each head, computed beside whichever kernel attends."""
     by_head = functools.partial(largest_score, by_head=True)

@@ -85,7 +85,7 @@ class StatisticsRecorder(Recorder):
         """`attend`, with its queries and keys recorded."""
 
         def seen_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | Scope, **how):
-            self.text_BT = self.tensor.own(as_scope(segments).segment_ids_BT > 0)
+            self.text_BT = self.tensor.local(as_scope(segments).segment_ids_BT > 0)
             found = self.largest(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **how)
             self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), found)
             return attend(q_BTNH, k_BSKH, v_BSKH, segments, **how)
@@ -140,7 +140,7 @@ class ScoreRecorder(Recorder):
         """The largest scores of the layer, of all heads: those of other devices are -inf."""
         found_N, self.layer_N = self.layer_N, None
         assert found_N is not None, "a layer ends without attention"
-        return Intermediates({}, {SCORES: self.tensor.among_all(found_N, -jnp.inf)})
+        return Intermediates({}, {SCORES: self.tensor.pad_remote(found_N, -jnp.inf)})
 
     def end_stack(self, seen: Intermediates) -> None:
         """Takes the scores of each layer of a stack."""

@@ -15,7 +15,7 @@ from jaxscale.models.sharded import expert_work
 from jaxscale.ops.exchange import SPARE, round_size
 from jaxscale.sharding.batch_axes import LANES
 from jaxscale.sharding.compiler_options import PIPELINE, PIPELINED_GATHER
-from jaxscale.sharding.expert_axis import AXIS, Exchange, choose_exchange
+from jaxscale.sharding.expert_axis import AXIS, ExpertExchange, resolve_expert_exchange
 
 F32 = 4
 # Arrays of rows that go over the axis: there and back; going backward their inputs and gradients there, one gradient
@@ -49,10 +49,10 @@ def known_experts(model: ModelConfig) -> ExpertsConfig:
     return model.experts
 
 
-def exchange_of(program: Program) -> Exchange:
+def exchange_of(program: Program) -> ExpertExchange:
     """How tokens and experts meet: of this config, whose microbatches may not be those that the program was made of."""
     cfg, mesh = program.cfg, program.mesh
-    return choose_exchange(cfg.expert.exchange, expert_work(cfg.model, mesh, shared_rows(cfg, mesh)))
+    return resolve_expert_exchange(cfg.expert.exchange, expert_work(cfg.model, mesh, shared_rows(cfg, mesh)))
 
 
 def resting_parts(program: Program) -> int:

@@ -27,7 +27,7 @@ from jaxscale.planning.sent import Sent, sent_arrays
 from jaxscale.planning.stages import PIPELINE, SENT, hop_bytes, stages_of
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import SPARSE_CORE
-from jaxscale.sharding.mesh import spanning_shape
+from jaxscale.sharding.mesh import dcn_shape
 
 KINDS = frozenset({"all-gather", "reduce-scatter"})
 HOPPING = ("pipeline", "context")  # axes along which a device sends to the next
@@ -110,7 +110,7 @@ def mesh_links(mesh: Mesh, chip: Chip) -> Links:
     """The links of a mesh, which many estimates ask for."""
     devices, shape = list(mesh.devices.flat), dict(mesh.shape)
     groups, torus = link_domains(devices), make_torus(devices, chip)
-    outer = spanning_shape(shape, "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
+    outer = dcn_shape(shape, "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
     rows = {axis: axis_rows(mesh, axis) for axis in shape}
     inside = lambda row: [place for place in row if groups[place] == groups[row[0]]]
     pairs = lambda axis: [

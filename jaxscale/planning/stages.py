@@ -17,12 +17,12 @@ from jaxscale.config import RunConfig
 from jaxscale.models.config import BLOCKS, DENSE
 from jaxscale.planning.experts import resting_parts
 from jaxscale.sharding.expert_axis import EXPERTS
-from jaxscale.sharding.rules import names_of
-from jaxscale.sharding.schedules import EQUAL, IDLE, Costs, split_layers
+from jaxscale.sharding.rules import mesh_axis_names
+from jaxscale.sharding.schedules import EQUAL_COSTS, IDLE, Costs, split_layers
 from jaxscale.sharding.shardings import leaf_at
 
 PIPELINE = "pipeline"
-SENT = Costs(to_weights=0.0)  # within a layer, by its passes: gradients of weights wait for nobody
+SENT = Costs(weight_grads=0.0)  # within a layer, by its passes: gradients of weights wait for nobody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stages:
     cuts_head: bool = True  # embedding and output projection are shared by all stages
     head_layers: float = 0.0  # the output projection's work, in layers
     num_first: int = 0  # layers of another kind, which the first stage has before all L
-    first_layers: float = 0.0  # their work, in layers
+    leading_layers: float = 0.0  # their work, in layers
 
     @property
     def on(self) -> bool:
@@ -48,7 +48,7 @@ class Stages:
     def split(self) -> np.ndarray:
         """The layers of each chunk, as split_layers has them."""
         head = 0.0 if self.cuts_head else self.head_layers
-        return split_layers(self.layers, self.size, self.chunks, head, self.first_layers)
+        return split_layers(self.layers, self.size, self.chunks, head, self.leading_layers)
 
     @property
     def chunk_layers(self) -> int:
@@ -59,7 +59,7 @@ class Stages:
     @property
     def chunk_work(self) -> float:
         """Work of the longest chunk, in layers, the output projection left out."""
-        return max(self.chunk_layers, int((self.split[0, 0] != IDLE).sum()) + self.first_layers)
+        return max(self.chunk_layers, int((self.split[0, 0] != IDLE).sum()) + self.leading_layers)
 
     @property
     def kept_layers(self) -> int:
@@ -88,15 +88,15 @@ class Stages:
 
     def lost(self, costs: Costs) -> float:
         """Time that no stage has of what it would do alone: P-1 turns, with the passes that are done twice in them."""
-        return (self.size - 1) * (sum(costs) - (costs.to_weights if self.later else 0.0))
+        return (self.size - 1) * (sum(costs) - (costs.weight_grads if self.later else 0.0))
 
-    def stretch(self, costs: Costs = EQUAL) -> float:
+    def stretch(self, costs: Costs = EQUAL_COSTS) -> float:
         """How many times longer the stages take than the chunks of one of them: 1 / (1 - bubble)."""
         return 1 + self.lost(costs) / (self.runs * sum(costs))
 
     def twice(self, costs: Costs) -> float:
         """Passes that the last stage, which has the most, does twice, over what it would do alone."""
-        return self.later * (costs.again + costs.to_inputs) / (self.runs * sum(costs))
+        return self.later * (costs.recompute + costs.input_grads) / (self.runs * sum(costs))
 
     def waiting(self, costs: Costs) -> float:
         """What the last stage waits for others, over all that it does: a compiled program counts its passes."""
@@ -132,7 +132,7 @@ class Stages:
     def head_part(self, head: float) -> float:
         """Part of a stage's own products that are the output projection's, where it is `head` of all products."""
         own = head * self.size / self.head_shares
-        return own / ((1 - head) * (1 + self.twice(EQUAL)) + own)
+        return own / ((1 - head) * (1 + self.twice(EQUAL_COSTS)) + own)
 
     @property
     def formula(self) -> str:
@@ -160,7 +160,7 @@ def stages_of(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> Stages:
         cuts_head=cuts,
         head_layers=head,
         num_first=cfg.model.layer_stacks.get(DENSE, 0),
-        first_layers=cfg.model.leading_layers,
+        leading_layers=cfg.model.leading_layers,
     )
 
 
@@ -170,7 +170,7 @@ def idle_share(stages: Stages, head: float) -> float:
     For others while the pipeline fills and empties, for layers that a longer chunk has, and for an output projection
     that the last stage has alone. head: the projection's part of all products. A cut one makes nobody wait.
     """
-    work = stages.layers + stages.first_layers
+    work = stages.layers + stages.leading_layers
     layers = stages.chunk_work * stages.chunks * stages.size / work * stages.stretch()
     return (1 - head) * (layers - 1) + head * (stages.size / stages.head_shares - 1)
 
@@ -200,7 +200,7 @@ def held_arrays(program: Program, tree: Any) -> Iterator[tuple[bool, tuple[str, 
     tensor = program.mesh.shape["tensor"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         axes = leaf_at(model.axes, path)
-        cut = tensor if any("tensor" in names_of(model.rules.params[axis]) for axis in axes) else 1
+        cut = tensor if any("tensor" in mesh_axis_names(model.rules.params[axis]) for axis in axes) else 1
         cut *= resting_parts(program) if EXPERTS in axes else 1
         if block := path[0].key == BLOCKS:
             yield block, axes, math.prod(leaf.shape[1:]) * stages.held_layers // cut

@@ -20,7 +20,7 @@ from jaxscale.hardware import Chip, Device, find_chip
 from jaxscale.qualify.products import product_seconds
 from jaxscale.qualify.timing import Timed, timed
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
-from jaxscale.sharding.mesh import groups_along, make_mesh, mesh_layout
+from jaxscale.sharding.mesh import crossed_groups, make_mesh, mesh_layout
 from jaxscale.sharding.torus import link_stages, scatter_along
 from jaxscale.system.exits import BadInput
 
@@ -88,7 +88,7 @@ def default_sizes(device: Device) -> list[int]:
 def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each kind and size along each axis with several devices; see measure_collectives."""
     rows = []
-    chip, (kind, groups) = find_chip(mesh.devices.flat[0].device_kind), groups_along(mesh)
+    chip, (kind, groups) = find_chip(mesh.devices.flat[0].device_kind), crossed_groups(mesh)
     for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
         for what in kinds:
             for size in sizes:

@@ -27,7 +27,7 @@ from jaxscale.sampling.cache import Cache, CacheReader, CacheRecorder, cache_axe
 from jaxscale.sampling.config import Sampling
 from jaxscale.sharding.rules import partition_spec
 from jaxscale.sharding.shardings import replicated
-from jaxscale.sharding.tensor_axis import WholeRows, make_tensor_axis
+from jaxscale.sharding.tensor_axis import ReplicatedTensorAxis, make_tensor_axis
 from jaxscale.system.exits import BadInput
 
 ENDED = -1  # in place of a token, for a row that has ended
@@ -101,7 +101,7 @@ class Engine:
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
         self.drawable_V[list(never)] = False
         self.slots = num_slots(sharded.needs, longest)
-        self.tensor = WholeRows(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
+        self.tensor = ReplicatedTensorAxis(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
         self.cache_spec = partition_spec(cache_axes(cfg), sharded.rules.params)
         self.rows_spec = P(*partition_spec(("act_batch",), sharded.rules.params))
         self.programs: dict[Any, Any] = {}

@@ -1,1 +1,1 @@
-"""The device mesh, the rule tables, and how arrays are placed by them."""
+"""The device mesh, the axis rules, collectives per mesh axis, and pipeline schedules."""

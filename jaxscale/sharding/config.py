@@ -1,4 +1,4 @@
-"""Devices along each axis of the mesh, and how the context and pipeline axes are used."""
+"""Settings: mesh axis sizes, context attention, expert exchange and the pipeline schedule."""
 
 import dataclasses
 from typing import Literal
@@ -14,62 +14,60 @@ MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")  # slowe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each mesh axis; one axis may be -1 and takes what is left."""
+    """Devices along each mesh axis; one axis may be -1 and takes the remaining devices."""
 
-    pipeline: int = setting(1, "stages, each of which holds some of the layers")
-    data: int = setting(1, "copies of the model that each see other rows")
-    fsdp: int = setting(-1, "devices that share one copy of parameters, gradients or moments; they see other rows too")
-    expert: int = setting(1, "devices that share the experts of a layer; they see other rows too")
-    context: int = setting(1, "devices that share the positions of a row")
-    tensor: int = setting(1, "devices that split each matrix product")
+    pipeline: int = setting(1, "pipeline stages, each with some of the layers")
+    data: int = setting(1, "replicas of the model, each with other rows")
+    fsdp: int = setting(-1, "devices that shard parameters, gradients or moments, each with other rows")
+    expert: int = setting(1, "devices that shard the experts of a layer, each with other rows")
+    context: int = setting(1, "devices that shard the positions of a row")
+    tensor: int = setting(1, "devices that shard each matmul")
 
     def __post_init__(self):
         for axis in MESH_AXES:
             size = getattr(self, axis)
             if size < 1 and size != -1:
-                raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for what is left")
+                raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for the remaining ones")
         if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
-            raise BadInput(
-                f"only one axis may be -1, not {free}; set all but one (fsdp is -1 unless you say otherwise)"
-            )
+            raise BadInput(f"only one axis may be -1, not {free}; set all but one (fsdp is -1 by default)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """How the devices of mesh.context, each with some positions of a row, attend to the others' keys."""
+    """Attention over mesh.context, whose devices each have some positions of a row."""
 
     attention: SharingName = setting(
         "auto",
-        "gather: keys and values are gathered; ulysses: positions are exchanged for heads (arXiv:2309.14509); ring: "
-        "keys and values go round (arXiv:2310.01889); auto prints what it chose and why",
+        "gather: all-gather keys and values; ulysses: all-to-all between positions and heads (arXiv:2309.14509); ring: "
+        "ring attention (arXiv:2310.01889); auto prints its choice and reason",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """How tokens and experts meet on the devices of mesh.expert, each of which has some of both."""
+    """Exchange between tokens and experts over mesh.expert, whose devices each have some of both."""
 
     exchange: ExchangeName = setting(
         "auto",
-        "gather: all experts of a layer come to every device; send: tokens go to their experts and back, in rounds "
-        "until all have been; auto prints what it chose and why",
+        "gather: all-gather the experts of a layer; send: all-to-all of tokens to their experts and back, in as many "
+        "rounds as needed; auto prints its choice and reason",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the stages of mesh.pipeline work on the microbatches of a step."""
+    """Schedule, chunks and vocabulary sharding of mesh.pipeline."""
 
     schedule: ScheduleName = setting(
         "1f1b",
-        "1f1b: activations of a few microbatches exist at a time (arXiv:1806.03377); zero_bubble: so too, and some "
-        "gradients of weights wait until a stage idles (arXiv:2401.10241); gpipe: of all (arXiv:1811.06965)",
+        "1f1b: saves activations of a few microbatches (arXiv:1806.03377); zero_bubble: the same, and defers some "
+        "weight gradients until a stage idles (arXiv:2401.10241); gpipe: saves those of all (arXiv:1811.06965)",
     )
     chunks: int = setting(
-        1, "runs of layers that each stage holds, taken in turn (interleaved, arXiv:2104.04473): a smaller bubble"
+        1, "chunks of layers per stage (interleaved schedule, arXiv:2104.04473): more make the bubble smaller"
     )
     head: Literal["cut", "whole"] = setting(
-        "cut", "cut: all stages share the vocabulary; whole: the first stage embeds and the last has the logits"
+        "cut", "cut: the vocabulary is sharded over stages; whole: the first stage embeds, the last computes the logits"
     )
 
     def __post_init__(self):

@@ -1,7 +1,7 @@
 """The named device mesh. It always has all six axes, so that any PartitionSpec is valid on any machine.
 
-The chips of a TPU slice, or of a GPU node, are joined by a fast network (ICI, NVLink), and such groups by a slow one
-(DCN). The axes of SPANNING may cross from group to group, the others never do: each group holds one block of the mesh.
+The chips of a TPU slice or GPU node are connected by a fast network (ICI, NVLink), and slices or nodes by a slow one
+(DCN). Only DCN_AXES may cross slices or nodes: each slice or node holds one block of the mesh.
 """
 
 import math
@@ -14,15 +14,15 @@ from jax.sharding import AxisType, Mesh
 
 from jaxscale.hardware import Device
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
-from jaxscale.sharding.torus import widest_outermost
+from jaxscale.sharding.torus import most_links_outermost
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
-SPANNING = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does
+DCN_AXES = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does
 
 
 def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Axis to size, with -1 filled in. Raises BadInput if the sizes do not multiply to the devices."""
+    """Returns {axis: size} with -1 resolved. Raises BadInput if the sizes do not multiply to the number of devices."""
     shape = {axis: getattr(cfg, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in shape.values() if size != -1)
     used = {axis: size for axis, size in shape.items() if size != 1}
@@ -41,39 +41,39 @@ def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
-    """'use tensor=4': the change of one axis, innermost first, that lets all divide the devices."""
+    """Returns 'use tensor=4': the change of one axis, innermost first, with which all sizes divide the devices."""
     for axis in reversed(fixed):
-        share, rest = divmod(num_devices, math.prod(size for other, size in fixed.items() if other != axis))
-        if not rest:
+        share, remainder = divmod(num_devices, math.prod(size for other, size in fixed.items() if other != axis))
+        if not remainder:
             return f"use {axis}={min(divisors(share), key=lambda part: abs(part - fixed[axis]))}"
     return f"sizes that divide are {or_list(divisors(num_devices))}"
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """The mesh over `devices` (all devices unless given), axes in MESH_AXES order, every axis of type Auto.
+    """Returns the mesh over `devices` (default: all), with axes in MESH_AXES order, each of type Auto.
 
-    Raises BadInput if the sizes do not multiply, or if an axis inside a slice or node would be longer than one.
+    Raises BadInput if the sizes do not multiply to the devices, or if an axis within a slice or node is longer than it.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(cfg, len(devices))
-    return Mesh(widest_outermost(arrange(shape, devices)), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(most_links_outermost(arrange(shape, devices)), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def arrange(shape: dict[str, int], devices: Sequence[Device]) -> np.ndarray:
-    """The devices as an array of this mesh shape, neighbours on the network next to each other where that can be.
+    """Returns the devices as an array of this mesh shape, with neighbours on the network adjacent if possible.
 
-    A physical axis of a torus is split between two mesh axes only where no whole axes multiply to their sizes.
+    A torus dimension is split between two mesh axes only if no whole dimensions multiply to their sizes.
     """
     sizes = tuple(shape.values())
     kind, number, group_of = device_groups(devices)
     if len(set(group_of)) == 1:
         if max(sizes) == len(devices) and devices[0].platform == "tpu":
-            # row by row: XLA:TPU has a reduce-scatter along a dimension of the torus, and none along the snake in which
-            # mesh_utils lays 8 or 16 chips of v5e and v6e
+            # row by row: XLA:TPU reduce-scatters along a torus dimension, but not along the snake order in which
+            # mesh_utils arranges 8 or 16 chips of v5e and v6e
             in_rows = sorted(devices, key=lambda device: (*device.coords, device.core_on_chip))
             return np.array(in_rows, dtype=object).reshape(sizes)
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    outer = spanning_shape(shape, kind, group_of)
+    outer = dcn_shape(shape, kind, group_of)
     inner = tuple(size // outer[axis] for axis, size in shape.items())
     return mesh_utils.create_hybrid_device_mesh(
         inner,
@@ -85,10 +85,10 @@ def arrange(shape: dict[str, int], devices: Sequence[Device]) -> np.ndarray:
 
 
 def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
-    """(what a group is called, the attribute that numbers groups, the number of each device's group).
+    """Returns ("slice" or "node", the attribute that numbers them, the slice or node of each device).
 
-    Devices of several TPU slices carry slice_index, and so do running GPUs of several nodes (the runtime numbers what
-    NVLink joins). GPUs that are only compiled for are all in slice 0, each node being one process.
+    Devices of several TPU slices have slice_index, and so do running GPUs of several nodes (the runtime numbers NVLink
+    domains). GPUs of an ahead-of-time topology are all in slice 0, with one process per node.
     """
     kind = "node" if devices[0].platform == "gpu" else "slice"
     slices = [getattr(device, "slice_index", 0) for device in devices]
@@ -98,33 +98,33 @@ def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
     return kind, "slice_index", slices
 
 
-def spanning_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict[str, int]:
-    """Axis to the number of groups along it, the outermost axes of SPANNING first. Raises BadInput if none fits."""
+def dcn_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict[str, int]:
+    """Returns {axis: slices or nodes along it}, the outermost DCN_AXES first. Raises BadInput if none fits."""
     counts = [group_of.count(group) for group in sorted(set(group_of))]
     if len(set(counts)) != 1:
         raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need as many")
     left, outer = len(counts), dict.fromkeys(shape, 1)
-    for axis in SPANNING:
+    for axis in DCN_AXES:
         outer[axis] = math.gcd(shape[axis], left)
         left //= outer[axis]
-    if left != 1:  # then what stays inside a group does not divide its devices
-        inside = {axis: size for axis, size in shape.items() if size > 1 and axis not in SPANNING}
+    if left != 1:  # the axes within a group do not divide its devices
+        inside = {axis: size for axis, size in shape.items() if size > 1 and axis not in DCN_AXES}
         raise BadInput(
-            f"mesh={inside} does not divide the {counts[0]} devices of a {kind}, and only {or_list(SPANNING)} may "
-            f"cross between {kind}s; {nearest_size(inside, counts[0])} and let fsdp=-1 take what is left"
+            f"mesh={inside} does not divide the {counts[0]} devices of a {kind}, and only {or_list(DCN_AXES)} may "
+            f"cross between {kind}s; {nearest_size(inside, counts[0])} and let fsdp=-1 take the remaining devices"
         )
     return outer
 
 
-def groups_along(mesh: Mesh) -> tuple[str, dict[str, int]]:
-    """("slice" or "node", axis to how many of them it crosses: 1 where it stays inside)."""
+def crossed_groups(mesh: Mesh) -> tuple[str, dict[str, int]]:
+    """Returns ("slice" or "node", {axis: how many of them it crosses; 1 within one})."""
     kind, _, group_of = device_groups(list(mesh.devices.flat))
-    return kind, spanning_shape(dict(mesh.shape), kind, group_of)
+    return kind, dcn_shape(dict(mesh.shape), kind, group_of)
 
 
 def mesh_layout(mesh: Mesh) -> str:
-    """The mesh in words: 'data=2 (over 2 slices), fsdp=64, tensor=4'; 'one device' for a mesh of one."""
-    kind, outer = groups_along(mesh)
+    """Describes the mesh: 'data=2 (over 2 slices), fsdp=64, tensor=4'; 'one device' for a mesh of one."""
+    kind, outer = crossed_groups(mesh)
     words = [
         f"{axis}={size}" + (f" (over {outer[axis]} {kind}s)" if outer[axis] > 1 else "")
         for axis, size in mesh.shape.items()

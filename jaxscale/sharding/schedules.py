@@ -2,10 +2,10 @@
 
 The layers of a model are split into P * V consecutive chunks; stage s holds chunks s, P + s, 2 P + s, ... At each tick
 every stage runs at most one forward pass of a chunk, then at most one backward pass. All stages run a tick together:
-while some run a forward pass, the others would only wait. The next stage reads a result at the next tick.
+while some run a forward pass, others could only wait. The next stage reads a result at the next tick.
 
 So 1F1B (arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473) and GPipe (arXiv:1811.06965) are one program with three
-tables. Each has M V + P - 1 ticks with forward and as many with backward passes, of which M V are work.
+tables. Each has M V + P - 1 ticks with forward and as many with backward passes, of which M V do work.
 
 Zero bubble (arXiv:2401.10241) is 1F1B in which the passes of the first P - 1 backward ticks skip the weight gradients;
 stage s has s such passes. In the last P - 1 ticks stage s idles s times, and then runs a second backward pass for the
@@ -42,7 +42,7 @@ class Backward(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One of Passes."""
+    """One entry of Passes."""
 
     microbatch: int
     chunk: int
@@ -50,7 +50,7 @@ class Pass(NamedTuple):
 
 
 class BackwardPass(NamedTuple):
-    """One of Backward."""
+    """One entry of Backward."""
 
     microbatch: int
     chunk: int
@@ -60,20 +60,20 @@ class BackwardPass(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Time of the parts of a chunk's passes. A backward pass is all but the first."""
+    """Times of the parts of a chunk's passes. A backward pass is all but the first."""
 
     forward: float = 1.0
-    again: float = 1.0  # recomputing its layers
-    to_inputs: float = 1.0
-    to_weights: float = 1.0
+    recompute: float = 1.0  # recomputing its layers
+    input_grads: float = 1.0
+    weight_grads: float = 1.0
 
 
-EQUAL = Costs()  # as for matrix products: each part takes two operations for each weight and token
+EQUAL_COSTS = Costs()  # as for matmuls: each part takes 2 FLOPs per weight and token
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """The tables. The loss of a microbatch is computed at the tick in which its last chunk runs forward."""
+    """The tables of a schedule. The loss of a microbatch is computed at the tick of its last forward chunk."""
 
     name: str
     num_stages: int
@@ -87,22 +87,22 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
-        """All ticks."""
+        """Number of ticks."""
         return len(self.forward.microbatch)
 
     @property
-    def enters(self) -> np.ndarray:
+    def embed_microbatch(self) -> np.ndarray:
         """int32[t]: the microbatch to embed for the first chunk, or IDLE."""
         return first_chunk(self.forward)
 
     @property
-    def leaves(self) -> np.ndarray:
+    def loss_microbatch(self) -> np.ndarray:
         """int32[t]: the microbatch whose loss is computed, or IDLE."""
         last = (self.forward.chunk[:, -1] == self.num_chunks - 1) & (self.forward.microbatch[:, -1] != IDLE)
         return np.where(last, self.forward.microbatch[:, -1], IDLE)
 
     @property
-    def returns(self) -> np.ndarray:
+    def embed_grad_microbatch(self) -> np.ndarray:
         """int32[t]: the microbatch whose gradient reaches the embedding, or IDLE."""
         return np.where(self.weights_only[:, 0], IDLE, first_chunk(self.backward))
 
@@ -118,8 +118,8 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which a stage idles or repeats work, at EQUAL costs."""
-        return lost_time(self, EQUAL)
+        """Share of the time in which a stage idles or repeats work, at EQUAL_COSTS costs."""
+        return bubble_fraction(self, EQUAL_COSTS)
 
     def __str__(self) -> str:
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
@@ -136,7 +136,7 @@ def first_chunk(passes: Passes | Backward) -> np.ndarray:
 
 
 def ideal_bubble(num_stages: int, num_chunks: int, num_microbatches: int) -> float:
-    """(P - 1) / (V M + P - 1), as arXiv:2104.04473 has it relative to all of the time."""
+    """Returns (P - 1) / (V M + P - 1), the bubble of arXiv:2104.04473 relative to the total time."""
     return (num_stages - 1) / (num_chunks * num_microbatches + num_stages - 1)
 
 
@@ -150,9 +150,9 @@ def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches:
     start = M * V + P - 1 if name == "gpipe" else P * V - 1  # tick of the first backward pass
     num_pending = M if name == "gpipe" else 1
     ticks = start + last_tick(P, V, M) + 1
-    none, zeros = (lambda: np.full((ticks, P), IDLE, np.int32)), (lambda: np.zeros((ticks, P), np.int32))
-    forward = Passes(none(), zeros(), zeros())
-    backward = Backward(none(), zeros(), zeros(), none(), none())
+    idle, zeros = (lambda: np.full((ticks, P), IDLE, np.int32)), (lambda: np.zeros((ticks, P), np.int32))
+    forward = Passes(idle(), zeros(), zeros())
+    backward = Backward(idle(), zeros(), zeros(), idle(), idle())
     for m in range(M):
         for chunk in range(P * V):
             v, s = divmod(chunk, P)
@@ -190,14 +190,14 @@ def defer_weight_grads(backward: Backward, start: int, num_pending: int) -> int:
     ticks, P = backward.microbatch.shape
     most = 0
     for s in range(P):
-        left = [t for t in range(start, start + P - 1) if backward.microbatch[t, s] != IDLE]
-        for i, t in enumerate(left):
-            again = ticks - len(left) + i
-            assert backward.microbatch[again, s] == IDLE, f"stage {s} does not idle at tick {again}"
-            backward.defer_to[t, s] = backward.pending[again, s] = num_pending + i
+        deferred = [t for t in range(start, start + P - 1) if backward.microbatch[t, s] != IDLE]
+        for i, t in enumerate(deferred):
+            second = ticks - len(deferred) + i  # tick of the second pass
+            assert backward.microbatch[second, s] == IDLE, f"stage {s} does not idle at tick {second}"
+            backward.defer_to[t, s] = backward.pending[second, s] = num_pending + i
             for field in (backward.microbatch, backward.chunk):
-                field[again, s] = field[t, s]
-        most = max(most, len(left))
+                field[second, s] = field[t, s]
+        most = max(most, len(deferred))
     return most
 
 
@@ -230,8 +230,8 @@ def check_schedule(schedule: Schedule) -> None:
     """
     P, V, M = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
     forward = ticks_by_pass(schedule.forward, P)
-    backward = ticks_by_pass(schedule.backward, P, but=schedule.weights_only)
-    weights = ticks_by_pass(schedule.backward, P, but=schedule.inputs_only)
+    backward = ticks_by_pass(schedule.backward, P, exclude=schedule.weights_only)
+    weights = ticks_by_pass(schedule.backward, P, exclude=schedule.inputs_only)
     expected = {(m, chunk) for m in range(M) for chunk in range(P * V)}
     assert set(forward) == set(backward) == set(weights) == expected, "a pass is missing"
     assert all(forward[m, chunk] == forward[m, chunk - 1] + 1 for m, chunk in expected if chunk), "a result is lost"
@@ -255,8 +255,8 @@ def check_buffers(schedule: Schedule, stage: int) -> None:
     slots: dict[int, tuple[int, int]] = {}
     pending: dict[int, tuple[int, int]] = {}
     for t in range(schedule.num_ticks):
-        fwd = Pass(*(int(of[t, stage]) for of in schedule.forward))
-        bwd = BackwardPass(*(int(of[t, stage]) for of in schedule.backward))
+        fwd = Pass(*(int(table[t, stage]) for table in schedule.forward))
+        bwd = BackwardPass(*(int(table[t, stage]) for table in schedule.backward))
         if fwd.microbatch != IDLE:
             assert fwd.slot not in slots, f"stage {stage} overwrites slot {fwd.slot} at tick {t}"
             slots[fwd.slot] = fwd.microbatch, fwd.chunk
@@ -266,9 +266,9 @@ def check_buffers(schedule: Schedule, stage: int) -> None:
                 pending[index] = fwd.microbatch, fwd.chunk
         if bwd.microbatch == IDLE:
             continue
-        key, again = (bwd.microbatch, bwd.chunk), bool(schedule.weights_only[t, stage])
-        assert again or (bwd.pending != IDLE) == ((stage, bwd.chunk) == last), (
-            f"stage {stage} begins wrongly at tick {t}"
+        key, second_pass = (bwd.microbatch, bwd.chunk), bool(schedule.weights_only[t, stage])
+        assert second_pass or (bwd.pending != IDLE) == ((stage, bwd.chunk) == last), (
+            f"stage {stage} starts from the wrong cotangent at tick {t}"
         )
         if bwd.pending != IDLE:
             read = pending.pop(bwd.pending, None)  # not inside assert, which -O leaves out
@@ -277,17 +277,17 @@ def check_buffers(schedule: Schedule, stage: int) -> None:
         if bwd.defer_to == IDLE:
             del slots[bwd.slot]
         else:
-            assert bwd.defer_to not in pending and bwd.defer_to >= schedule.num_pending and not again, (
+            assert bwd.defer_to not in pending and bwd.defer_to >= schedule.num_pending and not second_pass, (
                 "a cotangent is overwritten"
             )
             pending[bwd.defer_to] = key
-    assert not slots and not pending, f"stage {stage} leaves something out"
+    assert not slots and not pending, f"stage {stage} leaves passes unfinished"
 
 
-def ticks_by_pass(passes: Passes | Backward, num_stages: int, but: Any = False) -> dict[tuple[int, int], int]:
-    """Returns {(microbatch, chunk of the model): tick}. but: passes to leave out."""
+def ticks_by_pass(passes: Passes | Backward, num_stages: int, exclude: Any = False) -> dict[tuple[int, int], int]:
+    """Returns {(microbatch, chunk of the model): tick}. exclude: mask of passes to leave out."""
     found = {}
-    for t, s in np.argwhere((passes.microbatch != IDLE) & ~np.asarray(but)):
+    for t, s in np.argwhere((passes.microbatch != IDLE) & ~np.asarray(exclude)):
         key = int(passes.microbatch[t, s]), int(passes.chunk[t, s]) * num_stages + int(s)
         assert key not in found, f"microbatch {key[0]} runs twice through chunk {key[1]}"
         found[key] = int(t)
@@ -295,13 +295,15 @@ def ticks_by_pass(passes: Passes | Backward, num_stages: int, but: Any = False) 
 
 
 def pass_seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
-    """float[t, P]: how long each stage works in each tick."""
+    """Returns float[t, P], the time of each stage in each tick."""
     forward, backward = (passes.microbatch != IDLE for passes in (schedule.forward, schedule.backward))
     with_weights = backward & ~schedule.inputs_only
-    return forward * costs.forward + backward * (costs.again + costs.to_inputs) + with_weights * costs.to_weights
+    return (
+        forward * costs.forward + backward * (costs.recompute + costs.input_grads) + with_weights * costs.weight_grads
+    )
 
 
-def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL, head: float = 0.0) -> float:
+def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL_COSTS, head: float = 0.0) -> float:
     """Returns the time of a step, in the unit of costs: each tick takes as long as its busiest stage.
 
     head: time of the loss of one microbatch.
@@ -309,30 +311,30 @@ def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL, head: float = 0.
     return float(pass_seconds(schedule, costs).max(axis=1).sum()) + schedule.num_microbatches * head
 
 
-def lost_time(schedule: Schedule, costs: Costs) -> float:
+def bubble_fraction(schedule: Schedule, costs: Costs) -> float:
     """Returns the share of the simulated time beyond running each pass of a stage once; the head is left out."""
     return 1 - schedule.num_microbatches * schedule.num_chunks * sum(costs) / simulated_seconds(schedule, costs)
 
 
 def split_layers(
-    num_layers: int, num_stages: int, num_chunks: int, head_layers: float = 0.0, first_layers: float = 0.0
+    num_layers: int, num_stages: int, num_chunks: int, head_layers: float = 0.0, leading_layers: float = 0.0
 ) -> np.ndarray:
-    """int32[P, V, layers of a chunk]: the layers of each chunk of each stage; IDLE fills up shorter chunks.
+    """Returns int32[P, V, layers of a chunk], the layers of each chunk; IDLE pads shorter chunks.
 
-    Chunks are as equal as can be, and none is empty. head_layers: what the last one does besides, in layers' work.
-    first_layers: what the first one does.
+    Chunks are as equal as possible, and none is empty. head_layers, leading_layers: extra work of the last and of the
+    first chunk, in units of one layer.
     """
     C = num_stages * num_chunks
     assert num_layers >= C, f"{num_layers} layers are too few for {C} chunks"
     sizes = np.ones(C, int)
     load = sizes.astype(float)
-    load[0] += first_layers
+    load[0] += leading_layers
     load[-1] += head_layers
     for _ in range(num_layers - C):
         least = int(np.argmin(load))
         sizes[least] += 1
         load[least] += 1
-    begins = np.cumsum(sizes) - sizes
-    place = np.arange(sizes.max())
-    layers = np.where(place < sizes[:, None], begins[:, None] + place, IDLE)
+    starts = np.cumsum(sizes) - sizes
+    offsets = np.arange(sizes.max())
+    layers = np.where(offsets < sizes[:, None], starts[:, None] + offsets, IDLE)
     return layers.reshape(num_chunks, num_stages, -1).swapaxes(0, 1).astype(np.int32)

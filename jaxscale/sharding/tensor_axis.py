@@ -1,9 +1,9 @@
-"""The tensor axis by hand: each device multiplies with its own heads, its part of the MLP and of the vocabulary.
+"""Tensor parallelism inside shard_map: each device has some heads and a shard of the MLP and of the vocabulary.
 
-Between products a device holds some positions of the residual stream (arXiv:2205.05198). It gathers all of them before
-a product with its columns of a weight; after one with its rows, the sum over the devices leaves it with its own again.
-A parameter that every device holds whole is used for its own positions or heads only: its gradient there is a part of
-a sum (BatchAxes.reduce_last).
+Between matmuls a device holds some positions of the residual stream (sequence parallelism, arXiv:2205.05198): it
+all-gathers them before a matmul with column-sharded weights, and reduce-scatters after one with row-sharded weights. A
+replicated parameter is applied to local positions or heads only, so its gradient is a partial sum
+(BatchAxes.reduce_accumulated).
 
 B batch  T position  D embed
 """
@@ -17,147 +17,148 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis
+from jaxscale.sharding.context_axis import NO_CONTEXT_AXIS, ContextAxis
 from jaxscale.sharding.torus import LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "tensor"
-POSITIONS = 1  # the dimension of a residual stream [B, T, D] that is cut
+POSITIONS = 1  # the sharded dimension of the residual stream [B, T, D]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorAxis:
-    """The devices that share a product. With one of them every method leaves things as they are.
+    """The devices that shard matmuls. With one device every method is the identity.
 
-    stages: the devices that share each link, where the axis runs along several. context: whose devices have cut the row
-    before: "all positions" are a device's own of that axis.
+    stages: devices that share each link, if the axis spans several. context: axis that shards the row first; "all
+    positions" are those of its local shard.
     """
 
     size: int = 1
     stages: tuple[LinkStage, ...] = ()
-    context: ContextAxis = WHOLE_ROWS
+    context: ContextAxis = NO_CONTEXT_AXIS
 
     def row_length(self, x_BTD: jax.Array) -> int:
-        """Positions of a whole row, from those of the device."""
+        """Returns the length of a whole row, from local positions."""
         return x_BTD.shape[POSITIONS] * self.size * self.context.size
 
-    def own_of_row(self, x_BT: jax.Array) -> jax.Array:
-        """The device's own positions of a whole row."""
-        return self.own(self.context.own(x_BT))
+    def local_from_row(self, x_BT: jax.Array) -> jax.Array:
+        """Returns the device's positions of a whole row."""
+        return self.local(self.context.local(x_BT))
 
-    def gather(self, x_BTD: jax.Array) -> jax.Array:
-        """All positions, from the device's own. Going back, its own of the summed gradients."""
+    def all_gather(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns all positions from local ones. The backward pass reduce-scatters."""
         return x_BTD if self.size == 1 else _gather(self.stages, x_BTD)
 
-    def scatter(self, x_BTD: jax.Array) -> jax.Array:
-        """The device's own positions of the sum over the devices. Going back, all positions of the gradient."""
+    def reduce_scatter(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the device's positions of the sum over the devices. The backward pass all-gathers."""
         return x_BTD if self.size == 1 else _scatter(self.stages, x_BTD)
 
-    def gather_last(self, x: jax.Array) -> jax.Array:
-        """x with its last axis whole, from the device's part."""
+    def all_gather_last(self, x: jax.Array) -> jax.Array:
+        """Returns x with its last axis gathered."""
         return x if self.size == 1 else lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
 
-    def own(self, x_BT: jax.Array) -> jax.Array:
-        """The device's own positions, from all of them."""
+    def local(self, x_BT: jax.Array) -> jax.Array:
+        """Returns the device's positions, from all positions."""
         if self.size == 1:
             return x_BT
         length = x_BT.shape[POSITIONS] // self.size
         return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(AXIS) * length, length, POSITIONS)
 
-    def among_all(self, x: jax.Array, filling: float) -> jax.Array:
-        """x, whose last axis is the device's own part of one, with `filling` in the places of the others."""
+    def pad_remote(self, x: jax.Array, value: float) -> jax.Array:
+        """Returns x with its last axis at full size, filled with `value` outside of the device's shard."""
         if self.size == 1:
             return x
-        own = x.shape[-1]
-        whole = jnp.full((*x.shape[:-1], own * self.size), filling, x.dtype)
-        return lax.dynamic_update_slice_in_dim(whole, x, lax.axis_index(AXIS) * own, x.ndim - 1)
+        size = x.shape[-1]
+        full = jnp.full((*x.shape[:-1], size * self.size), value, x.dtype)
+        return lax.dynamic_update_slice_in_dim(full, x, lax.axis_index(AXIS) * size, x.ndim - 1)
 
-    def part_of_gradient(self, tree: Any) -> Any:
-        """The same numbers, of which every device computes the same: each gets its part of their gradient."""
-        part = lambda x: x / self.size + lax.stop_gradient(x - x / self.size)
-        return tree if self.size == 1 else jax.tree.map(part, tree)
+    def scale_gradient(self, tree: Any) -> Any:
+        """Divides the gradient by the number of devices, all of which compute the same values; the values are
+        unchanged."""
+        scaled = lambda x: x / self.size + lax.stop_gradient(x - x / self.size)
+        return tree if self.size == 1 else jax.tree.map(scaled, tree)
 
-    def in_halves(self, f: Callable[..., Any], *of_rows: Any) -> Any:
-        """f(*of_rows), each half of the rows by itself, for an f that does not mix rows.
+    def run_in_halves(self, f: Callable[..., Any], *inputs: Any) -> Any:
+        """Returns f(*inputs), computed on each half of the rows separately, for an f that does not mix rows.
 
-        Neither half waits for the other, so that one's products can run while the other's positions are on their way.
-        As a whole where nothing travels, or rows are odd.
+        The halves are independent, so that matmuls of one overlap collectives of the other. Computed together on a
+        single device or for an odd number of rows.
         """
-        rows = len(jax.tree.leaves(of_rows)[0])
+        rows = len(jax.tree.leaves(inputs)[0])
         if self.size == 1 or rows % 2:
-            return f(*of_rows)
-        part = lambda start: jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + rows // 2), of_rows)
-        return joined([f(*part(0)), f(*part(rows // 2))])
+            return f(*inputs)
+        half = lambda start: jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + rows // 2), inputs)
+        return concat_row_parts([f(*half(0)), f(*half(rows // 2))])
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
-        """The mesh axes that share the vocabulary."""
+        """Mesh axes that shard the vocabulary."""
         return (AXIS,) if self.size > 1 else ()
 
-    def own_ids(self, ids_BT: jax.Array, num_own: int) -> jax.Array:
-        """Token ids as rows of the device's part of a table; num_own, one past its end, for what others hold.
+    def local_ids(self, ids_BT: jax.Array, num_local: int) -> jax.Array:
+        """Returns token ids as rows of the device's shard of a table; num_local, out of bounds, for remote ids.
 
-        An id that nobody holds is like one that others hold: data.checks refuses those before a run.
+        An id outside of the vocabulary is treated as remote: data.checks rejects these before a run.
         """
         if not self.vocab_axes:
             return ids_BT
-        ids_BT = ids_BT - lax.axis_index(self.vocab_axes) * num_own
-        return jnp.where((ids_BT >= 0) & (ids_BT < num_own), ids_BT, num_own)
+        ids_BT = ids_BT - lax.axis_index(self.vocab_axes) * num_local
+        return jnp.where((ids_BT >= 0) & (ids_BT < num_local), ids_BT, num_local)
 
-    def scatter_rows(self, x_BTD: jax.Array) -> jax.Array:
-        """scatter() of rows of a table, each of which one of the devices that share the vocabulary has found."""
-        return self.scatter(x_BTD)
+    def reduce_scatter_lookup(self, x_BTD: jax.Array) -> jax.Array:
+        """Reduce-scatters looked up rows of a table, each of which is nonzero on one device."""
+        return self.reduce_scatter(x_BTD)
 
     def vocab_sum(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices that share the vocabulary. Not to be differentiated."""
+        """Sums over the devices that shard the vocabulary. Not differentiable."""
         return lax.psum(x, self.vocab_axes) if self.vocab_axes else x
 
     def vocab_max(self, x: jax.Array) -> jax.Array:
-        """The largest among the devices that share the vocabulary. Not to be differentiated."""
+        """Returns the maximum over the devices that shard the vocabulary. Not differentiable."""
         return lax.pmax(x, self.vocab_axes) if self.vocab_axes else x
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices. Not to be differentiated."""
+        """Sums over the devices. Not differentiable."""
         return x if self.size == 1 else lax.psum(x, AXIS)
 
     def max(self, x: jax.Array) -> jax.Array:
-        """The largest among the devices. Not to be differentiated."""
+        """Returns the maximum over the devices. Not differentiable."""
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
 
-class WholeRows(TensorAxis):
-    """The same devices, each of which holds all positions of the residual stream: one position cannot be shared."""
+class ReplicatedTensorAxis(TensorAxis):
+    """A tensor axis without sequence parallelism, for single positions: the residual stream is replicated."""
 
-    def gather(self, x_BTD: jax.Array) -> jax.Array:
-        """x_BTD as it is."""
+    def all_gather(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns x_BTD unchanged."""
         return x_BTD
 
-    def scatter(self, x_BTD: jax.Array) -> jax.Array:
-        """The sum over the devices. Not to be differentiated."""
+    def reduce_scatter(self, x_BTD: jax.Array) -> jax.Array:
+        """Sums over the devices. Not differentiable."""
         return self.sum(x_BTD)
 
-    def own(self, x_BT: jax.Array) -> jax.Array:
-        """x_BT as it is."""
+    def local(self, x_BT: jax.Array) -> jax.Array:
+        """Returns x_BT unchanged."""
         return x_BT
 
-    def in_halves(self, f: Callable[..., Any], *of_rows: Any) -> Any:
-        """f(*of_rows)."""
-        return f(*of_rows)
+    def run_in_halves(self, f: Callable[..., Any], *inputs: Any) -> Any:
+        """Returns f(*inputs)."""
+        return f(*inputs)
 
 
-ONE = TensorAxis()
+NO_TENSOR_AXIS = TensorAxis()
 
 
-def joined(parts: list[Any]) -> Any:
-    """What an f gives for all rows, from what it gave for some each: arrays [rows, ...], or such an array and a tree of
-    sums over its rows."""
+def concat_row_parts(parts: list[Any]) -> Any:
+    """Concatenates the results of f on parts of the rows: arrays [rows, ...], or such an array and a tree of sums over
+    rows."""
     if not isinstance(parts[0], tuple):
         return jnp.concatenate(parts)
     arrays, sums = zip(*parts)
-    return jnp.concatenate(arrays), jax.tree.map(lambda *of_parts: sum(of_parts), *sums)
+    return jnp.concatenate(arrays), jax.tree.map(lambda *values: sum(values), *sums)
 
 
-def make_tensor_axis(mesh: Mesh, *, torus_at_once: bool = False, context: ContextAxis = WHOLE_ROWS) -> TensorAxis:
-    """The tensor axis of this mesh. torus_at_once: as for link_stages. context: which has cut the rows."""
+def make_tensor_axis(mesh: Mesh, *, torus_at_once: bool = False, context: ContextAxis = NO_CONTEXT_AXIS) -> TensorAxis:
+    """Returns the tensor axis of this mesh. torus_at_once: as in link_stages. context: as in TensorAxis."""
     return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS, torus_at_once=torus_at_once), context)
 
 

@@ -79,9 +79,10 @@ class Pipeline:
         """
         work = StageWork(self, weights, micro, scale)
         tables = self.schedule
-        ticks = Tick(tables.forward, tables.backward, tables.enters, tables.leaves, tables.returns)
+        embedded, losses, embed_grads = tables.embed_microbatch, tables.loss_microbatch, tables.embed_grad_microbatch
+        ticks = Tick(tables.forward, tables.backward, embedded, losses, embed_grads)
         carry, _ = lax.scan(lambda carry, now: (work.tick(carry, now), None), work.begin(), ticks)
-        sums = carry.sums if self.axis.cuts_vocab else jax.tree.map(self.axis.sum, carry.sums)
+        sums = carry.sums if self.axis.shards_vocab else jax.tree.map(self.axis.sum, carry.sums)
         metrics = jax.tree.map(self.axis.sum, carry.metrics)
         added = {name: sums[name] + metrics[name] if name in sums else metrics[name] for name in metrics}
         return sums | added, carry.grads.whole
@@ -133,13 +134,13 @@ class StageWork:
         """Runs a forward and a backward pass of a chunk, each if the schedule has one."""
         fwd, bwd = jax.tree.map(lambda stages: stages[self.axis.stage], (now.forward, now.backward))
         ends, dense, blocks = carry.grads
-        dy_BTD = self.axis.down(carry.cotangents_in_BTD)  # sent while the forward pass runs
+        dy_BTD = self.axis.to_previous_stage(carry.cotangents_in_BTD)  # sent while the forward pass runs
         enters, leaves, returns = now.enters != IDLE, now.leaves != IDLE, now.returns != IDLE
 
         x_BTD = self.embed(carry.activations_in_BTD, now.enters, enters)
         x_BTD, saved_ScBTD = self.forward_dense(x_BTD, carry.saved_inputs_ScBTD, fwd, enters)
         y_BTD, saved_ScBTD, metrics = self.forward_chunk(x_BTD, saved_ScBTD, carry.metrics, fwd)
-        x_BTD = self.axis.up(y_BTD)  # sent while the backward pass runs
+        x_BTD = self.axis.to_next_stage(y_BTD)  # sent while the backward pass runs
 
         pending_SBTD = carry.pending_cotangents_SBTD
         sums, ends, pending_SBTD = self.add_loss(carry.sums, ends, pending_SBTD, y_BTD, now.leaves, leaves)
@@ -162,7 +163,7 @@ class StageWork:
 
     def at_end(self, is_end: jax.Array) -> jax.Array | bool:
         """True where the embedding or the head runs: on one stage, or on all if they share the vocabulary."""
-        return True if self.axis.cuts_vocab else is_end
+        return True if self.axis.shards_vocab else is_end
 
     @property
     def num_passes(self) -> int:
@@ -217,9 +218,9 @@ class StageWork:
         """Adds a microbatch's loss if it leaves. Returns (sums, gradients of the ends, pending cotangents)."""
 
         def run(sums, grads, pending_SBTD):
-            out_BTD = self.axis.from_last(y_BTD) if self.axis.cuts_vocab else y_BTD
+            out_BTD = self.axis.broadcast_last(y_BTD) if self.axis.shards_vocab else y_BTD
             (_, more), (found, dy_BTD) = self.loss_and_gradients(out_BTD, at(self.micro, microbatch))
-            dy_BTD = self.axis.sum(dy_BTD) if self.axis.cuts_vocab else dy_BTD  # over the parts of the vocabulary
+            dy_BTD = self.axis.sum(dy_BTD) if self.axis.shards_vocab else dy_BTD  # over the parts of the vocabulary
             index = microbatch % self.schedule.num_pending
             pending_SBTD = lax.dynamic_update_index_in_dim(pending_SBTD, dy_BTD, index, 0)
             return *jax.tree.map(jnp.add, (sums, grads), (more, found)), pending_SBTD

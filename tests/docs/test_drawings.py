@@ -90,7 +90,7 @@ def test_the_triangle_is_coloured_by_the_table_that_cuts_rows():
     wanted = []
     for axis in (ContextAxis(4), ContextAxis(4, zigzag=False)):
         long = 8 // axis.multiple
-        of = {start + n: d for d, starts in enumerate(axis.starts(long)) for start in starts for n in range(long)}
+        of = {start + n: d for d, starts in enumerate(axis.chunk_starts(long)) for start in starts for n in range(long)}
         wanted += [(of[i], i, j) for i in range(8) for j in range(i + 1)]
     assert sorted(drawn) == sorted(wanted)
     np.testing.assert_allclose(zigzag.work(ContextAxis(4)), 1 / 4)

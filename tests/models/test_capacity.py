@@ -20,7 +20,7 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import token_losses
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.routing import within_capacity
-from jaxscale.sharding.tensor_axis import ONE
+from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.training.expert_use import ExpertUse
 
 EXPERTS = dict(number=4, chosen=2, mlp_dim=8)
@@ -68,7 +68,7 @@ def limited():
     own = ExpertsConfig(**EXPERTS | {"capacity_factor": 0.75})
     cfg = LlamaConfig(**{k: v for k, v in tiny.LLAMA.items() if k != "name"}, experts=own)
     kernels = dataclasses.replace(PLAIN, limits=True)
-    return SparseMlp(cfg, rngs=nnx.Rngs(params=0), kernels=kernels, tensor=ONE, shared=None)
+    return SparseMlp(cfg, rngs=nnx.Rngs(params=0), kernels=kernels, tensor=NO_TENSOR_AXIS, shared=None)
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.rope import make_rotation
 from jaxscale.planning.memory import activation_sizes
 from jaxscale.planning.speed import recomputed_flops
-from jaxscale.sharding.tensor_axis import ONE
+from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 
 SIZES = dict(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10)
 YARN = dict(name="yarn", factor=4.0, original_max_len=8, mscale=1.0, mscale_all_dim=0.8)
@@ -107,7 +107,7 @@ def head_by_head(module, cfg, x_BTD, positions_BT, ids_BT):
 )
 def test_values_and_gradients_are_those_of_heads_written_out_one_by_one(model):
     cfg, batch = config(model), tiny.packed_batch(0, rows=3)
-    module = LatentAttention(cfg, rngs=nnx.Rngs(params=0), kernels=PLAIN, tensor=ONE)
+    module = LatentAttention(cfg, rngs=nnx.Rngs(params=0), kernels=PLAIN, tensor=NO_TENSOR_AXIS)
     graphdef, params = nnx.split(module)
     params = jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(2), leaf.shape), params)
     x_BTD, dy_BTD = jax.random.normal(jax.random.key(1), (2, 3, tiny.SEQ_LEN, cfg.embed_dim))

@@ -53,13 +53,13 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, segment_ids_BT):
         project, norm, eps = self.kernels.project, self.kernels.rms_norm, self.cfg.norm_eps
-        h_BTD = self.tensor.gather(norm(x_BTD, self.norm[...], eps))
+        h_BTD = self.tensor.all_gather(norm(x_BTD, self.norm[...], eps))
         q, k, v = (project("BTD,DNH->BTNH", h_BTD, w[...]) for w in (self.wq, self.wk, self.wv))
         out = self.kernels.attend(q, k, v, segment_ids_BT)
-        x_BTD = x_BTD + self.tensor.scatter(project("BTNH,NHD->BTD", out, self.wo[...]))
-        h_BTD = self.tensor.gather(norm(x_BTD, self.mlp_norm[...], eps))
+        x_BTD = x_BTD + self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out, self.wo[...]))
+        h_BTD = self.tensor.all_gather(norm(x_BTD, self.mlp_norm[...], eps))
         h_BTF = jax.nn.relu(project("BTD,DF->BTF", h_BTD, self.up[...]))
-        return x_BTD + self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
+        return x_BTD + self.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
 
 
 class Mine(nnx.Module):

@@ -20,7 +20,7 @@ from jaxscale.ops.attention import either
 from jaxscale.ops.config import Mix, RopeScaling
 from jaxscale.ops.kernels import choose_kernels, make_recorder, with_recorder
 from jaxscale.ops.norm import rms_norm, rms_norm_heads
-from jaxscale.sharding.tensor_axis import ONE
+from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 
 T = tiny.SEQ_LEN
 
@@ -126,7 +126,7 @@ def test_geglu_and_the_norm_of_all_heads_have_the_gradients_of_their_definition(
     joined = lambda x, scale: rms_norm(x.reshape(2, 3, 32), scale.reshape(32), 1e-5).reshape(x.shape)
     for ours, defined, inputs in (
         (geglu_tanh, lambda gate, up: jax.nn.gelu(gate, approximate=True) * up, (x, y)),
-        (lambda x, scale: rms_norm_heads(x, scale, 1e-5, ONE), joined, (x, scale)),
+        (lambda x, scale: rms_norm_heads(x, scale, 1e-5, NO_TENSOR_AXIS), joined, (x, scale)),
     ):
         (value, pull), (defined_value, defined_pull) = jax.vjp(ours, *inputs), jax.vjp(defined, *inputs)
         np.testing.assert_allclose(value, defined_value, rtol=1e-5, atol=1e-6)
@@ -145,7 +145,7 @@ def test_statistics_see_each_layer_as_it_is_scanned_or_not():
             params = params | {"blocks": {str(layer): block for layer, block in enumerate(layers)}}
 
         def watch(params, cfg=cfg, kernels=kernels, needs=needs):
-            recorder = make_recorder(kernels, needs, ONE)
+            recorder = make_recorder(kernels, needs, NO_TENSOR_AXIS)
             make = lambda key: make_model(cfg, key=key, kernels=with_recorder(kernels, recorder))
             graphdef = split_model(jax.eval_shape(make, jax.random.key(0)))[0]
             places = jnp.broadcast_to(jnp.arange(T)[None], (2, T))

@@ -45,7 +45,7 @@ def on_devices(f, size, arrays, *, zigzag=True):
     """f(context, *own positions of arrays) on devices that share rows: whole rows of what it returns."""
     mesh = make_mesh(MeshConfig(fsdp=1, context=size), jax.devices()[:size])
     context = make_context_axis(mesh, zigzag=zigzag)
-    run = lambda *arrays: context.whole(f(context, *context.own(arrays)))
+    run = lambda *arrays: context.all_gather(f(context, *context.local(arrays)))
     shared = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return jax.tree.map(np.asarray, jax.jit(shared)(*arrays))
 
@@ -144,7 +144,7 @@ def test_a_splash_ring_is_no_further_from_the_truth_in_bfloat16_than_gathered_ke
 def test_splash_visits_as_many_blocks_on_each_device(size, length):
     chunk = length // (2 * size)
     sizes = splash.block_sizes(chunk, splash.BLOCKS["TPU v5"], 2, 128, keys=length)
-    starts_Cc = ContextAxis(size).starts(chunk)
+    starts_Cc = ContextAxis(size).chunk_starts(chunk)
     for block_q, block_kv in ((sizes.block_q, sizes.block_kv), (sizes.block_q_dkv, sizes.block_kv_dkv)):
         spans = splash_tables.key_spans(starts_Cc, chunk, length, None, block_q, block_kv)
         tables = splash_tables.by_queries(*spans), splash_tables.by_keys(*spans, length // block_kv)
@@ -167,7 +167,8 @@ def seen_blocks(starts_C, chunk, length, window, block_q, block_kv):
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (8, 8)])
 @pytest.mark.parametrize("keys", [96, 16], ids=["a row", "a chunk"])
 def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, blocks, window):
-    starts_Cc = ContextAxis(3).starts(16) if keys == 96 else np.arange(6)[:, None] * 16  # of some the window hides all
+    # the window hides all keys of some chunks
+    starts_Cc = ContextAxis(3).chunk_starts(16) if keys == 96 else np.arange(6)[:, None] * 16
     oldest, newest = splash_tables.key_spans(starts_Cc, 16, keys, window, *blocks)
     tables = splash_tables.by_queries(oldest, newest), splash_tables.by_keys(oldest, newest, keys // blocks[1])
     for device, starts_c in enumerate(starts_Cc):
@@ -184,7 +185,7 @@ def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, bl
 
 
 def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the_ring():
-    starts_Cc = ContextAxis(4).starts(16)
+    starts_Cc = ContextAxis(4).chunk_starts(16)
     pairs_CP2 = shared_rows.standing_pairs(starts_Cc, 16, 8, None)
     assert [len(set(map(tuple, pairs_P2))) for pairs_P2 in pairs_CP2.tolist()] == [pairs_CP2.shape[1]] * 4 == [34] * 4
     assert sum(len(pairs_P2) for pairs_P2 in pairs_CP2) == 16 * 17 // 2  # the whole triangle, once

@@ -51,7 +51,8 @@ def spread_gradients(rules, mesh, reduce_dtype="float32", stages=None):
 
     def gradients(params, x_BD):
         loss, grads = jax.value_and_grad(summed)(params, x_BD, batch_axes.gather)
-        return jax.lax.psum(loss, mesh.axis_names), batch_axes.reduce_last(batch_axes.reduce_each(grads, AXES), AXES)
+        grads = batch_axes.reduce_accumulated(batch_axes.reduce_microbatch(grads, AXES), AXES)
+        return jax.lax.psum(loss, mesh.axis_names), grads
 
     specs = lambda table: {name: partition_spec(axes, table) for name, axes in AXES.items()}
     in_specs = (specs(RULES[rules].params), P(("data", "fsdp")))
@@ -135,4 +136,6 @@ def test_one_device_does_nothing():
     batch_axes = make_batch_axes(make_mesh(MeshConfig(), jax.devices()[:1]), RULES["zero3"])
     w, f = PARAMS["w"], lambda x: x
     assert batch_axes.gather(w, AXES["w"], "bfloat16") is w and batch_axes.shard_map(f, P(), P()) is f
-    assert batch_axes.reduce_last(PARAMS, AXES) is PARAMS and batch_axes.sum(w) is w and batch_axes.num_shards == 1
+    assert (
+        batch_axes.reduce_accumulated(PARAMS, AXES) is PARAMS and batch_axes.sum(w) is w and batch_axes.num_shards == 1
+    )

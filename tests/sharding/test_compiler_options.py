@@ -15,7 +15,7 @@ from jaxscale.planning.machine import open_machine
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.compiler_options import (
     OFFLOAD_TORUS,
-    ON_ALREADY,
+    ON_BY_DEFAULT,
     OVERLAP,
     PIPELINE,
     PIPELINED_GATHER,
@@ -46,13 +46,15 @@ def test_without_one_of_the_rows_for_the_torus_collectives_are_taken_in_stages(e
 
 
 def test_a_loop_whose_layers_take_one_of_two_ways_fetches_nothing_ahead():
-    usual, branching = (compiler_options("tpu", "TPU v5", {}, {}, fetch_ahead=ahead) for ahead in (True, False))
+    usual, branching = (compiler_options("tpu", "TPU v5", {}, {}, prefetch_weights=ahead) for ahead in (True, False))
     assert set(usual.values) - set(branching.values) == set(PIPELINE)
-    assert compiler_options("tpu", "TPU v5", {PIPELINE[0]: True}, {}, fetch_ahead=False).values[PIPELINE[0]] is True
+    assert (
+        compiler_options("tpu", "TPU v5", {PIPELINE[0]: True}, {}, prefetch_weights=False).values[PIPELINE[0]] is True
+    )
 
 
 def test_weights_that_come_over_the_network_have_more_under_way_at_a_time():
-    assert compiler_options("gpu", "any", {}, {}, network=True).values == USUAL | {OVERLAP: 16}
+    assert compiler_options("gpu", "any", {}, {}, over_network=True).values == USUAL | {OVERLAP: 16}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_kernels_of_experts_run_once_also_where_a_loop_keeps_what_they_give(mode
 
 
 def test_every_row_says_what_it_does_and_what_was_seen():
-    assert TABLE and all(row.does and row.seen for row in TABLE)
+    assert TABLE and all(row.effect and row.evidence for row in TABLE)
     assert len({(row.devices, row.name) for row in TABLE}) == len(TABLE)
 
 
@@ -103,7 +105,7 @@ def test_every_row_says_what_it_does_and_what_was_seen():
 @pytest.mark.parametrize("value", ["", "=true", "=false"])
 def test_what_the_environment_sets_is_left_to_it_and_told(variable, value):
     options = compiler_options("gpu", "any", {}, {variable: f"--xla_a=1 --{SCHEDULER}{value}  --xla_b"})
-    assert options.values == {GATHER: AHEAD, APART: 1} and options.left_out == (SCHEDULER,)
+    assert options.values == {GATHER: AHEAD, APART: 1} and options.set_by_environment == (SCHEDULER,)
     told = f"{GATHER}={AHEAD}, {APART}=1; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
     assert str(options) == told
 
@@ -111,16 +113,16 @@ def test_what_the_environment_sets_is_left_to_it_and_told(variable, value):
 def test_what_is_set_by_its_former_name_is_left_to_it():
     former = "xla_gpu_enable_pipelined_all_gather"
     options = compiler_options("gpu", "any", {}, {"XLA_FLAGS": f"--{former}=false"})
-    assert GATHER not in options.values and options.left_out == (former,)
+    assert GATHER not in options.values and options.set_by_environment == (former,)
 
 
 def test_a_name_that_only_begins_alike_is_no_such_option():
-    assert compiler_options("gpu", "any", {}, {"XLA_FLAGS": f"--{SCHEDULER}_x=1"}).left_out == ()
+    assert compiler_options("gpu", "any", {}, {"XLA_FLAGS": f"--{SCHEDULER}_x=1"}).set_by_environment == ()
 
 
 def test_the_config_goes_over_the_table_and_the_environment():
     options = compiler_options("gpu", "any", {SCHEDULER: False, "xla_c": 3}, {"XLA_FLAGS": f"--{SCHEDULER}=true"})
-    assert options.values == USUAL | {SCHEDULER: False, "xla_c": 3} and options.left_out == ()
+    assert options.values == USUAL | {SCHEDULER: False, "xla_c": 3} and options.set_by_environment == ()
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_gradients_are_scattered_each_for_itself():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", ON_ALREADY["tpu"])
+@pytest.mark.parametrize("name", ON_BY_DEFAULT["tpu"])
 def test_what_is_on_already_is_so_in_this_compiler(name):
     lowered = lowered_for("v5e:2x4")
     usual = program_text(lowered, None)

@@ -10,7 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis, make_context_axis, to_device_order, to_row_order
+from jaxscale.sharding.context_axis import (
+    NO_CONTEXT_AXIS,
+    ContextAxis,
+    make_context_axis,
+    to_device_order,
+    to_row_order,
+)
 from jaxscale.sharding.mesh import make_mesh
 
 X_BT = np.arange(2 * 16).reshape(2, 16).astype(np.float32)
@@ -29,7 +35,7 @@ def on_four(f, *arrays, zigzag=True, out_specs=WHOLE):
 
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_own_positions_are_chunks_of_the_row_and_all_of_them_are_the_row_again(zigzag):
-    f = lambda context, x_BT: (context.own(x_BT), context.whole(context.own({"x": x_BT})))
+    f = lambda context, x_BT: (context.local(x_BT), context.all_gather(context.local({"x": x_BT})))
     own_BT, whole = on_four(f, X_BT, zigzag=zigzag, out_specs=(P(None, "context"), P()))
     np.testing.assert_array_equal(whole["x"], X_BT)
     order = [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9] if zigzag else list(range(16))
@@ -38,8 +44,8 @@ def test_own_positions_are_chunks_of_the_row_and_all_of_them_are_the_row_again(z
 
 def test_the_starts_of_chunks_are_where_own_positions_come_from():
     context = ContextAxis(size=4)
-    assert context.starts(2).tolist() == [[0, 14], [2, 12], [4, 10], [6, 8]] and context.multiple == 8
-    assert ContextAxis(size=4, zigzag=False).starts(4).tolist() == [[0], [4], [8], [12]]
+    assert context.chunk_starts(2).tolist() == [[0, 14], [2, 12], [4, 10], [6, 8]] and context.multiple == 8
+    assert ContextAxis(size=4, zigzag=False).chunk_starts(4).tolist() == [[0], [4], [8], [12]]
 
 
 def test_both_orders_are_each_others_inverse():
@@ -53,8 +59,8 @@ def test_going_back_each_device_has_the_sum_of_what_all_make_of_its_positions():
 
     def f(context, x_BT):
         own = 1.0 + jax.lax.axis_index("context")
-        _, pull = jax.vjp(lambda x_BT: own * context.whole(x_BT), context.own(x_BT))
-        return context.whole(pull(x_BT)[0])
+        _, pull = jax.vjp(lambda x_BT: own * context.all_gather(x_BT), context.local(x_BT))
+        return context.all_gather(pull(x_BT)[0])
 
     np.testing.assert_allclose(on_four(f, X_BT), 10 * X_BT)
 
@@ -63,8 +69,8 @@ def test_heads_and_positions_change_places_and_back():
     x_BTNH = np.random.default_rng(0).normal(size=(2, 16, 8, 2)).astype(np.float32)
 
     def f(context, x_BTNH):
-        heads = context.heads_for_positions(context.own(x_BTNH))
-        return heads, context.whole(context.positions_for_heads(heads))
+        heads = context.shard_heads(context.local(x_BTNH))
+        return heads, context.all_gather(context.shard_positions(heads))
 
     heads, back = on_four(f, x_BTNH, zigzag=False, out_specs=(P(None, None, "context"), P()))
     np.testing.assert_array_equal(heads, x_BTNH)
@@ -72,4 +78,8 @@ def test_heads_and_positions_change_places_and_back():
 
 
 def test_one_device_leaves_everything_as_it_is():
-    assert WHOLE_ROWS.own(X_BT) is X_BT and WHOLE_ROWS.whole(X_BT) is X_BT and WHOLE_ROWS.multiple == 1
+    assert (
+        NO_CONTEXT_AXIS.local(X_BT) is X_BT
+        and NO_CONTEXT_AXIS.all_gather(X_BT) is X_BT
+        and NO_CONTEXT_AXIS.multiple == 1
+    )

@@ -181,6 +181,6 @@ def test_devices_without_host_memory_are_refused_before_anything_is_compiled():
     with pytest.raises(ValueError) as error:
         check_host_memory("optim.offload_moments=true", mesh)
     assert str(error.value) == (
-        "optim.offload_moments=true needs devices that reach pinned_host memory, and Chip has device, unpinned_host; "
-        "leave it out here"
+        "optim.offload_moments=true needs devices with pinned_host memory, and Chip has device, unpinned_host; "
+        "leave it out"
     )

@@ -8,9 +8,9 @@ import pytest
 from jaxscale.sharding.schedules import (
     IDLE,
     Costs,
+    bubble_fraction,
     check_schedule,
     ideal_bubble,
-    lost_time,
     make_schedule,
     simulated_seconds,
     split_layers,
@@ -30,13 +30,13 @@ def test_every_schedule_has_the_ideal_bubble(name):
 
 
 def test_a_zero_bubble_saves_the_gradients_of_weights_in_the_turns_that_are_lost():
-    again, to_inputs, to_weights = 1.25, 1.5, 0.75
-    costs = Costs(1.0, again, to_inputs, to_weights)
+    again, input_grads, weight_grads = 1.25, 1.5, 0.75
+    costs = Costs(1.0, again, input_grads, weight_grads)
     for P, V, M in SIZES:
         schedule, other = make_schedule("zero_bubble", P, V, M), make_schedule("1f1b", P, V, M)
-        lost = (P - 1) * (1.0 + again + to_inputs)
+        lost = (P - 1) * (1.0 + again + input_grads)
         assert simulated_seconds(schedule, costs) == M * V * sum(costs) + lost, (P, V, M)
-        assert lost_time(schedule, costs) == pytest.approx(lost / (M * V * sum(costs) + lost), abs=1e-12)
+        assert bubble_fraction(schedule, costs) == pytest.approx(lost / (M * V * sum(costs) + lost), abs=1e-12)
         assert schedule.bubble == pytest.approx(3 * (P - 1) / (4 * M * V + 3 * (P - 1)), abs=1e-12)
         assert simulated_seconds(other, costs) == (M * V + P - 1) * sum(costs)
         assert schedule.num_ticks == other.num_ticks and schedule.num_slots == other.num_slots

@@ -21,7 +21,7 @@ from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.tensor_axis import ONE, make_tensor_axis
+from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
 from jaxscale.sharding.torus import LinkStage
 
 STAGES = (LinkStage(((0, 2), (1, 3))), LinkStage(((0, 1), (2, 3))))  # a line of 4 devices as 2 rows of 2
@@ -48,7 +48,7 @@ def test_positions_are_gathered_and_sums_scattered_forward_and_backward(stages):
 
     def f(tensor, x_BTD, dy_BTD):
         own = 1.0 + jax.lax.axis_index("tensor")
-        y_BTD, pull = jax.vjp(lambda x_BTD: tensor.scatter(own * tensor.gather(x_BTD)), x_BTD)
+        y_BTD, pull = jax.vjp(lambda x_BTD: tensor.reduce_scatter(own * tensor.all_gather(x_BTD)), x_BTD)
         return y_BTD, *pull(dy_BTD)
 
     dy_BTD = RNG.normal(size=X_BTD.shape).astype(np.float32)
@@ -64,9 +64,9 @@ def test_even_rows_are_taken_in_halves_and_no_row_changes(rows, parts):
     def f(tensor, x_BTD, ids_BT):
         def run(x_BTD, ids_BT):
             taken.append(len(x_BTD))
-            return tensor.scatter(jnp.tanh(tensor.gather(x_BTD)) * tensor.gather(ids_BT)[..., None])
+            return tensor.reduce_scatter(jnp.tanh(tensor.all_gather(x_BTD)) * tensor.all_gather(ids_BT)[..., None])
 
-        return tensor.in_halves(run, x_BTD, ids_BT)
+        return tensor.run_in_halves(run, x_BTD, ids_BT)
 
     x_BTD = RNG.normal(size=(rows, 8, 4)).astype(np.float32)
     ids_BT = RNG.integers(0, 8, (rows, 8)).astype(np.float32)
@@ -75,7 +75,7 @@ def test_even_rows_are_taken_in_halves_and_no_row_changes(rows, parts):
 
 
 def test_a_device_takes_its_own_positions_and_ids():
-    f = on_four(lambda tensor, x_BT: (tensor.own(x_BT), tensor.own_ids(tensor.own(x_BT), 2)), P(), (CUT, CUT))
+    f = on_four(lambda tensor, x_BT: (tensor.local(x_BT), tensor.local_ids(tensor.local(x_BT), 2)), P(), (CUT, CUT))
     ids_BT = np.array([[0, 7, 2, 5, 4, 4, 1, 6]], np.int32)
     own_BT, rows_BT = f(ids_BT)
     np.testing.assert_array_equal(own_BT, ids_BT)
@@ -106,16 +106,16 @@ def test_cross_entropy_over_a_shared_vocabulary_is_that_over_a_whole_one(softcap
 
     def f(tensor, h_BTD, w_DV):
         def total(h_BTD, w_DV):
-            h_BTD = tensor.gather(h_BTD)
+            h_BTD = tensor.all_gather(h_BTD)
             return summed_cross_entropy(
                 h_BTD, w_DV, targets_BT, weights_BT, LossSettings(z_loss=1e-2, tensor=tensor, **how)
             ).total
 
         value, grads = jax.value_and_grad(total, (0, 1))(h_BTD, w_DV)
-        return value, grads, token_nats(tensor.gather(h_BTD), w_DV, targets_BT, LossSettings(tensor=tensor, **how))
+        return value, grads, token_nats(tensor.all_gather(h_BTD), w_DV, targets_BT, LossSettings(tensor=tensor, **how))
 
     shared = on_four(f, (CUT, P(None, "tensor")), (P(), (CUT, P(None, "tensor")), P()))(X_BTD, w_DV)
-    jax.tree.map(close, shared, f(ONE, X_BTD, w_DV))
+    jax.tree.map(close, shared, f(NO_TENSOR_AXIS, X_BTD, w_DV))
 
 
 MODELS = {

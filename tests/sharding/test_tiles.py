@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.planning.machine import open_machine
 from jaxscale.sharding.batch_axes import (
     LANES,
-    falls_into_groups,
-    from_scatter,
+    has_equal_groups,
     make_batch_axes,
     on_tpu,
+    pad_for_scatter,
     reduce_scatter,
-    to_scatter,
+    unpad,
 )
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
@@ -39,9 +39,9 @@ SHAPES = [  # and what is scattered
 @pytest.mark.parametrize(("shape", "scattered_shape"), SHAPES, ids=str)
 def test_a_part_of_it_is_a_part_of_the_array(shape, scattered_shape):
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
-    sent = to_scatter(x)
+    sent = pad_for_scatter(x)
     assert sent.shape == scattered_shape
-    np.testing.assert_array_equal(from_scatter(sent[4:8], shape[1:]), x[4:8])
+    np.testing.assert_array_equal(unpad(sent[4:8], shape[1:]), x[4:8])
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
@@ -74,8 +74,8 @@ def test_only_a_tpu_has_tiles():
 def test_tiles_in_groups_of_a_middling_size():
     whole = [614, 802, 1004, 1186, 1187, 2049, 167, 334, 482]  # summed whole on lines of 2, 4 or 8 chips
     fine = [1, 8, 86, 112, 150, 250, 393, 404, 784, 1001, 1023, 1188, 2000, 2050]  # few, or scattered on lines of 2
-    assert not any(map(falls_into_groups, whole)) and all(map(falls_into_groups, fine))
-    assert all(falls_into_groups(16 * n) for n in range(1, 400))
+    assert not any(map(has_equal_groups, whole)) and all(map(has_equal_groups, fine))
+    assert all(has_equal_groups(16 * n) for n in range(1, 400))
 
 
 @pytest.mark.parametrize("axes", [("experts", "expert_embed", "mlp"), ("experts", "mlp", "expert_embed")], ids=str)

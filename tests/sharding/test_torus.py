@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxscale.sharding.torus import link_stages, stage_sizes, widest_outermost
+from jaxscale.sharding.torus import link_stages, most_links_outermost, stage_sizes
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_devices_without_coordinates_have_no_stages():
 )
 def test_along_an_axis_the_most_links_vary_slowest_and_slices_fastest(kind, num_slices, shape, order):
     devices = slices(num_slices, shape, kind)
-    line = widest_outermost(devices.reshape(-1))
+    line = most_links_outermost(devices.reshape(-1))
     place = {"slice": 0, "x": 1, "y": 2, "z": 3}
     varying = [place[name] for name in order.split()]
     still = [number for number in range(devices.ndim) if number not in varying]  # of size 1
@@ -76,13 +76,13 @@ def test_along_an_axis_the_most_links_vary_slowest_and_slices_fastest(kind, num_
 
 def test_other_axes_stay_as_they_are():
     devices = slices(1, (2, 2, 4)).reshape(4, 4)
-    arranged = widest_outermost(devices)
+    arranged = most_links_outermost(devices)
     assert sorted(map(id, arranged.ravel())) == sorted(map(id, devices.ravel()))
     assert np.array_equal(arranged, devices)  # x and y are alike, and z is an axis of its own
 
 
 def test_what_takes_a_torus_at_once_still_takes_the_way_between_slices_alone():
-    mesh = types.SimpleNamespace(axis_names=("fsdp",), devices=widest_outermost(slices(2, (2, 2)).reshape(-1)))
+    mesh = types.SimpleNamespace(axis_names=("fsdp",), devices=most_links_outermost(slices(2, (2, 2)).reshape(-1)))
     inside, between = link_stages(mesh, "fsdp", torus_at_once=True)
     assert inside.groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and not inside.between_slices
     assert between.groups == ((0, 1), (2, 3), (4, 5), (6, 7)) and between.between_slices

@@ -37,7 +37,7 @@ def test_a_step_waits_for_nobody_in_another_branch(name):
 
 
 stage_is_first = lambda: lax.axis_index("pipeline") == 0
-to_next = lambda x: lax.ppermute(x, "context", [(0, 1), (1, 0)])
+ppermute_next = lambda x: lax.ppermute(x, "context", [(0, 1), (1, 0)])
 
 
 def chosen_by_a_sum(x):
@@ -52,7 +52,7 @@ def chosen_in_a_later_turn(x):
 
 HAND_MADE = {
     "a permutation over another axis": (
-        lambda x: lax.cond(stage_is_first(), to_next, lambda x: x, x),
+        lambda x: lax.cond(stage_is_first(), ppermute_next, lambda x: x, x),
         ["ppermute over ('context',) in a branch that differs along ('pipeline',)"],
     ),
     "a sum over the same axis, one call further in": (

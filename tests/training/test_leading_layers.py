@@ -82,11 +82,11 @@ def test_losses_gradients_and_balance_are_those_of_one_device(run):
 
 
 def test_the_first_of_61_layers_are_three_of_the_first_stage_and_all_stages_are_alike():
-    layers = split_layers(58, 16, 1, first_layers=3.0)
+    layers = split_layers(58, 16, 1, leading_layers=3.0)
     sizes = (layers != IDLE).sum(axis=(1, 2))
     assert sizes.tolist() == [1, *[4] * 12, *[3] * 3] and (layers[0, 0, 0], layers.max()) == (0, 57)
-    assert Stages(16, 58, 32, num_first=3, first_layers=3.0).kept_layers == 4
-    few = Stages(32, 58, 64, num_first=3, first_layers=3.0)  # 61 layers of 32 stages: the first has 4, others 2
+    assert Stages(16, 58, 32, num_first=3, leading_layers=3.0).kept_layers == 4
+    few = Stages(32, 58, 64, num_first=3, leading_layers=3.0)  # 61 layers of 32 stages: the first has 4, others 2
     assert few.chunk_layers == 2 and few.chunk_work == 4.0
     assert idle_share(few, head=0.0) == pytest.approx(4 * 32 / 61 * few.stretch() - 1)
 
@@ -98,7 +98,7 @@ def test_a_plan_counts_what_the_program_has():
     assert (program.model.pipeline.layers == stages.split).all()
     dense, sparse = 3 * 16 * 32, 3 * 16 * 16 + 16 * 4
     attention = 2 * 16 * 32 + 2 * 16 * 16
-    assert stages.first_layers == pytest.approx(2 * (attention + dense) / (attention + sparse))
+    assert stages.leading_layers == pytest.approx(2 * (attention + dense) / (attention + sparse))
     up = program.abstract_state.params["dense_blocks"]["mlp"]["up"]
     assert up.sharding.shard_shape(up.shape) == (2, 8, 32)  # at rest the stages share it
 

@@ -123,7 +123,7 @@ class Ring:
         def look(step, grads, held):
             dq, dkv = grads
             if dkv is not None:
-                dkv = self.context.to_next(dkv)  # beside the products: those of this device come on top of them
+                dkv = self.context.ppermute_next(dkv)  # overlaps the products below
             dq, *own = self.look.pull(dq, q, held, ids_BT, step, *above)
             return dq, tuple(own if dkv is None else map(jnp.add, dkv, own))
 
@@ -133,7 +133,7 @@ class Ring:
             grads, held = self.go_round(look, grads, held, first, last)
         dq, dkv = grads
         assert dkv is not None  # the first of runs() takes the device's own keys
-        return dq.astype(q.dtype), *self.context.to_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
+        return dq.astype(q.dtype), *self.context.ppermute_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
 
     def runs(self) -> list[tuple[int, int]]:
         """Steps (from, up to) that are compiled together: a device's own keys, those of most others, of the last."""
@@ -147,7 +147,7 @@ class Ring:
 
         def step(carry, number):
             so_far, held = carry
-            arriving = self.context.to_next(held)
+            arriving = self.context.ppermute_next(held)
             return (look(number, so_far, held), arriving), None
 
         if last - first == 1:

@@ -71,7 +71,7 @@ class WalkLook:
         at_home = isinstance(step, int) and step == 0
         tables_XP2, which_CC = met_pairs(size, self.chunk, self.walk.block, self.walk.window, at_home=at_home)
         pairs_P2 = jnp.asarray(tables_XP2)[jnp.asarray(which_CC)[device, other]]
-        starts_Cc = jnp.asarray(self.context.starts(self.chunk))
+        starts_Cc = jnp.asarray(self.context.chunk_starts(self.chunk))
         places = lambda n: (starts_Cc[n][:, None] + jnp.arange(self.chunk, dtype=jnp.int32)[None]).reshape(-1)
         return Sight(pairs_P2, ids_BT, key_ids_BT, places(device), places(other))
 
@@ -82,7 +82,7 @@ def met_pairs(size: int, chunk: int, block: int, window: int | None, *, at_home:
 
     at_home: of each device with itself, else with others. In zigzag order one sees two pairs of chunks of any other.
     """
-    starts_Cc = ContextAxis(size).starts(chunk // block)
+    starts_Cc = ContextAxis(size).chunk_starts(chunk // block)
     blocks = [np.concatenate([start + np.arange(chunk // block) for start in starts_c]) for starts_c in starts_Cc]
     reach = np.inf if window is None else window - 1
     met = {}

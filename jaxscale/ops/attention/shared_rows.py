@@ -98,9 +98,9 @@ def gathered(attend: AttendStanding, context: ContextAxis):
     """attend(q_BtNH, k_BtKH, v_BtKH, segments, **how) -> out_BtNH: keys and values of all devices are gathered."""
 
     def attend_gathered(q_BtNH, k_BtKH, v_BtKH, segments: jax.Array | Scope, **how):
-        k_BSKH, v_BSKH = context.whole((k_BtKH, v_BtKH))
+        k_BSKH, v_BSKH = context.all_gather((k_BtKH, v_BtKH))
         chunk = q_BtNH.shape[1] // context.chunks
-        standing = Standing(context.starts(chunk), chunk, context.index())
+        standing = Standing(context.chunk_starts(chunk), chunk, context.index())
         return attend(q_BtNH, k_BSKH, v_BSKH, scope_of_all(context, segments), standing, **how)
 
     return attend_gathered
@@ -113,9 +113,9 @@ def of_all_keys(largest: Callable[..., jax.Array], context: ContextAxis) -> Call
 
     def largest_of_all(q_BtNH, k_BtKH, segments: jax.Array | Scope, **how):
         chunk = q_BtNH.shape[1] // context.chunks
-        standing = Standing(context.starts(chunk), chunk, context.index())
+        standing = Standing(context.chunk_starts(chunk), chunk, context.index())
         scope = scope_of_all(context, segments)._replace(places_T=standing.places_T)
-        return largest(q_BtNH, context.whole(k_BtKH), scope, **how)
+        return largest(q_BtNH, context.all_gather(k_BtKH), scope, **how)
 
     return largest_of_all
 
@@ -123,7 +123,7 @@ def of_all_keys(largest: Callable[..., jax.Array], context: ContextAxis) -> Call
 def scope_of_all(context: ContextAxis, segments: jax.Array | Scope) -> Scope:
     """The scope of own queries and all keys."""
     scope = as_scope(segments)
-    return Scope(scope.segment_ids_BT, context.whole(scope.prefix_BT), context.whole(scope.segment_ids_BT))
+    return Scope(scope.segment_ids_BT, context.all_gather(scope.prefix_BT), context.all_gather(scope.segment_ids_BT))
 
 
 def with_neighbours(attend: AttendStanding, far: Callable[..., jax.Array], window: int, context: ContextAxis):
@@ -158,10 +158,10 @@ def tails_before(fields: tuple[jax.Array, ...], length: int, context: ContextAxi
     size, chunks = context.size, context.chunks
     tails = jax.tree.map(lambda x: x[:, x.shape[1] - length :].reshape(-1, chunks, length, *x.shape[2:]), fields)
     up = [(device, device + 1) for device in range(size - 1)]
-    early = context.sent(jax.tree.map(lambda x: x[:, 0], tails), up)
+    early = context.ppermute(jax.tree.map(lambda x: x[:, 0], tails), up)
     if chunks == 1:
         return early
-    late = context.sent(jax.tree.map(lambda x: x[:, 1], tails), [(after, before) for before, after in up])
+    late = context.ppermute(jax.tree.map(lambda x: x[:, 1], tails), [(after, before) for before, after in up])
     last = context.index() == size - 1  # its two chunks are neighbours
     late = jax.tree.map(lambda own, sent: jnp.where(last, own[:, 0], sent), tails, late)
     return jax.tree.map(lambda one, two: jnp.stack([one, two], 1).reshape(-1, *one.shape[1:]), early, late)
@@ -171,8 +171,8 @@ def by_heads(attend: Callable[..., jax.Array], context: ContextAxis):
     """attend(q_BtNH, k_BtKH, v_BtKH, segments, **how) -> out_BtNH: each device has some heads of whole rows."""
 
     def attend_by_heads(q_BtNH, k_BtKH, v_BtKH, segments: jax.Array | Scope, **how):
-        q_BTNH, k_BSKH, v_BSKH = map(context.heads_for_positions, (q_BtNH, k_BtKH, v_BtKH))
-        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, context.whole(segments), **how)
-        return context.positions_for_heads(out_BTNH)
+        q_BTNH, k_BSKH, v_BSKH = map(context.shard_heads, (q_BtNH, k_BtKH, v_BtKH))
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, context.all_gather(segments), **how)
+        return context.shard_positions(out_BTNH)
 
     return attend_by_heads
