@@ -23,7 +23,7 @@ from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
 from jaxscale.models.experts import SparseMlp
-from jaxscale.models.llama import Mlp
+from jaxscale.models.llama import LlamaMlp
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.ops.grouped import ExpertKernels, all_rows, weighed
@@ -55,7 +55,9 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
         raise BadInput(f"{name} has no experts: give --spec=M, or --config=FILE of a mixture")
     device = jax.devices()[0]
     kernels = choose_kernels(device.platform, model.attention, model.attention_needs(), device)
-    dense = Mlp(model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), kernels=kernels, tensor=NO_TENSOR_AXIS)
+    dense = LlamaMlp(
+        model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), kernels=kernels, tensor=NO_TENSOR_AXIS
+    )
     keys, shape = jax.random.split(jax.random.key(cfg.seed)), (cfg.rows_per_step, cfg.seq_len, model.embed_dim)
     draw = lambda key: jax.random.normal(key, shape).astype(model.compute_dtype)
     x_BTD, dy_BTD = draw(keys[0]).at[..., 0].set(1), draw(keys[1])  # a channel of ones: its router weight is a bias
@@ -94,7 +96,7 @@ def make_sparse(model: LlamaConfig, kernels: Kernels, seed: int) -> SparseMlp:
     assert model.experts is not None, "measure_experts() refuses other models"
     rngs, shared = nnx.Rngs(params=seed), None
     if model.experts.shared_dim:
-        shared = Mlp(model, model.experts.shared_dim, rngs=rngs, kernels=kernels, tensor=NO_TENSOR_AXIS)
+        shared = LlamaMlp(model, model.experts.shared_dim, rngs=rngs, kernels=kernels, tensor=NO_TENSOR_AXIS)
     return SparseMlp(model, rngs=rngs, kernels=kernels, tensor=NO_TENSOR_AXIS, shared=shared)
 
 
@@ -148,7 +150,7 @@ def ragged_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, tu
 def busiest_share(mlp: SparseMlp, x_BTD: jax.Array) -> float:
     """Rows of the busiest expert over the mean."""
     expert_nk = mlp.routes(x_BTD.reshape(-1, x_BTD.shape[-1])).expert_nk
-    counts_E = jnp.bincount(expert_nk.reshape(-1), length=mlp.form.number)
+    counts_E = jnp.bincount(expert_nk.reshape(-1), length=mlp.experts.number)
     return float(jnp.max(counts_E) / jnp.mean(counts_E))
 
 

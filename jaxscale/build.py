@@ -28,7 +28,7 @@ from jaxscale.model_on_mesh import shard_run_model
 from jaxscale.models.config import MLP_GATE, MLP_UP, saved_names
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
-from jaxscale.models.mup_config import rate_multiplier, scales_of
+from jaxscale.models.mup_config import learning_rate_multiplier, mup_scales
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.grouped import choose_expert_kernels
 from jaxscale.ops.kernels import make_recorder, make_score_recorder
@@ -275,10 +275,10 @@ def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, Sha
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
     """The optimizer of a run of this length."""
     learns = is_adapter if cfg.lora.on else lambda name: not is_balance(name)
-    optim, of_eps = cfg.optim, scales_of(cfg.model).eps
+    optim, of_eps = cfg.optim, mup_scales(cfg.model).eps
     if of_eps != 1.0:
         optim = dataclasses.replace(optim, eps=optim.eps * of_eps)
-    rate = functools.partial(rate_multiplier, cfg.model, optim.name)
+    rate = functools.partial(learning_rate_multiplier, cfg.model, optim.name)
     groups = assign_groups(model.axes, optim.groups, optim.weight_decay, optim.weight_decay_all, learns, rate)
     schedule = optim_schedule(optim, **budget.schedule_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
@@ -341,7 +341,7 @@ def make_gradients(
             recording = NO_RECORDER
             if recorder is not None:
                 recording = recorder(model.kernels, model.needs, model.tensor, model.context)
-            whole = model.merge(params, combine(trained, variables), recorder=recording, learns=True)
+            whole = model.merge(params, combine(trained, variables), recorder=recording, training=True)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
             return total, parts | recording.parts()
 
@@ -361,8 +361,8 @@ def make_gradients(
 
 def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction: Reduction) -> LocalGradients:
     """What make_gradients() computes on a device, by the stages of a pipeline."""
-    pieces = model.pieces(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture)))
-    pipeline = Pipeline(pieces, model.pipeline, stage_schedule(cfg, model), groups)
+    functions = model.stage_functions(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture)))
+    pipeline = Pipeline(functions, model.pipeline, stage_schedule(cfg, model), groups)
     reduction = reduction._replace(last=model.stage_gradients)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):

@@ -17,7 +17,7 @@ from jaxscale.budget import Budget
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
-from jaxscale.models.layers import OneStack
+from jaxscale.models.layers import StackedModel
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import unembed
 from jaxscale.ops.recorder import ACTIVATION, ATTENTION, MLP, Recorder
@@ -174,8 +174,8 @@ def activations(program: Program, params: Any, batch: Batch) -> dict[str, list[j
     """{one of KINDS: its arrays, those of the layers of a stack in one}."""
     recorder = ArrayRecorder()
     model = program.model.merge(params, recorder=recorder)
-    assert isinstance(model, OneStack), "at_width() refuses models other than llama"
+    assert isinstance(model, StackedModel), "at_width() refuses models other than llama"
     rows = batch.tokens, batch.positions, batch.segment_ids
     logits_BTV = unembed(model, model.hidden(*rows))
     of_layers = {name: [stack[name] for stack in recorder.stacks] for name in (SCORES, ATTENTION, MLP, ACTIVATION)}
-    return of_layers | {EMBEDDING: [model.enter(*rows)], LOGITS: [logits_BTV]}
+    return of_layers | {EMBEDDING: [model.embed_tokens(*rows)], LOGITS: [logits_BTV]}

@@ -5,7 +5,7 @@ from jax.sharding import Mesh
 from jaxscale.config import RunConfig
 from jaxscale.device_checks import check_stages
 from jaxscale.models.config import BLOCKS
-from jaxscale.models.sharded import ShardedModel, SharedRows, shard_model
+from jaxscale.models.sharded import ParallelRequest, ShardedModel, shard_model
 from jaxscale.sharding.pipeline_axis import NO_PIPELINE_AXIS, PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import RULES, axis_size
 
@@ -24,7 +24,7 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: 
         prefix=cfg.row_lengths.prefix,
         reduce_dtype=cfg.train.reduce_dtype,
         torus_at_once=torus_at_once,
-        shared=shared_rows(cfg, mesh),
+        request=parallel_request(cfg, mesh),
         pipeline=make_stages(cfg, mesh) if staged else NO_PIPELINE_AXIS,
     )
 
@@ -38,8 +38,8 @@ def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
     return make_pipeline_axis(stages, cfg.pipeline, blocks, head_layers, before)
 
 
-def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
+def parallel_request(cfg: RunConfig, mesh: Mesh) -> ParallelRequest:
     """The rows of a run, as devices of the context axis share them."""
     shards = axis_size("act_batch", RULES[cfg.rules].params, mesh.shape)
     rows = max(1, cfg.rows_per_step // cfg.train.num_microbatches // shards)
-    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows, cfg.expert.exchange)
+    return ParallelRequest(cfg.context.attention, cfg.row_lengths.row, rows, cfg.expert.exchange)

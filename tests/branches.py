@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from jaxscale.sharding.rules import names_of
+from jaxscale.sharding.rules import mesh_axis_names
 
 PERMUTES = "ppermute"
 SAME = ("psum", "pmax", "pmin", "all_gather")  # what they return is the same on all devices of their axes
@@ -50,13 +50,13 @@ def results_of(eqn: Any, differs: list[Axes], branch: Axes, found: list[Waits]) 
     name, params = eqn.primitive.name, eqn.params
     joined = ALIKE.union(*differs)
     if name == "shard_map":
-        cut = [frozenset(axis for place in spec for axis in names_of(place)) for spec in params["in_specs"]]
+        cut = [frozenset(axis for place in spec for axis in mesh_axis_names(place)) for spec in params["in_specs"]]
         follow(params["jaxpr"], cut, branch, found)
         return [ALIKE] * len(eqn.outvars)
     if name == "axis_index":
-        return [frozenset(names_of(params["axis_name"]))]
+        return [frozenset(mesh_axis_names(params["axis_name"]))]
     if name in COLLECTIVES:
-        axes = frozenset(names_of(params.get("axis_name", params.get("axes"))))
+        axes = frozenset(mesh_axis_names(params.get("axis_name", params.get("axes"))))
         if branch and (name == PERMUTES or branch & axes):
             found.append(Waits(name, tuple(sorted(axes)), tuple(sorted(branch))))
         same = name in SAME and params.get("axis_index_groups") is None

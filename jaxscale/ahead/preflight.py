@@ -182,7 +182,7 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     plain += [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []
-    if why := program.model.why_slots:
+    if why := program.model.slots_fallback_reason:
         plain.append(f"experts: their products run in slots: {why}")
     model = program.cfg.model
     if model.active_params != model.num_params:

@@ -22,7 +22,7 @@ from jaxscale.hosts.agree import agreed
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.lora import is_adapter
-from jaxscale.models.mup_config import folded
+from jaxscale.models.mup_config import folding_factors
 from jaxscale.schema import convert, from_dict
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, tell
@@ -254,8 +254,8 @@ def check_lora_scale(source: InitSource, plan: BranchPlan, lora: LoraConfig) -> 
 def check_mup_scales(source: InitSource, model: Any) -> None:
     """Raises BadInput if the muP factors of the weights differ between the checkpoint and this config."""
     recorded = source.record["run"].get("config", {}).get("model") or {}
-    saved = folded(convert(recorded, AnyModelConfig, f"{source}: model")) if recorded.get("mup") else {}
-    if saved != folded(model):
+    saved = folding_factors(convert(recorded, AnyModelConfig, f"{source}: model")) if recorded.get("mup") else {}
+    if saved != folding_factors(model):
         raise BadInput(
             f"init.from_path: the weights of {source} were trained with factors of model.mup other than those of this "
             "config; set model.mup as in that run, or leave it out if that run has none"

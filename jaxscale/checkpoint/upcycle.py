@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.models.config import BLOCKS, DENSE, ModelConfig
 from jaxscale.models.experts_config import ExpertsConfig
-from jaxscale.sharding.rules import names_of
+from jaxscale.sharding.rules import mesh_axis_names
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
@@ -91,7 +91,7 @@ class Upcycling:
     def program(self, origin: Origin, sharding: NamedSharding, target: Any) -> Callable[[jax.Array], jax.Array]:
         """Returns the compiled function that makes the leaf of an array with this sharding."""
         mesh = sharding.mesh
-        axes = names_of(spec_of(target)[-3]) if origin.columns is not None else ()
+        axes = mesh_axis_names(spec_of(target)[-3]) if origin.columns is not None else ()
 
         def make(old: jax.Array) -> jax.Array:
             layers = old if origin.layers is None else old[slice(*origin.layers)]

@@ -1,7 +1,7 @@
-"""The models by name. A new model is one file, or two with its settings apart, and one line of MODELS; see
+"""Models by name. A new model is one file, or two with separate settings, and one line of MODELS; see
 docs/howto/add_model.md.
 
-Settings are loaded with this package and need neither JAX nor Flax; a module is loaded when a model is made of it.
+Importing this package loads settings only, neither JAX nor Flax; a model's module is imported when it is made.
 """
 
 import functools
@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jaxscale.models.config import Kind, ModelConfig
+from jaxscale.models.config import ModelConfig, ModelKind
 
 # name: (its settings, its module)
 MODELS = {
@@ -27,10 +27,10 @@ else:
 
 
 def model_class(cfg: ModelConfig) -> Callable[..., Any]:
-    """The module that is made of these settings: see models.model.Model."""
+    """Returns the module class of these settings; see models.model.Model."""
     return pkgutil.resolve_name(MODELS[cfg.name][1])
 
 
-def names_of(kind: Kind) -> list[str]:
-    """Models of this kind."""
+def names_of(kind: ModelKind) -> list[str]:
+    """Returns the names of models of this kind."""
     return [name for name, settings in SETTINGS.items() if settings.kind == kind]

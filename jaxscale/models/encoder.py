@@ -1,4 +1,4 @@
-"""BERT's encoder for masked language modelling (arXiv:1810.04805): learned positions, norms after each part, GELU.
+"""BERT encoder for masked language modelling (arXiv:1810.04805): learned positions, post-norms, GELU.
 
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
 """
@@ -14,14 +14,14 @@ from jaxscale.models.layers import (
     STD,
     BiasedAttention,
     BiasedMlp,
-    OneStack,
+    StackedModel,
     constant,
-    drop_embeddings,
     dropout,
-    layer_keys,
+    dropout_embeddings,
+    dropout_keys,
+    grad_barrier,
     make_stack,
     param,
-    settle_together,
     split_keys,
     with_bias,
 )
@@ -34,8 +34,8 @@ from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
-class Block(nnx.Module):
-    """Attention, then MLP, each added to the residual stream, which is normalised after that."""
+class EncoderBlock(nnx.Module):
+    """Post-norm attention and MLP."""
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
@@ -56,10 +56,10 @@ class Block(nnx.Module):
         return layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
 
 
-class Head(nnx.Module):
-    """What the last hidden states go through before they meet the table: a product, GELU and a norm.
+class MlmHead(nnx.Module):
+    """Matmul, GELU and norm between the last hidden states and the embedding table.
 
-    Every device works on its own positions with the whole of it.
+    Replicated, and applied to local positions.
     """
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather):
@@ -75,8 +75,8 @@ class Head(nnx.Module):
         return layer_norm(h_BTD, self.scale[...], self.bias[...], self.cfg.norm_eps)
 
 
-class Encoder(OneStack):
-    """The encoder."""
+class Encoder(StackedModel):
+    """BERT encoder."""
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
@@ -86,30 +86,30 @@ class Encoder(OneStack):
         types = cfg.num_token_types
         self.type_embedding = param(rngs, (types, D), ("position", "embed"), std=STD) if types else None
         self.scale_embedding, self.bias_embedding = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        make_block = lambda rngs: EncoderBlock(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
-        self.head = Head(cfg, rngs=rngs, kernels=kernels, gather=gather)
+        self.head = MlmHead(cfg, rngs=rngs, kernels=kernels, gather=gather)
         self.bias_vocab = constant((V,), ("vocab",), 0.0)
 
-    def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The residual stream before the first block. keys_B: for dropout."""
-        return drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
+    def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """Returns the residual stream before the first block. keys_B: for dropout."""
+        return dropout_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
 
-    def per_layer(self, keys_B: jax.Array | None):
-        """The random keys of each block, for dropout."""
-        return layer_keys(keys_B, self.cfg)
+    def layer_inputs(self, keys_B: jax.Array | None):
+        """Returns the dropout keys of each block."""
+        return dropout_keys(keys_B, self.cfg)
 
-    def layer(self, positions_BT, segment_ids_BT):
-        """A function that takes the residual stream through a block of these rows."""
+    def make_layer(self, positions_BT, segment_ids_BT):
+        """Returns a function that applies a block to the residual stream of these rows."""
         return lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
 
-    def leave(self, x_BTD):
-        """The residual stream as it is: each block has normalised its own."""
+    def last_hidden(self, x_BTD):
+        """Returns x_BTD unchanged: each block ends in a norm."""
         return x_BTD
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT, positions_BT):
-        """The residual stream before the first block, of the device's own positions."""
+        """Returns normalized token, position and type embeddings of the device's positions."""
         cfg = self.cfg
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
@@ -122,9 +122,9 @@ class Encoder(OneStack):
         return x_BTD.astype(cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
-        """(the head's hidden states with a 1 behind each, the embedding table [D, V] with the bias of the logits
-        below it): their product has the bias in it, so that the loss need not know of one."""
-        h_BTD, table_VD = settle_together(h_BTD, self.embedding[...])
+        """Returns (hidden states of the head with a 1 appended, the embedding table [D, V] with the logits' bias as
+        last row): their product includes the bias, so the loss needs no bias argument."""
+        h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
         h_BTD = self.head(h_BTD).astype(self.cfg.embed_dtype)
         ones = jnp.ones((*h_BTD.shape[:-1], 1), h_BTD.dtype)
         w_DV = self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T

@@ -43,15 +43,15 @@ F32 = jnp.float32
 
 
 class SharedMlp(Protocol):
-    """An MLP for all tokens."""
+    """A dense MLP for all tokens."""
 
-    def own_part(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the sum over the device's columns, for all positions."""
+    def unreduced(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the output of the device's columns, for all positions, not yet summed over devices."""
         ...
 
 
 class SparseMlp(nnx.Module):
-    """Gated MLPs, a few for each token, and optionally a shared one for all tokens."""
+    """Gated MLPs, of which each token uses a few, and optionally a shared one."""
 
     def __init__(
         self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis, shared: SharedMlp | None
@@ -59,12 +59,12 @@ class SparseMlp(nnx.Module):
         experts = cfg.experts
         assert experts is not None, "made for a config with experts"
         D, E, F = cfg.embed_dim, experts.number, experts.mlp_dim
-        self.form, self.kernels, self.tensor, self.shared = experts, kernels, tensor, shared
+        self.experts, self.kernels, self.tensor, self.shared = experts, kernels, tensor, shared
         self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
         self.router = param(rngs, (D, E), ("embed", "router"), std=cfg.scales.router_std * D**-0.5)
-        # Neither is learned: training.balance moves them after each step.
+        # Not trained: training.balance updates both after each step.
         self.router_bias = constant((E,), ("norm",), 0.0) if experts.bias else None
-        self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's part of the rows of the step before
+        self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's share of the previous step's rows
         self.gate = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
         self.up = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
         std = (experts.active_dim * 2 * cfg.init_layers) ** -0.5  # of a dense MLP of that width
@@ -76,12 +76,12 @@ class SparseMlp(nnx.Module):
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
         fits_nk = self.fits_capacity(routes, segment_ids_BT)
-        y_nD, rounds_Q = self.mixed(x_nD, routes, fits_nk)
+        y_nD, rounds_Q = self.combine(x_nD, routes, fits_nk)
         y_BTD = y_nD.reshape(x_BTD.shape)
         if self.shared is not None:
-            y_BTD += self.shared.own_part(x_BTD)
+            y_BTD += self.shared.unreduced(x_BTD)
         load_E = self.router_load[...]
-        metrics = router_metrics(self.form, self.tensor, routes, segment_ids_BT, load_E, rounds_Q)
+        metrics = router_metrics(self.experts, self.tensor, routes, segment_ids_BT, load_E, rounds_Q)
         if fits_nk is not None:
             dropped_nk = ~fits_nk & (segment_ids_BT.reshape(-1, 1) > 0)
             metrics = metrics._replace(dropped=jnp.sum(dropped_nk, dtype=jnp.int32))
@@ -91,30 +91,30 @@ class SparseMlp(nnx.Module):
     def routes(self, x_nD: jax.Array) -> Routes:
         """Routes each token, with float32 products."""
         bias_E = None if self.router_bias is None else self.router_bias[...]
-        return route(self.form, router_logits(x_nD, self.router[...]), bias_E)
+        return route(self.experts, router_logits(x_nD, self.router[...]), bias_E)
 
     def fits_capacity(self, routes: Routes, segment_ids_BT: jax.Array) -> jax.Array | None:
         """True where a (token, expert) pair fits the expert's capacity; None without a limit."""
         B, T = segment_ids_BT.shape
-        capacity = self.form.capacity(T) if self.kernels.limits else None
+        capacity = self.experts.capacity(T) if self.kernels.limits else None
         if capacity is None:
             return None
         expert_BTk = routes.expert_nk.reshape(B, T, -1)
-        fits_BTk = within_capacity(expert_BTk, segment_ids_BT > 0, self.form.number, capacity)
+        fits_BTk = within_capacity(expert_BTk, segment_ids_BT > 0, self.experts.number, capacity)
         return fits_BTk.reshape(routes.expert_nk.shape)
 
-    def mixed(self, x_nD: jax.Array, routes: Routes, fits_nk: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def combine(self, x_nD: jax.Array, routes: Routes, fits_nk: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Returns (weighted sum of each token's experts, rounds_Q as in MoEMetrics).
 
-        Weights are multiplied in before the last product, so that the backward pass does not need its result.
-        fits_nk: True for the pairs to compute; None: all.
+        Weights are multiplied in before the last matmul, so that the backward pass does not need its result. fits_nk:
+        True for the pairs to compute; None: all.
         """
-        k, axis, kernels = self.form.chosen, self.kernels.expert_axis, self.kernels.experts
+        k, axis, kernels = self.experts.chosen, self.kernels.expert_axis, self.kernels.experts
         run = functools.partial(run_experts, kernels.project, functools.partial(kernels.weigh, self.activate))
         run = functools.partial(kernels.lay_rows, run)
-        expert_nk = routes.expert_nk if fits_nk is None else jnp.where(fits_nk, routes.expert_nk, self.form.number)
-        rows = sort_rows(expert_nk, self.form.number)
-        # Products may give anything for rows after those of the last expert.
+        expert_nk = routes.expert_nk if fits_nk is None else jnp.where(fits_nk, routes.expert_nk, self.experts.number)
+        rows = sort_rows(expert_nk, self.experts.number)
+        # Grouped matmuls return arbitrary values for rows after the last expert's.
         valid = (lambda array_R: array_R) if fits_nk is None else (lambda array_R: taken_alone(array_R, rows))
         weights = self.gate[...], self.up[...], self.down[...]
         x_RD, weight_R = valid(to_rows(k, x_nD, rows, kernels.as_bits)), valid(in_order(routes.weight_nk, rows))
@@ -122,7 +122,7 @@ class SparseMlp(nnx.Module):
             y_RD, rounds_Q = run(weights, x_RD, weight_R, rows.counts_E), jnp.zeros(0, jnp.int32)
         else:
             y_RD, rounds = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
-            rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one a device
+            rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one round per device
         return to_tokens(k, valid(y_RD), rows, kernels.as_bits), rounds_Q
 
 
@@ -134,7 +134,7 @@ def router_metrics(
     router_load_E: jax.Array,
     rounds_Q: jax.Array,
 ) -> MoEMetrics:
-    """Returns the metrics of a layer. Devices of the tensor axis return the same values, each with its part of the
+    """Returns the metrics of a layer. Devices of the tensor axis return equal values, each with its share of the
     gradient.
 
     router_load_E: each expert's share of the rows of the previous step.
@@ -169,8 +169,7 @@ def router_metrics(
 def run_experts(
     grouped: GroupedProject, weigh: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
-    """y_RD of rows sorted by expert, so many of each; or of rows of one expert, with its weights, as `grouped` has it.
-    weights: (gate_EDF, up_EDF, down_EFD)."""
+    """Returns y_RD of rows sorted by expert, or of rows of one expert. weights: (gate_EDF, up_EDF, down_EFD)."""
     gate_EDF, up_EDF, down_EFD = weights
     gate_RF = checkpoint_name(grouped(x_RD, gate_EDF, counts_E), MLP_GATE)
     up_RF = checkpoint_name(grouped(x_RD, up_EDF, counts_E), MLP_UP)

@@ -1,4 +1,4 @@
-"""Settings of a mixture of experts, which some models have in place of their blocks' MLP, and its counts."""
+"""Settings of a mixture of experts, and quantities derived from them."""
 
 import dataclasses
 import math
@@ -7,33 +7,33 @@ from jaxscale.ops.config import RouterForm
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-# Among the named parts of a loss. L layers  E experts  Q rounds
-EXPERT_COUNTS = "expert_counts"  # int32[L, E]: how often each was chosen
-EXPERT_ROUNDS = "expert_rounds"  # int32[Q]: exchanges of rows, by the rounds that they needed; where rows are sent
+# Keys of a loss's named parts. L layers  E experts  Q rounds
+EXPERT_COUNTS = "expert_counts"  # int32[L, E]: tokens routed to each
+EXPERT_ROUNDS = "expert_rounds"  # int32[Q]: all-to-all exchanges by number of rounds; if tokens are sent
 ROUTER_ENTROPY = "router_entropy"  # float32[L]
-ROUTER_SCORES = "router_scores"  # float32[L]: how far the scores of a token lie apart
-EXPERTS_DROPPED = "experts_dropped"  # int32[L]: choices that a limit left out; where there is one
+ROUTER_SCORES = "router_scores"  # float32[L]: range of a token's scores
+EXPERTS_DROPPED = "experts_dropped"  # int32[L]: (token, expert) pairs beyond capacity; with a capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(RouterForm):
-    """A router, experts of which each token has a few, and perhaps one that all have."""
+    """A router, experts of which each token selects a few, and optionally a shared expert."""
 
-    number: int = setting(help="experts of a layer")
+    number: int = setting(help="experts per layer")
     mlp_dim: int = setting(help="width of an expert's gated MLP")
-    shared_dim: int = setting(0, "width of a gated MLP that every token has besides; 0: none")
-    first_dense: int = setting(0, "the first n layers have the model's own mlp_dim and no experts")
+    shared_dim: int = setting(0, "width of a shared gated MLP for every token; 0: none")
+    first_dense: int = setting(0, "the first n layers are dense, with the model's mlp_dim")
     capacity_factor: float = setting(
         0.0,
-        "in training an expert takes at most so many times its equal share of each row's tokens, the first ones "
-        "(arXiv:2101.03961); the others go past it, and are counted; 0: no limit",
+        "limits an expert to this multiple of its equal share of each row's tokens in training, first tokens first "
+        "(arXiv:2101.03961); dropped tokens are counted; 0: no limit",
     )
     bias: bool = setting(
         False,
-        "a number is added to each expert's score when a token's are chosen; after a step it grows by bias_rate where "
-        "the expert had fewer tokens than the mean, and shrinks where it had more (arXiv:2408.15664)",
+        "balances load by a bias per expert, added to its score in top-k only; after each step it grows by bias_rate "
+        "if the expert had fewer tokens than the mean, and shrinks if it had more (arXiv:2408.15664)",
     )
-    bias_rate: float = setting(1e-3, "by how much; 0: it stays", read_if=".bias")
+    bias_rate: float = setting(1e-3, "step size of the bias; 0: constant", read_if=".bias")
 
     def __post_init__(self):
         for name in ("number", "mlp_dim"):
@@ -45,11 +45,11 @@ class ExpertsConfig(RouterForm):
         self.check_router(self.number)
 
     def capacity(self, row_length: int) -> int | None:
-        """Tokens of a row of this length that an expert takes at most, in training."""
+        """Returns the maximum number of tokens that an expert takes from a row of this length in training."""
         factor = self.capacity_factor
         return math.ceil(factor * self.chosen * row_length / self.number) if factor else None
 
     @property
     def active_dim(self) -> int:
-        """Width of what a token goes through."""
+        """Width of a token's experts, the shared one included."""
         return self.chosen * self.mlp_dim + self.shared_dim

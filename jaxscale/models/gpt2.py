@@ -13,14 +13,14 @@ from jaxscale.models.layers import (
     STD,
     BiasedAttention,
     BiasedMlp,
-    OneStack,
+    StackedModel,
     constant,
-    drop_embeddings,
     dropout,
-    layer_keys,
+    dropout_embeddings,
+    dropout_keys,
+    grad_barrier,
     make_stack,
     param,
-    settle_together,
     split_keys,
 )
 from jaxscale.ops.activation import gelu_tanh
@@ -32,8 +32,8 @@ from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
-class Block(nnx.Module):
-    """Attention, then MLP, each normalised first and added to the residual stream."""
+class Gpt2Block(nnx.Module):
+    """Pre-norm attention and MLP."""
 
     def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
@@ -42,7 +42,7 @@ class Block(nnx.Module):
         std = STD * (2 * cfg.num_layers) ** -0.5
         self.attention = BiasedAttention(cfg, causal=True, out_std=std, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        # GELU in its tanh form, as GPT-2 had it
+        # tanh form, as in GPT-2
         self.mlp = BiasedMlp(cfg, gelu_tanh, out_std=std, rngs=rngs, kernels=kernels, tensor=tensor)
 
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
@@ -56,37 +56,37 @@ class Block(nnx.Module):
         return x_BTD + dropout(sow(MLP, self.mlp(h_BTD)), cfg.dropout, key_mlp, self.tensor)
 
 
-class Gpt2(OneStack):
-    """The decoder."""
+class Gpt2(StackedModel):
+    """GPT-2 decoder."""
 
     def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
         self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=STD)
         self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=0.01)  # as GPT-2's code
-        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        make_block = lambda rngs: Gpt2Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.scale_final, self.bias_final = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
-    def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The residual stream before the first block. keys_B: for dropout."""
-        return drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
+    def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """Returns the residual stream before the first block. keys_B: for dropout."""
+        return dropout_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
 
-    def per_layer(self, keys_B: jax.Array | None):
-        """The random keys of each block, for dropout."""
-        return layer_keys(keys_B, self.cfg)
+    def layer_inputs(self, keys_B: jax.Array | None):
+        """Returns the dropout keys of each block."""
+        return dropout_keys(keys_B, self.cfg)
 
-    def layer(self, positions_BT, segment_ids_BT):
-        """A function that takes the residual stream through a block of these rows."""
+    def make_layer(self, positions_BT, segment_ids_BT):
+        """Returns a function that applies a block to the residual stream of these rows."""
         return lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
 
-    def leave(self, x_BTD):
-        """The residual stream after the last block, normalised."""
+    def last_hidden(self, x_BTD):
+        """Returns the normalized residual stream."""
         return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], self.cfg.norm_eps)
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT, positions_BT):
-        """The residual stream before the first block, of the device's own positions."""
+        """Returns token plus position embeddings of the device's positions."""
         dtype = self.cfg.embed_dtype
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), dtype)
@@ -94,6 +94,6 @@ class Gpt2(OneStack):
         return (x_BTD + lookup(positions_PD, self.tensor.local(positions_BT), dtype)).astype(self.cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
-        """(h_BTD as it is, the output projection [D, V]: the embedding table, gathered once for all of a loss)."""
-        h_BTD, table_VD = settle_together(h_BTD, self.embedding[...])
+        """Returns (h_BTD, the output projection [D, V]: the embedding table, gathered once per loss)."""
+        h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
         return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T

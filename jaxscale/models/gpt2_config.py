@@ -1,19 +1,19 @@
-"""Settings of GPT-2, and what follows from them."""
+"""Settings of GPT-2, and quantities derived from them."""
 
 import dataclasses
 from typing import Literal
 
-from jaxscale.models.config import INSIDE_GELU, BiasedConfig, NumberKind
+from jaxscale.models.config import INSIDE_GELU, BiasedConfig, ResidualDtype
 from jaxscale.schema import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpt2Config(BiasedConfig):
-    """GPT-2; the 124M model is 12 layers of width 768 with 12 heads over 1024 positions and 50257 tokens."""
+    """Settings of GPT-2. The 124M model: 12 layers, width 768, 12 heads, 1024 positions, 50257 tokens."""
 
     name: Literal["gpt2"] = setting("gpt2", "which model this is")
-    max_seq_len: int = setting(1024, "learned positions: the longest row")
-    dropout: float = setting(0.0, "of embeddings and of what each block adds; GPT-2 had 0.1, pretraining today has 0")
+    max_seq_len: int = setting(1024, "number of learned positions, the longest row")
+    dropout: float = setting(0.0, "rate for embeddings, attention and MLP outputs; GPT-2 had 0.1, now usually 0")
 
     @property
     def mlp_dim(self) -> int:
@@ -22,12 +22,12 @@ class Gpt2Config(BiasedConfig):
 
     @property
     def num_params(self) -> int:
-        """Parameters in all, embeddings included."""
+        """Number of parameters, embeddings included."""
         D = self.embed_dim
         biases_and_norms = self.num_layers * ((3 * D + D) + (4 * D + D) + 4 * D) + 2 * D
         return self.matmul_params + self.max_seq_len * D + biases_and_norms
 
     @property
-    def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
-        """GELU in its tanh form keeps four arrays beside its input, in float32."""
+    def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
+        """Adds the float32 arrays that tanh GELU saves besides its input."""
         return *super().mlp_residuals, *[INSIDE_GELU] * 4

@@ -1,4 +1,4 @@
-"""Settings of latent attention, which some models have in place of plain attention, and its counts."""
+"""Settings of multi-head latent attention, and sizes derived from them."""
 
 import dataclasses
 
@@ -8,13 +8,13 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Keys and values of all heads come from one small vector of each position (arXiv:2405.04434, section 2.1)."""
+    """Projects keys and values of all heads from one latent per position (arXiv:2405.04434, section 2.1)."""
 
-    kv_rank: int = setting(help="numbers of a position that the keys and values of all heads come from")
-    q_rank: int = setting(0, "the same for queries; 0: they come from the residual stream itself")
-    nope_dim: int = setting(help="numbers of a query or key of a head that know no position")
-    rope_dim: int = setting(help="those that RoPE turns, even; of keys all heads have the same")
-    value_dim: int = setting(help="numbers of a value of a head")
+    kv_rank: int = setting(help="size of the latent of keys and values")
+    q_rank: int = setting(0, "size of the latent of queries; 0: queries are projected from the residual stream")
+    nope_dim: int = setting(help="features of a head's query or key without RoPE")
+    rope_dim: int = setting(help="features with RoPE, even; keys of all heads share them")
+    value_dim: int = setting(help="features of a head's value")
 
     def __post_init__(self):
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
@@ -23,36 +23,36 @@ class LatentConfig:
         if self.q_rank < 0:
             raise BadInput(f"q_rank={self.q_rank} must be at least 1, or 0 for none")
         if self.rope_dim % 2:
-            raise BadInput(f"rope_dim={self.rope_dim} must be even, for RoPE turns pairs")
+            raise BadInput(f"rope_dim={self.rope_dim} must be even, since RoPE rotates pairs")
 
     @property
     def head_dim(self) -> int:
-        """Size of a query, and of a key."""
+        """Size of a query or key of a head."""
         return self.nope_dim + self.rope_dim
 
     @property
-    def cached(self) -> int:
-        """Numbers of a position and layer that writing text keeps: no head has any of its own."""
+    def cache_width(self) -> int:
+        """Cached features per position and layer in sampling, shared by all heads."""
         return self.kv_rank + self.rope_dim
 
     @property
     def width(self) -> int:
-        """Numbers of a position that all heads make their queries, keys and values of."""
-        return self.q_rank + self.cached
+        """Features per position of all latents."""
+        return self.q_rank + self.cache_width
 
     @property
     def norm_params(self) -> int:
-        """Scales of the norms of a layer's small vectors."""
+        """Number of norm scales of a layer's latents."""
         return self.q_rank + self.kv_rank
 
     def matrices(self, embed_dim: int, heads: int) -> dict[str, tuple[int, int]]:
-        """{name of each matrix: (numbers per position that come in, numbers that come out)}."""
+        """Returns {matrix: (input features, output features)}."""
         D, queries = embed_dim, heads * self.head_dim
-        of_queries = {"wq": (D, queries)}
+        query = {"wq": (D, queries)}
         if self.q_rank:
-            of_queries = {"wq_down": (D, self.q_rank), "wq_up": (self.q_rank, queries)}
-        return of_queries | {
-            "wkv_down": (D, self.cached),
+            query = {"wq_down": (D, self.q_rank), "wq_up": (self.q_rank, queries)}
+        return query | {
+            "wkv_down": (D, self.cache_width),
             "wkv_up": (self.kv_rank, heads * (self.nope_dim + self.value_dim)),
             "wo": (heads * self.value_dim, D),
         }

@@ -1,8 +1,7 @@
-"""What all models share: parameters with logical axes, a stack of layers that is scanned or unrolled, and what it keeps
-between the forward and the backward pass.
+"""Layers that all models share: parameters with logical axes, scanned or unrolled stacks of blocks, and remat.
 
-Models mark their activations with jax.ad_checkpoint.checkpoint_name under the names of models/config.py; a remat policy
-keeps some of them on the device, moves some to the host's memory, and lets the rest be computed again.
+Models mark activations with jax.ad_checkpoint.checkpoint_name under the names of models/config.py; a remat policy saves
+some on the device, offloads some to host memory, and has the others recomputed.
 """
 
 import functools
@@ -23,7 +22,7 @@ from jaxscale.models.config import (
     KEY,
     MLP_UP,
     QUERY,
-    SAVED,
+    SAVED_NAMES,
     VALUE,
     BiasedConfig,
     ModelConfig,
@@ -39,7 +38,7 @@ from jaxscale.sharding.offload import HOST
 from jaxscale.sharding.shardings import Gather, no_gather
 from jaxscale.sharding.tensor_axis import AXIS, NO_TENSOR_AXIS, TensorAxis, concat_row_parts
 
-STD = 0.02  # of every matrix and table of GPT-2 and BERT
+STD = 0.02  # of matrices and embeddings in GPT-2 and BERT
 M = TypeVar("M")  # a model
 Stack: TypeAlias = nnx.Module | nnx.List[nnx.Module]  # one module of stacked parameters, or a list of modules
 
@@ -47,7 +46,7 @@ Stack: TypeAlias = nnx.Module | nnx.List[nnx.Module]  # one module of stacked pa
 def param(
     rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str, ...], *, fan_in: int | None = None, std: float | None = None
 ) -> nnx.Param:
-    """A float32 parameter with its logical axes: normal with std (1 / sqrt(fan_in) unless given)."""
+    """Returns a float32 parameter with its logical axes: normal with std, by default 1 / sqrt(fan_in)."""
     assert len(shape) == len(axes), f"{shape} has not the axes {axes}"
     if std is None:
         assert fan_in is not None, "a parameter needs fan_in or std"
@@ -56,12 +55,12 @@ def param(
 
 
 def constant(shape: Sequence[int], axes: tuple[str, ...], value: float) -> nnx.Param:
-    """A float32 parameter that starts as a constant: scales as 1, biases as 0."""
+    """Returns a float32 parameter initialized to a constant: 1 for scales, 0 for biases."""
     return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), axes=axes)
 
 
 def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> Stack:
-    """Blocks with independent random keys: one module of stacked parameters, or a list. Layer l is the same in both."""
+    """Returns blocks with independent random keys: one module of stacked parameters, or a list with equal values."""
     keys = jax.random.split(rngs.params(), num_layers)
     if not scan:
         return nnx.List([make_block(nnx.Rngs(params=key)) for key in keys])
@@ -79,18 +78,18 @@ def run_stack(
     blocks: Stack,
     apply: Callable,
     x: jax.Array,
-    per_layer: Any,
+    layer_inputs: Any,
     cfg: ModelConfig,
     gather: Gather,
     kernels: Kernels,
 ) -> tuple[jax.Array, Any]:
     """Returns (x after all blocks, their metrics with a leading axis of layers, or None).
 
-    apply(block, x, layer_input) returns x or (x, metrics); it runs under the remat policy of the config.
+    apply(block, x, layer_input) returns x or (x, metrics); it runs under the config's remat policy.
 
-    per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
-    block together just before it runs, and again before its backward pass. kernels: whether layers are a loop
-    at all; their recorder takes the intermediates of each layer, and gives each what it has for it.
+    layer_inputs: a tree with a leading axis of num_layers (random keys, for example), or None. gather: gathers the
+    weights of a block before its forward pass and again before its backward pass. kernels: decide if layers are a loop;
+    their recorder receives each layer's intermediates, and may give inputs to each layer.
     """
     recorder, looped = kernels.recorder, cfg.scan_layers and kernels.loop_layers
 
@@ -100,36 +99,36 @@ def run_stack(
         policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
         return jax.checkpoint(f, policy=policy, prevent_cse=not looped)
 
-    def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, held: Any) -> tuple[jax.Array, Any]:
-        recorder.begin_layer(held)
-        whole = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
-        result = apply(nnx.merge(graphdef, whole), x, extra)
+    def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, recorder_input: Any) -> tuple:
+        recorder.begin_layer(recorder_input)
+        gathered = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
+        result = apply(nnx.merge(graphdef, gathered), x, extra)
         x, metrics = result if isinstance(result, tuple) else (result, None)
         return x, (recorder.end_layer(x), metrics)
 
-    held = recorder.layers()
+    recorder_inputs = recorder.layers()
     if isinstance(blocks, nnx.List):
-        seen = []
+        outputs = []
         for layer, block in enumerate(blocks):
             graphdef, params = nnx.split(block)
             run = wrap(functools.partial(run_layer, graphdef))
-            x, outputs = run(params, x, *jax.tree.map(operator.itemgetter(layer), (per_layer, held)))
-            seen.append(outputs)
-        recorded, metrics = jax.tree.map(lambda *layers: jnp.stack(layers), *seen)
+            x, output = run(params, x, *jax.tree.map(operator.itemgetter(layer), (layer_inputs, recorder_inputs)))
+            outputs.append(output)
+        recorded, metrics = jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
         recorder.end_stack(recorded)
         return x, metrics
     graphdef, params = nnx.split(blocks)
     run = wrap(functools.partial(run_layer, graphdef))
-    layers = params, per_layer, held
+    layers = params, layer_inputs, recorder_inputs
     x, (recorded, metrics) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, layers, unroll=not looped)
     recorder.end_stack(recorded)
     return x, metrics
 
 
-class OneStack(nnx.Module):
-    """A model whose blocks are one stack, in pieces: enter(), layer() and per_layer() for each block, leave().
+class StackedModel(nnx.Module):
+    """A model with one stack of blocks, in parts: embed_tokens(), make_layer() and layer_inputs(), last_hidden().
 
-    Blocks of another kind may come before them, in a stack of the name DENSE: layer() and per_layer() know both.
+    Blocks of another kind may precede it, in a stack named DENSE that make_layer() and layer_inputs() support too.
     """
 
     cfg: ModelConfig
@@ -138,23 +137,23 @@ class OneStack(nnx.Module):
     tensor: TensorAxis
     blocks: Stack
 
-    def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None) -> jax.Array:
+    def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None) -> jax.Array:
         """Returns the residual stream before the first block. keys_B: for dropout."""
         raise NotImplementedError
 
-    def per_layer(self, keys_B: jax.Array | None, **stack: str) -> Any:
-        """Returns what layer() takes besides the residual stream, with a leading axis of layers, or None.
+    def layer_inputs(self, keys_B: jax.Array | None, **stack: str) -> Any:
+        """Returns inputs of each layer, with a leading axis of layers, or None.
 
-        stack: the name of the stack, for a model that has more than one.
+        stack: name of the stack, for a model with several.
         """
         raise NotImplementedError
 
-    def layer(self, positions_BT, segment_ids_BT) -> Callable:
-        """Returns a function (block, x_BTD, per_layer of it) -> x_BTD or (x_BTD, metrics), for these rows."""
+    def make_layer(self, positions_BT, segment_ids_BT) -> Callable:
+        """Returns a function (block, x_BTD, layer_input) -> x_BTD or (x_BTD, metrics), for these rows."""
         raise NotImplementedError
 
-    def leave(self, x_BTD) -> jax.Array:
-        """Returns the last hidden states, given the residual stream after the last block."""
+    def last_hidden(self, x_BTD) -> jax.Array:
+        """Returns the last hidden states from the residual stream after the last block."""
         raise NotImplementedError
 
     def unembedding(self, h_BTD) -> tuple[jax.Array, jax.Array]:
@@ -162,121 +161,121 @@ class OneStack(nnx.Module):
         raise NotImplementedError
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The residual stream after the last block, compute_dtype[B, T, D], of the device's own positions: all but the
-        output projection, so that a loss can chunk the logits.
+        """Returns the last hidden states, compute_dtype[B, T, D], of local positions, so that a loss can chunk the
+        logits.
 
         keys_B: for dropout.
         """
-        return self.through(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
+        return self.hidden_and_metrics(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
 
-    def through(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """Returns (what hidden() returns, metrics of the blocks with a leading axis of layers)."""
-        x_BTD = self.enter(tokens_BT, positions_BT, segment_ids_BT, keys_B)
+    def hidden_and_metrics(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """Returns (hidden(), metrics of the blocks with a leading axis of layers)."""
+        x_BTD = self.embed_tokens(tokens_BT, positions_BT, segment_ids_BT, keys_B)
         if (dense := getattr(self, DENSE, None)) is not None:
-            x_BTD, _ = self.run_blocks(dense, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B, stack=DENSE))
-        x_BTD, metrics = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B))
-        return self.leave(x_BTD), metrics
+            dense_inputs = self.layer_inputs(keys_B, stack=DENSE)
+            x_BTD, _ = self.run_blocks(dense, x_BTD, positions_BT, segment_ids_BT, dense_inputs)
+        x_BTD, metrics = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.layer_inputs(keys_B))
+        return self.last_hidden(x_BTD), metrics
 
-    def run_blocks(self, blocks: Stack, x_BTD, positions_BT, segment_ids_BT, per_layer: Any):
-        """What run_stack() returns of some blocks."""
-        run, cfg = self.layer(positions_BT, segment_ids_BT), self.cfg
-        return run_stack(blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels)
+    def run_blocks(self, blocks: Stack, x_BTD, positions_BT, segment_ids_BT, layer_inputs: Any):
+        """Returns run_stack() of these blocks."""
+        run, cfg = self.make_layer(positions_BT, segment_ids_BT), self.cfg
+        return run_stack(blocks, run, x_BTD, layer_inputs, cfg, self.gather, self.kernels)
 
 
-def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """A policy of jax.checkpoint: everything is kept but weights that were gathered or fetched from the host, and what
-    is only their cast."""
-    if any(getattr(one, "memory_space", None) == jax.memory.Space.Host for one in inputs):
+def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """A jax.checkpoint policy that saves everything except gathered or fetched weights and their casts."""
+    if any(getattr(x, "memory_space", None) == jax.memory.Space.Host for x in inputs):
         return False
-    inside = getattr(params.get("call_jaxpr"), "eqns", ())  # of a function with a gradient of its own
-    gathers = any(gathers_weight(one.primitive, one.params) for one in inside) or gathers_weight(primitive, params)
+    eqns = getattr(params.get("call_jaxpr"), "eqns", ())  # of a custom_vjp
+    gathers = any(gathers_weight(eqn.primitive, eqn.params) for eqn in eqns) or gathers_weight(primitive, params)
     return not gathers and primitive is not lax.convert_element_type_p and params.get("name") != GATHERED
 
 
 def gathers_weight(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """True for a gather over the batch axes; over the tensor axis it is activations that are gathered."""
+    """True for an all-gather over the batch axes; the tensor axis gathers activations."""
     return primitive is lax.all_gather_p and params["axis_name"] != (AXIS,)
 
 
 def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable[..., Any]:
-    """The policy of jax.checkpoint.
+    """Returns the policy of jax.checkpoint.
 
-    A name in `offload` goes to the host's memory, also where the policy would keep it on the device. No policy keeps
-    weights that were gathered from other devices: of a whole model they would fill each of them.
+    Names in `offload` go to host memory, even if the policy saves them on the device. No policy saves gathered weights:
+    those of all layers would not fit.
     """
     if remat == "none":
-        return all_but_gathered
+        return save_all_but_gathered
     if remat == "dots":
         return jax.checkpoint_policies.save_only_these_names(PRODUCT)
-    kept = [name for name in (save if remat == "save" else SAVED[remat]) if name not in offload]
+    saved = [name for name in (save if remat == "save" else SAVED_NAMES[remat]) if name not in offload]
     if offload:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=kept,
+            names_which_can_be_saved=saved,
             names_which_can_be_offloaded=list(offload),
             offload_src="device",
             offload_dst=HOST,
         )
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(*kept)
-    if ATTENTION_OUT not in kept:
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    if ATTENTION_OUT not in saved:
         return policy
-    return lambda primitive, *args, **params: kept_by_kernel(primitive) or policy(primitive, *args, **params)
+    return lambda primitive, *args, **params: is_cudnn_forward(primitive) or policy(primitive, *args, **params)
 
 
-def kept_by_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of jax.checkpoint: whether this is cuDNN's forward pass, whose two results are not ours to name."""
+def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
+    """True for cuDNN's attention forward pass, whose two results cannot be marked with checkpoint_name."""
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
-def in_parts(f: Callable[..., Any], cfg: ModelConfig, *of_rows: Any) -> Any:
-    """f(*of_rows), the rows taken in cfg.row_parts parts one after the other, for an f that does not mix rows.
+def run_row_parts(f: Callable[..., Any], cfg: ModelConfig, *inputs: Any) -> Any:
+    """Returns f(*inputs), computed on cfg.row_parts parts of the rows one after the other; f must not mix rows.
 
-    Going backward, a part is computed again once the gradients of the one behind it are there, so that the activations
-    of one part exist at a time. Its gradients of weights are added to theirs in the weights' dtype. Rows that cannot be
-    divided so are taken in fewer parts; without remat, as a whole.
+    The backward pass recomputes a part after the gradients of the next one, so that activations of one part exist at a
+    time. Weight gradients accumulate in the weights' dtype. With remat='none' rows are not split; rows that row_parts
+    does not divide are split into fewer parts.
     """
-    rows = len(jax.tree.leaves(of_rows)[0])
+    rows = len(jax.tree.leaves(inputs)[0])
     parts = 1 if cfg.remat == "none" else math.gcd(cfg.row_parts, rows)
     if parts == 1:
-        return f(*of_rows)
-    f = jax.checkpoint(f, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # with its barrier
-    leaves, treedef = jax.tree.flatten(of_rows)
-    done: list[Any] = []
+        return f(*inputs)
+    f = jax.checkpoint(f, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # keeps prevent_cse
+    leaves, treedef = jax.tree.flatten(inputs)
+    results: list[Any] = []
     for part in zip(*(jnp.split(leaf, parts) for leaf in leaves)):
-        x, *rest = jax.tree.unflatten(treedef, part)
-        if done and isinstance(done[-1], tuple):
-            x, before = settle_together(x, done[-1][0])
-            done[-1] = (before, *done[-1][1:])
-        elif done:
-            x, done[-1] = settle_together(x, done[-1])
-        done.append(f(x, *rest))
-    return concat_row_parts(done)
+        x, *others = jax.tree.unflatten(treedef, part)
+        if results and isinstance(results[-1], tuple):
+            x, previous = grad_barrier(x, results[-1][0])
+            results[-1] = (previous, *results[-1][1:])
+        elif results:
+            x, results[-1] = grad_barrier(x, results[-1])
+        results.append(f(x, *others))
+    return concat_row_parts(results)
 
 
 @jax.named_scope("gather_weights")
 def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> Any:
-    """A block's parameters as every device needs them. stacked: their axes begin with that of the layers, now gone."""
-    whole = lambda leaf: leaf.replace(gather(leaf.get_value(), leaf.axes[stacked:], dtype))
-    return join_adapters(jax.tree.map(whole, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    """Gathers a block's parameters and joins adapters. stacked: logical axes still begin with the axis of layers."""
+    gathered = lambda leaf: leaf.replace(gather(leaf.get_value(), leaf.axes[stacked:], dtype))
+    return join_adapters(jax.tree.map(gathered, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
 @custom_vjp
-def settle_together(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(x, w) as they are; going backward, neither gradient is used before both are there.
+def grad_barrier(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (x, w) unchanged; an optimization barrier in the backward pass makes both gradients available together.
 
-    For a weight whose gradient nobody waits for: XLA would sum it over the devices at the end of the backward pass,
-    and keep it whole until then (0.5 GiB for the output projection of a 7B, libtpu 0.0.51 for v5e, 2026-11-21).
+    For a weight whose gradient has no early use: XLA would reduce it over the devices at the end of the backward pass,
+    and keep it unreduced until then (0.5 GiB for the output projection of a 7B, libtpu 0.0.51 for v5e, 2026-11-21).
     """
     return x, w
 
 
-settle_together.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
+grad_barrier.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
 def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:
-    """(graphdef, params, axes): nested plain dicts of arrays and of tuples of logical axes, alike in shape.
+    """Returns (graphdef, params, axes): nested dicts of arrays and of tuples of logical axes, with the same structure.
 
-    nnx.merge(graphdef, params) is the model again; a checkpoint and optax see nothing but dicts.
+    nnx.merge(graphdef, params) is the model; checkpoints and optax see only dicts.
     """
     graphdef, state = nnx.split(model, nnx.Param)
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -285,42 +284,42 @@ def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:
 
 
 def merge_model(graphdef: nnx.GraphDef[M], params: dict) -> M:
-    """The model with these parameters: the inverse of split_model."""
+    """Returns the model with these parameters: the inverse of split_model."""
     return nnx.merge(graphdef, integer_keys(params))
 
 
 def string_keys(tree: Any) -> Any:
-    """Layer numbers of unrolled blocks as text, since a checkpoint's names are text."""
+    """Converts layer numbers of unrolled blocks to strings, as names in checkpoints are."""
     return {str(key): string_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def integer_keys(tree: Any) -> Any:
-    """The inverse of string_keys."""
+    """Inverse of string_keys."""
     if not isinstance(tree, dict):
         return tree
     return {int(key) if key.isdigit() else key: integer_keys(value) for key, value in tree.items()}
 
 
 def split_keys(keys_B: jax.Array, number: int) -> jax.Array:
-    """`number` new random keys of each row, [number, B]."""
+    """Returns `number` new random keys for each row, [number, B]."""
     return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, number))(keys_B), 0, 1)
 
 
 def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorAxis = NO_TENSOR_AXIS) -> jax.Array:
-    """x [B, T, ...] with a part `rate` of its entries zero and the rest scaled up; as it is without keys or at rate 0.
+    """Zeroes a fraction `rate` of x [B, T, ...] and scales the rest up; x unchanged without keys or at rate 0.
 
-    Each row has a key of its own, so that no number depends on which device or microbatch a row is in, nor on how its
-    positions are shared.
+    Each row has its own key, so that masks depend neither on the device or microbatch of a row nor on how positions are
+    sharded.
     """
     if keys_B is None or rate == 0.0:
         return x
     shape = (tensor.row_length(x), *x.shape[2:])
-    kept = tensor.local_from_row(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
-    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+    mask = tensor.local_from_row(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
+    return jnp.where(mask, x / (1 - rate), jnp.zeros_like(x))
 
 
 def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x plus a bias along its last axes, in x's dtype."""
+    """Returns x plus a bias along its last axes, in x's dtype."""
     return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
 
 
@@ -348,16 +347,14 @@ class BiasedAttention(nnx.Module):
         q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
         k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
         v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
-        how = {} if self.causal else {"causal": False}  # not every kernel can be asked for the latter
-        out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **how)  # named ATTENTION_OUT within
-        added_BTD = with_bias(
-            self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), self.bias_o[...]
-        )
-        return checkpoint_name(added_BTD, ATTENTION_ADDED)
+        causal = {} if self.causal else {"causal": False}  # some kernels lack this argument
+        out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **causal)  # named ATTENTION_OUT within
+        added_BTD = self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        return checkpoint_name(with_bias(added_BTD, self.bias_o[...]), ATTENTION_ADDED)
 
 
 class BiasedMlp(nnx.Module):
-    """Two products with biases and an activation between. out_std: of the second."""
+    """MLP with biases. out_std: of the second matrix."""
 
     def __init__(
         self,
@@ -384,13 +381,13 @@ class BiasedMlp(nnx.Module):
         return with_bias(self.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
 
 
-def drop_embeddings(x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis) -> jax.Array:
-    """The embeddings after dropout; as they are without keys or at rate 0."""
+def dropout_embeddings(x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis) -> jax.Array:
+    """Returns the embeddings after dropout; unchanged without keys or at rate 0."""
     if keys_B is None or not cfg.dropout:
         return x_BTD
     return dropout(x_BTD, cfg.dropout, split_keys(keys_B, cfg.num_layers + 1)[0], tensor)
 
 
-def layer_keys(keys_B: jax.Array | None, cfg: ModelConfig) -> jax.Array | None:
-    """A random key for each layer and row, [L, B], apart from those of drop_embeddings(); None without dropout."""
+def dropout_keys(keys_B: jax.Array | None, cfg: ModelConfig) -> jax.Array | None:
+    """Returns a key for each layer and row, [L, B], independent of dropout_embeddings(); None without dropout."""
     return None if keys_B is None or not cfg.dropout else split_keys(keys_B, cfg.num_layers + 1)[1:]

@@ -28,7 +28,7 @@ class MoEMetrics(NamedTuple):
     losses: dict[str, jax.Array]  # those of EXPERT_LOSSES, float32
     entropy: jax.Array  # float32, of the router's probabilities [nats]
     scores: jax.Array  # float32: the highest score of a token minus the lowest
-    rounds_Q: jax.Array  # int32: number of exchanges that took 0, 1, ... rounds; empty where rows stay
+    rounds_Q: jax.Array  # int32: number of exchanges that took 0, 1, ... rounds; empty if rows are not sent
     dropped: jax.Array | None = None  # int32: (token, expert) pairs beyond an expert's capacity; None without a limit
 
 

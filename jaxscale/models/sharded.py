@@ -1,6 +1,4 @@
-"""A model sharded over a mesh, for training, evaluation and sampling alike: where its parameters live, how it is built
-from them, and its losses. B batch  T position
-"""
+"""A model sharded over a mesh: parameter shardings, construction and losses. B batch  T position"""
 
 import dataclasses
 import functools
@@ -18,7 +16,7 @@ from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import BLOCKS, NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import Model, make_model, target_scores, token_losses
-from jaxscale.models.stages import Pieces
+from jaxscale.models.stages import StageFunctions
 from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import PLAIN, Kernels, choose_kernels, share_rows, with_recorder
@@ -37,38 +35,38 @@ from jaxscale.sharding.stage_weights import stage_gradients, stage_weights
 from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
 from jaxscale.system.exits import BadInput
 
-MOST_APART = 24  # layers of a stack, each compiled on its own on a CPU: so many compile as fast as a loop (2026-11-25)
+MAX_UNROLLED_LAYERS = 24  # on a single CPU device, where they compile as fast as a loop (2026-11-25)
 
 
-class SharedRows(NamedTuple):
-    """Of rows whose positions devices share. None: not known before they come."""
+class ParallelRequest(NamedTuple):
+    """Requested context attention and expert exchange, and sizes of rows. None: not known in advance."""
 
-    wish: str = "auto"  # as context.attention has it
-    length: int | None = None
-    rows: int | None = None  # of a device, at a time
-    exchange: str = "auto"  # of experts, as expert.exchange has it
+    context_attention: str = "auto"  # setting context.attention
+    row_length: int | None = None
+    rows: int | None = None  # of a device and microbatch
+    expert_exchange: str = "auto"  # setting expert.exchange
 
 
-ANY_ROWS = SharedRows()
+DEFAULT_REQUEST = ParallelRequest()
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """A model without its parameters: their shapes, axes and shardings, and the kernels that suit the mesh."""
+    """A model without its parameter values: their shapes, axes and shardings, and kernels for the mesh."""
 
     cfg: AnyModelConfig
     mesh: Mesh
     rules: Rules
-    lora: LoraConfig  # of the adapters among the parameters
-    offloaded: bool  # parameters come in the host's memory; those of the blocks are fetched one by one
+    lora: LoraConfig  # adapters among the parameters
+    offloaded: bool  # parameters are in host memory; those of blocks are fetched layer by layer
     needs: AttentionNeeds
-    kernels: Kernels  # for rows as training shares them
-    whole_row_kernels: Kernels  # the same where context is not in use
+    kernels: Kernels  # for rows sharded as in training
+    whole_row_kernels: Kernels  # without context parallelism
     batch_axes: BatchAxes
     context: ContextAxis
     tensor: TensorAxis
     pipeline: PipelineAxis = NO_PIPELINE_AXIS
-    exchange: ExpertExchange = ExpertExchange()  # how tokens and experts meet
+    exchange: ExpertExchange = ExpertExchange()
 
     def init(
         self,
@@ -76,14 +74,14 @@ class ShardedModel:
         *,
         tensor: TensorAxis | None = None,
         recorder: Recorder = NO_RECORDER,
-        whole: bool = False,
-        learns: bool = False,
+        gathered: bool = False,
+        training: bool = False,
     ) -> Model:
-        """A new model. tensor: how the devices of that axis share a row, those of context being copies; None: as in
-        training. whole: it will be given weights that are whole already. learns: with the limits of a training step."""
-        gather = self.batch_axes.gather if self.batch_axes.reduce_axes and not whole else no_gather
+        """Returns a new model. tensor: axis of a model whose context devices are replicas; None: as in training.
+        gathered: it will be merged with gathered weights. training: with expert capacities."""
+        gather = self.batch_axes.gather if self.batch_axes.reduce_axes and not gathered else no_gather
         kernels = self.kernels if tensor is None else self.whole_row_kernels
-        kernels = dataclasses.replace(kernels, limits=learns)
+        kernels = dataclasses.replace(kernels, limits=training)
         return make_model(
             self.cfg,
             key=key,
@@ -95,7 +93,7 @@ class ShardedModel:
 
     @functools.cached_property
     def graphdef(self) -> nnx.GraphDef[Model]:
-        """The model's definition, which its parameters complete."""
+        """The model's definition, to merge with parameters."""
         return split_model(jax.eval_shape(self.init, jax.random.key(0)))[0]
 
     @property
@@ -119,13 +117,13 @@ class ShardedModel:
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
     @property
-    def why_slots(self) -> str:
-        """What kept the products of experts from a GPU's kernels, or ''; '' of a model without experts."""
+    def slots_fallback_reason(self) -> str:
+        """Why grouped matmuls of experts do not use GPU kernels, or ''; '' for a model without experts."""
         return self.kernels.experts.why_slots if self.cfg.active_params != self.cfg.num_params else ""
 
     @property
     def position_multiple(self) -> int:
-        """What must divide the positions of a row, which devices share."""
+        """Required divisor of the row length."""
         return self.context.multiple * self.tensor.size
 
     @property
@@ -134,23 +132,23 @@ class ShardedModel:
         return batch_sharding(self.mesh, self.rules.params)
 
     def stage_weights(self, params: Any) -> Any:
-        """The parameters of the device's own stage, as its products read them."""
+        """Returns the parameters of the device's stage, gathered."""
         dtype = jnp.promote_types(self.cfg.compute_dtype, self.cfg.embed_dtype)
         return stage_weights(params, self.axes, self.batch_axes, self.pipeline, dtype, chunked=BLOCKS)
 
     def stage_gradients(self, grads: Any) -> Any:
-        """Gradients of stage_weights(), summed over all devices."""
+        """Sums gradients of stage_weights() over all devices."""
         return stage_gradients(grads, self.axes, self.batch_axes, self.pipeline, chunked=BLOCKS)
 
-    def pieces(self, aux_weights: Mapping[str, float], num_sources: int) -> Pieces:
-        """What a stage runs, on weights that stage_weights() has brought together."""
-        init = functools.partial(self.init, whole=True, learns=True)
+    def stage_functions(self, aux_weights: Mapping[str, float], num_sources: int) -> StageFunctions:
+        """Returns the functions that a stage runs on the result of stage_weights()."""
+        init = functools.partial(self.init, gathered=True, training=True)
         graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
         stacks = {name: self.shapes[name] for name in self.cfg.layer_stacks}
-        return Pieces(graphdef, stacks, self.cfg.compute_dtype, aux_weights, num_sources)
+        return StageFunctions(graphdef, stacks, self.cfg.compute_dtype, aux_weights, num_sources)
 
     def differentiable(self, params: Any) -> Any:
-        """What to differentiate with respect to: the parameters, or device-side zeros for offloaded ones."""
+        """Returns the values to differentiate: parameters, or device-side zeros for offloaded ones."""
         return device_zeros(params) if self.offloaded else params
 
     def merge(
@@ -160,15 +158,15 @@ class ShardedModel:
         *,
         tensor: TensorAxis | None = None,
         recorder: Recorder = NO_RECORDER,
-        learns: bool = False,
+        training: bool = False,
     ) -> Model:
-        """The model with these parameters, in a function that each device of the mesh computes on its own shards.
+        """Returns the model with these parameters, inside shard_map.
 
-        variables: differentiable(params), where a gradient is taken. tensor, recorder, learns: as for init.
+        variables: differentiable(params), when taking a gradient. tensor, recorder, training: as for init.
         """
-        learns = learns and self.cfg.experts is not None and self.cfg.experts.capacity_factor > 0
-        if tensor is not None or recorder is not NO_RECORDER or learns:
-            init = functools.partial(self.init, tensor=tensor, recorder=recorder, learns=learns)
+        training = training and self.cfg.experts is not None and self.cfg.experts.capacity_factor > 0
+        if tensor is not None or recorder is not NO_RECORDER or training:
+            init = functools.partial(self.init, tensor=tensor, recorder=recorder, training=training)
             graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
         else:
             graphdef = self.graphdef
@@ -185,19 +183,19 @@ class ShardedModel:
 
     @property
     def target_scores(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-        """(params, batch) -> (nats_BT, whether no token is likelier) of a global batch."""
+        """(params, batch) -> (nats_BT, True if no token is likelier) of a global batch."""
         rows = self.rows_sharding.spec
         return self.batch_axes.shard_map(self.with_model(target_scores), (self.specs, rows), (rows, rows))
 
     def with_model(self, f: Callable) -> Callable:
-        """f(model, batch) as a function of (params, batch); what it returns has all positions."""
+        """Returns f(model, batch) as a function of (params, batch) that gathers all positions of the result."""
         run = lambda params, batch: self.context.all_gather(f(self.merge(params), self.context.local(batch)))
         return with_precision(self.cfg.matmul_precision, run)
 
 
 @functools.lru_cache(maxsize=16)
 def abstract_params(cfg: AnyModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
-    """(shapes, logical axes) of the parameters, which neither mesh nor kernels change."""
+    """Returns (shapes, logical axes) of the parameters, independent of mesh and kernels."""
     make = lambda key: make_model(cfg, key=key, kernels=PLAIN, lora=lora)
     return split_model(jax.eval_shape(make, jax.random.key(0)))[1:]
 
@@ -212,78 +210,63 @@ def shard_model(
     prefix: bool = False,
     reduce_dtype: Any = jnp.float32,
     torus_at_once: bool = False,
-    shared: SharedRows = ANY_ROWS,
+    request: ParallelRequest = DEFAULT_REQUEST,
     pipeline: PipelineAxis = NO_PIPELINE_AXIS,
 ) -> ShardedModel:
-    """The model on a mesh. Raises BadInput where the mesh does not divide its parameters.
+    """Returns the model on a mesh. Raises BadInput if the mesh does not divide its parameters.
 
-    lora: of the adapters that the model is trained with: they are among its parameters until they are merged.
-    prefix: rows have a prefix that is attended to in both directions. reduce_dtype: in which gradients are summed.
-    torus_at_once: a collective along several dimensions of a torus is one operation, which XLA must be able to run
-    (compiler_options.offloads_torus); else it takes one dimension after the other. shared: how those of the context
-    axis share rows. pipeline: its stages, to train; with one stage the devices of that axis share rows and weights like
-    those of data and fsdp.
+    lora: adapters, part of the parameters until they are merged. prefix: rows have a bidirectional prefix.
+    reduce_dtype: in which gradients are summed. torus_at_once: a collective over several torus dimensions is one
+    operation, which XLA must support (compiler_options.offloads_torus); otherwise one per dimension. pipeline: stages,
+    for training; with one stage the pipeline axis shards rows and weights like data and fsdp.
     """
     rules = RULES[rules] if isinstance(rules, str) else rules
     if mesh.shape[AXIS] > 1:
         rules = pipeline.rules(rules)
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
-    exchange = resolve_expert_exchange(shared.exchange, expert_work(cfg, mesh, shared))
+    exchange = resolve_expert_exchange(request.expert_exchange, expert_work(cfg, mesh, request))
     axis = make_expert_axis(mesh, exchange)
-    kernels = dataclasses.replace(kernels, expert_axis=axis, loop_layers=loops_layers(cfg, mesh))
+    kernels = dataclasses.replace(kernels, expert_axis=axis, loop_layers=scans_layers(cfg, mesh))
     ungathered = (EXPERTS,) if exchange.form == "send" else ()
     batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once, ungathered=ungathered)
-    sharing = choose_sharing(shared.wish, kernels.attention, needs, shared_work(cfg, mesh, shared))
+    sharing = choose_sharing(request.context_attention, kernels.attention, needs, context_work(cfg, mesh, request))
     context = make_context_axis(mesh, zigzag=sharing.form != "ulysses", torus_at_once=torus_at_once)
     tensor = share_vocab_with_stages(make_tensor_axis(mesh, torus_at_once=torus_at_once, context=context), pipeline)
     shared_kernels = share_rows(kernels, sharing, needs, context, device)
-    model = ShardedModel(
-        cfg,
-        mesh,
-        rules,
-        lora,
-        offloaded,
-        needs,
-        shared_kernels,
-        kernels,
-        batch_axes,
-        context,
-        tensor,
-        pipeline,
-        exchange,
-    )
+    parallel = batch_axes, context, tensor, pipeline, exchange
+    model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, shared_kernels, kernels, *parallel)
     check_fits(model, rules.params)
     return model
 
 
-def loops_layers(cfg: AnyModelConfig, mesh: Mesh) -> bool:
-    """Whether one compiled layer runs for all of a stack. Not for a few layers on one CPU device: a loop takes each
-    layer's weights out of the stack and puts their gradients back into it, which there is up to half of a step in
-    bfloat16 and a tenth in float32 (4 layers, 2 cores, jax 0.10.2, 2026-11-25)."""
-    return mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or cfg.num_layers > MOST_APART
+def scans_layers(cfg: AnyModelConfig, mesh: Mesh) -> bool:
+    """True if a stack is one compiled loop. False for a few layers on one CPU device: slicing weights from the stack
+    and writing gradients back takes up to half of a step in bfloat16 and a tenth in float32 there (4 layers, 2
+    cores, jax 0.10.2, 2026-11-25)."""
+    return mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or cfg.num_layers > MAX_UNROLLED_LAYERS
 
 
-def shared_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> SharedWork:
-    """What chooses how devices of the context axis meet each other's keys."""
+def context_work(cfg: AnyModelConfig, mesh: Mesh, request: ParallelRequest) -> SharedWork:
+    """Returns the sizes that determine the attention over the context axis."""
     chip = find_chip(mesh.devices.flat[0].device_kind)
     return SharedWork(
         devices=mesh.shape["context"],
         kv_heads=cfg.key_width // cfg.head_dim // mesh.shape["tensor"],
-        rows=shared.rows,
-        row_length=shared.length,
+        rows=request.rows,
+        row_length=request.row_length,
         memory_bytes=chip and chip.hbm_bytes,
         in_pipeline=mesh.shape[AXIS] > 1,
     )
 
 
-def expert_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> ExpertWork:
-    """What chooses how tokens and experts meet."""
+def expert_work(cfg: AnyModelConfig, mesh: Mesh, request: ParallelRequest) -> ExpertWork:
+    """Returns the sizes that determine the exchange between tokens and experts."""
     experts, shape = cfg.experts, mesh.shape
     if experts is None:
         return ExpertWork(1, 0, 0)
     chip, item = find_chip(mesh.devices.flat[0].device_kind), jnp.dtype(cfg.compute_dtype).itemsize
-    tokens = None if shared.rows is None or shared.length is None else shared.rows * shared.length
+    tokens = None if request.rows is None or request.row_length is None else request.rows * request.row_length
     return ExpertWork(
         devices=shape[expert_axis.AXIS],
         layer_bytes=3 * experts.number * cfg.embed_dim * experts.mlp_dim * item // shape["tensor"],
@@ -294,7 +277,7 @@ def expert_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> ExpertWo
 
 
 def check_fits(model: ShardedModel, *tables: Any) -> None:
-    """Raises BadInput unless the mesh divides every parameter as each of these rule tables places it."""
+    """Raises BadInput unless the mesh divides every parameter under each of these rule tables."""
     uneven = [line for table in tables for line in check_divides(model.shapes, model.axes, table, model.mesh.shape)]
     if uneven:
         raise BadInput(

@@ -1,6 +1,6 @@
-"""T5's encoder-decoder (arXiv:1910.10683): RMSNorm, relative positions as a bias of the scores, no biases else.
+"""T5 encoder-decoder (arXiv:1910.10683): RMSNorm, relative position biases on attention scores, no other biases.
 
-Version 1.0 has a ReLU and one table for all; 1.1 a gated GELU (arXiv:2002.05202) and an output projection of its own.
+Version 1.0 has a ReLU and one shared table; 1.1 a gated GELU (arXiv:2002.05202) and a separate output projection.
 
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  R buckets
 """
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.data.batch import EncoderInput
 from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
-from jaxscale.models.layers import constant, dropout, make_stack, param, run_stack, settle_together, split_keys
+from jaxscale.models.layers import constant, dropout, grad_barrier, make_stack, param, run_stack, split_keys
 from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.activation import gelu_tanh
 from jaxscale.ops.attention.xla import Scope
@@ -27,10 +27,10 @@ from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
-class Attention(nnx.Module):
-    """Attention of a row on itself or on another, its scores as they are and with a bias.
+class T5Attention(nnx.Module):
+    """Self- or cross-attention with unscaled scores and an optional bias.
 
-    T5 scales no score: queries begin smaller by as much (its code, and the mesh of arXiv:1910.10683).
+    T5 initializes queries smaller instead of scaling scores (its code, and the mesh of arXiv:1910.10683).
     """
 
     def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
@@ -42,24 +42,23 @@ class Attention(nnx.Module):
         self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), fan_in=N * H)
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTD, read_BSD, segments: jax.Array | Scope, *, causal: bool, bias_NTS: jax.Array | None):
-        """read_BSD: all positions of the row that is read, or None for the row itself."""
+    def __call__(self, x_BTD, encoded_BSD, segments: jax.Array | Scope, *, causal: bool, bias_NTS: jax.Array | None):
+        """Attends to encoded_BSD, all positions of the encoded row, or to the row itself if None."""
         project = self.kernels.project
         x_BTD = self.tensor.all_gather(x_BTD)
-        read_BSD = x_BTD if read_BSD is None else read_BSD
+        encoded_BSD = x_BTD if encoded_BSD is None else encoded_BSD
         q_BTNH = checkpoint_name(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), QUERY)
-        k_BSNH = checkpoint_name(project("BSD,DNH->BSNH", read_BSD, self.wk[...]), KEY)
-        v_BSNH = checkpoint_name(project("BSD,DNH->BSNH", read_BSD, self.wv[...]), VALUE)
+        k_BSNH = checkpoint_name(project("BSD,DNH->BSNH", encoded_BSD, self.wk[...]), KEY)
+        v_BSNH = checkpoint_name(project("BSD,DNH->BSNH", encoded_BSD, self.wv[...]), VALUE)
         out_BTNH = self.kernels.attend(
             q_BTNH, k_BSNH, v_BSNH, segments, causal=causal, bias_NTS=bias_NTS, scale=1.0
         )  # named ATTENTION_OUT within
-        return checkpoint_name(
-            self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), ATTENTION_ADDED
-        )
+        added_BTD = self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
 
-class Mlp(nnx.Module):
-    """Two products with a ReLU between, or three with a gated GELU (its tanh form)."""
+class T5Mlp(nnx.Module):
+    """A ReLU MLP, or one with a gated GELU (tanh form)."""
 
     def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D, F = cfg.embed_dim, cfg.mlp_dim
@@ -81,76 +80,76 @@ class Mlp(nnx.Module):
         return self.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
 
 
-class Block(nnx.Module):
-    """Attention on the row itself, in the decoder on the encoded row too, then MLP; each normalised first and added."""
+class T5Block(nnx.Module):
+    """Pre-norm self-attention, cross-attention in the decoder, and MLP."""
 
-    def __init__(self, cfg: T5Config, *, decodes: bool, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+    def __init__(self, cfg: T5Config, *, is_decoder: bool, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
-        attention = functools.partial(Attention, cfg, rngs=rngs, kernels=kernels, tensor=tensor)
-        self.cfg, self.kernels, self.tensor, self.decodes = cfg, kernels, tensor, decodes
+        attention = functools.partial(T5Attention, cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.cfg, self.kernels, self.tensor, self.is_decoder = cfg, kernels, tensor, is_decoder
         self.attention_norm, self.attention = constant((D,), ("norm",), 1.0), attention()
-        if decodes:
+        if is_decoder:
             self.across_norm, self.across = constant((D,), ("norm",), 1.0), attention()
         self.mlp_norm = constant((D,), ("norm",), 1.0)
-        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.mlp = T5Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
 
-    def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, read_BSD=None, across: Scope | None = None):
+    def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, encoded_BSD=None, across: Scope | None = None):
         cfg, norm, sow = self.cfg, self.kernels.rms_norm, self.kernels.recorder.sow
         keys = (None, None, None) if keys_B is None else split_keys(keys_B, 3)
         drop = lambda added_BTD, key_B: dropout(added_BTD, cfg.dropout, key_B, self.tensor)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         h_BTD = norm(x_BTD, self.attention_norm[...], cfg.norm_eps)
-        added_BTD = self.attention(h_BTD, None, segment_ids_BT, causal=self.decodes, bias_NTS=bias_NTS)
+        added_BTD = self.attention(h_BTD, None, segment_ids_BT, causal=self.is_decoder, bias_NTS=bias_NTS)
         x_BTD = x_BTD + drop(sow(ATTENTION, added_BTD), keys[0])
-        if self.decodes:
-            assert across is not None, "a block of the decoder attends to the encoded row"
+        if self.is_decoder:
+            assert across is not None, "the decoder needs a cross-attention scope"
             h_BTD = norm(x_BTD, self.across_norm[...], cfg.norm_eps)
-            added_BTD = self.across(h_BTD, read_BSD, across, causal=False, bias_NTS=None)
+            added_BTD = self.across(h_BTD, encoded_BSD, across, causal=False, bias_NTS=None)
             x_BTD = x_BTD + drop(sow(ACROSS, added_BTD), keys[1])
         return x_BTD + drop(sow(MLP, self.mlp(norm(x_BTD, self.mlp_norm[...], cfg.norm_eps))), keys[2])
 
 
 class T5(nnx.Module):
-    """The encoder-decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
+    """T5 encoder-decoder. hidden() excludes the output projection, so that a loss can chunk the logits."""
 
     def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V, N, R = cfg.embed_dim, cfg.vocab_size, cfg.num_heads, cfg.num_buckets
         self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=1.0)
-        make_block = lambda decodes: lambda rngs: Block(cfg, decodes=decodes, rngs=rngs, kernels=kernels, tensor=tensor)
+        make_block = functools.partial(T5Block, cfg, kernels=kernels, tensor=tensor)
+        encoder_block = lambda rngs: make_block(is_decoder=False, rngs=rngs)
+        decoder_block = lambda rngs: make_block(is_decoder=True, rngs=rngs)
         self.encoder_bias = param(rngs, (R, N), ("position", "heads"), fan_in=D)
-        self.encoder_blocks = make_stack(make_block(False), rngs, cfg.num_layers, cfg.scan_layers)
+        self.encoder_blocks = make_stack(encoder_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.encoder_norm = constant((D,), ("norm",), 1.0)
         self.decoder_bias = param(rngs, (R, N), ("position", "heads"), fan_in=D)
-        self.decoder_blocks = make_stack(make_block(True), rngs, cfg.decoder_layers, cfg.scan_layers)
+        self.decoder_blocks = make_stack(decoder_block, rngs, cfg.decoder_layers, cfg.scan_layers)
         self.decoder_norm = constant((D,), ("norm",), 1.0)
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), fan_in=D)
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None, encoder=None):
-        """The decoder's normalised residual stream after the last block, compute_dtype[B, T, D], of the device's own
-        positions.
+        """Returns the decoder's last hidden states, compute_dtype[B, T, D], of local positions.
 
-        positions_BT: not read, since in a packed document places tell as much. keys_B: for dropout. encoder:
-        EncoderInput.
+        positions_BT: unused, since biases are relative. keys_B: for dropout. encoder: EncoderInput.
         """
-        assert encoder is not None, "T5 decodes what an encoder has read; the batch has none"
+        assert encoder is not None, "T5 needs an encoder input"
         cfg = self.cfg
         keys = (None, None) if keys_B is None or not cfg.dropout else split_keys(keys_B, 2)
-        read_BSD = self.tensor.all_gather(self.encode(encoder, keys[0]))  # once for all blocks
+        encoded_BSD = self.tensor.all_gather(self.encode(encoder, keys[0]))  # once for all blocks
         across = Scope(segment_ids_BT, key_segment_ids_BS=encoder.segment_ids)
         bias_NTS = self.relative_bias(self.decoder_bias[...], tokens_BT.shape[1], bidirectional=False)
-        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, bias_NTS, keys_B, read_BSD, across)
-        return self.run(self.decoder_blocks, run, tokens_BT, cfg.decoder_layers, self.decoder_norm[...], keys[1])
+        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, bias_NTS, keys_B, encoded_BSD, across)
+        return self.run_blocks(self.decoder_blocks, run, tokens_BT, cfg.decoder_layers, self.decoder_norm[...], keys[1])
 
     def encode(self, encoder: EncoderInput, keys_B: jax.Array | None):
-        """The encoder's normalised residual stream, compute_dtype[B, S, D], of the device's own positions."""
+        """Returns the encoder's last hidden states, compute_dtype[B, S, D], of local positions."""
         bias_NSS = self.relative_bias(self.encoder_bias[...], encoder.tokens.shape[1], bidirectional=True)
         run = lambda block, x_BSD, keys_B: block(x_BSD, encoder.segment_ids, bias_NSS, keys_B)
         layers = self.cfg.num_layers
-        return self.run(self.encoder_blocks, run, encoder.tokens, layers, self.encoder_norm[...], keys_B)
+        return self.run_blocks(self.encoder_blocks, run, encoder.tokens, layers, self.encoder_norm[...], keys_B)
 
-    def run(self, blocks, run_block, tokens_BT, num_layers: int, scale_D, keys_B: jax.Array | None):
-        """The normalised residual stream of tokens after these blocks."""
+    def run_blocks(self, blocks, run_block, tokens_BT, num_layers: int, scale_D, keys_B: jax.Array | None):
+        """Returns the normalized residual stream of tokens after these blocks."""
         cfg = self.cfg
         x_BTD = self.embed(tokens_BT)
         keys_LB = last_B = None
@@ -162,38 +161,38 @@ class T5(nnx.Module):
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT):
-        """The residual stream before the first block, of the device's own positions."""
+        """Returns the embeddings of the device's positions."""
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype)
         return lookup_shared(table_VD, tokens_BT, self.cfg.embed_dtype, self.tensor).astype(self.cfg.compute_dtype)
 
     def relative_bias(self, table_RN, length: int, *, bidirectional: bool):
-        """float32[N, length, length]: of the device's own heads."""
+        """Returns float32[N, length, length] of local heads."""
         buckets = relative_buckets(length, self.cfg.num_buckets, self.cfg.max_distance, bidirectional)
         return jnp.take(table_RN.T, buckets, axis=1)
 
     def unembedding(self, h_BTD):
-        """(h_BTD, made smaller where the table is shared, the output projection [D, V])."""
+        """Returns (h_BTD, scaled if the table is shared, the output projection [D, V])."""
         if self.head is None:
-            h_BTD, table_VD = settle_together(h_BTD * self.cfg.embed_dim**-0.5, self.embedding[...])
+            h_BTD, table_VD = grad_barrier(h_BTD * self.cfg.embed_dim**-0.5, self.embedding[...])
             return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
-        h_BTD, w_DV = settle_together(h_BTD, self.head[...])
+        h_BTD, w_DV = grad_barrier(h_BTD, self.head[...])
         return h_BTD, self.gather(w_DV, ("embed", "vocab"), self.cfg.embed_dtype)
 
 
 def relative_buckets(length: int, num_buckets: int, max_distance: int, bidirectional: bool) -> np.ndarray:
-    """int32[T, S]: the bucket of each pair of a query and a key (section 2.1 of the paper, as in its code).
+    """Returns int32[T, S], the bucket of each query and key (section 2.1 of the paper, as in its code).
 
-    Half of the buckets hold one distance each, the others ever more up to max_distance. In both directions, keys before
-    and after the query have half of the buckets each; in one, all keys after it have the first.
+    Half of the buckets hold one distance each, the others logarithmically more up to max_distance. Bidirectional: keys
+    before and after the query have half of the buckets each; otherwise all later keys have the first.
     """
-    ahead_TS = np.arange(length)[None, :] - np.arange(length)[:, None]
-    first_TS = np.zeros_like(ahead_TS)
+    offset_TS = np.arange(length)[None, :] - np.arange(length)[:, None]
+    first_TS = np.zeros_like(offset_TS)
     if bidirectional:
         num_buckets //= 2
-        first_TS = np.where(ahead_TS > 0, num_buckets, 0)
-    far_TS = np.abs(ahead_TS) if bidirectional else np.maximum(-ahead_TS, 0)
+        first_TS = np.where(offset_TS > 0, num_buckets, 0)
+    distance_TS = np.abs(offset_TS) if bidirectional else np.maximum(-offset_TS, 0)
     exact = num_buckets // 2
-    scaled_TS = np.log(np.maximum(far_TS, exact).astype(np.float32) / np.float32(exact))
+    scaled_TS = np.log(np.maximum(distance_TS, exact).astype(np.float32) / np.float32(exact))
     scaled_TS = scaled_TS / np.float32(math.log(max_distance / exact)) * np.float32(num_buckets - exact)
-    wide_TS = np.minimum(exact + scaled_TS.astype(np.int64), num_buckets - 1)
-    return (first_TS + np.where(far_TS < exact, far_TS, wide_TS)).astype(np.int32)
+    log_TS = np.minimum(exact + scaled_TS.astype(np.int64), num_buckets - 1)
+    return (first_TS + np.where(distance_TS < exact, distance_TS, log_TS)).astype(np.int32)

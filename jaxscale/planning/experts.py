@@ -8,7 +8,7 @@ import math
 from typing import NamedTuple
 
 from jaxscale.build import Program
-from jaxscale.model_on_mesh import shared_rows
+from jaxscale.model_on_mesh import parallel_request
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.sharded import expert_work
@@ -52,7 +52,7 @@ def known_experts(model: ModelConfig) -> ExpertsConfig:
 def exchange_of(program: Program) -> ExpertExchange:
     """How tokens and experts meet: of this config, whose microbatches may not be those that the program was made of."""
     cfg, mesh = program.cfg, program.mesh
-    return resolve_expert_exchange(cfg.expert.exchange, expert_work(cfg.model, mesh, shared_rows(cfg, mesh)))
+    return resolve_expert_exchange(cfg.expert.exchange, expert_work(cfg.model, mesh, parallel_request(cfg, mesh)))
 
 
 def resting_parts(program: Program) -> int:

@@ -4,9 +4,9 @@ C devices of the axis  T positions of a row  K key-value heads  H head dim
 """
 
 from jaxscale.build import Program
-from jaxscale.model_on_mesh import shared_rows
-from jaxscale.models.config import SAVED
-from jaxscale.models.sharded import shared_work
+from jaxscale.model_on_mesh import parallel_request
+from jaxscale.models.config import SAVED_NAMES
+from jaxscale.models.sharded import context_work
 from jaxscale.ops.attention.sharing import choose_sharing
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.stages import compute_bytes
@@ -19,7 +19,7 @@ F32 = 4
 def attention_way(program: Program) -> str:
     """How devices reach each other's keys: 'gather', 'ulysses' or 'ring'; '' where they need not."""
     cfg, model = program.cfg, program.model
-    work = shared_work(cfg.model, program.mesh, shared_rows(cfg, program.mesh))
+    work = context_work(cfg.model, program.mesh, parallel_request(cfg, program.mesh))
     return choose_sharing(cfg.context.attention, model.kernels.attention, model.needs, work).form
 
 
@@ -95,7 +95,7 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
         return sent
     if way == "gather":
         return [*sent, ("all-gather", (1 - near) * passes * size * keys), ("reduce-scatter", (1 - near) * size * keys)]
-    kept = ATTENTION_OUT in (*SAVED.get(model.remat, ()), *(model.remat_save if model.remat == "save" else ()))
+    kept = ATTENTION_OUT in (*SAVED_NAMES.get(model.remat, ()), *(model.remat_save if model.remat == "save" else ()))
     forward = 1 if kept else passes
     rounds = (size - 1) * (forward + 1) - (forward - 1) + (size - 1) * F32 / compute_bytes(program.cfg) + 1
     return [*sent, ("collective-permute", (1 - near) * rounds * keys)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxscale.build import Program
-from jaxscale.models.config import ModelConfig, NumberKind
+from jaxscale.models.config import ModelConfig, ResidualDtype
 from jaxscale.planning.positions import attention_way
 from jaxscale.sharding.batch_axes import LANES, SUBLANES, on_tpu
 
@@ -97,7 +97,7 @@ def attention_residuals(
     ]
 
 
-def number_bytes(model: ModelConfig, tpu: bool) -> dict[NumberKind, int]:
+def number_bytes(model: ModelConfig, tpu: bool) -> dict[ResidualDtype, int]:
     """Bytes of each kind of number.
 
     A TPU multiplies float32 as bfloat16 unless told otherwise, and XLA keeps for the backward pass what it multiplies.

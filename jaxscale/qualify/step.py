@@ -21,7 +21,7 @@ from jaxscale.data.rows import SyntheticRows
 from jaxscale.hardware import find_chip
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.llama import HEAD_STD
-from jaxscale.models.mup_config import scales_of
+from jaxscale.models.mup_config import mup_scales
 from jaxscale.monitor.machine import memory_metrics
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
@@ -225,7 +225,7 @@ def process_age() -> float | None:
 
 def logit_variance(model: AnyModelConfig) -> float:
     """Of a new model's logits, of the Llama kind: a normed state times a last matrix of that standard deviation."""
-    return model.embed_dim * (HEAD_STD * scales_of(model).output) ** 2
+    return model.embed_dim * (HEAD_STD * mup_scales(model).output) ** 2
 
 
 def loss_problem(first: float | None, last: float | None, log_vocab: float, variance: float = 0.0) -> str | None:

@@ -51,8 +51,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         log(f"context: {program.sharing}")
     if program.exchange:
         log(f"expert: {program.exchange}")
-    if program.model.why_slots:
-        log(f"experts: their products run in slots: {program.model.why_slots}")
+    if program.model.slots_fallback_reason:
+        log(f"experts: their products run in slots: {program.model.slots_fallback_reason}")
     if sizes := batch_sizes(program.configs):
         log(f"batches: {sizes}")
     if program.stages:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.latent import Latents
-from jaxscale.models.lora import joined_weight
+from jaxscale.models.lora import merged_weight
 from jaxscale.ops.attention.xla import HIDDEN
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.recorder import Recorder
@@ -159,7 +159,7 @@ class CacheReader(Recorder):
             cache = self.layer_cache()
             cached = Latents(kv_BSC=cache[1][:, :, 0], key_BSR=cache[0][:, :, 0])
             seen_BR = visible_slots(self.lengths_B, cache[0].shape[1], self.needs.window, local)
-            return attend_absorbed(q_B1NH, latents, cached, joined_weight(w_CNE), seen_BR, self.needs.softcap)
+            return attend_absorbed(q_B1NH, latents, cached, merged_weight(w_CNE), seen_BR, self.needs.softcap)
 
         return attend_cached
 

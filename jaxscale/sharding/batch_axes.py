@@ -49,11 +49,10 @@ class Communication:
     tiled: bool
 
     def collective_axes(self, names: tuple[str, ...]) -> tuple[Axis, ...]:
-        """Returns the axes of successive collectives: each mesh axis alone on TPUs, all axes together elsewhere.
+        """Returns the axes of successive collectives: each mesh axis alone on TPUs, all together elsewhere.
 
-        NCCL all-gathers within a node last, after most data has crossed the network: one axis after the other, an 8B
-        model with fsdp over 8 nodes and context inside them sent 54.4 GB over the network per step, together 6.8 (jax
-        0.12.0.1, 2026-11-24).
+        NCCL gathers within a node last, after most data crossed the network: separately, an 8B model with fsdp over 8
+        nodes and context inside sent 54.4 GB over the network per step, together 6.8 (jax 0.12.0.1, 2026-11-24).
         """
         return names if self.tiled else (names,)
 
@@ -101,8 +100,8 @@ class BatchAxes:
         return tuple((d, names) for d, mesh_axes in gathered if (names := self.batch_axes_in(mesh_axes)))
 
     def gather(self, w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
-        """Returns the all-gathered weight, cast to `dtype` first; its gradient is reduce-scattered. Unsharded weights
-        are unchanged.
+        """Returns the weight cast to `dtype` and all-gathered; its gradient is reduce-scattered. Unchanged if not
+        sharded.
 
         If the communication dtype is wider, the result has that dtype, with values rounded to `dtype`.
         """
@@ -150,9 +149,8 @@ class BatchAxes:
     def psum_remaining(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """Sums a gradient, scattered like the moments, over the devices over which it has not been summed yet."""
         summed = {name for _, names in self.partition(axes, self.rules.moments) for name in names}
-        summed |= {
-            name for axis in axes if axis in self.ungathered for name in mesh_axis_names(self.rules.params[axis])
-        }
+        sharded = [self.rules.params[axis] for axis in axes if axis in self.ungathered]
+        summed |= {name for mesh_axes in sharded for name in mesh_axis_names(mesh_axes)}
         remaining = tuple(name for name in self.reduce_axes if name not in summed)
         if not any(tensor_axis.AXIS in mesh_axis_names(self.rules.params[axis]) for axis in axes):
             remaining += (tensor_axis.AXIS,)  # replicated weights: each device used other positions or heads
@@ -162,13 +160,10 @@ class BatchAxes:
     def added_partition(
         self, axes: tuple[str, ...], rules: Mapping[str, MeshAxes], done: Mapping[str, MeshAxes]
     ) -> Partition:
-        """Returns the partition that `rules` add to that of `done`: per dimension, the mesh axes after those already
-        used."""
+        """Returns what `rules` shard beyond `done`: per dimension, the mesh axes after those already used."""
         done_names = dict(self.partition(axes, done))
         found = [(d, names, done_names.get(d, ())) for d, names in self.partition(axes, rules)]
-        assert all(names[: len(first)] == first for _, names, first in found), (
-            f"not an extension of its prefix: {found}"
-        )
+        assert all(names[: len(first)] == first for _, names, first in found), f"mesh axes differ in order: {found}"
         return tuple((d, names[len(first) :]) for d, names, first in found if names != first)
 
     def scatter(self, grad: jax.Array, partition: Partition) -> jax.Array:
@@ -259,7 +254,7 @@ def on_tpu(mesh: Mesh) -> bool:
 
 
 def pad_for_scatter(x: jax.Array) -> jax.Array:
-    """Returns x in a shape that XLA:TPU reduce-scatters along the first dimension; `unpad` restores the shape of a
+    """Returns x in a shape that XLA:TPU reduce-scatters along the first dimension; `unpad` reverts the shape of a
     shard.
 
     XLA:TPU all-reduces some shapes instead, which sends twice the bytes. One is a matrix whose column tiles cannot be

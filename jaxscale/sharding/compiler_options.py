@@ -220,8 +220,7 @@ def compiler_options(
 
 
 def fast_compile_options(platform: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns options for jax.jit(compiler_options=...) of a program that runs once or rarely, so that it compiles
-    faster.
+    """Returns jax.jit compiler_options for a program that runs once or rarely, so that it compiles faster.
 
     LLVM's last optimization level took 8 of the 11 CPU seconds to compile the quick start's initialization, with
     bit-equal results (jax 0.10.2, AMD Zen 3, 2026-11-27). A level set in XLA_FLAGS is kept.

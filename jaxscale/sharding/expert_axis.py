@@ -78,7 +78,7 @@ def resolve_expert_exchange(requested: str, work: ExpertWork) -> ExpertExchange:
         return ExpertExchange("send", "how many tokens a device has is not known")
     gathered, sent = GATHERS_PER_WEIGHT * work.layer_bytes, TRANSFERS_PER_ROW * work.rows * work.row_bytes
     form = "gather" if gathered <= SEND_COST * sent else "send"
-    waits = f"for which products wait {SEND_COST} times as long"
+    waits = f"each byte of which delays matmuls {SEND_COST} times as long"
     reason = f"a layer gathers {size(gathered)}, or sends {size(sent)}, {waits}, a device and microbatch"
     return ExpertExchange(form, reason)
 

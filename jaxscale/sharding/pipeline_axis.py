@@ -88,11 +88,9 @@ class PipelineAxis:
         return self.sum(jnp.where(self.last, x_BTD, jnp.zeros_like(x_BTD)))
 
     def rules(self, rules: Rules) -> Rules:
-        """Returns the rule tables of a run with these stages; with one stage, of a mesh whose pipeline axis shards
-        rows."""
-        first = (
-            rules.params["embed"] != rules.moments["embed"]
-        )  # gradients are sharded like parameters, then like moments
+        """Returns rule tables for these stages; with one stage, for a mesh whose pipeline axis shards rows."""
+        # Gradients are sharded like parameters, then like moments.
+        first = rules.params["embed"] != rules.moments["embed"]
         row_rules = functools.partial(self.row_rules, first=first)
         change = row_rules if self.size == 1 else self.local_rules if self.has_local_layers else self.residual_rules
         return Rules(*(change(table) for table in (rules.params, rules.grads, rules.moments)))
@@ -103,10 +101,9 @@ class PipelineAxis:
         return dict(table) | {LAYERS: AXIS} | vocab
 
     def row_rules(self, table: Mapping[str, MeshAxes], *, first: bool) -> dict[str, MeshAxes]:
-        """Shards rows and residual dimensions over the pipeline axis, as for data and fsdp.
+        """Shards rows and residual dimensions over the pipeline axis, as over data and fsdp.
 
-        first: the pipeline axis is the first of a residual dimension's mesh axes instead of the last, as in
-        residual_rules.
+        first: as the first of a residual dimension's mesh axes instead of the last, as in residual_rules.
         """
         added = lambda names: (AXIS, *names) if first else (*names, AXIS)
         residual = {axis: added(mesh_axis_names(table[axis])) for axis in RESIDUAL_AXES}

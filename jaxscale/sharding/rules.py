@@ -66,8 +66,7 @@ def partition_spec(axes: tuple[str, ...], rules: Mapping[str, MeshAxes]) -> Part
 
 
 def weight_dtype(axes: tuple[str, ...], dtype: Any) -> Any:
-    """Returns the dtype in which matmuls read a weight: `dtype`, but float32 for a router, whose top-k depends on the
-    last bits."""
+    """Returns the dtype of a weight in matmuls: float32 for a router, since top-k depends on the last bits."""
     return "float32" if ROUTER in axes else dtype
 
 

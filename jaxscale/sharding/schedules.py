@@ -297,10 +297,8 @@ def ticks_by_pass(passes: Passes | Backward, num_stages: int, exclude: Any = Fal
 def pass_seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
     """Returns float[t, P], the time of each stage in each tick."""
     forward, backward = (passes.microbatch != IDLE for passes in (schedule.forward, schedule.backward))
-    with_weights = backward & ~schedule.inputs_only
-    return (
-        forward * costs.forward + backward * (costs.recompute + costs.input_grads) + with_weights * costs.weight_grads
-    )
+    weights = backward & ~schedule.inputs_only
+    return forward * costs.forward + backward * (costs.recompute + costs.input_grads) + weights * costs.weight_grads
 
 
 def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL_COSTS, head: float = 0.0) -> float:

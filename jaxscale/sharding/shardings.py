@@ -23,8 +23,7 @@ def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, MeshAxes]) ->
 
 
 def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Returns an equivalent spec: of several mesh axes for one dimension, the first and those with more than one
-    device."""
+    """Removes mesh axes of one device from dimensions with several, except the first if all have one device."""
 
     def used(mesh_axes: MeshAxes) -> MeshAxes:
         if not (names := mesh_axis_names(mesh_axes)):

@@ -22,8 +22,8 @@ def stage_weights(
 ) -> Any:
     """Returns the parameters of the device's stage, gathered over fsdp, in the dtype in which matmuls read them.
 
-    chunked: name of the stack whose layers are split over stages; every stage has all other parameters, except a
-    sharded vocabulary.
+    chunked: the stack whose layers are split over stages. Other parameters are on every stage, except a sharded
+    vocabulary.
     """
 
     def gathered(path: Any, axes: tuple[str, ...], w: jax.Array) -> jax.Array:
@@ -42,9 +42,8 @@ def stage_gradients(grads: Any, axes: Any, batch_axes: BatchAxes, pipeline: Pipe
     def reduced(stacked: bool, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return pipeline.from_stage(layer_by_layer(batch_axes.reduce_full, grad, axes), axes, stacked=stacked)
 
-    return {
-        name: batch_axes.map(functools.partial(reduced, name == chunked), grads[name], axes[name]) for name in grads
-    }
+    stacks = {name: functools.partial(reduced, name == chunked) for name in grads}
+    return {name: batch_axes.map(f, grads[name], axes[name]) for name, f in stacks.items()}
 
 
 def layer_by_layer(f: Callable, w: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -72,8 +72,7 @@ class TensorAxis:
         return lax.dynamic_update_slice_in_dim(full, x, lax.axis_index(AXIS) * size, x.ndim - 1)
 
     def scale_gradient(self, tree: Any) -> Any:
-        """Divides the gradient by the number of devices, all of which compute the same values; the values are
-        unchanged."""
+        """Returns the same values, which all devices compute, each with its share of their gradient."""
         scaled = lambda x: x / self.size + lax.stop_gradient(x - x / self.size)
         return tree if self.size == 1 else jax.tree.map(scaled, tree)
 

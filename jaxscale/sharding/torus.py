@@ -75,8 +75,7 @@ def most_links_outermost(devices: np.ndarray) -> np.ndarray:
 
 
 def num_links(devices: np.ndarray, coordinate: int, size: int) -> int:
-    """Returns the links of a chip that `size` devices along a coordinate can use: 2 in a ring, otherwise 1; 0 between
-    slices."""
+    """Returns the links of a chip along a coordinate: 2 in a ring of `size`, otherwise 1; 0 between slices."""
     points = [coordinates(device) for device in devices.flat]
     if coordinate == 0:
         return 0

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxscale.data.batch import Batch
 from jaxscale.models.config import BLOCKS, DENSE
-from jaxscale.models.stages import Pieces
+from jaxscale.models.stages import StageFunctions
 from jaxscale.optim.optimizers import combine, trainable
 from jaxscale.sharding.pipeline_axis import PipelineAxis
 from jaxscale.sharding.schedules import IDLE, Backward, Passes, Schedule
@@ -66,7 +66,7 @@ class Tick(NamedTuple):
 class Pipeline:
     """Runs a batch through the stages."""
 
-    pieces: Pieces
+    functions: StageFunctions
     axis: PipelineAxis
     schedule: Schedule
     groups: Any  # of the parameters: which are trained
@@ -101,7 +101,7 @@ class StageWork:
     """The passes of one device, traced by the scan."""
 
     def __init__(self, pipeline: Pipeline, weights: Any, micro: Any, scale: jax.Array | float):
-        self.pieces, self.axis, self.schedule = pipeline.pieces, pipeline.axis, pipeline.schedule
+        self.functions, self.axis, self.schedule = pipeline.functions, pipeline.axis, pipeline.schedule
         self.micro, self.scale = micro, scale
         (self.ends, self.dense, self.blocks), self.groups = split_params(weights), split_params(pipeline.groups)
         self.layers_Vc = jnp.asarray(self.axis.layers)[self.axis.stage]
@@ -111,13 +111,13 @@ class StageWork:
     def begin(self) -> Carry:
         """Returns a carry of zeros."""
         rows = at(self.micro, 0)
-        x_BTD = jax.eval_shape(self.pieces.enter, self.ends, *rows)
+        x_BTD = jax.eval_shape(self.functions.embed, self.ends, *rows)
         (_, sums), _ = jax.eval_shape(self.loss_and_gradients, jnp.zeros(x_BTD.shape, x_BTD.dtype), rows)
         zeros = lambda *shape: jnp.zeros((*shape, *x_BTD.shape), x_BTD.dtype)
         zero_grads = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
         zeros_like = lambda tree: jax.tree.map(jnp.zeros_like, tree)
         params, first = at(self.blocks, 0), jnp.zeros((), jnp.int32)
-        run = lambda x_BTD: self.pieces.layer(params, self.ends, x_BTD, *rows, number=first)
+        run = lambda x_BTD: self.functions.run_layer(params, self.ends, x_BTD, *rows, number=first)
         _, metrics = jax.eval_shape(run, x_BTD)
         weights = Parts(self.ends, self.dense, self.blocks)
         return Carry(
@@ -172,7 +172,7 @@ class StageWork:
 
     def embed(self, x_BTD: jax.Array, microbatch: jax.Array, enters: jax.Array) -> jax.Array:
         """Returns the microbatch's embedding on the first stage if it enters, else x_BTD."""
-        embed = lambda x_BTD: self.pieces.enter(self.ends, *at(self.micro, microbatch))
+        embed = lambda x_BTD: self.functions.embed(self.ends, *at(self.micro, microbatch))
         active = enters & self.at_end(self.axis.first)
         embedded_BTD = self.when(active, self.schedule.num_microbatches, embed, x_BTD)
         return jnp.where(enters & self.axis.first, embedded_BTD, x_BTD)
@@ -232,7 +232,7 @@ class StageWork:
         """Returns ((scaled loss, named sums), gradients of the ends and of y_BTD)."""
 
         def scaled(trained, y_BTD):
-            total, sums = self.pieces.leave(combine(trained, self.ends), y_BTD, rows[0])
+            total, sums = self.functions.loss(combine(trained, self.ends), y_BTD, rows[0])
             return total * self.scale, sums | {"objective": total, "real_tokens": jnp.sum(rows[0].weights)}
 
         trained = to_float32(trainable(self.ends, self.groups.ends))
@@ -303,7 +303,7 @@ class StageWork:
         """Returns gradients of the ends, with those of the embedding if the microbatch's gradient has come back."""
 
         def run(grads):
-            enter = lambda trained: self.pieces.enter(combine(trained, self.ends), *at(self.micro, microbatch))
+            enter = lambda trained: self.functions.embed(combine(trained, self.ends), *at(self.micro, microbatch))
             _, pull = jax.vjp(enter, to_float32(trainable(self.ends, self.groups.ends)))
             (found,) = pull(jnp.where(self.axis.first, dx_BTD, jnp.zeros_like(dx_BTD)))
             return jax.tree.map(jnp.add, grads, found)
@@ -312,7 +312,8 @@ class StageWork:
 
     def dense_layer(self, params: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> jax.Array:
         """Returns the residual stream after leading dense layer i."""
-        return self.pieces.layer(params, self.ends, x_BTD, *at(self.micro, now.microbatch), number=i, stack=DENSE)[0]
+        rows = at(self.micro, now.microbatch)
+        return self.functions.run_layer(params, self.ends, x_BTD, *rows, number=i, stack=DENSE)[0]
 
     def scaled_layer(self, params: Any, x_BTD: jax.Array, now: Backward, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (the result of layer(), its scaled part of the loss)."""
@@ -322,7 +323,7 @@ class StageWork:
     def layer(self, params: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
         """Returns (residual stream after layer i of the chunk, its metrics); x_BTD and zeros if there is no layer i."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
-        run = lambda x_BTD: self.pieces.layer(params, self.ends, x_BTD, *rows, number=number)
+        run = lambda x_BTD: self.functions.run_layer(params, self.ends, x_BTD, *rows, number=number)
         if (self.axis.layers != IDLE).all():
             return run(x_BTD)
         metrics = jax.eval_shape(run, x_BTD)[1]

@@ -105,7 +105,7 @@ def test_a_token_moves_no_other_row_and_nothing_before_it_and_evaluation_has_no_
     batch = tiny.packed_batch(0)
     tokens = batch.tokens.copy()
     tokens[4, 5] = (tokens[4, 5] + 1) % 64
-    learning = jax.jit(lambda params, batch: token_losses(program.model.merge(params, learns=True), batch))
+    learning = jax.jit(lambda params, batch: token_losses(program.model.merge(params, training=True), batch))
     one, other = (np.asarray(learning(params, b)) for b in (batch, batch._replace(tokens=tokens)))
     moved_BT = (one != other) & (batch.weights > 0)
     assert moved_BT[4, 5:].any() and not moved_BT[4, :5].any() and not np.delete(moved_BT, 4, axis=0).any()

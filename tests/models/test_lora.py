@@ -13,7 +13,7 @@ from jaxscale.build import make_program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import LoraConfig, lora_flops, lora_params
 from jaxscale.models.layers import split_model
-from jaxscale.models.lora import Adapted, adapting, add_adapters, attach, is_adapter, side_specs
+from jaxscale.models.lora import Adapted, adapter_specs, add_adapter, add_adapters, is_adapter, make_lora_project
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.project import cpu_project, einsum_project
@@ -150,7 +150,7 @@ def test_targets_choose_matrices_and_a_wrong_one_is_told():
     assert adapters == {f"blocks.attention.w{which}_lora_{part}" for which in "qv" for part in "ab"}
     moments = {name.rpartition("mu.")[2] for name in named(program.abstract_state.opt_state) if ".mu." in name}
     assert moments == set(named(program.abstract_grads)) == adapters  # what is frozen has neither
-    with pytest.raises(ValueError, match="finds no matrix; there are blocks.attention.wk, blocks.attention.wo"):
+    with pytest.raises(ValueError, match="matches no matrix; use blocks.attention.wk, blocks.attention.wo"):
         tiny.program({"lora.rank": 2, "lora.targets": ("embedding",)})
 
 
@@ -165,7 +165,7 @@ def test_targets_choose_matrices_and_a_wrong_one_is_told():
 def test_an_adapter_is_alpha_over_rank_times_a_normal_matrix_and_zeros(axes, shape, of_a, of_b, stacked):
     cfg, owner, layers = LoraConfig(rank=6, alpha=3.0), nnx.Module(), (3,) * stacked
     owner.w = nnx.Param(jnp.zeros((*layers, *shape)), axes=("layers",) * stacked + axes)
-    attach(owner, "w", owner.w, None if stacked else 0, cfg, jax.random.key(0))
+    add_adapter(owner, "w", owner.w, None if stacked else 0, cfg, jax.random.key(0))
     a, b = np.asarray(owner.w_lora_a.get_value()), owner.w_lora_b.get_value()
     assert a.shape == (*layers, *of_a) and b.shape == (*layers, *of_b) and not b.any()
     assert a.std() == pytest.approx(256**-0.5, rel=0.1) and abs(a.mean()) < 0.005  # of 1,536 draws or more
@@ -182,7 +182,7 @@ def test_an_adapter_is_alpha_over_rank_times_a_normal_matrix_and_zeros(axes, sha
         (dict(rank=-1), "must be 1 or more"),
         (dict(alpha=0.0), "must be above 0"),
         (dict(rank=1, targets=()), "targets is empty"),
-        (dict(rank=1, targets=("(",)), "no regular expression"),
+        (dict(rank=1, targets=("(",)), "not a regular expression"),
     ],
 )
 def test_wrong_settings_are_one_line(settings, told):
@@ -205,11 +205,11 @@ QUICK, *SLOW = PRODUCTS
 )
 def test_a_product_with_an_adapter_is_that_with_the_merged_matrix_and_so_are_its_gradients(project, spec):
     sizes = dict(B=2, T=3, D=8, N=2, H=4, F=6, r=2)
-    (x_axes, w_axes), (down, up) = spec.split("->")[0].split(","), side_specs(spec)
+    (x_axes, w_axes), (down, up) = spec.split("->")[0].split(","), adapter_specs(spec)
     draw = lambda axes, seed: jax.random.normal(jax.random.key(seed), tuple(sizes[axis] for axis in axes))
     x, w = draw(x_axes, 0), draw(w_axes, 1)
     a, b = (draw(side.split("->")[0].split(",")[1], seed) for seed, side in ((2, down), (3, up)))
-    beside = lambda a, b: adapting(project)(spec, x, Adapted(w, a, b, 0.5))
+    beside = lambda a, b: make_lora_project(project)(spec, x, Adapted(w, a, b, 0.5))
     merged = lambda a, b: jnp.einsum(spec, x, w + 0.5 * jnp.tensordot(a, b, 1))
     np.testing.assert_allclose(beside(a, b), merged(a, b), rtol=1e-4, atol=1e-4)
     grads = lambda f: jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b))), argnums=(0, 1))(a, b)

@@ -110,8 +110,8 @@ def test_the_same_model_without_it_has_its_factors_in_the_weights(settings):
     tokens_BT = tiny.packed_batch(0).tokens[:4]
     compute = lambda cfg, params: np.asarray(logits(merge_model(made(cfg)[0], params), tokens_BT))
     with_mup, plain = compute(cfg, params), without_mup(cfg)
-    folded = compute(plain, jax.tree_util.tree_map_with_path(fold, params))
-    np.testing.assert_allclose(folded, with_mup, rtol=1e-3, atol=1e-4)
+    folding_factors = compute(plain, jax.tree_util.tree_map_with_path(fold, params))
+    np.testing.assert_allclose(folding_factors, with_mup, rtol=1e-3, atol=1e-4)
     for kept in ("final_norm", "attention", "mlp"):  # each of the three kinds of factors does something
         others = jax.tree_util.tree_map_with_path(functools.partial(unless, kept), params)
         assert np.abs(compute(plain, others) - with_mup).max() > 0.01
@@ -129,7 +129,7 @@ def test_scores_are_divided_by_the_size_of_a_head_beyond_the_base():
         (dict(mup=dict(base_dim=0)), "adamw", "base_dim=0 must be at least 1"),
         (dict(mup=MUP, scaled_embeddings=True), "adamw", "scaled_embeddings cannot go with mup"),
         (dict(mup=MUP, query_scalar=3.0), "adamw", "query_scalar=3.0 cannot go with mup.base_head_dim=8"),
-        (dict(mup=AT_BASE), "sgd", "base_layers: its rule is one of AdamW"),
+        (dict(mup=AT_BASE), "sgd", "base_layers: its rule is for AdamW"),
     ],
 )
 def test_what_it_has_no_rule_for_is_refused(settings, optimizer, text):

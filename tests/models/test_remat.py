@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models.config import SAVED
+from jaxscale.models.config import SAVED_NAMES
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.latent_config import LatentConfig
 from jaxscale.models.layers import merge_model, split_model
@@ -104,15 +104,15 @@ def test_a_name_keeps_its_array_and_nothing_else(model, name):
     [("full", {"block_input"}), ("full", {"query"}), ("minimal", {"mlp_gate", "mlp_up"}), ("qkv", {"attention_out"})],
 )
 def test_an_offloaded_name_is_on_the_host_and_leaves_the_device(remat, offload):
-    names = {"block_input", *SAVED[remat]} - offload
+    names = {"block_input", *SAVED_NAMES[remat]} - offload
     there = kept("llama", remat=remat, remat_offload=tuple(sorted(offload)))
     assert there == (size_of("llama", names), size_of("llama", offload))
 
 
 @pytest.mark.parametrize("model", CONFIGS)
-@pytest.mark.parametrize("remat", SAVED)
+@pytest.mark.parametrize("remat", SAVED_NAMES)
 def test_a_policy_keeps_the_names_in_its_list(model, remat):
-    assert kept(model, remat=remat) == (size_of(model, {"block_input", *SAVED[remat]}), 0)
+    assert kept(model, remat=remat) == (size_of(model, {"block_input", *SAVED_NAMES[remat]}), 0)
 
 
 def test_dots_keeps_the_products_of_weights():
@@ -139,13 +139,13 @@ def test_neither_what_is_kept_nor_where_changes_values_or_gradients(model, chang
     [
         ("llama", {"remat": "save", "remat_save": ("qery",)}, "remat_save has 'qery'"),
         ("llama", {"remat": "save", "remat_save": ("qery",)}, "did you mean 'query'?"),
-        ("llama", {"remat": "full", "remat_offload": ("zzz",)}, "there is block_input, query, key"),
-        ("gpt2", {"remat": "save", "remat_save": ("mlp_gate",)}, "no activation; did you mean 'mlp_up'?"),
-        ("llama", {"remat": "full", "remat_save": ("query",)}, "read with remat='save' only, and remat='full'"),
+        ("llama", {"remat": "full", "remat_offload": ("zzz",)}, "use block_input, query, key"),
+        ("gpt2", {"remat": "save", "remat_save": ("mlp_gate",)}, "of this model; did you mean 'mlp_up'?"),
+        ("llama", {"remat": "full", "remat_save": ("query",)}, "remat_save needs remat='save', and remat='full'"),
         ("llama", {"remat": "save"}, "needs remat_save or remat_offload"),
         ("llama", {"remat": "none", "remat_offload": ("query",)}, "cannot go with remat='none'"),
         ("llama", {"remat": "dots", "remat_offload": ("query",)}, "use full, attention, qkv, minimal, save"),
-        ("llama", {"remat": "save", "remat_save": ("key",), "remat_offload": ("key",)}, "kept in one place"),
+        ("llama", {"remat": "save", "remat_save": ("key",), "remat_offload": ("key",)}, "name it in one of them"),
         ("llama", {"remat": "save", "remat_save": ("key", "key")}, "'key' twice"),
     ],
 )

@@ -137,7 +137,7 @@ def test_tensor_stays_inside_a_gpu_node_and_fsdp_crosses(numbered_by):
         blocks({"tensor": 8}, found)
     assert str(error.value) == (
         "mesh={'tensor': 8} does not divide the 4 devices of a node, and only pipeline, data or fsdp may cross between "
-        "nodes; use tensor=4 and let fsdp=-1 take what is left"
+        "nodes; use tensor=4 and let fsdp=-1 take the remaining devices"
     )
 
 

@@ -41,7 +41,7 @@ def test_a_zero_bubble_saves_the_gradients_of_weights_in_the_turns_that_are_lost
         assert simulated_seconds(other, costs) == (M * V + P - 1) * sum(costs)
         assert schedule.num_ticks == other.num_ticks and schedule.num_slots == other.num_slots
         assert schedule.num_deferred == min(P - 1, M)
-        for name in ("enters", "leaves", "returns"):
+        for name in ("embed_microbatch", "loss_microbatch", "embed_grad_microbatch"):
             np.testing.assert_array_equal(getattr(schedule, name), getattr(other, name))
         left = [min(s, M) for s in range(P)]
         assert schedule.inputs_only.sum(0).tolist() == schedule.weights_only.sum(0).tolist() == left
@@ -77,8 +77,8 @@ def spoilt(schedule, passes, field, t, s, value):
         ("forward", "microbatch", 3, 0, 0, "microbatch 0 runs twice through chunk 0"),
         ("forward", "slot", 3, 0, 0, "stage 0 overwrites slot 0"),
         ("backward", "slot", 6, 0, 1, "stage 0 reads slot 1 wrongly"),
-        ("backward", "pending", 6, 1, 0, "stage 1 begins wrongly"),
-        ("backward", "pending", 6, 3, IDLE, "stage 3 begins wrongly"),
+        ("backward", "pending", 6, 1, 0, "stage 1 starts from the wrong cotangent"),
+        ("backward", "pending", 6, 3, IDLE, "stage 3 starts from the wrong cotangent"),
         ("backward", "defer_to", 6, 3, 1, "a pass is missing"),  # that has the gradients of weights
         ("backward", "microbatch", 13, 3, IDLE, "a pass is missing"),  # the last of those
         ("backward", "defer_to", 3, 3, IDLE, "microbatch 0 runs twice through chunk 3"),

@@ -18,7 +18,7 @@ LEAST_CAPABILITY = 8.0  # Ampere: cuDNN has no flash attention for older cards
 def make_attend(*, window: int | None = None):
     """attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend(window=window).
 
-    What it keeps for its backward pass bears no name; kept_by_kernel of models/layers.py recognises it.
+    What it keeps for its backward pass bears no name; is_cudnn_forward of models/layers.py recognises it.
     """
 
     def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
