@@ -126,7 +126,7 @@ class Simulation:
     def work(self) -> None:
         """What a run agrees about on its way, to a save that fails and a signal that all obey."""
         self.part("a decision", "agree", AT_ONCE)
-        self.part("all are here", "all_here", 5)
+        self.part("all are here", "barrier", 5)
         self.part("a step", "step", AT_ONCE)
         self.part("a save", "save", 3)
         self.part("a save that fails on one host", "failed_save")

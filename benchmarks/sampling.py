@@ -22,7 +22,7 @@ from jaxscale.qualify.timing import seconds_of
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Engine, Generator, Timing
 from jaxscale.sharding.mesh import make_mesh, mesh_layout
-from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.exits import BadInput, print_stderr
 
 FULL_PASSES = 8  # timed of those that the uncached way takes one of for each token: all take the same
 
@@ -40,7 +40,7 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
     sharded = shard_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)
     init = lambda key: split_model(sharded.init(key))[1]
     params = jax.jit(init, out_shardings=sharded.shardings)(jax.random.key(cfg.seed))
-    engine = Engine(sharded, batch=batch, longest=longest, say=tell)
+    engine = Engine(sharded, batch=batch, longest=longest, say=print_stderr)
     generator = Generator(engine, params)
     rng = np.random.default_rng(cfg.seed)
     prompts = rng.integers(0, cfg.model.vocab_size, (engine.batch, prompt_tokens)).tolist()

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  jax.distributed allows one client a process
 
 from jaxscale.checkpoint.saver import stage_result
-from jaxscale.hosts.agree import Board, Peer, agreed, all_here, gathered, next_key
+from jaxscale.hosts.agree import Board, Peer, agreed, barrier, gathered, next_key
 from jaxscale.hosts.config import host_budgets
-from jaxscale.hosts.place import Place
+from jaxscale.hosts.discovery import ProcessInfo
 from jaxscale.hosts.reports import SharedReports
 from jaxscale.hosts.roll_call import call_roll
 from jaxscale.hosts.watch import Watch
@@ -72,7 +72,7 @@ def characters(value: Any) -> int:
 class Host:
     """One simulated host. Its methods are the parts that are measured; each runs on all hosts at the same time."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: ProcessInfo):
         self.place, self.over, self.code = place, threading.Event(), 0
 
     def roll_call(self) -> None:
@@ -103,13 +103,13 @@ class Host:
         """The first decides, and all learn it."""
         expect(agreed(lambda: {"step": 1000}, peer=self.peer) == {"step": 1000})
 
-    def all_here(self) -> None:
+    def barrier(self) -> None:
         """All come to one place of the program."""
-        all_here(self.peer)
+        barrier(self.peer)
 
     def step(self) -> None:
         """What all ask after each step."""
-        self.board.look()
+        self.board.refresh()
         expect(self.reports.news(1) is None and self.stop.leave_after(1) is None)
 
     def save(self) -> None:
@@ -132,7 +132,7 @@ class Host:
         """After each of these steps: what is heard of failed saves, and of signals, one of which comes at first."""
         if step == 1 and self.place.process_id == self.place.num_processes // 2:
             self.stop.request("SIGTERM")
-        self.board.look()
+        self.board.refresh()
         return [self.reports.news(step), self.stop.leave_after(step)]
 
     def lost(self) -> int:
@@ -183,7 +183,7 @@ class Group:
     def open(self, port: int) -> None:
         """Makes the hosts of a start, and the service that they will call."""
         self.hosts = [
-            Host(Place(host=LOOPBACK, port=port, num_processes=self.count, process_id=number, found_in="bench"))
+            Host(ProcessInfo(host=LOOPBACK, port=port, num_processes=self.count, process_id=number, found_in="bench"))
             for number in self.numbers
         ]
         if 0 in self.numbers:

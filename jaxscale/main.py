@@ -14,7 +14,7 @@ from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name
 from jaxscale.help_text import command
-from jaxscale.hosts.place import HostFlags
+from jaxscale.hosts.discovery import HostFlags
 from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput
 

@@ -39,7 +39,7 @@ class Alone:
     def on_hang(self, heard):
         """Nobody tells."""
 
-    def tell_hang(self, line):
+    def report_hang(self, line):
         """Nobody hears."""
 
 
@@ -125,7 +125,7 @@ def test_one_file_that_cannot_be_renewed_keeps_no_other_from_it_and_is_told(cfg,
         with run_services(cfg, str(run), dataclasses.replace(DEFAULT_OPTIONS, steal_lock=True), alone):
             assert os.fstat(old.fileno()).st_nlink == 0 and not unfinished.exists()
     (line,) = [line for line in alone.said if "WARNING" in line]
-    assert line.endswith("may still write into events.jsonl (the disk fails)")
+    assert line.endswith("may still write to events.jsonl (the disk fails)")
 
 
 @pytest.mark.fault("F35")

@@ -17,7 +17,7 @@ from jaxscale.system import paths
 from jaxscale.system.bucket import age, check_size
 from jaxscale.system.bucket_errors import Changed, Forbidden, Transient, missing_permission
 from jaxscale.system.exits import BadInput
-from jaxscale.system.storage import OWN_CLIENT, check_environment, open_bucket
+from jaxscale.system.storage import CLIENT_VARIABLES, check_environment, open_bucket
 
 URL = "gs://bucket/run/lock"
 
@@ -162,7 +162,7 @@ def test_training_refuses_before_anything_is_sent(tmp_path):
 
 
 def test_what_our_clients_read_from_the_environment_is_set_for_the_user_and_not_over_him(monkeypatch):
-    for name in OWN_CLIENT:
+    for name in CLIENT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EPATH_USE_TF", "true")
     check_environment()

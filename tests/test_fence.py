@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from jaxscale.monitor.events import Events
-from jaxscale.monitor.records import append, renew
+from jaxscale.monitor.records import append, replace_with_copy
 from jaxscale.monitor.tensorboard import Scalars
 from jaxscale.monitor.writers import open_records
 from jaxscale.system import fence, paths
@@ -24,7 +24,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     "checkpoint/folders.py:copy_objects": "for set_aside, which asks",
     "checkpoint/folders.py:commit": "of averages, copies and imports, which are programs of their own",
     "checkpoint/retention.py:unpin": "a verb on checkpoints, a program of its own",
-    "hosts/watchdog.py:open_private": "its own file, made when a run begins; bark asks",
+    "hosts/watchdog.py:open_private": "its own file, made when a run begins; expire asks",
     "hosts/watchdog.py:remove_if_empty": "its own empty file",
     **{f"checkpoint/local_{place}": "this host's own folder of copies, which no other owner of the work folder writes"
        for place in ("store.py:clear", "store.py:keep_only", "store.py:make_owner", "copy.py:write_copy")},
@@ -33,7 +33,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     "hosts/agree.py:check_shared": "its own mark, when a run begins",
     "monitor/tensorboard.py:__init__": "its own file, behind make_folder, which asks",
     "system/paths.py:locked": "an empty file that is made to be locked",
-    "monitor/profile.py:bring": "removes a folder of this machine's /tmp",
+    "monitor/profile.py:upload": "removes a folder of this machine's /tmp",
 }  # fmt: skip
 # The verbs on checkpoints, and conversions: programs of their own, in folders that no run writes.
 OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer")}
@@ -60,7 +60,7 @@ def writes(call):
     mode = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant)] if called == "open" else []
     if called == "os.open":
         return "O_CREAT" in ast.unparse(call)
-    own = called.startswith(("paths.", "self.attempt", "file.write_text", "self.events."))
+    own = called.startswith(("paths.", "self.attempt", "file.write_text", "self.tensorboard."))
     return (
         called == "os.replace"
         or called.rpartition(".")[2] in WRITES
@@ -132,10 +132,10 @@ def test_a_line_that_was_under_way_goes_into_the_file_that_was_replaced(tmp_path
     file = tmp_path / "metrics.jsonl"
     append(file, b'{"step": 1}\n')
     zombie = os.open(file, os.O_WRONLY | os.O_APPEND)
-    renew(file)
+    replace_with_copy(file)
     append(file, b'{"step": 2}\n')
     os.write(zombie, b"stale\n")
     os.close(zombie)
     assert file.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
-    renew(tmp_path / "none")
+    replace_with_copy(tmp_path / "none")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

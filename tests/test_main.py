@@ -186,7 +186,9 @@ def test_another_mesh_goes_on_with_the_same_data_and_nearly_the_same_losses(home
 def test_unchanged_it_is_complete(home, copy, capsys):
     before = contents(copy)
     assert command(home, copy) == 0
-    assert f"this run is complete at step {STEPS}; a larger --config.train_tokens goes on" in capsys.readouterr().out
+    assert (
+        f"this run is complete at step {STEPS}; a larger --config.train_tokens continues it" in capsys.readouterr().out
+    )
     assert contents(copy) == before
 
 

@@ -111,7 +111,7 @@ def test_a_bucket_without_gcsfs_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("name", ["run[1]", "a*", "why?", "a\\b"])
 def test_a_run_folder_whose_name_is_a_pattern_is_refused_before_anything_is_computed(tmp_path, name):
-    with pytest.raises(BadInput, match="Orbax would take .* in a path for a pattern; choose another workdir"):
+    with pytest.raises(BadInput, match="Orbax would read .* in a path as a pattern; choose another workdir"):
         paths.make_run_dir(tmp_path / name / "run")
     assert not (tmp_path / name).exists()
 

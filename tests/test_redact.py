@@ -24,7 +24,7 @@ from jaxscale.monitor.config import MonitorConfig
 from jaxscale.monitor.console import Console
 from jaxscale.monitor.writers import Writer
 from jaxscale.system import redact as redaction
-from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown
 
 CANARY = "hf_CANARYcanaryCANARYcanary1234"
@@ -169,7 +169,7 @@ def test_no_sink_writes_a_secret(tmp_path, capsys):
     writer = Writer(tmp_path, MonitorConfig(), 9)
     writer.write(1, {f"validation/{CANARY}/loss": 1.0, "text": f"read with {PLAIN}", "loss": 2.0})
     writer.close()
-    tell(f"stopped: {CANARY} {PLAIN}")
+    print_stderr(f"stopped: {CANARY} {PLAIN}")
     Progress(sys.stdout).say(f"reading hf://x with {CANARY}")
     (tmp_path / "report.html").write_text(escape(f"text {CANARY} {SCRIPT}"))
     out, err = capsys.readouterr()

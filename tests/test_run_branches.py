@@ -112,7 +112,7 @@ def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"seed": 3}, r"whose rows follow from seed, .*: seed: 2 there, 3 here; set these as there"),
+        ({"seed": 3}, r"whose rows depend on seed, .*: seed: 2 there, 3 here; set these as there"),
         ({"train_tokens": "4 steps"}, "train_tokens=4 steps is 4 steps, and the branch begins after step 4 of"),
         ({"init.skip": ("head",)}, "what='run' resumes all arrays unchanged, and skip changes some"),
     ],

@@ -23,7 +23,7 @@ from jaxscale.data.shards import open_shard
 from jaxscale.monitor.writers import json_record
 from jaxscale.reporting import local_server
 from jaxscale.system import paths
-from jaxscale.system.exits import Exit, Stop, tell
+from jaxscale.system.exits import Exit, Stop, print_stderr
 from jaxscale.system.process import environment, files_as, folder_mode
 from jaxscale.system.redact import shown
 from jaxscale.text.tokenizer.load import ByteTokenizer
@@ -217,7 +217,7 @@ def test_names_and_texts_cannot_break_a_line_or_drive_a_terminal(capsys):
     nasty = 'a\n{"step": 9}\x1b]0;title\x07\x1b[2J\u202e\r'
     line = json.dumps(json_record(1, {nasty: 1.0, "text": nasty}), allow_nan=False) + "\n"
     assert line.count("\n") == 1 and json.loads(line) == {"step": 1, nasty: 1.0, "text": nasty}
-    tell(f"error: {nasty}")
+    print_stderr(f"error: {nasty}")
     told = capsys.readouterr().err
     assert told == f"error: {shown(nasty)}\n" and not set(told) & set("\x1b\x07\u202e\r")
 

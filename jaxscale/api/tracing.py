@@ -19,7 +19,7 @@ from jaxscale.monitor.events import read_events
 from jaxscale.monitor.records import read_records
 from jaxscale.run.resume_checks import recorded_position
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, Stop, tell
+from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr
 from jaxscale.training.decisions import Decisions, decisions_of
 from jaxscale.units import BatchSizes, recorded_sizes
 
@@ -49,7 +49,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     decisions = decisions_of(read_events(folder))
     pending = decisions.pending  # what lies behind its step is moved away by the next start
-    step = newest_readable_step(checkpoints, tell, before=pending.to + 1 if pending else None)
+    step = newest_readable_step(checkpoints, print_stderr, before=pending.to + 1 if pending else None)
     run = checkpoints.read_run(step) if step is not None else None
     recorded = run["data"] if run else None
     corpus = open_data(

@@ -13,7 +13,7 @@ from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
 from jaxscale.config_file import load_config
 from jaxscale.hosts import cluster
-from jaxscale.hosts.programs import keep_programs
+from jaxscale.hosts.programs import enable_shared_cache
 from jaxscale.planning.check import check_machine
 from jaxscale.planning.out_of_memory import memory_help, out_of_memory_explained
 from jaxscale.reporting.history import read_history
@@ -83,10 +83,10 @@ def train_file(
 
 def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:
     """Trains in a work folder to completion. flags: cluster.FLAGS; where there are none, the cluster is asked."""
-    place = cluster.find_own_place(flags)
+    place = cluster.discover_process(flags)
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
     with terminated_well(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
-        keep_programs(workdir)
+        enable_shared_cache(workdir)
         resolved, _ = resolve_run_dtypes(cfg, workdir, options.replay)
         check_machine(resolved, begun=stop_if_unreachable(lambda: has_begun(workdir), workdir))
         programs: list[Program] = []

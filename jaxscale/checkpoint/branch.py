@@ -25,7 +25,7 @@ from jaxscale.models.lora import is_adapter
 from jaxscale.models.mup_config import folding_factors
 from jaxscale.schema import convert, from_dict
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.exits import BadInput, print_stderr
 
 SHOWN_PROBLEMS = 4
 # files of a Hugging Face folder that a work folder does not have
@@ -84,7 +84,7 @@ def open_source(
     *,
     wanted: int | None = None,
     named: str = "init.from_path",
-    log: Callable[[str], None] = tell,
+    log: Callable[[str], None] = print_stderr,
 ) -> InitSource:
     """Returns the checkpoint at `path`: that step, or the newest of a work folder. The same in all processes.
 

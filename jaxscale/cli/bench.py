@@ -150,7 +150,7 @@ def collectives(arguments: Arguments) -> None:
     facts = schema.flatten(
         {"mesh": schema.to_dict(cfg), "megabytes": arguments.options.get("megabytes"), "repeats": flags.repeats}
     )
-    with cluster.joined(cluster.find_own_place(arguments.options), facts, arguments.options) as say:
+    with cluster.joined(cluster.discover_process(arguments.options), facts, arguments.options) as say:
         record = measure_collectives(cfg, sizes=flags.megabytes, repeats=flags.repeats)
         say(json.dumps(record) if flags.json else "\n".join(collective_lines(record)))
 

@@ -46,7 +46,7 @@ from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag, whole_number
 from jaxscale.help_text import command
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, Stop, put, tell
+from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put
 from jaxscale.units import table
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
@@ -114,9 +114,9 @@ def list_(request: Request) -> int:
     show(request, [dataclasses.asdict(fact) for fact in facts], rows)
     for fact in facts:
         if fact.problem:
-            tell(f"step {fact.step} cannot be restored: {fact.problem}")
+            print_stderr(f"step {fact.step} cannot be restored: {fact.problem}")
         if fact.missing:
-            tell(f"step {fact.step} lacks {' and '.join(fact.missing)}; jaxscale ckpt verify reads all of it")
+            print_stderr(f"step {fact.step} lacks {' and '.join(fact.missing)}; jaxscale ckpt verify reads all of it")
     return 0
 
 
@@ -136,7 +136,7 @@ def verify(request: Request) -> int:
         request.say(record, "\n".join(lines))
     if bad:
         good = f"; step {max(sound)} is whole" if sound else ""
-        tell(f"{len(bad)} damaged: {', '.join(map(str, bad))}{good}; move a damaged step away before going on")
+        print_stderr(f"{len(bad)} damaged: {', '.join(map(str, bad))}{good}; move a damaged step away before going on")
     return Exit.CHECKPOINT_CORRUPT if bad else 0
 
 
@@ -169,7 +169,7 @@ def prune(request: Request) -> int:
     show(request, [record | {"deleted": request.flags.delete and record["kept"] is None} for record in records], rows)
     going = [fact for fact in facts if fact.step not in kept]
     if going and not request.flags.delete:
-        tell(f"{units.size(sum(f.num_bytes for f in going))} would be free: run it again with --delete")
+        print_stderr(f"{units.size(sum(f.num_bytes for f in going))} would be free: run it again with --delete")
     return 0
 
 
@@ -237,7 +237,7 @@ def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
     """The newest steps that training did not suspect. Raises BadInput if there are fewer."""
     clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
     if passed := [fact.step for fact in facts if fact.step not in clean]:
-        tell(f"left out, as not clean: {', '.join(map(str, passed))}")
+        print_stderr(f"left out, as not clean: {', '.join(map(str, passed))}")
     if len(clean) < count:
         raise BadInput(f"--last={count}: there are {len(clean)} clean steps; give at most that many, or --steps")
     return clean[-count:]
@@ -250,7 +250,7 @@ def opened(request: Request, steps: list[int]) -> list[int]:
     """
     for step in steps:
         request.checkpoints.read_record(step)
-        request.checkpoints.log_changed_files(step, tell, small=True)
+        request.checkpoints.log_changed_files(step, print_stderr, small=True)
     return steps
 
 
@@ -296,7 +296,7 @@ class Progress:
             speed = (done - kept) / (now - self.began)
             of = f" of {units.size(total)}" if total else ""
             left = f", {units.duration((total - done) / speed)} left" if total and speed > 0 else ""
-            tell(f"{self.what}: {units.size(done)}{of}, {units.size(speed)}/s{left}")
+            print_stderr(f"{self.what}: {units.size(done)}{of}, {units.size(speed)}/s{left}")
 
 
 STEPS = ("step", "steps")

@@ -28,7 +28,7 @@ from jaxscale.cli import run_verb
 from jaxscale.cli.ckpt import Progress
 from jaxscale.command_line import Arguments, flag
 from jaxscale.help_text import command
-from jaxscale.system.exits import put, tell
+from jaxscale.system.exits import print_stderr, put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +44,11 @@ class ConvertFlags(ConvertOptions):
 def main(arguments: Arguments) -> int:
     """Converts and returns the exit code."""
     flags = arguments.flags
-    done = convert(flags, say=tell, progress=Progress)
+    done = convert(flags, say=print_stderr, progress=Progress)
     left_out = done["config"]["left_out"] if flags.from_ else []
     if left_out and not flags.json:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        tell(f"left out, as the model has no use for it: {', '.join(left_out[:3])}{more}")
+        print_stderr(f"left out, as the model has no use for it: {', '.join(left_out[:3])}{more}")
     put(json.dumps(done) if flags.json else line_in(done) if flags.from_ else line_out(done, flags.adapter))
     return 0
 

@@ -47,7 +47,7 @@ from jaxscale.hosts.agree import agreed
 from jaxscale.inference import LoadedModel, at_step, open_model
 from jaxscale.planning.out_of_memory import out_of_memory_explained
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, put, tell
+from jaxscale.system.exits import BadInput, print_stderr, put
 from jaxscale.units import plural, table
 
 COUNTS = ("documents", "items", "tokens", "bytes", "left_out")
@@ -111,12 +111,12 @@ def main(arguments: Arguments) -> int:
     request, mesh = request_of(flags), read_mesh(flags.mesh)
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
-    place = cluster.find_own_place(options)
+    place = cluster.discover_process(options)
     facts = {name: value for name, value in options.items() if name not in cluster.FLAGS}
     smaller = (f"--batch_tokens={max(flags.batch_tokens // 2, 1)}", "more devices (--mesh)")
     with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
         first = jax.process_index() == 0
-        say = tell if first else lambda line: None
+        say = print_stderr if first else lambda line: None
         steps = chosen_steps(flags, say)
         how = dict(mesh=mesh, compute_dtype=flags.compute_dtype, tokenizer=flags.tokenizer, say=say)
         model = open_model(flags.workdir, step=steps[0], what=flags.what, **how)

@@ -23,7 +23,7 @@ from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
 from jaxscale.planning.speed import check_peak, usual_mfu
 from jaxscale.planning.text import plan_lines, proposal_lines
-from jaxscale.system.exits import BadInput, Exit, put, tell
+from jaxscale.system.exits import BadInput, Exit, print_stderr, put
 from jaxscale.system.paths import write_json, write_text_atomic
 
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -138,7 +138,7 @@ def main(arguments: Arguments) -> int:
 
 def answer(cfg: RunConfig, flags: PlanFlags, wishes: Wishes) -> Exit:
     """Prints the plan of a config; DONE, or NO_GO where it does not fit."""
-    plan = api.plan(cfg, flags.topology, wishes, say=tell, workdir=flags.workdir)
+    plan = api.plan(cfg, flags.topology, wishes, say=print_stderr, workdir=flags.workdir)
     put(*plan_lines(plan))
     if flags.json:
         write_json(flags.json, plan.to_dict())

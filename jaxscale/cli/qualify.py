@@ -106,7 +106,7 @@ def main(arguments: Arguments) -> int:
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     facts = {f"--{name}": str(value) for name, value in vars(flags).items() if name not in cluster.FLAGS}
-    with cluster.joined(cluster.find_own_place(arguments.options), facts, arguments.options) as team:
+    with cluster.joined(cluster.discover_process(arguments.options), facts, arguments.options) as team:
         result = measure(flags, own_model, team)
         team("\n".join(["", *summary_lines(result)]))
         folder = paths.absolute(flags.out)

@@ -115,7 +115,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
             f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, and a branch has none; "
             "rehearse with --config.init.what=state, which begins at step 0 with the same arrays"
         )
-    place = cluster.find_own_place(options)
+    place = cluster.discover_process(options)
     is_first = place is None or place.is_first
     folder = paths.as_path(workdir) / "rehearsal"
     if is_first and any((folder / run).exists() for run in RUNS):

@@ -25,7 +25,7 @@ from jaxscale.models.config import Dtype
 from jaxscale.planning.out_of_memory import out_of_memory_explained
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, put, put_raw, tell
+from jaxscale.system.exits import BadInput, print_stderr, put, put_raw
 from jaxscale.system.redact import printable
 from jaxscale.text.sources.jsonl import JSON_LINES
 from jaxscale.text.sources.records import json_records, kind_of, text_lines
@@ -93,13 +93,13 @@ def main(arguments: Arguments) -> int:
     texts = [] if talking else read_prompts(flags.prompt, flags.prompts)
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
-    place = cluster.find_own_place(options)
+    place = cluster.discover_process(options)
     if place is not None and talking:
         raise BadInput("--interactive and --chat are for one host; give --prompt or --prompts on several")
     facts = {name: value for name, value in options.items() if name not in cluster.FLAGS} | {"prompts": texts}
     smaller = (f"--batch={max(flags.batch // 2, 1)}", f"--num_tokens={max(flags.num_tokens // 2, 1)}")
     with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
-        say = tell if jax.process_index() == 0 else lambda line: None
+        say = print_stderr if jax.process_index() == 0 else lambda line: None
         model = open_model(
             flags.workdir,
             step=flags.step,

@@ -29,11 +29,11 @@ from jaxscale.command_line import Arguments, flag
 from jaxscale.config_file import config_name
 from jaxscale.help_text import command
 from jaxscale.hosts.config import host_budgets
-from jaxscale.hosts.place import FLAGS as HOST_FLAGS
-from jaxscale.hosts.place import Place, find_own_place
+from jaxscale.hosts.discovery import FLAGS as HOST_FLAGS
+from jaxscale.hosts.discovery import ProcessInfo, discover_process
 from jaxscale.monitor.records import Record, tail_records
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, tell
+from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, print_stderr
 
 SLICE_SECONDS = 0.05  # how soon a signal ends a pause
 PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
@@ -328,10 +328,10 @@ def main(arguments: Arguments) -> int:
         training = [sys.executable, "-m", "jaxscale.cli", "train", *training]
     workdir = flags.workdir or workdir_of(training)
     place = place_of(training)
-    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, place), say=tell)
+    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, place), say=print_stderr)
     usual = host_budgets(place.num_processes if place else 1).max_fruitless
     policy = dataclasses.replace(flags, max_fruitless=flags.max_fruitless or usual)
-    return Supervisor(training, workdir, policy, ledger, say=tell).supervise()
+    return Supervisor(training, workdir, policy, ledger, say=print_stderr).supervise()
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:
@@ -354,16 +354,16 @@ def workdir_of(command: Sequence[str]) -> str:
     raise BadInput("the command names neither --workdir nor --config; say jaxscale supervise --workdir=FOLDER -- ...")
 
 
-def place_of(command: Sequence[str]) -> Place | None:
+def place_of(command: Sequence[str]) -> ProcessInfo | None:
     """The place of the command's process among several; None where it is alone, or says itself what is wrong."""
     flags = flags_of(command)
     try:
-        return find_own_place({name: flags[name] for name in HOST_FLAGS if name in flags})
+        return discover_process({name: flags[name] for name in HOST_FLAGS if name in flags})
     except BadInput:
         return None
 
 
-def default_ledger(workdir: str, place: Place | None) -> str:
+def default_ledger(workdir: str, place: ProcessInfo | None) -> str:
     """WORKDIR/supervise.jsonl; of several processes each has its own, supervise-3.jsonl."""
     number = f"-{place.process_id}" if place is not None and not place.is_first else ""
     return f"{workdir.rstrip('/')}/supervise{number}.jsonl"

@@ -23,7 +23,7 @@ from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag
 from jaxscale.data.ledger import Entry
 from jaxscale.help_text import command
-from jaxscale.system.exits import BadInput, Exit, put, tell
+from jaxscale.system.exits import BadInput, Exit, print_stderr, put
 from jaxscale.system.redact import on_one_line
 
 
@@ -74,7 +74,9 @@ def main(arguments: Arguments) -> int:
         line = piece_line(piece, found.run.ledger.corpus.seq_len, of_document=found.batch is None)
         put(json.dumps(piece.record) if flags.json else line)
     if piece is None and found.batch is None:
-        tell(f"no step of this run, done or to come, has {flags.doc}: it is held out, or lies behind the last step")
+        print_stderr(
+            f"no step of this run, done or to come, has {flags.doc}: it is held out, or lies behind the last step"
+        )
     return code
 
 
@@ -82,15 +84,19 @@ def remarks(found: Trace, n: int) -> int:
     """Says on stderr what a reader of the list of batch n must know, and returns the exit code."""
     step, run = found.step, found.run
     if step is None:
-        tell(f"batch {n} is skipped: no step trains on it")
+        print_stderr(f"batch {n} is skipped: no step trains on it")
     elif step < run.done:
-        tell(f"step {step}, counted from 0; the console and metrics.jsonl call it {step + 1}, of steps that are done")
+        print_stderr(
+            f"step {step}, counted from 0; the console and metrics.jsonl call it {step + 1}, of steps that are done"
+        )
     else:
-        tell(f"step {step} is still to come: the run has done {run.done} steps, as far as its folder tells")
+        print_stderr(f"step {step} is still to come: the run has done {run.done} steps, as far as its folder tells")
     if (length := run.row_tokens.size(n)) < run.ledger.corpus.seq_len:
-        tell(f"batch {n} is trained on in rows of {length} tokens, into which each of its rows is cut (seq_len_ramp)")
+        print_stderr(
+            f"batch {n} is trained on in rows of {length} tokens, into which each of its rows is cut (seq_len_ramp)"
+        )
     if found.hash_now and step is not None:
-        tell(
+        print_stderr(
             f"what is listed is NOT what step {step} trained on: metrics.jsonl has tokens_hash {run.hashes[step]} for "
             f'it ("step": {step + 1}), and batch {n}, after the objective, has {found.hash_now} now; bring back the '
             "config.json, the checkpoints and the release of the run"

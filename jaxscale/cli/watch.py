@@ -95,7 +95,7 @@ def clean_record(record: Row) -> Row | None:
 
 def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row], Row | None]) -> list[Row]:
     """The newest records, with what the file has now."""
-    found, again = follow.look()
+    found, again = follow.poll()
     new = [row for record in found if (row := clean(record)) is not None]
     return (new if again else before + new)[-most:] if new or again else before
 

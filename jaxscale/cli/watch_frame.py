@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.hardware import find_chip
-from jaxscale.monitor.console import plain_number
-from jaxscale.monitor.goodput import goodput_of, unix_time
+from jaxscale.monitor.console import format_number
+from jaxscale.monitor.goodput import measure_goodput, unix_time
 from jaxscale.reporting.history import History, is_finite
 from jaxscale.reporting.json_lines import as_dict
 from jaxscale.reporting.status import status_of
@@ -111,7 +111,7 @@ def curve(
     room: int,
     *,
     unicode: bool,
-    spell: Any = plain_number,
+    spell: Any = format_number,
     note: str = "",
     alarm=False,
 ) -> Line:
@@ -172,7 +172,7 @@ def numbers_line(label: str, last: Mapping, prefix: str, spelt: Mapping[str, Cal
 
 def goodput_lines(run: History, now: float | None, width: int) -> list[Line]:
     """'goodput     91.2% of 3d04h  compile 2%  save 1%', over all starts."""
-    goodput = goodput_of(run.rows, run.events, now)
+    goodput = measure_goodput(run.rows, run.events, now)
     if goodput.fraction is None:
         return []
     wall = goodput.wall_seconds

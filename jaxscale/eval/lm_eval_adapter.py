@@ -23,7 +23,7 @@ from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.text import WriteSettings, write_texts
 from jaxscale.system import packages
-from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.text.chat.prompts import ChatPrompts, open_prompts
 from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import SavedTokenizer
@@ -41,7 +41,7 @@ class Served(NamedTuple):
     params: Any
     open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
     rows: int  # texts generated at a time
-    say: Callable[[str], None] = tell  # logs a line
+    say: Callable[[str], None] = print_stderr  # logs a line
 
 
 def check_installed() -> None:

@@ -1,10 +1,10 @@
-"""Agreements between the processes of a run, over jax's coordination service: no device takes part in them.
+"""Host-level collectives (broadcast, gather, barrier) over jax's coordination service, without devices.
 
-The service runs in the first process, so every request is work for that one host. Whatever is agreed costs each of the
-others a few requests, however long it takes and however many they are, and nobody is sent what all have said: what
-comes back to all is what the first process makes of it. benchmarks/hosts.py drives it with any number of hosts.
+The service runs in process 0, so every request costs that host. Each collective costs every other process a constant
+number of requests, and processes receive a result reduced by process 0, not everyone's values. benchmarks/hosts.py
+measures it with any number of hosts.
 
-jax offers its client only under a private name, which Orbax uses as well; here it is used in this file alone.
+jax's client has only a private name, which Orbax uses as well; only this file uses it.
 """
 
 import concurrent.futures
@@ -21,50 +21,49 @@ from jax._src import distributed
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
-WAIT_SECONDS = 300  # for another process to come to the same place; one that died is noticed long before
-SEEN_SECONDS = 30  # for a file to be seen by other machines: network file systems remember that it was not there
+WAIT_SECONDS = 300  # timeout for slow processes; a dead one is noticed long before
+SEEN_SECONDS = 30  # for a file to become visible on other machines: network file systems cache missing names
 ALL_SECONDS = 10
-FIRST_PAUSE_SECONDS = 0.002  # between looks at what the others have given; doubled up to SLICE_SECONDS
-SLICE_SECONDS = 0.25  # of waiting without a look at signals: the kernel may hand one to another thread
-CAUSE_CHARACTERS = 300  # of an error that all processes get
+FIRST_PAUSE_SECONDS = 0.002  # between polls; doubled up to SLICE_SECONDS
+SLICE_SECONDS = 0.25  # between checks for signals: the kernel may deliver one to another thread
+CAUSE_CHARACTERS = 300  # of an error that is sent to all processes
 T = TypeVar("T")
-ALREADY, LATE = "ALREADY_EXISTS", "DEADLINE_EXCEEDED"  # how the service's errors begin
+ALREADY, LATE = "ALREADY_EXISTS", "DEADLINE_EXCEEDED"  # prefixes of the service's errors
 
 
 class Peer(NamedTuple):
-    """A process among those that agree."""
+    """A participant in host-level collectives."""
 
     client: Any  # of the coordination service
     process: int
     count: int
-    numbers: Iterator[int]  # of agreements, so that all processes give the n-th one the same key
+    numbers: Iterator[int]  # of collectives, so that all processes use the same key for the n-th one
 
 
-OWN_NUMBERS = itertools.count(1)
+KEY_NUMBERS = itertools.count(1)
 
 
-def own_peer() -> Peer:
-    """This process; touches no device where JAX's processes are not connected."""
+def this_process() -> Peer:
+    """Returns this process; uses no device without jax.distributed."""
     client = distributed.global_state.client
     process, count = (0, 1) if client is None else (jax.process_index(), jax.process_count())
-    return Peer(client, process, count, OWN_NUMBERS)
+    return Peer(client, process, count, KEY_NUMBERS)
 
 
 def process_and_count() -> tuple[int, int]:
-    """The number of this process, and how many there are; touches no device where they are not connected."""
-    return own_peer()[1:3]
+    """Returns (process index, process count); uses no device without jax.distributed."""
+    return this_process()[1:3]
 
 
 def agreed(
     decide: Callable[[], Any], seconds: float = WAIT_SECONDS, peer: Peer | None = None, key: str | None = None
 ) -> Any:
-    """What decide() returns at the first process, on all of them. All must call it at the same place of the program.
+    """Broadcasts the result of decide() from process 0. Collective: all processes call it in the same order.
 
-    Args: decide: returns plain data that JSON can hold. Where it raises, it raises at the first process only, whose
-    end then ends the others. seconds: how long the first process may take. peer: this process, unless given.
-    key: of the caller's own, which it forgets.
+    Args: decide: returns JSON data, called on process 0 only; an exception there ends process 0 and then the others.
+    seconds: timeout. peer: default this process. key: default a new one; the caller forgets its key.
     """
-    peer = peer or own_peer()
+    peer = peer or this_process()
     if peer.count == 1:
         return decide()
     key = key or next_key("agreed", peer)
@@ -72,21 +71,21 @@ def agreed(
         line = json.dumps(decide())
         peer.client.key_value_set(key, line)
     else:
-        line = waited(peer.client, key, seconds)
+        line = blocking_get(peer.client, key, seconds)
     if line is None:
         raise Stop(Exit.PEER_LOST, f"process 0 said nothing for {seconds:g} s; start all again")
     return json.loads(line)
 
 
 class FailedElsewhere(Exception):
-    """Raised by in_all() where the work failed in other processes only; the message has their causes."""
+    """Raised by in_all() if the work failed in other processes only, with their causes."""
 
 
 def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
-    """Returns this process's work(), if it succeeds in all processes. All call it at the same place of the program.
+    """Returns this process's work() if it succeeds in all processes. Collective.
 
-    Raises: what work() raised, and FailedElsewhere in the other processes: none of them continues alone into a
-    collective. seconds: for the slowest.
+    Raises: the exception of work(), or FailedElsewhere in the other processes, so that none continues alone into a
+    collective. Args: seconds: timeout of the slowest.
     """
     key, result, error = next_key("in_all"), None, None
     try:
@@ -102,36 +101,33 @@ def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
 
 
 def align_keys(key: str) -> None:
-    """Gives all processes the same next_key() again, after one of them left a block early. key: the same in all."""
-    number = next(OWN_NUMBERS)
+    """Synchronizes next_key() after some process has left a block early. key: the same in all processes."""
+    number = next(KEY_NUMBERS)
     for _ in range(gathered(key, number, made_of=max) - number):
-        next(OWN_NUMBERS)
+        next(KEY_NUMBERS)
 
 
-def all_here(peer: Peer | None = None) -> None:
-    """Returns once all processes have come to this place of the program."""
+def barrier(peer: Peer | None = None) -> None:
+    """Waits until all processes have reached this call."""
     try:
-        # jax's own barrier lets no handler of a signal run
-        gathered(next_key("all_here", peer), None, made_of=lambda _: None, peer=peer)
+        # jax's barrier would block signal handlers
+        gathered(next_key("barrier", peer), None, made_of=lambda _: None, peer=peer)
     except TimeoutError as error:
         raise Stop(Exit.PEER_LOST, f"{error}; start all again") from None
 
 
-def waited(client: Any, key: str, seconds: float) -> str | None:
-    """The line under the key as soon as there is one, or None after so long: one request, however long it takes."""
+def blocking_get(client: Any, key: str, seconds: float) -> str | None:
+    """Waits for the value of a key, in one request; None after a timeout."""
     try:
-        return beside_signals(lambda: client.blocking_key_value_get(key, max(1, round(seconds * 1000))))
+        return run_interruptible(lambda: client.blocking_key_value_get(key, max(1, round(seconds * 1000))))
     except jax.errors.JaxRuntimeError as error:
         if LATE not in str(error):
             raise
     return None
 
 
-def beside_signals(work: Callable[[], Any]) -> Any:
-    """What work() returns or raises. Handlers of signals run meanwhile, as they do not where the main thread is in C++.
-
-    So it leaves the main thread, which waits in Python.
-    """
+def run_interruptible(work: Callable[[], Any]) -> Any:
+    """Runs work() in a thread while the main thread waits in Python, where signal handlers can run (not in C++)."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     outcome: concurrent.futures.Future = concurrent.futures.Future()
@@ -155,34 +151,33 @@ def gathered(
     made_of: Callable[[list[Any]], Any] = list,
     peer: Peer | None = None,
 ) -> Any:
-    """What made_of makes of what each process gave under this key, in their order: the same for all, once all have.
+    """Gathers a value from each process, in order, and returns made_of(values) on all of them. Collective.
 
-    May be called in any thread. Args: key: from next_key in the main thread, so that all have the same, and with an
-    ending of its own for each use. mine: plain data that JSON can hold. seconds: how long the slowest may take.
-    made_of: called by the first process; what it returns is sent to all, so let it be short: a list of what all have
-    said is as many times as long as there are processes, sent as often. peer: this process, unless given.
-    Raises: TimeoutError that names the process that said nothing.
+    May be called in any thread. Args: key: from next_key in the main thread, with a distinct suffix for each use. mine:
+    JSON data. seconds: timeout of the slowest. made_of: the reduction, called on process 0; keep its result short,
+    since it is sent to every process. peer: default this process.
+    Raises: TimeoutError that names the missing process.
     """
-    peer = peer or own_peer()
+    peer = peer or this_process()
     if peer.count == 1:
         return made_of([mine])
     if peer.process == 0:
         answer = collected(key, mine, seconds, made_of, peer)
     else:
         peer.client.key_value_set(f"{key}/from/{peer.process}", json.dumps(mine))
-        # the first process waits for the slowest, and only then speaks
-        line = waited(peer.client, f"{key}/all", seconds + ALL_SECONDS)
-        answer = {"late": late(0, seconds)} if line is None else json.loads(line)
+        # process 0 waits for the slowest before it answers
+        line = blocking_get(peer.client, f"{key}/all", seconds + ALL_SECONDS)
+        answer = {"late": late_message(0, seconds)} if line is None else json.loads(line)
     if "late" in answer:
         raise TimeoutError(answer["late"])
     return answer["all"]
 
 
 def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]], Any], peer: Peer) -> dict[str, Any]:
-    """The first process's part of gathered: the answer that all of them get.
+    """Collects the values on process 0 and publishes the answer for all.
 
-    It looks at all that is there in one request, at longer and longer intervals: its own service, and nobody else's
-    time. One request for each of the others, waited for in turn, took 0.3 ms of its CPU each (1,536 hosts, 2026-11-23).
+    Polls all values in one request, at growing intervals. One blocking request per process took 0.3 ms of CPU each
+    (1,536 hosts, 2026-11-23).
     """
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
     while True:
@@ -192,63 +187,63 @@ def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]]
             answer = {"all": made_of([mine, *(json.loads(found[other]) for other in range(1, peer.count))])}
             break
         if (left := deadline - time.monotonic()) <= 0:
-            answer = {"late": late(missing, seconds)}
+            answer = {"late": late_message(missing, seconds)}
             break
         time.sleep(min(pause, left))
         pause = min(2 * pause, SLICE_SECONDS)
     peer.client.key_value_set(f"{key}/all", json.dumps(answer))
-    peer.client.key_value_delete(f"{key}/from")  # all of them; the service would keep them for as long as the run lasts
+    peer.client.key_value_delete(f"{key}/from")  # all values; the service would keep them until the run ends
     return answer
 
 
-def late(process: int, seconds: float) -> str:
-    """That a process has not come."""
+def late_message(process: int, seconds: float) -> str:
+    """Returns the error for a process that did not answer."""
     return f"process {process} said nothing for {seconds:g} s"
 
 
 def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], seconds: float = WAIT_SECONDS) -> Any:
-    """This process's own of the answers that the first one gives to what all have said, one for each.
+    """Gathers a value from each process and scatters one answer to each. Collective.
 
-    So what is sent grows with the processes, not with their square. Raises TimeoutError as gathered does.
-    Args: as of gathered. answer: what all gave, in their order -> an answer for each; called by the first process.
+    Traffic grows linearly with the number of processes. Raises TimeoutError as gathered does.
+    Args: as of gathered. answer: values in process order -> one answer per process; called on process 0.
     """
-    peer, own = own_peer(), []
+    peer, local_answer = this_process(), []
 
-    def hand_out(found: list[Any]) -> None:
-        answers = answer(found)
-        own.append(answers[0])
+    def scatter(values: list[Any]) -> None:
+        answers = answer(values)
+        local_answer.append(answers[0])
         for process in range(1, peer.count):
             peer.client.key_value_set(f"{key}/to/{process}", json.dumps(answers[process]))
 
-    gathered(key, mine, seconds, hand_out, peer)
+    gathered(key, mine, seconds, scatter, peer)
     if peer.process == 0:
-        return own[0]
-    if (line := waited(peer.client, f"{key}/to/{peer.process}", ALL_SECONDS)) is None:
-        raise TimeoutError(late(0, ALL_SECONDS))
+        return local_answer[0]
+    if (line := blocking_get(peer.client, f"{key}/to/{peer.process}", ALL_SECONDS)) is None:
+        raise TimeoutError(late_message(0, ALL_SECONDS))
     return json.loads(line)
 
 
 def forget(key: str) -> None:
-    """Removes all that was said under a key, once no process asks for it any more. For the first process."""
-    if (peer := own_peer()).count > 1:
+    """Deletes all values under a key. Called by process 0 when no process reads it any more."""
+    if (peer := this_process()).count > 1:
         peer.client.key_value_delete(key)
 
 
 def coordinator_host() -> str | None:
-    """The name or address of the first process's machine; None for a process that is alone."""
-    address = distributed.global_state.coordinator_address if own_peer().count > 1 else None
+    """Returns the host of process 0; None for a single process."""
+    address = distributed.global_state.coordinator_address if this_process().count > 1 else None
     return address.rpartition(":")[0].strip("[]") if address else None
 
 
 def next_key(name: str, peer: Peer | None = None) -> str:
-    """A key that no earlier agreement had. To be called in the main thread, at the same place in all processes."""
-    return f"jaxscale/{name}/{next(peer.numbers if peer else OWN_NUMBERS)}"
+    """Returns a new key. Call it in the main thread, in the same order in all processes."""
+    return f"jaxscale/{name}/{next(peer.numbers if peer else KEY_NUMBERS)}"
 
 
 def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
-    """Raises Stop unless every process sees the same folder. prepare(): makes it, at the first process only.
+    """Raises Stop unless every process sees the same folder. prepare(): creates it, called on process 0 only.
 
-    Of a checkpoint each process writes its part: into folders of their own they would leave none that is whole.
+    Each process writes its part of a checkpoint: in different folders no checkpoint would be complete.
     """
     process, count = process_and_count()
     if count == 1:
@@ -270,37 +265,37 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
                 "hosts share: an absolute path on a network file system, or gs://",
             )
         time.sleep(0.2)
-    all_here()
+    barrier()
     if process == 0:
         mark.unlink(missing_ok=True)
 
 
 class Board:
-    """Lines that all processes can read, each written by whoever is first. All of them are looked at in one request."""
+    """Named lines that all processes can read; the first writer of a name wins. One request reads all of them."""
 
     def __init__(self, peer: Peer | None = None):
-        """To be made at the same place of the program by all processes."""
-        self.peer = peer or own_peer()
+        """Collective: all processes make it in the same order."""
+        self.peer = peer or this_process()
         self.root = next_key("board", self.peer) + "/"
         self.lines: dict[str, str] = {}
 
     def post(self, name: str, line: str) -> None:
-        """Writes the line, if there is none of this name yet. In any thread."""
+        """Writes the line unless its name exists. Thread-safe."""
         try:
             self.peer.client.key_value_set(self.root + name, line)
         except jax.errors.JaxRuntimeError as error:
             if ALREADY not in str(error):
                 raise
 
-    def look(self) -> None:
-        """Reads what is there now; to be called after each step, by the thread that asks."""
+    def refresh(self) -> None:
+        """Reads all lines; called after each step by the thread that reads them."""
         found = self.peer.client.key_value_dir_get(self.root)
         self.lines = {key.removeprefix(self.root): line for key, line in found}
 
     def read(self, name: str) -> str | None:
-        """The line of this name at the last look, or None."""
+        """Returns the line of this name at the last refresh, or None."""
         return self.lines.get(name)
 
     def remove(self, name: str) -> None:
-        """Takes a line away that all have read."""
+        """Removes a line that all processes have read."""
         self.peer.client.key_value_delete(self.root + name)

@@ -1,7 +1,7 @@
-"""Timers of the kernel that end a process whose Python stands still, and time to speak for one that is about to abort.
+"""Kernel timers that end a process whose Python is blocked, and a delay for a process that is about to abort.
 
-A watching thread of Python cannot run while another one holds the interpreter's lock, as C code may for ever. So the
-ends are functions of the C library, which need no interpreter: a timer calls `_exit(15)` in a thread of its own.
+A Python thread cannot run while C code holds the GIL, possibly for ever. Timers therefore call functions of the C
+library, which need no interpreter: `_exit(15)` in a separate thread.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 from jaxscale.system.exits import Exit
 
-# Beyond the deadline, by which the watching thread would have acted: first the stacks, a line, and then the end.
+# After the deadline, at which the watchdog thread would have acted: first the stacks, then a line, then the exit.
 STACKS_SECONDS, LINE_SECONDS, EXIT_SECONDS = 2.0, 2.3, 3.0
-STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # of the many that nobody uses
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # an unused real-time signal
 BY_SIGNAL, BY_THREAD, ABSOLUTE = 0, 2, 1  # SIGEV_SIGNAL, SIGEV_THREAD and TIMER_ABSTIME of Linux
 
 
@@ -29,18 +29,18 @@ class Event(ctypes.Structure):
         ("notify", ctypes.c_int),
         ("function", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
-        ("rest", ctypes.c_byte * 32),
+        ("padding", ctypes.c_byte * 32),
     ]
 
 
 class Backstop:
-    """Ends the process with exit code 15 at a moment that is put off again and again; the stacks go to a file first.
+    """Ends the process with exit code 15 at a deadline that is moved repeatedly, after writing stacks to a file.
 
-    The stacks are those of all threads as faulthandler writes them, which needs no interpreter either.
+    faulthandler writes the stacks of all threads, also without the interpreter.
     """
 
     def __init__(self, stacks: BinaryIO):
-        """Raises OSError where the system has no such timers; Linux has them."""
+        """Raises OSError on systems without these timers; Linux has them."""
         self.stacks = stacks
         self.text = ctypes.create_string_buffer(500)
         self.timers: list[ctypes.c_void_p] = []
@@ -62,33 +62,33 @@ class Backstop:
             self.timers.append(timer)
 
     def arm(self, deadline: float, line: str) -> None:
-        """The end comes EXIT_SECONDS after `deadline` of time.monotonic(), and the line before it on stderr."""
-        self.text.value = line.encode(errors="replace").replace(b"%", b" percent")[:499]  # warnx would fill in a %
+        """Exits EXIT_SECONDS after `deadline` of time.monotonic(), after printing the line to stderr."""
+        self.text.value = line.encode(errors="replace").replace(b"%", b" percent")[:499]  # a format string of warnx
         for number, later in enumerate((STACKS_SECONDS, LINE_SECONDS, EXIT_SECONDS)):
             self.set(number, deadline + later)
         self.armed = True
 
     def disarm(self) -> None:
-        """No end."""
+        """Cancels the exit."""
         if self.armed:
             for number in range(3):
                 self.set(number, 0.0)
         self.armed = False
 
     def end_at(self, moment: float) -> None:
-        """The end comes at this moment of time.monotonic(), and nothing before it."""
+        """Exits at this moment of time.monotonic(), without stacks or line."""
         self.set(0, 0.0)
         self.set(1, 0.0)
         self.set(2, moment)
 
     def set(self, number: int, moment: float) -> None:
-        """Sets one of the timers; 0.0: it is off."""
+        """Sets one of the timers; 0.0 turns it off."""
         self.times[number][2] = int(moment)
         self.times[number][3] = int(moment % 1 * 1e9)
         self.libc.timer_settime(self.timers[number], ABSOLUTE, ctypes.byref(self.times[number]), None)
 
     def close(self) -> None:
-        """Takes the timers away."""
+        """Deletes the timers."""
         for timer in self.timers:
             self.libc.timer_delete(timer)
         self.timers, self.armed = [], False
@@ -96,7 +96,7 @@ class Backstop:
 
 
 def library() -> ctypes.CDLL:
-    """The C library; before glibc 2.34 the timers were in one of their own."""
+    """Returns the C library with timers; before glibc 2.34 they were in librt."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "timer_create"):
         libc = ctypes.CDLL("librt.so.1", use_errno=True)
@@ -113,12 +113,11 @@ def address(library: ctypes.CDLL, name: str) -> int:
 
 
 def linger_on_abort() -> int | None:
-    """A pipe that can be read as soon as the process aborts, which then takes six seconds; None where it cannot be had.
+    """Delays an abort by six seconds; returns a pipe that becomes readable when it begins. None outside Linux.
 
-    jax aborts a process, from a thread of C++, when another one is lost. These seconds are enough to say who that was
-    and to leave with an exit code that tells a supervisor what to do. The handler is the C library's own sleep(), which
-    gets the number of the signal for its seconds: 6 for SIGABRT. Before it, faulthandler writes the thread's stack
-    into the pipe. Neither needs the interpreter.
+    jax aborts a process, from a C++ thread, when another one is lost. The delay is enough to log which one, and to exit
+    with a code for the supervisor. The signal handler is the C library's sleep(), whose argument is then the signal
+    number: 6 for SIGABRT. Before it, faulthandler writes the thread's stack to the pipe. Neither needs the interpreter.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -126,6 +125,6 @@ def linger_on_abort() -> int | None:
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     libc.signal(signal.SIGABRT, address(libc, "sleep"))
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)  # a stack that nobody reads must not hold up the end
+    os.set_blocking(writer, False)  # an unread stack must not block the exit
     faulthandler.enable(file=writer, all_threads=False)
     return reader

@@ -1,4 +1,4 @@
-"""How long each phase of a run may take, and what follows the number of its hosts."""
+"""Time limits of the phases of a run, and limits that depend on the number of hosts."""
 
 import dataclasses
 import math
@@ -9,29 +9,28 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class HostBudgets:
-    """What processes of a run allow each other. One that allows too little ends a run of healthy hosts."""
+    """Timeouts between the processes of a run. Too small a value ends a run of healthy hosts."""
 
-    roll_call_seconds: float  # until all must be there
-    heartbeat_seconds: int  # without a sign of life, which counts as frozen
-    max_fruitless: int  # starts in a row without a new checkpoint
+    roll_call_seconds: float  # until all processes have joined
+    heartbeat_seconds: int  # without a heartbeat, after which a process counts as frozen
+    max_fruitless: int  # consecutive starts without a new checkpoint
 
 
 def host_budgets(num_processes: int) -> HostBudgets:
-    """The budgets of a run of so many processes; up to 16 those of a small one.
+    """Returns the budgets of a run of num_processes; constant up to 16 processes.
 
-    Roll call: all wait for the slowest of n starts. If what a start takes has an exponential tail of about a minute
-    (images pulled, machines booted one late; an assumption), the slowest of twice as many comes 60 s x ln 2 later: a
-    minute is added for each doubling. Calling itself is quick: benchmarks/hosts.py.
+    Roll call: all wait for the slowest of n starts. If start times have an exponential tail of about a minute (image
+    pulls, late machines; an assumption), the slowest of twice as many is 60 s x ln 2 later: one minute per doubling.
+    The roll call itself is quick: benchmarks/hosts.py.
 
-    Heartbeats are answered by the first process, and one that comes too late, on any of n hosts, ends the run: at most
-    50 a second fall due. A host that is dead and not frozen is found out in 7 s by its connection, however many there
-    are (roll_call.py).
+    Heartbeats are answered by process 0, and one late heartbeat ends the run, so at most 50 are due per second. A dead
+    host is detected in 7 s by its connection, independent of their number (roll_call.py).
 
-    Restarts: whatever ends any host ends the start, so that with n hosts more starts end before their first checkpoint,
-    and a second bad host is found only when the first is replaced. One more start for each doubling past 64 keeps the
-    chance of giving up a healthy run under 1/1000 where that happens to every fourth start (5 in a row) of 64 hosts,
-    and to every second one (10 in a row) of 2,048. On 2,048 hosts of H100 something ended every 3.1 h
-    (arXiv:2407.21783: 419 times in 54 days on 16,384 GPUs).
+    Restarts: a failure of any host ends the start, so with n hosts more starts end before their first checkpoint, and a
+    second bad host is found only after the first is replaced. One more start per doubling past 64 keeps the probability
+    of giving up a healthy run under 1/1000 if every fourth start of 64 hosts fails (5 in a row), or every second one of
+    2,048 (10 in a row). On 2,048 hosts of H100 there was a failure every 3.1 h (arXiv:2407.21783: 419 in 54 days on
+    16,384 GPUs).
     """
     doublings = lambda beyond: max(0, math.ceil(math.log2(num_processes / beyond)))
     return HostBudgets(
@@ -43,7 +42,7 @@ def host_budgets(num_processes: int) -> HostBudgets:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HangConfig:
-    """How long a phase of the run may take before it counts as a hang (exit 15), in seconds; 0: for ever."""
+    """Time limits of phases in seconds, after which they count as a hang (exit 15); 0: unlimited."""
 
     step_seconds: float = setting(600.0, "one training step, and the metrics of the step before", may_change=True)
     data_seconds: float = setting(600.0, "waiting for the batch of a step", may_change=True)
@@ -53,7 +52,7 @@ class HangConfig:
     eval_seconds: float = setting(3600.0, "one validation, or one sample, with its compilation", may_change=True)
     statistics_seconds: float = setting(
         3600.0,
-        "one look at the statistics of the layers, with its compilation",
+        "statistics of the layers at one step, with their compilation",
         may_change=True,
         read_if="monitor.statistics_every_steps",
     )

@@ -1,11 +1,10 @@
-"""Compiled programs that every process of a run finds again: on its own machine, or else beside the work folder.
+"""A compilation cache for runs of several hosts: on each machine's disk, and in a folder shared by all.
 
-By itself jax lets the first process alone write its compilation cache: on a disk of its own every other host compiles
-anew at each start. Here each process keeps what it has compiled on its machine, and the first one in a folder that all
-can read as well, where a machine that is new, or was given back with its disk, finds what all of a run compile.
-What lies there is code: who may write the folder may run programs on the hosts.
+By default only process 0 writes jax's compilation cache, so with local disks every other host compiles at each start.
+Here each process writes its local cache, and process 0 also a shared folder, from which new machines read. The cache
+contains code: write access to the folder allows running programs on the hosts.
 
-jax has no public way to any of this; its private names are used in this file alone, by jax 0.10.2 and 0.12.0.
+jax has no public API for this; only this file uses the private names, of jax 0.10.2 and 0.12.0.
 """
 
 import hashlib
@@ -22,85 +21,84 @@ from jaxscale.system import paths
 from jaxscale.system.process import environment
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
-ENDING = "-cache"  # as jax names its entries
-jax_cache, write_as_the_first = compilation_cache.get_file_cache, compiler._cache_write
+SUFFIX = "-cache"  # of jax's entries
+jax_cache, jax_cache_write = compilation_cache.get_file_cache, compiler._cache_write
 
 
-def keep_programs(workdir: str) -> None:
-    """From now on what is compiled is kept and found again as this module says. To be called before jax compiles.
+def enable_shared_cache(workdir: str) -> None:
+    """Installs the two-level cache. Call it before jax compiles.
 
-    A run of one process in a local work folder needs nothing but jax's own cache. JAX_COMPILATION_CACHE_DIR names
-    another folder, shared by several runs: under gs:// instead of the one beside the work folder, on a disk instead of
-    the user's own.
+    A single process with a local work folder uses jax's cache unchanged. JAX_COMPILATION_CACHE_DIR can name another
+    folder, to share between runs: under gs:// it replaces the shared folder, else the local one.
     """
-    own = environment()[DIRECTORY]
-    chosen = os.environ.get(DIRECTORY, own)
+    default = environment()[DIRECTORY]
+    chosen = os.environ.get(DIRECTORY, default)
     is_shared = paths.is_remote(workdir) or distributed.global_state.client is not None
     if not config.enable_compilation_cache.value:
         return
-    far, make = None, jax_cache
+    shared, make = None, jax_cache
     if is_shared or paths.is_remote(chosen):
-        if chosen == own:
-            far = paths.absolute(workdir) / "compiled"
+        if chosen == default:
+            shared = paths.absolute(workdir) / "compiled"
         elif paths.is_remote(chosen):
-            far = paths.as_path(chosen)
-            jax.config.update("jax_compilation_cache_dir", own)
+            shared = paths.as_path(chosen)
+            jax.config.update("jax_compilation_cache_dir", default)
         is_first = distributed.global_state.process_id == 0
-        make = lambda path: (Programs(pathlib.Path(path), far, is_first=is_first), path)
+        make = lambda path: (TwoLevelCache(pathlib.Path(path), shared, is_first=is_first), path)
     if make is not compilation_cache.get_file_cache:
-        compilation_cache.get_file_cache, compiler._cache_write = make, write_here
-        public.reset_cache()  # a program that was compiled earlier has opened jax's own
+        compilation_cache.get_file_cache, compiler._cache_write = make, write_entry
+        public.reset_cache()  # an earlier compilation has opened jax's cache
 
 
-def write_here(key: str, seconds: float, name: str, backend: Any, executable: Any, *callbacks: Any) -> None:
-    """What jax does with a program it has compiled, in each process."""
+def write_entry(key: str, seconds: float, name: str, backend: Any, executable: Any, *callbacks: Any) -> None:
+    """Replaces jax's _cache_write, which does nothing on processes other than 0."""
     if distributed.global_state.process_id == 0:
-        return write_as_the_first(key, seconds, name, backend, executable, *callbacks)
+        return jax_cache_write(key, seconds, name, backend, executable, *callbacks)
     if any(callbacks) or seconds < config.persistent_cache_min_compile_time_secs.value:
         return None
     try:
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
-    except Exception as error:  # as jax does with its own: the program is there
+    except Exception as error:  # as in jax: the program can run without the cache
         warnings.warn(f"{name} is not kept in the compilation cache: {type(error).__name__}: {error}", stacklevel=2)
     return None
 
 
-class Programs:
-    """A cache as jax asks it, over a folder of this machine and one that all processes can read."""
+class TwoLevelCache:
+    """jax's cache interface over a local folder and one that all processes can read."""
 
-    def __init__(self, near: pathlib.Path, far: Any, *, is_first: bool):
-        """far: None if there is none; local or remote. is_first: whether this process writes into it."""
-        self.near, self.far, self.is_first = near, far, is_first
-        self._path = near  # which jax names when it resets its cache
+    def __init__(self, local: pathlib.Path, shared: Any, *, is_first: bool):
+        """shared: local or remote, or None. is_first: this process writes the shared folder."""
+        self.local, self.shared, self.is_first = local, shared, is_first
+        self._path = local  # jax logs it when it resets its cache
 
     def get(self, key: str) -> bytes | None:
-        """The compiled program, or None."""
+        """Returns the compiled program, or None."""
         try:
-            return (self.near / f"{key}{ENDING}").read_bytes()
-        except OSError:  # not there, or no disk to be had: then it is compiled
+            return (self.local / f"{key}{SUFFIX}").read_bytes()
+        except OSError:  # missing or unreadable
             pass
         try:
-            sealed = paths.read_bytes(self.far / f"{key}{ENDING}") if self.far is not None else b""
+            entry = paths.read_bytes(self.shared / f"{key}{SUFFIX}") if self.shared is not None else b""
         except FileNotFoundError:
             return None
-        digest, program = sealed[:32], sealed[32:]
+        digest, program = entry[:32], entry[32:]
         if hashlib.sha256(program).digest() != digest:
             return None
-        self.keep_near(key, program)
+        self.write_local(key, program)
         return program
 
     def put(self, key: str, program: bytes) -> None:
-        """Keeps a program that this process has compiled."""
-        self.keep_near(key, program)
-        if self.far is not None and self.is_first:
-            if not paths.is_remote(self.far):
-                paths.make_private(self.far)
-            paths.write_bytes_atomic(self.far / f"{key}{ENDING}", hashlib.sha256(program).digest() + program)
+        """Writes a program that this process has compiled."""
+        self.write_local(key, program)
+        if self.shared is not None and self.is_first:
+            if not paths.is_remote(self.shared):
+                paths.make_private(self.shared)
+            paths.write_bytes_atomic(self.shared / f"{key}{SUFFIX}", hashlib.sha256(program).digest() + program)
 
-    def keep_near(self, key: str, program: bytes) -> None:
-        """Writes a program to this machine's disk, whole; where that cannot be, it is compiled or fetched again."""
+    def write_local(self, key: str, program: bytes) -> None:
+        """Writes a program to the local folder, atomically; ignores errors."""
         try:
-            paths.make_private(self.near)
-            paths.write_bytes_atomic(self.near / f"{key}{ENDING}", program)
+            paths.make_private(self.local)
+            paths.write_bytes_atomic(self.local / f"{key}{SUFFIX}", program)
         except OSError:
             pass

@@ -1,7 +1,7 @@
 """Failed saves, reported to the training threads of all processes at the same step.
 
-A save is the work of all processes, and each of them learns in its saving thread that it failed, but not at the same
-moment. The training threads hear of it at one step, so that all retry, or give up, alike.
+Saves are collective, and the saving threads learn of a failure at different times. The training threads get it at one
+step, so that all retry or give up together.
 """
 
 import json
@@ -10,7 +10,7 @@ import threading
 from jaxscale.hosts.agree import Board
 from jaxscale.system.exits import Exit, Stop
 
-# As for a signal (training/stopping.py): who posts after step n, before it begins n + 1, is read by all after n + 2.
+# As for a signal (training/stopping.py): all read after step n + 2 what was posted between steps n and n + 1.
 STEPS_AHEAD = 2
 
 
@@ -18,36 +18,37 @@ class SharedReports:
     """Failed saves of a run of several processes."""
 
     def __init__(self, board: Board):
-        """board: which the training thread looks at after each step, before it asks for news."""
+        """board: the training thread refreshes it after each step, before it calls `news`."""
         self.board = board
-        self.reported = 0  # failures that all processes have heard of
-        self.last_step = -1  # of the last one of these
-        self.own: list[int] = []  # steps of failures here that are not reported yet
+        self.reported = 0  # failures delivered to all processes
+        self.last_step = -1  # step of the last delivered failure
+        self.pending: list[int] = []  # steps of local failures that are not delivered yet
         self.lock = threading.Lock()
 
     def failed(self, step: int, cause: str) -> None:
-        """A save of this step has failed. From any thread, in as many processes as know of it.
+        """Reports a failed save of this step, from any thread and any number of processes.
 
-        What failed only because another had failed is no cause: the first one that was reported stays.
+        The first reported cause wins, since later failures may be its consequences.
         """
         name = f"process {self.board.peer.process} of {self.board.peer.count}"
         self.board.post(f"failed/{step}", cause if cause.startswith("process ") else f"{name}: {cause}")
         with self.lock:
-            self.own.append(step)
+            self.pending.append(step)
 
     def news(self, now_step: int) -> tuple[int, str] | None:
-        """(step of a save that failed, cause with the process), once for each: at the same step in all processes.
+        """Returns (step of a failed save, cause with the process), once for each, at the same step in all processes.
 
-        To be asked by the training thread after each step, when the metrics of the step before it have been read.
-        Raises: Stop (PEER_LOST) in a process that was too far ahead to hear it in time.
+        The training thread calls it after each step, when the metrics of the previous step have been read.
+        Raises: Stop (PEER_LOST) in a process that is too far ahead.
         """
         name = f"news/{self.reported}"
         with self.lock:
-            mine = self.own[0] if self.own else None
+            failed_step = self.pending[0] if self.pending else None
         line = self.board.read(name)
         if line is None:
-            if mine is not None and (cause := self.board.read(f"failed/{mine}")):  # else it is there at the next look
-                self.board.post(name, json.dumps([now_step + STEPS_AHEAD, mine, cause]))
+            # without a cause yet, the next refresh has it
+            if failed_step is not None and (cause := self.board.read(f"failed/{failed_step}")):
+                self.board.post(name, json.dumps([now_step + STEPS_AHEAD, failed_step, cause]))
             return None
         when, step, cause = json.loads(line)
         if now_step > when:
@@ -61,11 +62,11 @@ class SharedReports:
         self.forget_last()
         self.reported, self.last_step = self.reported + 1, step
         with self.lock:
-            self.own = [other for other in self.own if other != step]
+            self.pending = [other for other in self.pending if other != step]
         return step, cause
 
     def forget_last(self) -> None:
-        """Takes the lines of the news before these away: two steps have passed since, so that all have heard them."""
+        """Removes the lines of the previous failure, which all processes have read since two steps ago."""
         if self.reported and self.board.peer.process == 0:
             self.board.remove(f"news/{self.reported - 1}")
             self.board.remove(f"failed/{self.last_step}")

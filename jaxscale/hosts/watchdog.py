@@ -1,11 +1,11 @@
-"""The watchdog: a phase of the run that takes longer than its budget ends the run, with the stacks of all threads.
+"""The watchdog: a phase that exceeds its budget ends the run, with the stacks of all threads.
 
-Without it a run whose storage, network, device or code stands still would hold its machines until a person looks. What
-a phase may take is a setting; so a long compilation is no hang, and a step as long is one. Every process has a
-watchdog, and the first that barks tells the others, so that all leave their stacks and end with exit code 15.
+Otherwise a run with blocked storage, network, device or code would occupy its machines until someone looks. Budgets are
+settings per phase: a compilation may take longer than a step. Every process has a watchdog; the first that expires
+reports to the others, so that all write their stacks and end with exit code 15.
 
-Not covered: a thread that the kernel itself cannot interrupt (state D, as in a broken disk driver) keeps the process in
-the process table after its end, and on systems other than Linux a thread that holds Python's lock for ever.
+Not covered: a thread that the kernel cannot interrupt (state D, as in a broken disk driver), and outside Linux a thread
+that holds the GIL for ever.
 """
 
 import contextlib
@@ -25,31 +25,31 @@ from jaxscale.hosts.backstop import Backstop
 from jaxscale.hosts.cluster import Team
 from jaxscale.hosts.config import HangConfig
 from jaxscale.system import faults, fence, paths
-from jaxscale.system.exits import Exit, silence_closed_streams, tell
+from jaxscale.system.exits import Exit, print_stderr, silence_closed_streams
 
 TICK_SECONDS = 0.25
-LAST_SECONDS = 4.5  # from the bark to the end, whatever the telling and writing of it wait for
+LAST_SECONDS = 4.5  # from expiry to the exit, even if reporting blocks
 FOLDER = "stacks"
 
 PhaseName = Literal["compile", "restore", "data", "step", "save", "eval", "statistics"]
 
 
 class Observer(Protocol):
-    """What takes the phases of all threads, in the thread that each belongs to."""
+    """Receives the phases of all threads, in the thread of each."""
 
     def entered(self, name: str, step: int | None = None) -> None:
-        """A phase begins."""
+        """Called when a phase begins."""
 
     def left(self) -> None:
-        """The innermost phase of this thread is over."""
+        """Called when the innermost phase of this thread ends."""
 
 
 def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
-    """A note that nobody takes."""
+    """A note that does nothing."""
 
 
 class Watchdog:
-    """Watches the phases of a run while it is entered; before and after, phases may take as long as they like."""
+    """Watches the phases of a run while it is entered; before and after, phases are unlimited."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Watchdog:
         end: Callable[[int], None] = os._exit,
         observers: Sequence[Observer] = (),
     ):
-        """cfg: NAME_seconds for each phase NAME: HangConfig, or another dataclass. setting: what a person calls these.
+        """cfg: a dataclass with NAME_seconds for each phase NAME. setting: format of these names in messages.
 
-        note: takes the event "hang". end: called with the exit code. No file is made before a phase begins."""
+        note: receives the event "hang". end: called with the exit code. No file is made before a phase begins."""
         self.observers = observers
         self.workdir, self.note, self.others, self.end, self.setting = workdir, note, others, end, setting
         self.budgets = {
@@ -72,10 +72,10 @@ class Watchdog:
         }
         self.process = others.process if others else 0
         self.phases: dict[int, Phase] = {}  # the innermost one of each thread
-        self.stacks: Any = None  # the open file; private and empty until something hangs
+        self.stacks: Any = None  # the open file, private; empty until a hang
         self.backstop: Backstop | None = None
-        self.over = threading.Event()
-        self.barked = threading.Lock()
+        self.stopped = threading.Event()
+        self.expired = threading.Lock()
         self.ready = threading.Lock()
         self.entered = False
 
@@ -84,12 +84,12 @@ class Watchdog:
         if self.entered:
             threading.Thread(target=self.work, name="watchdog", daemon=True).start()
             if self.others:
-                self.others.on_hang(lambda line: self.bark(line, elsewhere=True))
+                self.others.on_hang(lambda line: self.expire(line, is_remote=True))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.entered = False
-        self.over.set()
+        self.stopped.set()
         with self.ready:
             if self.backstop:
                 self.backstop.close()
@@ -100,63 +100,66 @@ class Watchdog:
             self.stacks = None
 
     def phase(self, name: PhaseName | str, step: int | None = None) -> "Phase":
-        """A block of this thread that must end within the budget of its name.
+        """Returns a context manager for a block that must end within the budget of its name.
 
-        A phase within another stops that one's time. step: which one it belongs to, for who reads the stacks.
+        A nested phase pauses the outer one. Args: step: for messages.
         """
         return Phase(self, name, self.budgets[name] or math.inf, step)
 
     def work(self) -> None:
-        """Looks again and again whether a phase is overdue, and puts off the end that the kernel would bring."""
-        while not self.over.wait(TICK_SECONDS):
+        """Polls for overdue phases, and moves the deadline of the kernel timers."""
+        while not self.stopped.wait(TICK_SECONDS):
             phase = min(list(self.phases.values()), key=lambda phase: phase.deadline, default=None)
             if phase is not None and time.monotonic() > phase.deadline:
-                self.bark(self.accusation(phase), phase)
+                self.expire(self.overdue_message(phase), phase)
             with self.ready:
-                if self.backstop is not None and not self.barked.locked():
-                    self.put_off(self.backstop, phase)
+                if self.backstop is not None and not self.expired.locked():
+                    self.arm_backstop(self.backstop, phase)
 
-    def put_off(self, backstop: Backstop, phase: "Phase | None") -> None:
-        """Sets the kernel's timers for what is now the first to end."""
+    def arm_backstop(self, backstop: Backstop, phase: "Phase | None") -> None:
+        """Sets the kernel timers to the earliest deadline."""
         if phase is None or phase.deadline == math.inf:
             backstop.disarm()
         else:
-            line = f"stopped (hang, exit {int(Exit.HANG)}): {self.accusation(phase)}, and Python stands still"
+            line = f"stopped (hang, exit {int(Exit.HANG)}): {self.overdue_message(phase)}, and Python stands still"
             backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
 
-    def accusation(self, phase: "Phase") -> str:
-        """'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
+    def overdue_message(self, phase: "Phase") -> str:
+        """Returns 'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
         what = f"{phase.name}" + (f" of step {phase.step}" if phase.step is not None and phase.name != "step" else "")
         setting = self.setting.format(phase.name)
         what = f"step {phase.step}" if phase.name == "step" and phase.step is not None else what
         return f"process {self.process}: {what} has made no progress for {phase.budget:g} s ({setting})"
 
     def prepare(self, phase: "Phase") -> None:
-        """Opens the file for the stacks and makes the kernel's timers: at the first phase there is a work folder."""
+        """Opens the stacks file and makes the kernel timers, at the first phase: then the work folder exists."""
         with self.ready:
             if self.stacks is not None or not self.entered:
                 return
             self.stacks = open_stacks(self.workdir, self.process)
-            with contextlib.suppress(OSError, AttributeError):  # without it, what Python itself can see is seen
+            with contextlib.suppress(OSError, AttributeError):  # without it, only the Python thread watches
                 self.backstop = Backstop(self.stacks)
-                self.put_off(self.backstop, phase)
+                self.arm_backstop(self.backstop, phase)
 
-    def bark(self, line: str, phase: "Phase | None" = None, *, elsewhere: bool = False) -> None:
-        """Ends the process: the line, word to the others, the stacks, the event. elsewhere: it is another's hang."""
-        if not self.barked.acquire(blocking=False):
+    def expire(self, line: str, phase: "Phase | None" = None, *, is_remote: bool = False) -> None:
+        """Logs the line, reports to the other processes, writes stacks and event, and ends the process.
+
+        is_remote: another process hangs.
+        """
+        if not self.expired.acquire(blocking=False):
             return
         if backstop := self.backstop:
             backstop.end_at(time.monotonic() + LAST_SECONDS)
         where = self.stacks.name if self.stacks else "none, for no phase had begun"
-        tell(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
-        if self.others and not elsewhere:
-            self.others.tell_hang(line)
-        with contextlib.suppress(Exception):  # another process has the folder, or its disk fails
+        print_stderr(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
+        if self.others and not is_remote:
+            self.others.report_hang(line)
+        with contextlib.suppress(Exception):  # another process owns the folder, or its disk fails
             if self.stacks:
                 fence.ask(self.stacks.name)
                 self.stacks.write(f"{line}\n{all_stacks(self.phases)}".encode(errors="replace"))
                 self.stacks.flush()
-        with contextlib.suppress(Exception):  # nothing of this is worth staying for
+        with contextlib.suppress(Exception):  # an error must not prevent the exit
             facts = {} if phase is None else {"phase": phase.name, "seconds": phase.budget}
             self.note("hang", phase.step if phase else None, cause=line, stacks=str(where), **facts)
         with contextlib.suppress(Exception):
@@ -168,7 +171,7 @@ class Watchdog:
 
 
 class Phase:
-    """One phase of one thread; made by Watchdog.phase."""
+    """One phase of one thread, from Watchdog.phase."""
 
     __slots__ = ("budget", "began", "deadline", "name", "outer", "step", "thread", "watchdog")
 
@@ -201,10 +204,9 @@ UNWATCHED = Watchdog(None, HangConfig())  # phases without a watchdog
 
 
 def open_stacks(workdir: Any, process: int) -> Any:
-    """WORKDIR/stacks/PROCESS-TIME.txt, open and readable by its owner alone.
+    """Opens WORKDIR/stacks/PROCESS-TIME.txt, private to its owner.
 
-    In the machine's temporary folder where the work folder is remote or cannot be written. Empty files of earlier
-    starts, which a killed process leaves, are removed.
+    Uses a temporary folder if the work folder is remote or not writable. Removes empty files of earlier killed starts.
     """
     name = f"{process}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}.txt"
     folder = None
@@ -219,21 +221,21 @@ def open_stacks(workdir: Any, process: int) -> Any:
 
 
 def open_private(path: pathlib.Path) -> Any:
-    """A new file with mode 0600, open for writing in binary."""
+    """Creates a file with mode 0600 for binary writing."""
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def remove_if_empty(file: pathlib.Path, *, keep_folder: bool = False) -> None:
-    """Removes an empty file, and its folder if that was all in it."""
+    """Removes an empty file, and its folder if that is then empty."""
     with contextlib.suppress(OSError):
         if file.stat().st_size == 0:
             file.unlink()
             if not keep_folder:
-                file.parent.rmdir()  # fails where other files are in it
+                file.parent.rmdir()  # fails if it has other files
 
 
 def all_stacks(phases: dict[int, Phase]) -> str:
-    """The stack of each thread by its name, those in a phase first."""
+    """Formats the stacks of all threads, those in a phase first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] not in phases):

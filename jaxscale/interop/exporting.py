@@ -32,7 +32,7 @@ from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.mup_config import folding_factor, without_mup
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, Stop, tell
+from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr
 from jaxscale.system.faults import crash_point
 
 JOURNAL = ".converting.json"
@@ -91,10 +91,10 @@ def open_step(
         raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
         raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
-    step = newest_readable_step(checkpoints, tell) if step is None else step
+    step = newest_readable_step(checkpoints, print_stderr) if step is None else step
     assert step is not None, "with steps, newest_readable_step returns one or raises"
     record = checkpoints.read_record(step)
-    checkpoints.log_changed_files(step, tell, small=True)
+    checkpoints.log_changed_files(step, print_stderr, small=True)
     values = record["run"].get("config", {}).get("model")
     if values is None:
         raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")

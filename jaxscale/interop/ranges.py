@@ -71,13 +71,13 @@ class File:
 
 
 def look_at(path: Any) -> File:
-    """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses, or foreign.real_file."""
+    """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses, or foreign.resolve_file."""
     if paths.is_remote(path):
         metadata = open_bucket().metadata(os.fspath(path))
         if metadata is None:
             raise FileNotFoundError(2, "no such object", os.fspath(path))
         return File(path, int(metadata["size"]), str(metadata["generation"]))
-    stat = foreign.real_file(path).stat()
+    stat = foreign.resolve_file(path).stat()
     return File(path, stat.st_size, str(stat.st_mtime_ns))
 
 

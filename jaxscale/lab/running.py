@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.hosts.place import TPU_FILES
+from jaxscale.hosts.discovery import TPU_FILES
 from jaxscale.lab.trial import ENDS, Result, Trial, folder_of, outcome_of, read_result
 from jaxscale.reporting.json_lines import read_lines
 from jaxscale.system import paths

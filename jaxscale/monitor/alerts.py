@@ -1,4 +1,4 @@
-"""Findings told: a line on the console, an event with all facts, a message by webhook. And the hook of a live run."""
+"""Reports health findings on the console, in events.jsonl and by webhook."""
 
 import dataclasses
 import math
@@ -7,69 +7,69 @@ from typing import Any
 
 from jaxscale.monitor.config import HealthConfig
 from jaxscale.monitor.events import Note
-from jaxscale.monitor.health import Finding, Health, RunFacts, facts_of
-from jaxscale.monitor.health.evidence import TELLING, with_events
+from jaxscale.monitor.health import Finding, Health, RunFacts, facts_from_config
+from jaxscale.monitor.health.evidence import EVENTS, pair_with_events
 from jaxscale.monitor.webhook import Webhook, webhook_url
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
 Say = Callable[[str], None]
 NameDocuments = Callable[[int], Sequence[str]]  # of batch n, those with the most tokens in it first
-MOST_DOCUMENTS = 8  # in an event
+MAX_DOCUMENTS = 8  # in an event
 
 
 class Alerts:
-    """Tells findings of one run. Only the first process has one."""
+    """Reports findings of one run. Only the first process has one."""
 
     def __init__(self, note: Note, say: Say, *, run: str = "", url: str | None = None):
-        """run: its name in messages. url: of the webhook, from webhook_url(); None: none."""
+        """run: name in messages. url: of the webhook, from webhook_url(), or None."""
         self.note, self.say, self.run = note, say, run
         self.webhook = Webhook(url) if url else None
 
-    def tell(self, finding: Finding) -> None:
-        """Tells one finding everywhere; waits for the console and events.jsonl alone."""
-        self.say(line_of(finding))
-        self.note("alert", finding.step, **facts_of_finding(finding))
+    def report(self, finding: Finding) -> None:
+        """Reports a finding everywhere; blocks on the console and events.jsonl only."""
+        self.say(format_line(finding))
+        self.note("alert", finding.step, **finding_to_json(finding))
         if self.webhook is not None:
-            self.webhook.post(f"{self.run}: {message_of(finding)}" if self.run else message_of(finding))
-        self.complain()
+            self.webhook.post(f"{self.run}: {format_message(finding)}" if self.run else format_message(finding))
+        self.log_webhook_problem()
 
-    def complain(self) -> None:
-        """Says what the webhook has lost, if it has."""
+    def log_webhook_problem(self) -> None:
+        """Logs a problem of the webhook, once."""
         if self.webhook is not None and (problem := self.webhook.take_problem()):
             self.say(f"webhook: {problem}")
 
     def close(self) -> None:
-        """Gives waiting messages a few seconds."""
+        """Waits a few seconds for pending messages."""
         if self.webhook is not None:
             self.webhook.close()
-            self.complain()
+            self.log_webhook_problem()
 
 
-def line_of(finding: Finding) -> str:
-    """The finding in one line, as on the console."""
+def format_line(finding: Finding) -> str:
+    """Returns the finding as one console line."""
     if finding.over:
         return f"health: step {finding.step}: {finding.kind} is over: {finding.seen}"
     likely = f"; likely: {finding.causes[0].what} ({finding.causes[0].evidence})" if finding.causes else ""
     advice = f"; try: {finding.advice[0]}" if finding.advice else ""
-    documents = f"; {documents_of(finding, 2)}" if finding.documents else ""
+    documents = f"; {format_documents(finding, 2)}" if finding.documents else ""
     return f"health: step {finding.step}: {finding.kind}: {finding.seen}{likely}{documents}{advice}"
 
 
-def documents_of(finding: Finding, most: int) -> str:
-    """'batch 30 holds web a.txt, document 3; code b.jsonl, document 12; and 14 more documents', `most` by name."""
+def format_documents(finding: Finding, most: int) -> str:
+    """Returns 'batch 30 holds web a.txt, document 3; and 14 more documents', with at most `most` named."""
     named = finding.documents[:most]
-    rest = finding.numbers["documents"] - len(named)
-    others = [f"and {rest} more document{'s' * (rest > 1)}"] if rest else []
+    remaining = finding.numbers["documents"] - len(named)
+    others = [f"and {remaining} more document{'s' * (remaining > 1)}"] if remaining else []
     return f"batch {finding.numbers['batch']} holds {'; '.join([*named, *others])}"
 
 
-def message_of(finding: Finding) -> str:
-    """The finding in some lines, as in a chat."""
+def format_message(finding: Finding) -> str:
+    """Returns the finding as a multi-line chat message."""
     if finding.over:
-        return line_of(finding)
+        return format_line(finding)
     causes = [f"- {cause.what}: {cause.evidence}" for cause in finding.causes]
-    documents = [f"B{documents_of(finding, 4)[1:]}"] if finding.documents else []
+    documents = [f"B{format_documents(finding, 4)[1:]}"] if finding.documents else []
     return "\n".join(
         [f"{finding.kind} at step {finding.step}: {finding.seen}", "Likely causes, in order:", *causes, *documents]
         + ["What to try:", *(f"- {advice}" for advice in finding.advice)]
@@ -77,13 +77,13 @@ def message_of(finding: Finding) -> str:
     )
 
 
-def facts_of_finding(finding: Finding) -> dict[str, Any]:
-    """The finding as plain JSON values, as in events.jsonl."""
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """Returns the finding as JSON values for events.jsonl."""
     return {
         "what": finding.kind,
         "over": finding.over,
         "seen": finding.seen,
-        "numbers": plain(finding.numbers),
+        "numbers": finite_or_none(finding.numbers),
         "causes": [cause._asdict() for cause in finding.causes],
         "documents": list(finding.documents),
         "advice": list(finding.advice),
@@ -94,32 +94,32 @@ def facts_of_finding(finding: Finding) -> dict[str, Any]:
 def read_facts(
     folder: Any, config: Mapping[str, Any], stage_batches: Sequence[int] | None = None, say: Say = print
 ) -> RunFacts:
-    """The facts of the run in a folder, whose config.json is given; a forecast.json that is of no use is said.
+    """Returns the facts of the run in a folder with this config.json; logs an unreadable forecast.json.
 
-    Args: stage_batches: at which the stages of the mixture begin, where that is known better than from the config.
+    Args: stage_batches: first batches of the mixture stages, where known more exactly than from the config.
     """
     name = str(folder)
     try:
-        facts = facts_of(config, name, paths.read_json(folder / "forecast.json"))
+        facts = facts_from_config(config, name, paths.read_json(folder / "forecast.json"))
     except FileNotFoundError:
-        facts = facts_of(config, name)
+        facts = facts_from_config(config, name)
     except (BadInput, OSError) as error:
         say(f"health: no alert will rest on {folder / 'forecast.json'}: {error}")
-        facts = facts_of(config, name)
+        facts = facts_from_config(config, name)
     return facts if stage_batches is None else dataclasses.replace(facts, stage_batches=tuple(stage_batches))
 
 
-def plain(value: Any) -> Any:
-    """Nested data with None for what is not finite."""
+def finite_or_none(value: Any) -> Any:
+    """Returns nested data with None for non-finite numbers."""
     if isinstance(value, Mapping):
-        return {name: plain(inner) for name, inner in value.items()}
+        return {name: finite_or_none(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [finite_or_none(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Diagnosis:
-    """The health of a live run: the writer hands it every record, and findings are told. No fault of it ends a run."""
+    """Runs the health rules on every record of a live run and reports findings. An error in it never ends the run."""
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class Diagnosis:
         documents: NameDocuments | None = None,
         earlier: Sequence[Mapping[str, Any]] = (),
     ):
-        """documents: names those of a batch. earlier: what events.jsonl holds from before this start.
+        """documents: returns the document names of a batch. earlier: events from before this start.
 
-        Raises: BadInput for a webhook that may not be used. Touches no file and no network.
+        Raises: BadInput for an invalid webhook URL. Accesses no file and no network.
         """
         self.documents, self.earlier = documents, earlier
         self.health, self.note, self.run, self.url = Health(cfg, facts), note, facts.workdir, webhook_url()
@@ -139,35 +139,35 @@ class Diagnosis:
         self.events: list[Mapping[str, Any]] = []
         self.broken = False
 
-    def begin(self, records: Sequence[Mapping[str, Any]], say: Say) -> None:
-        """Takes in what the run wrote before this start, of which all has been told then. say: for what comes."""
+    def replay(self, records: Sequence[Mapping[str, Any]], say: Say) -> None:
+        """Restores the state from records before this start, which were reported then. say: logs later findings."""
         self.alerts = Alerts(self.note, say, run=self.run, url=self.url)
-        for record, due in with_events(records, self.earlier):
+        for record, due in pair_with_events(records, self.earlier):
             self.events = due
             self.observe(record)
         self.earlier = ()
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Takes in a record as metrics.jsonl holds it, and tells what is found."""
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Adds a record of metrics.jsonl and reports its findings."""
         for finding in self.observe(record):
-            self.alerts.tell(self.with_documents(finding))
-        self.alerts.complain()
+            self.alerts.report(self.with_documents(finding))
+        self.alerts.log_webhook_problem()
 
     def observe(self, record: Mapping[str, Any]) -> list[Finding]:
-        """What is found. A rule that fails is a fault of ours: it is said, and the diagnosis rests from then on."""
+        """Returns the findings of a record. An error in a rule is logged and disables the diagnosis."""
         if self.broken:
             return []
         events, self.events = self.events, []
         try:
             return self.health.observe(record, events)
-        except Exception as error:  # whatever it is: a run does not end for what only looks on
+        except Exception as error:  # monitoring must not end a run
             self.broken = True
             self.alerts.say(f"health: no diagnosis from step {record.get('step')} on, by a fault in it: {error!r}")
             self.note("alarm", record.get("step"), what="no diagnosis", cause=repr(error))
             return []
 
     def with_documents(self, finding: Finding) -> Finding:
-        """The finding with the largest documents of the batch that it speaks of."""
+        """Returns the finding with the largest documents of its batch."""
         number = finding.numbers.get("batch")
         if number is None or self.documents is None:
             return finding
@@ -178,18 +178,18 @@ class Diagnosis:
             self.alerts.say(f"health: alerts do not name documents any more, by a fault: {error!r}")
             return finding
         numbers = finding.numbers | {"documents": len(names)}
-        return finding._replace(numbers=numbers, documents=tuple(names[:MOST_DOCUMENTS]))
+        return finding._replace(numbers=numbers, documents=tuple(names[:MAX_DOCUMENTS]))
 
-    def hearing(self, note: Note) -> Note:
-        """The note with an ear: events that may explain what the metrics show are remembered for the next record."""
+    def wrap_note(self, note: Note) -> Note:
+        """Returns a `note` that also saves events which may explain the next record."""
 
-        def heard(kind: str, step: int | None = None, **facts: Any) -> None:
-            if kind in TELLING:
+        def wrapped(kind: str, step: int | None = None, **facts: Any) -> None:
+            if kind in EVENTS:
                 self.events.append({"event": kind, "step": step})
             note(kind, step, **facts)
 
-        return heard
+        return wrapped
 
     def close(self) -> None:
-        """Ends the webhook."""
+        """Closes the webhook."""
         self.alerts.close()

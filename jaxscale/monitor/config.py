@@ -1,9 +1,8 @@
-"""What the diagnosis calls unhealthy, each threshold with where it comes from.
+"""Settings of monitoring, and the thresholds of the health rules with their sources.
 
-A common rule is one that is often taught, with no paper behind its number (docs/health.md). Where common rules
-disagree a finding shows all of them; the setting says which one alerts. A threshold that names no source is our own:
-chosen on the made-up curves of seeds 0 to 3 of tests/monitor/curves.py, some again after a table of seeds 4 to 7, and
-reported on others in docs/health_table.md.
+A common rule is widely used without a published source (docs/health.md). Where common rules disagree, a finding shows
+all of them and the setting decides which one alerts. Thresholds without a source are ours: chosen on synthetic curves
+(seeds 0 to 3 of tests/monitor/curves.py, some revised with 4 to 7), and evaluated in docs/health_table.md.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ RULES = (
     "skipped_steps", "activations", "attention_logits", "busy_machine", "starvation", "slow_step", "utilisation_drop",
     "memory_creep", "overfitting", "source_jump", "forecast", "router_collapse", "dead_experts", "router_bias",
 )  # fmt: skip
-PARTS = ("flat_drop", "plateau_drop", "data_wait", "speed_drop", "memory_rise", "overfit_rise", "branch_low")
+FRACTIONS = ("flat_drop", "plateau_drop", "data_wait", "speed_drop", "memory_rise", "overfit_rise", "branch_low")
 RANGE = re.compile(r"([0-9]+):([0-9]+)")
 
 
@@ -31,7 +30,7 @@ class Steps(NamedTuple):
 
 
 def parse_steps(text: str | None) -> Steps | None:
-    """'100:105' as steps 100 to 104. Raises BadInput for what is no such range."""
+    """Parses '100:105' as steps 100 to 104. Raises BadInput for an invalid range."""
     if not text:
         return None
     found = RANGE.fullmatch(text)
@@ -43,54 +42,55 @@ def parse_steps(text: str | None) -> Steps | None:
 
 
 def threshold(default: Any, help: str, *rules: str) -> Any:
-    """A setting of HealthConfig that these rules read."""
+    """Returns a setting of HealthConfig that these rules read."""
     return setting(default, help, may_change=True, read_if=" or ".join(f".off!={rule}" for rule in rules))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Alerts about the run's own numbers, in words. They change nothing in what is trained.
+    """Alerts from the metrics of the run; they never change training.
 
-    spike_ratio and grad_ratio are not those of train.guard, which decides by its own which steps are applied: there a
-    norm is measured against optim.clip_norm, here against the run's own median.
+    spike_ratio and grad_ratio differ from those of train.guard, which decides which steps are applied: the guard
+    compares a norm with optim.clip_norm, the health rules compare it with the run's median.
     """
 
     on: bool = setting(True, "watch the metrics, and say what is wrong and what to try", may_change=True)
     off: tuple[str, ...] = setting((), f"rules that are silent: {', '.join(RULES)}", may_change=True)
     spike_ratio: float = threshold(
         1.5,
-        "a loss so many times the median of the records before it, in two records, is a spike (common rules "
-        "have 1.5, 2 and 3: from 2 on one record is enough)",
+        "two records with a loss of at least this multiple of the median before them are a spike (common rules have "
+        "1.5, 2 and 3: from 2 on one record is enough)",
         "spike",
     )
     spike_sigma: float = threshold(
         8.0,
-        "and so many robust standard deviations above it, lest noise at small batches count; twice as many count alone",
+        "and at least this many robust standard deviations above it, to exclude noise of small batches; twice as many "
+        "count alone",
         "spike",
     )
     divergence_ratio: float = threshold(
-        1.05, "a smoothed loss that stays so many times above its lowest has diverged", "divergence"
+        1.05, "a smoothed loss that stays above this multiple of its lowest has diverged", "divergence"
     )
     flat_drop: float = threshold(
-        0.02, "a loss that has fallen by less than this part of itself once the rate is up is flat", "flat_start"
+        0.02, "a loss that has fallen by less than this fraction once the rate is warmed up is flat", "flat_start"
     )
     plateau_drop: float = threshold(
         0.01,
-        "a loss that surely falls by less than this part over the last half of the run is a plateau (a common"
+        "a loss that surely falls by less than this fraction over the last half of the run is a plateau (a common"
         " rule: its second half is at least 0.99 of its first)",
         "plateau",
     )
-    plateau_records: int = threshold(100, "records before a plateau is looked for", "plateau")
+    plateau_records: int = threshold(100, "records before a plateau can be found", "plateau")
     oscillation_ratio: float = threshold(
-        3.0, "swings of the loss, so many times as wide as they were, are an oscillation", "oscillation"
+        3.0, "swings of the loss at least this multiple of their earlier width are an oscillation", "oscillation"
     )
     grad_norm: float = threshold(
         100.0,
         "a gradient norm above it alerts (0.1 to 10 counts as normal; another common rule, 3 times the clip "
-        "norm, lies within that and is shown alone)",
+        "norm, is in that range and does not alert)",
         "explosion",
     )
-    grad_ratio: float = threshold(10.0, "and so does one so many times its own median, in two records", "explosion")
+    grad_ratio: float = threshold(10.0, "and so do two records above this multiple of its own median", "explosion")
     zero_grad_records: int = threshold(
         3,
         "consecutive records with statistics in which the gradient of one trained parameter is exactly zero",
@@ -100,32 +100,30 @@ class HealthConfig:
     activation_low: float = threshold(0.01, "smallest healthy RMS of a layer's activations", "activations")
     branch_low: float = threshold(
         1e-3,
-        "smallest healthy RMS of what attention or the MLP of a layer adds, as a part of the RMS behind the layer",
+        "smallest healthy RMS of a layer's attention or MLP output, relative to the RMS of the layer's output",
         "activations",
     )
     attention_logit: float = threshold(
-        1000.0, "largest healthy attention logit; QK-Clip holds them at 100 (arXiv:2507.20534)", "attention_logits"
+        1000.0, "largest healthy attention logit; QK-Clip limits them to 100 (arXiv:2507.20534)", "attention_logits"
     )
-    data_wait: float = threshold(0.1, "a larger part of the step spent waiting for data is starvation", "starvation")
-    slow_ratio: float = threshold(2.0, "steps so many times as long as the run's median are slow", "slow_step")
+    data_wait: float = threshold(0.1, "a larger fraction of the step spent on data waits is starvation", "starvation")
+    slow_ratio: float = threshold(2.0, "steps longer than this multiple of the run's median are slow", "slow_step")
     speed_drop: float = threshold(
-        0.2, "a throughput that stays lower by this part than it was has dropped", "utilisation_drop", "busy_machine"
+        0.2, "a throughput that stays lower by this fraction has dropped", "utilisation_drop", "busy_machine"
     )
     speed_seconds: float = threshold(
         60.0,
-        "time for which a wait or a slow step must last to be told",
+        "time for which waits or slow steps must last before they are reported",
         "starvation",
         "slow_step",
         "utilisation_drop",
         "busy_machine",
     )
-    memory_rise: float = threshold(0.05, "a steady rise of memory by this part, and by 1 GiB, is told", "memory_creep")
+    memory_rise: float = threshold(0.05, "a steady memory rise by this fraction and 1 GiB is reported", "memory_creep")
     overfit_rise: float = threshold(
-        0.01,
-        "a validation loss that is higher than its lowest by this part three times in a row is told",
-        "overfitting",
+        0.01, "a validation loss above its lowest by this fraction three times in a row is reported", "overfitting"
     )
-    source_ratio: float = threshold(1.25, "a source's loss so many times its median has jumped", "source_jump")
+    source_ratio: float = threshold(1.25, "a source's loss above this multiple of its median has jumped", "source_jump")
 
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
@@ -133,9 +131,9 @@ class HealthConfig:
         for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("_ratio")]:
             if getattr(self, name) <= 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be above 1: it multiplies what is usual")
-        for name in PARTS:
+        for name in FRACTIONS:
             if not 0 < getattr(self, name) < 1:
-                raise BadInput(f"{name}={getattr(self, name)} must be a part, between 0 and 1")
+                raise BadInput(f"{name}={getattr(self, name)} must be a fraction between 0 and 1")
         for name in ("spike_sigma", "grad_norm", "attention_logit"):
             if getattr(self, name) <= 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be above 0")
@@ -154,12 +152,12 @@ class HealthConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    """How often metrics are written, and where they are shown."""
+    """Settings of metrics, the console, profiles and health alerts."""
 
     log_every_steps: int = setting(10, "steps between two lines of training metrics", may_change=True)
     statistics_every_steps: int = setting(
         100,
-        "steps between two looks at activations, attention, gradients and updates of each layer; each costs about a "
+        "steps between statistics of activations, attention, gradients and updates of each layer; each costs about a "
         "step; 0: none",
         may_change=True,
     )
@@ -181,7 +179,7 @@ class MonitorConfig:
         "first", "which processes capture profile_steps", may_change=True, read_if="monitor.profile_steps"
     )
     telemetry_seconds: float = setting(
-        30.0, "seconds between two questions to the devices for power and temperature; 0: never", may_change=True
+        30.0, "seconds between reads of the devices' power and temperature; 0: never", may_change=True
     )
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Progress on the console: a one-line bar on a terminal, an output of the cell in a notebook, plain lines elsewhere."""
+"""Progress on the console: a bar on a terminal, a cell output in a notebook, plain lines elsewhere."""
 
 import collections
 import os
@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import units
-from jaxscale.system.exits import tell
+from jaxscale.system.exits import print_stderr
 from jaxscale.system.redact import in_html, printable, redact, shown
 
 Display = Callable[..., Any]  # IPython.display.display
 Style = Literal["bar", "lines", "off"]
-VALIDATION = "validation/"  # metrics under this name are printed on a line of their own
-EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # and so are these, of named evaluators
+VALIDATION = "validation/"  # metrics with this prefix are printed on a separate line
+EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # likewise, of named evaluators
 SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad"}
-ETA_WINDOW = 50  # reports over which the speed is averaged: long enough to smooth, short enough to follow a change
+ETA_WINDOW = 50  # reports over which the speed is averaged
 
 
 def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, notebook: bool = False) -> Style:
-    """'bar' in a notebook and on a terminal whose cursor moves, 'lines' elsewhere, unless the setting chooses.
+    """Returns the style set by `progress`; for 'auto', 'bar' in a notebook or on a terminal, else 'lines'.
 
-    stream: None where standard output is closed.
+    Args: stream: None if standard output is closed.
     """
     if progress != "auto":
         return progress
@@ -34,9 +34,9 @@ def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, no
 
 
 class Console:
-    """Prints progress and messages, and keeps the bar below the messages.
+    """Prints messages, with the progress bar below them.
 
-    A reader that goes away (a closed terminal, `| head`) or a full disk silences the console and does not end the run.
+    A closed reader (a closed terminal, `| head`) or a full disk silences the console and does not end the run.
     """
 
     seconds_between_draws = 0.1
@@ -53,16 +53,16 @@ class Console:
         self.stream: TextIO | None = stream or sys.stdout
         self.bar, self.latest, self.drawn_at, self.step = "", {}, float("-inf"), 0
         self.seen: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_WINDOW)
-        self.tokens_after: Callable[[int], int] = lambda step: step  # where all steps are alike, they stand for tokens
+        self.tokens_after: Callable[[int], int] = lambda step: step  # proportional to tokens if all steps are equal
 
     def tick(self, step: int) -> None:
-        """Moves the bar to `step`, a few times a second at most; plain lines wait for metrics."""
+        """Moves the bar to `step`, at most every seconds_between_draws; plain lines are printed with metrics."""
         self.step, now = step, self.clock()
         if self.style == "bar" and now - self.drawn_at >= self.seconds_between_draws:
             self.draw(step, now)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the metrics of a step: training on the bar or a line, validation always on a line of its own."""
+        """Shows the metrics of a step: training on the bar or a line, validation on a separate line."""
         if self.style == "off":
             return
         validation = {name.removeprefix(VALIDATION): v for name, v in metrics.items() if name.startswith(VALIDATION)}
@@ -81,20 +81,20 @@ class Console:
             self.emit(f"step {step}/{self.total_steps}  {training_values(metrics)}  {self.eta(step)}\n")
 
     def say(self, text: str) -> None:
-        """Prints a message above the bar, control characters taken out."""
+        """Prints a message above the bar, without control characters."""
         if self.stream is None:
             return
         erase = "\r\x1b[K" if self.bar else ""
         self.emit(f"{erase}{printable(text)}\n{self.bar}")
 
     def close(self) -> None:
-        """Leaves the bar where it is and the cursor on the next line."""
+        """Leaves the bar, and moves the cursor to the next line."""
         if self.bar:
             self.bar = ""
             self.emit("\n")
 
     def eta(self, step: int) -> str:
-        """'eta 1m20s' from the speed over the last reports; 'eta ?' until there are two."""
+        """Returns 'eta 1m20s' from the speed over the last reports; 'eta ?' until there are two."""
         if len(self.seen) < 2:
             return "eta ?"
         (first_step, first_time), (last_step, last_time) = self.seen[0], self.seen[-1]
@@ -104,7 +104,7 @@ class Console:
         return f"eta {units.duration((end - now) * (last_time - first_time) / (last - first))}"
 
     def progress(self, step: int, left: str, fill: Callable[[float], str] = lambda done: "") -> tuple[float, str]:
-        """(the part of the steps that is done, ' 51% 10200/20000  loss 2.314  12.3K tok/s  MFU n/a  LEFT')."""
+        """Returns (fraction done, ' 51% 10200/20000  loss 2.314  12.3K tok/s  MFU n/a  LEFT')."""
         done = min(max(step / max(self.total_steps, 1), 0.0), 1.0)
         parts = [f"{done:4.0%} {fill(done)}{step}/{self.total_steps}"]
         if "loss" in self.latest:
@@ -112,7 +112,7 @@ class Console:
         return done, "  ".join([*parts, left])
 
     def draw(self, step: int, now: float) -> None:
-        """Draws the bar over itself, cut to the width of the terminal so that it never wraps."""
+        """Redraws the bar, cut to the width of the terminal so that it never wraps."""
         unicode = "utf" in (getattr(self.stream, "encoding", None) or "").lower()
         full, empty = ("█", "·") if unicode else ("#", ".")
         fill = lambda done: f"{full * int(done * 20)}{empty * (20 - int(done * 20))} "
@@ -121,7 +121,7 @@ class Console:
         self.emit(f"\r{self.bar}\x1b[K")
 
     def emit(self, text: str) -> None:
-        """Writes and flushes, without secrets, and with '?' for characters that the stream cannot encode."""
+        """Writes and flushes, with secrets redacted and '?' for characters that the stream cannot encode."""
         if self.stream is None:
             return
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
@@ -129,16 +129,16 @@ class Console:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except (BrokenPipeError, ValueError):  # no reader any more; or it was closed in this process
+        except (BrokenPipeError, ValueError):  # the reader has gone, or the stream was closed in this process
             self.stream = None
         except OSError as error:
             self.stream = None
             cause = error.strerror or error
-            tell(f"WARNING: no more progress on standard output: {cause}; metrics.jsonl still has everything")
+            print_stderr(f"WARNING: no more progress on standard output: {cause}; metrics.jsonl still has everything")
 
 
-class Shown:
-    """The bar of a notebook at one moment: HTML, and text for what has no HTML."""
+class NotebookBar:
+    """The bar of a notebook at one moment, as HTML and text."""
 
     def __init__(self, done: float, text: str):
         self.done, self.text = done, text
@@ -155,7 +155,7 @@ class Shown:
 
 
 class NotebookConsole(Console):
-    """A console whose bar is an output of the cell, drawn again in its place."""
+    """A console whose bar is a cell output, updated in place."""
 
     seconds_between_draws = 0.25  # each is a message to the browser
 
@@ -164,25 +164,25 @@ class NotebookConsole(Console):
         self.display, self.handle, self.began = display, None, self.clock()
 
     def draw(self, step: int, now: float) -> None:
-        """Draws the bar over itself."""
+        """Redraws the bar."""
         self.step, self.drawn_at = step, now
         left = self.eta(step) if step < self.total_steps else f"in {units.duration(now - self.began)}"
         done, text = self.progress(step, left)
-        bar = Shown(done, shown(text))
+        bar = NotebookBar(done, shown(text))
         if self.handle is None:
             self.handle = self.display(bar, display_id=True)
         else:
             self.handle.update(bar)
 
     def close(self) -> None:
-        """Leaves the bar as it is at the end."""
+        """Draws the bar a last time."""
         if self.handle is not None:
             self.draw(self.step, self.clock())
             self.handle = None
 
 
 def find_display() -> Display | None:
-    """What shows things in the notebook that this process computes for; None elsewhere. Imports nothing."""
+    """Returns IPython's display function in a notebook kernel, else None. Imports nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return ipython.display.display if ipython and getattr(shell, "kernel", None) is not None else None
@@ -191,7 +191,7 @@ def find_display() -> Display | None:
 def open_console(
     style: Style, total_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Console:
-    """The console of this style; a bar in a notebook is one of the notebook's own."""
+    """Returns a console of this style; a bar in a notebook is a cell output."""
     if style == "bar" and (display := find_display()):
         return NotebookConsole(display, total_steps, stream, clock)
     return Console(style, total_steps, stream, clock)
@@ -201,32 +201,32 @@ def training_values(
     metrics: Mapping[str, Any],
     names: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "learning_rate", "grad_norm"),
 ) -> str:
-    """'loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04  grad 0.92' from those of the names that are there."""
-    shown = []
+    """Returns 'loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04  grad 0.92', of the names in `metrics`."""
+    parts = []
     for name in names:
         if name not in metrics:
             continue
         value = metrics[name]
         if name == "tokens_per_second":
-            shown.append(f"{'n/a' if value is None else units.count(value)} tok/s")
+            parts.append(f"{'n/a' if value is None else units.count(value)} tok/s")
         elif name == "mfu":
-            shown.append("MFU n/a" if value is None else f"MFU {value:.1%}")
+            parts.append("MFU n/a" if value is None else f"MFU {value:.1%}")
         elif name == "learning_rate":
-            shown.append("lr n/a" if value is None else f"lr {value:.1e}")
+            parts.append("lr n/a" if value is None else f"lr {value:.1e}")
         else:
-            shown.append(f"{SHORT_NAMES.get(name, name)} {plain_number(value)}")
+            parts.append(f"{SHORT_NAMES.get(name, name)} {format_number(value)}")
     if metrics.get("skipped"):
-        shown.append("SKIPPED")
-    return "  ".join(shown)
+        parts.append("SKIPPED")
+    return "  ".join(parts)
 
 
 def named_values(metrics: Mapping[str, Any]) -> str:
-    """'loss 2.314  bits_per_byte 1.205', names printed as they are in metrics.jsonl."""
-    return "  ".join(f"{name} {plain_number(value)}" for name, value in metrics.items())
+    """Returns 'loss 2.314  bits_per_byte 1.205', with the names of metrics.jsonl."""
+    return "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
 
 
-def plain_number(value: Any) -> str:
-    """Four significant digits, 'n/a' for None."""
+def format_number(value: Any) -> str:
+    """Returns four significant digits, or 'n/a' for None."""
     if value is None:
         return "n/a"
     return f"{value:#.4g}".rstrip(".") if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
-"""Files of JSON records, one object a line: metrics.jsonl, events.jsonl, samples.jsonl. Their only reader and writer.
+"""The reader and writer of JSON Lines files: metrics.jsonl, events.jsonl, samples.jsonl.
 
-One rule for all of them: a line counts if it holds a whole JSON object. A last line that does not is torn (it is being
-written, or its writer was killed) and is left out; any other line that does not is damaged, is left out and counted,
-and hides none of its neighbours. Appending first ends the file in a whole line, so that nothing is glued to a torn one.
+A line counts if it is a complete JSON object. An incomplete last line is torn (it is being written, or its writer was
+killed) and is skipped; any other invalid line is damaged, and is skipped and counted. Appending first removes or
+completes a torn line, so that a new record never joins it.
 """
 
 import collections
@@ -14,32 +14,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxscale.monitor.upload import OwnObject, Uploader
+from jaxscale.monitor.upload import ExclusiveObject, Uploader
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import BadInput, Stop
 from jaxscale.system.foreign import parse_json
 
-LONGEST_LINE = 8 * 2**20  # bytes; a longer one is damaged
-CHUNK = 2**20  # bytes read at once
-TAIL_BYTES = 1 << 18  # some hundred records of metrics, and a run may have written gigabytes
-FIRST_BYTES = 32 << 20  # of a local file that is followed, at the first look: some 50,000 records
-MOST_UNWRITTEN = 10_000  # records that wait in memory for a disk that is full, about 10 MB
+MAX_LINE_BYTES = 8 * 2**20  # longer lines count as damaged
+CHUNK_BYTES = 2**20
+TAIL_BYTES = 1 << 18  # some hundred records of metrics; a whole file may have gigabytes
+FIRST_BYTES = 32 << 20  # read at the first poll of a local file: some 50,000 records
+MAX_UNWRITTEN = 10_000  # records buffered while a disk is full, about 10 MB
 
 Record = dict[str, Any]
 
 
 @dataclasses.dataclass
 class Damage:
-    """What a reader left out."""
+    """Lines that a reader skipped."""
 
-    lines: int = 0  # damaged
-    first: int = 0  # the number of the first of them, from 1
-    torn: bool = False  # the last line
-    number: int = 0  # of the line that was read last
+    lines: int = 0  # damaged lines
+    first: int = 0  # number of the first damaged line, from 1
+    torn: bool = False  # the last line is incomplete
+    number: int = 0  # of the line read last
 
 
 def parse_record(line: bytes | None) -> Record | None:
-    """The JSON object of a line, None for anything else."""
+    """Parses the JSON object of a line; None for anything else."""
     try:
         record = parse_json(line) if line is not None else None
     except BadInput:
@@ -48,23 +48,23 @@ def parse_record(line: bytes | None) -> Record | None:
 
 
 def read_records(path: Any, damage: Damage | None = None) -> Iterator[Record]:
-    """Yields the records of a file, local or in a bucket, in bounded memory; none where there is no file.
+    """Yields the records of a local or remote file in bounded memory; none if the file is missing.
 
-    Args: damage: is told what is left out. Raises: OSError where the file cannot be read, BadInput where it is no file.
+    Args: damage: counts skipped lines. Raises: OSError if the file cannot be read, BadInput if it is not a file.
     """
     for _, record in read_lines(path, damage):
         yield record
 
 
 def read_lines(path: Any, damage: Damage | None = None) -> Iterator[tuple[bytes, Record]]:
-    """Yields (line without its newline, record): read_records, for what copies lines as they are."""
+    """Yields (line without its newline, record), like read_records."""
     with contextlib.suppress(FileNotFoundError), paths.open_binary(path) as file:
-        yield from lines_of(file, damage or Damage())
+        yield from parse_file(file, damage or Damage())
 
 
-def lines_of(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
-    """read_lines of an open file."""
-    for line, whole in pieces(file):
+def parse_file(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
+    """Yields (line, record) of an open file, like read_lines."""
+    for line, whole in split_lines(file):
         damage.number += 1
         if line is not None and not line.strip():
             continue
@@ -77,22 +77,22 @@ def lines_of(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
             damage.torn = True
 
 
-def pieces(file: Any) -> Iterator[tuple[bytes | None, bool]]:
-    """Yields (line, whether it ended) of each line; None for one that is too long to be a record."""
-    held, skipping = b"", False
-    while chunk := file.read(CHUNK):
-        *lines, held = (held + chunk).split(b"\n")
+def split_lines(file: Any) -> Iterator[tuple[bytes | None, bool]]:
+    """Yields (line, True if it has a newline) of each line; None for lines above MAX_LINE_BYTES."""
+    partial, skipping = b"", False
+    while chunk := file.read(CHUNK_BYTES):
+        *lines, partial = (partial + chunk).split(b"\n")
         for line in lines:
-            yield (None if skipping or len(line) > LONGEST_LINE else line), True
+            yield (None if skipping or len(line) > MAX_LINE_BYTES else line), True
             skipping = False
-        if len(held) > LONGEST_LINE:
-            held, skipping = b"", True
-    if skipping or held:
-        yield (None if skipping else held), False
+        if len(partial) > MAX_LINE_BYTES:
+            partial, skipping = b"", True
+    if skipping or partial:
+        yield (None if skipping else partial), False
 
 
 def parse_lines(content: bytes) -> tuple[list[Record], int, int]:
-    """(records, number of damaged lines, bytes up to a torn last line) of some lines of a file."""
+    """Parses lines as (records, number of damaged lines, bytes up to a torn last line)."""
     *lines, last = content.split(b"\n")
     parsed = [parse_record(line) for line in lines if line.strip()]
     records = [record for record in parsed if record is not None]
@@ -102,7 +102,7 @@ def parse_lines(content: bytes) -> tuple[list[Record], int, int]:
 
 
 def tail_records(path: Any) -> list[Record]:
-    """The last records of a file, those in its last TAIL_BYTES; [] where there is no file. Raises as read_records."""
+    """Returns the records in the last TAIL_BYTES of a file; [] if it is missing. Raises as read_records."""
     try:
         if paths.is_remote(path):
             whole = paths.read_bytes(path)
@@ -118,26 +118,26 @@ def tail_records(path: Any) -> list[Record]:
 
 
 class Follower:
-    """The new records of a file that another process appends to, or replaces. Holds no file open between looks."""
+    """Reads new records of a file that another process appends to or replaces. Keeps no file open between polls."""
 
     def __init__(self, path: Any, first_bytes: int = FIRST_BYTES):
-        """first_bytes: of a longer local file, so many from its end are read at the first look."""
+        """first_bytes: the first poll of a local file reads at most its last `first_bytes`."""
         self.path, self.remote, self.first_bytes = paths.as_path(path), paths.is_remote(path), first_bytes
-        self.key: Any = None  # of the file that was read: another one takes its place when a run goes back
-        self.offset = 0  # bytes that were read, up to a torn line
+        self.key: Any = None  # identity of the file that was read; a rewind replaces the file
+        self.offset = 0  # bytes read, up to a torn line
         self.grown_at: float | None = None  # seconds since 1970
         self.damaged = 0  # lines
 
-    def look(self) -> tuple[list[Record], bool]:
-        """(new records, whether they replace all earlier ones). Raises OSError where the file cannot be read."""
+    def poll(self) -> tuple[list[Record], bool]:
+        """Returns (new records, True if they replace all earlier ones). Raises OSError if the file cannot be read."""
         try:
-            return self.look_into_bucket() if self.remote else self.look_at_disk()
+            return self.poll_bucket() if self.remote else self.poll_disk()
         except FileNotFoundError:
             gone, self.key, self.offset = self.key is not None, None, 0
             return [], gone
 
-    def look_at_disk(self) -> tuple[list[Record], bool]:
-        """Reads from where the last look ended."""
+    def poll_disk(self) -> tuple[list[Record], bool]:
+        """Reads from the end of the last poll."""
         stat = self.path.stat()
         replaced = stat.st_ino != self.key or stat.st_size < self.offset
         if replaced:
@@ -148,15 +148,15 @@ class Follower:
         with paths.open_binary(self.path) as file:
             if self.offset == 0 and stat.st_size > self.first_bytes:
                 file.seek(stat.st_size - self.first_bytes)
-                file.readline()  # it begins in the middle of a line
+                file.readline()  # skip a partial line
                 self.offset = file.tell()
             file.seek(self.offset)
             records, damaged, read = parse_lines(file.read())
         self.offset, self.damaged = self.offset + read, self.damaged + damaged
         return records, replaced
 
-    def look_into_bucket(self) -> tuple[list[Record], bool]:
-        """Reads the object whole where it has changed: nothing can be read from its middle on."""
+    def poll_bucket(self) -> tuple[list[Record], bool]:
+        """Reads the whole object if it has changed."""
         stat = self.path.stat()
         key = (stat.st_mtime, stat.st_size)
         if key == self.key:
@@ -167,27 +167,26 @@ class Follower:
 
 
 def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Adds whole lines to the file, all of them or none; it is made with this mode if it is missing.
+    """Appends complete lines to the file, all or none; a missing file is created with this mode.
 
-    An object of a bucket cannot be appended to and is written again, whole. Args: durable: returns when they would
-    survive a power cut.
-    Raises: OSError, after what was written of the content is taken away again, unless the disk refuses that as well;
-    BadInput where the path is no file; Stop where its folder is not this process's any more.
+    Objects of a bucket cannot be appended to and are rewritten. Args: durable: syncs to disk before returning.
+    Raises: OSError, after removing a partial write if the disk allows it; BadInput if the path is not a file; Stop if
+    this process no longer owns the folder.
     """
     if paths.is_remote(path):
         before = paths.read_bytes(path) if path.exists() else b""
-        paths.write_bytes_atomic(path, ended(before) + content)
+        paths.write_bytes_atomic(path, without_torn_line(before) + content)
         return
     is_new = not os.path.exists(path)
     if is_new:
         fence.ask(path)
     handle = paths.open_to_write(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if is_new else 0), mode)
     try:
-        fence.ask(path)  # this very file
-        end_in_whole_line(handle)
+        fence.ask(path)  # of the opened file
+        fix_last_line(handle)
         before, written = os.fstat(handle).st_size, 0
         try:
-            while written < len(content):  # once, unless the disk is full: other writers' lines stay whole
+            while written < len(content):  # one write unless the disk is full, so concurrent lines stay complete
                 written += os.write(handle, content[written:])
             if durable:
                 os.fsync(handle)
@@ -195,71 +194,71 @@ def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = Fals
                 paths.sync_folder(path.parent)
         except OSError:
             with contextlib.suppress(OSError):
-                if os.fstat(handle).st_size == before + written:  # nobody has written behind it
+                if os.fstat(handle).st_size == before + written:  # no other process has appended
                     os.ftruncate(handle, before)
             raise
     finally:
         os.close(handle)
 
 
-def end_in_whole_line(handle: int) -> None:
-    """Takes a torn last line away, and gives a whole one its newline."""
+def fix_last_line(handle: int) -> None:
+    """Removes a torn last line, or adds a missing newline to a complete one."""
     size = os.fstat(handle).st_size
     if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
         return
-    begin = max(0, size - LONGEST_LINE)
+    begin = max(0, size - MAX_LINE_BYTES)
     found = os.pread(handle, size - begin, begin)
-    if (whole := ended(found)) == found + b"\n":
+    if (whole := without_torn_line(found)) == found + b"\n":
         os.write(handle, b"\n")
     else:
         os.ftruncate(handle, begin + len(whole))
 
 
-def ended(content: bytes) -> bytes:
-    """The content without a torn last line, and with a newline behind a whole one."""
+def without_torn_line(content: bytes) -> bytes:
+    """Returns the content without a torn last line, and with a newline after a complete one."""
     last = content[content.rfind(b"\n") + 1 :]
     if not last:
         return content
     return content + b"\n" if parse_record(last) is not None else content[: -len(last)]
 
 
-def renew(path: Any) -> None:
-    """Puts a copy in the place of a local file: what another process still appends to the old one is nobody's."""
+def replace_with_copy(path: Any) -> None:
+    """Replaces a local file by a copy, so that appends of another process to the old one are not seen."""
     with contextlib.suppress(FileNotFoundError):
         paths.write_bytes_atomic(path, paths.read_bytes(path))
 
 
 def write_lines(path: Any, lines: Iterable[bytes]) -> None:
-    """Replaces the file by one of these lines, atomically."""
+    """Replaces the file atomically by these lines."""
     paths.write_bytes_atomic(path, b"".join(line + b"\n" for line in lines))
 
 
 def abandon(workdir: Any, to_step: int, rewind: int) -> int:
-    """Moves the lines of metrics.jsonl after to_step, which a rewind has given up, to abandoned.jsonl; how many.
+    """Moves the lines of metrics.jsonl after to_step, discarded by a rewind, to abandoned.jsonl; returns their number.
 
-    Each gets "rewind": the number of the rewind that it was lost by. Done again after a crash, it moves nothing twice.
+    Adds "rewind": the number of the rewind. Idempotent after a crash.
     """
     folder = paths.as_path(workdir)
-    kept, moved = [], []
+    remaining, moved = [], []
     for line, record in read_lines(folder / "metrics.jsonl"):
         if not isinstance(step := record.get("step"), (int, float)):
-            continue  # the next start of the metrics would drop it too
+            continue  # the next start would drop it too
         if step > to_step:
             moved.append(json.dumps({"rewind": rewind} | record).encode())
         else:
-            kept.append(line)
+            remaining.append(line)
     if moved:
         before = [line for line, _ in read_lines(folder / "abandoned.jsonl")]
         known = set(before)
         write_lines(folder / "abandoned.jsonl", [*before, *(line for line in moved if line not in known)])
-        write_lines(folder / "metrics.jsonl", kept)
+        write_lines(folder / "metrics.jsonl", remaining)
     return len(moved)
 
 
 class RecordFile:
-    """A file that a run appends records to: on the disk once `write` returns; a thread brings them to a bucket.
+    """A file that a run appends records to, on disk when `write` returns; a thread uploads them to a bucket.
 
-    What a disk or bucket does not take waits in memory, and goes first at the next write.
+    Records that cannot be written are buffered in memory until the next write.
     """
 
     def __init__(
@@ -271,37 +270,37 @@ class RecordFile:
         every_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """every_seconds: the pause between two uploads to a bucket."""
+        """every_seconds: pause between uploads to a bucket."""
         self.path, self.mode, self.durable = path, mode, durable
         self.every_seconds, self.clock = every_seconds, clock
-        self.unwritten: collections.deque[str] = collections.deque(maxlen=MOST_UNWRITTEN)
-        self.cause: str | None = None  # why they are
+        self.unwritten: collections.deque[str] = collections.deque(maxlen=MAX_UNWRITTEN)
+        self.cause: str | None = None  # of unwritten records
         self.uploader: Uploader | None = None
 
-    def take_up(self) -> tuple[bytes, Uploader]:
-        """Returns (what the bucket's object holds, what appends to it). Raises as OwnObject.read does."""
-        own = OwnObject(os.fspath(self.path))
-        found = own.read()
-        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, clock=self.clock, write=own.write)
+    def open_object(self) -> tuple[bytes, Uploader]:
+        """Returns (content of the bucket's object, its uploader). Raises as ExclusiveObject.read does."""
+        remote = ExclusiveObject(os.fspath(self.path))
+        found = remote.read()
+        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, clock=self.clock, write=remote.write)
         return found, self.uploader
 
     @property
     def problem(self) -> str | None:
-        """Why the file is behind, if it is so for other reasons than the pause between uploads to a bucket."""
+        """Error that delays the file, or None; the pause between uploads is not an error."""
         if self.uploader is not None:
             return self.uploader.problem
         if self.cause is None:
             return None
-        lost = "; the oldest of its lines are lost" if len(self.unwritten) == MOST_UNWRITTEN else ""
+        lost = "; the oldest of its lines are lost" if len(self.unwritten) == MAX_UNWRITTEN else ""
         return f"{self.path} is behind and tried again: {self.cause}{lost}"
 
     def write(self, record: Mapping[str, Any]) -> bool:
-        """True if the record is in the file, or on its way to the bucket. Raises Stop where the folder is another's."""
+        """Returns True if the record is written or queued. Raises Stop if another process owns the folder."""
         self.unwritten.append(json.dumps(record, allow_nan=False) + "\n")
         return self.write_out()
 
     def write_out(self) -> bool:
-        """True if nothing waits any more."""
+        """Writes buffered records; returns True if none remain."""
         text = "".join(self.unwritten)
         try:
             if not paths.is_remote(self.path):
@@ -309,8 +308,8 @@ class RecordFile:
             else:
                 uploader = self.uploader
                 if uploader is None:
-                    found, uploader = self.take_up()
-                    text = ended(found).decode("utf-8", "replace") + text
+                    found, uploader = self.open_object()
+                    text = without_torn_line(found).decode("utf-8", "replace") + text
                 uploader.append(text)
         except Stop:
             self.unwritten.clear()
@@ -323,17 +322,17 @@ class RecordFile:
         return True
 
     def upload_soon(self) -> None:
-        """Leaves out the pause between uploads, once. Never waits."""
+        """Skips the pause between uploads once, without blocking."""
         if self.uploader is not None:
-            self.uploader.hurry()
+            self.uploader.skip_pause()
 
     def flush(self, seconds: float) -> bool:
-        """True if all records are where they belong within so many seconds."""
+        """Waits for all records to be written and uploaded; returns False on a timeout."""
         if self.unwritten:
             self.write_out()
         return not self.unwritten and (self.uploader is None or self.uploader.flush(seconds))
 
     def close(self) -> None:
-        """Ends the uploads: nothing is sent any more."""
+        """Stops the uploads."""
         if self.uploader is not None:
             self.uploader.close()

@@ -1,4 +1,4 @@
-"""TensorBoard event files, local only. The one file that imports tensorboardX."""
+"""TensorBoard event files, local only. The only file that imports tensorboardX."""
 
 import contextlib
 import pathlib
@@ -10,13 +10,13 @@ from jaxscale.system import fence, paths
 from jaxscale.system.exits import Stop
 from jaxscale.system.redact import block_in_markdown
 
-FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too dear for every write
+FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too slow for every write
 
 
 class Scalars:
-    """Scalars for TensorBoard in a folder. A disk that fails ends no run: what it did not take is missing there.
+    """TensorBoard scalars in a folder. A failing disk drops values and does not end the run.
 
-    Its reader gives up a file at the first torn record, so a new file follows one that could not be written.
+    TensorBoard stops reading a file at the first torn record, so a write error starts a new file.
     """
 
     def __init__(self, folder: pathlib.Path, start_step: int = 0, clock: Callable[[], float] = time.time):
@@ -29,17 +29,17 @@ class Scalars:
         self.attempt(step, lambda file: file.write(step, scalars))
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Adds a text, which TensorBoard shows in its own panel."""
+        """Adds a text, which TensorBoard shows in its text panel."""
         self.attempt(step, lambda file: file.write_text(step, name, text))
 
     def attempt(self, step: int, add: Callable[["EventFile"], None]) -> None:
-        """Adds to the file, a new one where there is none."""
+        """Adds to the file, after opening one if needed."""
         try:
             if self.file is None:
                 self.file = EventFile(self.folder, self.start_step, self.clock)
             add(self.file)
             self.problem = None
-        except Stop:  # the folder is another's, and so is its disk
+        except Stop:  # another process owns the folder
             if self.file is not None:
                 self.file.abandon()
             self.file = None
@@ -48,14 +48,14 @@ class Scalars:
             self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
             if self.file is not None:
                 self.file.abandon()
-                self.file, self.start_step = None, step  # what the next file says to hide is not what this one held
+                self.file, self.start_step = None, step  # the next file must not hide the events of this one
 
     def close(self) -> None:
         """Flushes and closes."""
         if self.file is not None:
             try:
                 self.file.close()
-            except Stop:  # said by whoever asks the lock
+            except Stop:  # the lock reports it
                 pass
             except OSError as error:
                 self.problem = f"{self.folder} lacks its last metrics: {error.strerror or error}"
@@ -63,7 +63,7 @@ class Scalars:
 
 
 class Messages(NamedTuple):
-    """tensorboardX's protobuf modules. They are generated, so a type checker sees none of their names."""
+    """tensorboardX's protobuf modules, which are generated and therefore untyped."""
 
     event: Any
     summary: Any
@@ -72,17 +72,17 @@ class Messages(NamedTuple):
 
 
 def import_messages() -> Messages:
-    """Imports the modules: 0.1 s, so not before the first metrics are written."""
+    """Imports the modules; takes 0.1 s, so not before the first metrics are written."""
     from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
 
     return Messages(event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2)
 
 
 class EventFile:
-    """Scalars for TensorBoard, written in this thread.
+    """One TensorBoard event file, written in the calling thread.
 
-    tensorboardX's own SummaryWriter starts a thread and a multiprocessing queue, and puts the host name into the file
-    name; its record format and messages are all that is needed.
+    tensorboardX's SummaryWriter would start a thread and a multiprocessing queue, and put the host name into the file
+    name; this uses only its record format and messages.
     """
 
     def __init__(self, folder: pathlib.Path, start_step: int = 0, clock: Callable[[], float] = time.time):
@@ -96,18 +96,18 @@ class EventFile:
         names = (folder / f"{stem}.{number}" for number in range(1_000_000))
         self.path = next(name for name in names if not name.exists())  # a second start within a second
         self.records, self.flushed_at = RecordWriter(str(self.path)), clock()
-        self.waiting: list[bytes] = []  # its records, which the lock is asked about before they are written
+        self.pending: list[bytes] = []  # records; the fence is checked once per flush
         try:
             self.begin(start_step)
         except OSError:
             self.abandon()
-            self.path.unlink(missing_ok=True)  # an empty one for each try would be many
+            self.path.unlink(missing_ok=True)  # do not leave an empty file for each try
             raise
 
     def begin(self, start_step: int) -> None:
-        """Writes what a file begins with."""
+        """Writes the file header."""
         self.add(self.event_type(wall_time=self.clock(), file_version="brain.Event:2"))
-        # TensorBoard hides what an earlier process wrote from this step on: it is computed again
+        # TensorBoard hides events of earlier processes from this step on, which are repeated
         restart = self.session_type(status=self.session_type.START)
         first = start_step + 1 if start_step else 0  # a new run has a validation before its first step
         self.add(self.event_type(wall_time=self.clock(), step=first, session_log=restart))
@@ -122,26 +122,26 @@ class EventFile:
             self.flushed_at = self.clock()
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Adds one event with a text: a code block, for its reader takes it for Markdown."""
+        """Adds one event with a text, as a code block since TensorBoard renders Markdown."""
         metadata, shape_type = self.messages.summary.SummaryMetadata, self.messages.tensor_shape.TensorShapeProto
-        about = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
+        text_metadata = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
         shape = shape_type(dim=[shape_type.Dim(size=1)])
         tensor = self.messages.tensor.TensorProto(
             dtype="DT_STRING", string_val=[block_in_markdown(text).encode()], tensor_shape=shape
         )
-        value = self.summary_type.Value(tag=f"{name}/text_summary", metadata=about, tensor=tensor)
+        value = self.summary_type.Value(tag=f"{name}/text_summary", metadata=text_metadata, tensor=tensor)
         self.add(self.event_type(wall_time=self.clock(), step=step, summary=self.summary_type(value=[value])))
 
     def add(self, event) -> None:
-        """Keeps one record for the next flush."""
-        self.waiting.append(event.SerializeToString())
+        """Buffers one record for the next flush."""
+        self.pending.append(event.SerializeToString())
 
     def flush(self) -> None:
-        """Writes what waits. Raises: Stop if the file's folder is not ours any more; OSError."""
+        """Writes buffered records. Raises: Stop if this process no longer owns the folder; OSError."""
         fence.ask(self.path)
-        for record in self.waiting:
+        for record in self.pending:
             self.records.write(record)
-        self.waiting.clear()
+        self.pending.clear()
         self.records.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Tokens per second, step time and model FLOPs utilisation between two reports. The clock is passed in."""
+"""Tokens per second, step time and model FLOPs utilisation (MFU) between two reports."""
 
 import time
 import types
@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 
 
 class Throughput:
-    """Counts tokens, steps and seconds spent waiting for data since the last report.
+    """Counts tokens, steps and data-wait seconds since the last report, except for the first step, which compiles.
 
-    The first step of all is left out, since it compiles: the clock starts when it is done.
-
-    Args: flops_per_token: forward and backward, of the model alone (recomputation is not counted: MFU, not HFU;
-    arXiv:2204.02311, appendix B). peak_flops: of one chip per second, None where unknown. num_chips: all of them.
+    Args: flops_per_token: forward and backward, without recomputation (MFU, not HFU; arXiv:2204.02311, appendix B).
+    peak_flops: of one chip per second, or None. num_chips: of all hosts.
     """
 
     def __init__(
@@ -20,34 +18,34 @@ class Throughput:
         peak_flops: float | None,
         num_chips: int = 1,
         clock: Callable[[], float] = time.monotonic,
-        leaves_out: Callable[[], bool] = lambda: False,
-        shorter: Mapping[int, float] = types.MappingProxyType({}),
+        is_excluded: Callable[[], bool] = lambda: False,
+        flops_by_row_tokens: Mapping[int, float] = types.MappingProxyType({}),
     ):
-        """leaves_out: whether the step that has just finished counts for nothing, as while a profile is captured.
-        shorter: {tokens in a row: FLOPs per token} of rows that are shorter than the others."""
+        """is_excluded: True if the step that has just finished does not count, as during a profile.
+        flops_by_row_tokens: {tokens in a row: FLOPs per token} of shorter rows."""
         self.flops_per_token, self.peak_flops, self.num_chips = flops_per_token, peak_flops, num_chips
-        self.clock, self.leaves_out, self.shorter = clock, leaves_out, shorter
-        self.compiled = False  # whether a step was done
+        self.clock, self.is_excluded, self.flops_by_row_tokens = clock, is_excluded, flops_by_row_tokens
+        self.compiled = False  # a step has finished
         self.start()
 
     def start(self) -> None:
-        """Begins a new interval now, with nothing counted."""
+        """Begins a new interval."""
         self.began, self.tokens, self.steps, self.data_wait_seconds = self.clock(), 0, 0, 0.0
         self.excluded_seconds, self.flops = 0.0, 0.0
         self.step_began, self.excluded_in_step = self.began, 0.0
 
     def add(
-        self, tokens: int, data_wait_seconds: float = 0.0, *, left_out: bool = False, row_tokens: int | None = None
+        self, tokens: int, data_wait_seconds: float = 0.0, *, excluded: bool = False, row_tokens: int | None = None
     ) -> None:
-        """Counts one finished step of `tokens` tokens (the whole batch, over all hosts), in rows of row_tokens.
+        """Counts one finished step of `tokens` tokens (the global batch), in rows of row_tokens.
 
-        left_out: it counts for nothing, as one that was compiled does.
+        excluded: the step does not count, because it compiled.
         """
         if not self.compiled:
             self.compiled = True
             self.start()
             return
-        if left_out or self.leaves_out():
+        if excluded or self.is_excluded():
             self.excluded_seconds += self.clock() - self.step_began - self.excluded_in_step
             self.step_began, self.excluded_in_step = self.clock(), 0.0
             return
@@ -55,19 +53,19 @@ class Throughput:
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
         flops_per_token = self.flops_per_token or 0.0
         if row_tokens is not None:
-            flops_per_token = self.shorter.get(row_tokens, flops_per_token)
+            flops_per_token = self.flops_by_row_tokens.get(row_tokens, flops_per_token)
         self.flops += tokens * flops_per_token
         self.data_wait_seconds += data_wait_seconds
 
     def exclude(self, seconds: float) -> None:
-        """Takes seconds out of the interval: an evaluation in its midst is no training time."""
+        """Removes seconds from the interval, such as an evaluation."""
         self.excluded_seconds += seconds
         self.excluded_in_step += seconds
 
     def report(self) -> dict[str, float | None]:
-        """{tokens_per_second, step_seconds, data_wait_seconds (per step), mfu} since the last report; then starts anew.
+        """Returns {tokens_per_second, step_seconds, data_wait_seconds (per step), mfu} and begins a new interval.
 
-        mfu is a fraction of the peak, None if the peak or the FLOPs are unknown. All are None if no step was counted.
+        mfu is None if the peak or the FLOPs are unknown; all are None if no step was counted.
         """
         seconds = self.clock() - self.began - self.excluded_seconds
         report: dict[str, float | None] = dict.fromkeys(

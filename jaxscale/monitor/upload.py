@@ -1,4 +1,4 @@
-"""Text that grows in a bucket: a thread of its own brings it there, so that nobody who writes waits for a network."""
+"""Uploads growing text to a bucket in a thread, so that writers never wait for the network."""
 
 import os
 import random
@@ -13,25 +13,24 @@ from jaxscale.system.bucket_errors import Changed
 from jaxscale.system.exits import BadInput, Stop
 from jaxscale.system.storage import open_bucket
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second try, and between two tries at most
-QUIET_SECONDS = 60.0  # a fault that passes sooner is nobody's concern
-BYTES_PER_SECOND = 1e6  # an object cannot be appended to: it is sent again whole, a large one less often
-SILENCE_SECONDS = 30.0  # without a byte, after which a try is given up
-LAST_SECONDS = 20.0  # for the last lines to reach a bucket that does not answer: machines are taken away after 30
+FIRST_WAIT, MAX_WAIT = 1.0, 60.0  # seconds before the first retry, and at most between retries
+QUIET_SECONDS = 60.0  # shorter outages are not reported
+BYTES_PER_SECOND = 1e6  # objects cannot be appended to: the whole text is sent again, less often if it is large
+SILENCE_SECONDS = 30.0  # timeout of a try without a byte
+LAST_SECONDS = 20.0  # timeout of the last upload: preempted machines stop after 30
 
 
-class Taken(BadInput):
-    """Another process has written the object, which is its own from then on."""
+class WrittenElsewhere(BadInput):
+    """Another process has written the object and owns it now."""
 
 
 class Uploader:
-    """Keeps an object equal to the text that it was given last; what came in between need never be sent.
+    """Keeps an object equal to the latest text; intermediate versions may be skipped.
 
-    Whatever the service does, there is one copy of the text in memory and one more while it is sent. Of a refusal
-    (401, 403) `problem` tells at once, of faults that may pass once they have lasted a minute. All are tried again,
-    unless another process has written the object: nothing is sent from then on.
+    Memory is one copy of the text, and one more during an upload. `problem` reports a refusal (401, 403) at once and
+    transient faults after a minute. Every failure is retried, unless another process has written the object.
 
-    Args: every_seconds: the pause after an upload; 0: none. write: takes the whole content, in the thread.
+    Args: every_seconds: pause after an upload. write: writes the whole content, called in the thread.
     """
 
     def __init__(
@@ -43,42 +42,42 @@ class Uploader:
         write: Callable[[bytes], None] | None = None,
     ):
         self.path, self.every_seconds, self.clock = path, every_seconds, clock
-        self.write = write or OwnObject(os.fspath(path)).write
+        self.write = write or ExclusiveObject(os.fspath(path)).write
         self.pieces: list[str] = []
-        self.version = self.sent = 0  # of the text that there is, and of that which the object holds
+        self.version = self.sent = 0  # of the latest text, and of the object
         self.failures, self.failing_since, self.due = 0, 0.0, 0.0
-        self.problem: str | None = None  # why the object is behind, in one line; None while all may well become well
-        self.ended = False  # nothing more is sent
+        self.problem: str | None = None  # why the object is behind, in one line; None during short outages
+        self.ended = False
         self.changed, self.thread = threading.Condition(), None
 
     def put(self, text: str) -> None:
-        """The object is to hold this text. Never waits."""
+        """Sets the text, without blocking."""
         with self.changed:
             self.pieces = [text]
             self.note_change()
 
     def append(self, text: str) -> None:
-        """The object is to hold this text behind what it was given before. Never waits."""
+        """Appends to the text, without blocking."""
         with self.changed:
             self.pieces.append(text)
             self.note_change()
 
-    def hurry(self) -> None:
-        """Leaves out the pause after the last upload, once. Never waits."""
+    def skip_pause(self) -> None:
+        """Skips the pause after the last upload once, without blocking."""
         with self.changed:
             self.due = 0.0
             self.changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """True once the object holds the text that there is now; False if it does not within so many seconds."""
-        self.hurry()
+        """Waits until the object holds the current text; returns False on a timeout."""
+        self.skip_pause()
         with self.changed:
-            wanted = self.version
-            self.changed.wait_for(lambda: self.sent >= wanted or self.ended, seconds)
-            return self.sent >= wanted
+            target = self.version
+            self.changed.wait_for(lambda: self.sent >= target or self.ended, seconds)
+            return self.sent >= target
 
     def close(self) -> None:
-        """Begins no other try: what was not sent by now never is. Never waits."""
+        """Stops uploads without blocking; unsent text is dropped."""
         with self.changed:
             self.ended = True
             self.changed.notify_all()
@@ -91,7 +90,7 @@ class Uploader:
         self.changed.notify_all()
 
     def work(self) -> None:
-        """Sends what is new, until the end."""
+        """Uploads new text until `close`."""
         while True:
             with self.changed:
                 while not self.ended and (self.sent == self.version or self.clock() < self.due):
@@ -102,11 +101,11 @@ class Uploader:
                 self.pieces = [text]
             try:
                 self.write(text.encode())
-            except (Taken, Stop) as error:  # Stop: the folder is no longer this process's
+            except (WrittenElsewhere, Stop) as error:  # Stop: this process no longer owns the folder
                 with self.changed:
                     self.problem, self.ended = str(error), True
                     self.changed.notify_all()
-            except Exception as error:  # of whatever client it is: nothing here may end the thread
+            except Exception as error:  # any exception of the client: the thread must survive
                 self.failed(error)
             else:
                 pause = max(self.every_seconds, len(text) / BYTES_PER_SECOND if self.every_seconds else 0.0)
@@ -116,39 +115,39 @@ class Uploader:
                     self.changed.notify_all()
 
     def failed(self, error: Exception) -> None:
-        """Notes a try that failed, and when the next one is due."""
+        """Records a failed try and schedules the next one."""
         with self.changed:
             now = self.clock()
             self.failures += 1
             if self.failures == 1:
                 self.failing_since = now
-            refused = isinstance(error, (ValueError, FileNotFoundError))  # no right, or no bucket
+            refused = isinstance(error, (ValueError, FileNotFoundError))  # no permission, or no bucket
             if refused or now - self.failing_since >= QUIET_SECONDS:
                 self.problem = f"{self.path} is behind and tried again: {' '.join(str(error).split())}"
-            longest = min(FIRST_WAIT * 2 ** min(self.failures - 1, 10), LONGEST_WAIT)
+            longest = min(FIRST_WAIT * 2 ** min(self.failures - 1, 10), MAX_WAIT)
             self.due = now + max(getattr(error, "wait", 0.0), longest * random.uniform(0.5, 1.0))
 
 
-class OwnObject:
-    """An object that one process writes again and again. Another that does so puts an end to it.
+class ExclusiveObject:
+    """An object with a single writer; a write by another process ends writing here.
 
-    A machine that was frozen, whose run has gone on elsewhere, would otherwise replace what that run wrote by its own.
+    Otherwise a frozen machine whose run has resumed elsewhere would overwrite that run's object when it wakes up.
     """
 
     def __init__(self, url: str):
         self.url = url
-        self.door: Bucket | None = None
-        self.generation: int | None = None  # as we read it, or left it; None: whatever is there is replaced at first
+        self.bucket: Bucket | None = None
+        self.generation: int | None = None  # of our last read or write; None: the first write replaces any object
         self.tried = b""
 
     def open(self) -> Bucket:
-        """The door to the bucket; to look for credentials can take seconds, at the first call."""
-        if self.door is None:
-            self.door = open_bucket(writing=True, silence=SILENCE_SECONDS)
-        return self.door
+        """Returns the bucket client; the first call may take seconds to find credentials."""
+        if self.bucket is None:
+            self.bucket = open_bucket(writing=True, silence=SILENCE_SECONDS)
+        return self.bucket
 
     def read(self) -> bytes:
-        """The content, b"" where there is no object. `write` replaces nothing that comes after it.
+        """Returns the content, b"" without an object; later writes fail if another process writes in between.
 
         Raises: BadInput if the service does not answer, or refuses.
         """
@@ -157,19 +156,19 @@ class OwnObject:
         return self.tried
 
     def write(self, content: bytes) -> None:
-        """Replaces the object, in one try. Raises as Bucket.put does; Taken if another process has written it.
+        """Replaces the object, in one try.
 
-        Stop if the folder is not this process's any more.
+        Raises: as Bucket.put does; WrittenElsewhere if another process has written it; Stop if it owns the folder.
         """
         fence.ask(self.url)
-        door = self.open()
+        bucket = self.open()
         before, self.tried = self.tried, content
         try:
-            self.generation = door.put(self.url, content, self.generation)
+            self.generation = bucket.put(self.url, content, self.generation)
         except Changed:
-            found = door.look(self.url)
-            is_ours = found is None or found.content in (before, content)  # a try whose answer was lost
-            if not is_ours and not fence.ask(self.url):  # where the folder is ours: a late try of an upload before this
+            found = bucket.look(self.url)
+            is_ours = found is None or found.content in (before, content)  # an earlier try whose response was lost
+            if not is_ours and not fence.ask(self.url):  # with the lock held, it is a late retry of our earlier upload
                 self.tried = before
-                raise Taken(f"another process has written {self.url}; this one leaves it alone") from None
-            self.generation = door.put(self.url, content, found.generation if found else 0)
+                raise WrittenElsewhere(f"another process has written {self.url}; this one stops writing it") from None
+            self.generation = bucket.put(self.url, content, found.generation if found else 0)

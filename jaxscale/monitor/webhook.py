@@ -1,6 +1,6 @@
-"""Messages to a chat by webhook: {"text": ...} as Slack takes it, from a thread that no step ever waits for.
+"""Webhook messages to a chat, {"text": ...} as for Slack, sent by a thread so that no step waits.
 
-The address is a secret: who has it may write to the chat. It comes from the environment alone and is in no message.
+The URL is a secret: it allows writing to the chat. It comes from the environment and is never logged.
 """
 
 import collections
@@ -20,18 +20,18 @@ from jaxscale.system.redact import in_slack
 from jaxscale.system.storage import is_loopback
 
 VARIABLE = "JAXSCALE_WEBHOOK_URL"
-MOST_WAITING = 100  # messages; the oldest make room
-TIMEOUT_SECONDS = 10.0  # of a connection and of each wait for the answer
+MAX_PENDING = 100  # messages; the oldest are dropped
+TIMEOUT_SECONDS = 10.0  # of a connection and of each read
 TRIES = 6
-LONGEST_WAIT = 300.0  # seconds that a 429 is obeyed for
-LONGEST_TEXT = 3500  # characters; Slack cuts at 40,000 and advises 4,000
-LAST_SECONDS = 5.0  # for what is waiting, when a run ends
+MAX_WAIT = 300.0  # seconds, for the Retry-After of a 429
+MAX_TEXT = 3500  # characters; Slack truncates at 40,000 and recommends 4,000
+LAST_SECONDS = 5.0  # for pending messages, when a run ends
 
 
 def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The address in JAXSCALE_WEBHOOK_URL; None where there is none.
+    """Returns the URL in JAXSCALE_WEBHOOK_URL, or None.
 
-    Raises: BadInput unless it is https, or http to this machine. The address is not in the error.
+    Raises: BadInput unless it is https, or http to this machine. The error does not contain the URL.
     """
     if not (url := environment.get(VARIABLE, "").strip()):
         return None
@@ -46,18 +46,18 @@ def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
     return url
 
 
-class NotFollowed(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: the message is for the address that was given, and for no other."""
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: messages go only to the configured URL."""
 
     def redirect_request(self, *args, **kwargs):
-        """None, which urllib takes for a refusal."""
+        """Returns None, which urllib treats as a refusal."""
         return None
 
 
 class Webhook:
-    """Posts messages in their order, each tried a few times. Nothing here raises, blocks or ends a run.
+    """Posts messages in order, with retries. Never raises, blocks or ends a run.
 
-    Why messages are lost is kept in `problem`, for whoever may speak to take: once, until one is delivered again.
+    `take_problem` returns why messages are lost, once until one is delivered again.
     """
 
     def __init__(
@@ -69,71 +69,71 @@ class Webhook:
         clock: Callable[[], float] = time.time,
     ):
         self.url, self.timeout, self.first_wait, self.clock = url, timeout, first_wait, clock
-        self.waiting: collections.deque[str] = collections.deque()
+        self.pending: collections.deque[str] = collections.deque()
         self.changed = threading.Condition()
         self.ended, self.busy = False, False
         self.dropped, self.sent = 0, 0
         self.problem: str | None = None
-        self.failing: str | None = None  # what was told since a message was last delivered
+        self.failing: str | None = None  # the problem since a message was last delivered
         self.thread: threading.Thread | None = None
         local = is_loopback(urllib.parse.urlsplit(url).hostname or "")
-        self.opener = urllib.request.build_opener(NotFollowed, *([urllib.request.ProxyHandler({})] if local else []))
+        self.opener = urllib.request.build_opener(NoRedirect, *([urllib.request.ProxyHandler({})] if local else []))
 
     def post(self, text: str) -> None:
         """Queues a message and returns at once."""
         with self.changed:
             if self.ended:
                 return
-            if len(self.waiting) >= MOST_WAITING:
-                self.waiting.popleft()
+            if len(self.pending) >= MAX_PENDING:
+                self.pending.popleft()
                 self.dropped += 1
-                self.tell("messages come faster than it takes them, and the oldest are left out")
-            self.waiting.append(text)
+                self.set_problem("messages come faster than it takes them, and the oldest are left out")
+            self.pending.append(text)
             if self.thread is None:
                 self.thread = threading.Thread(target=self.work, name="webhook", daemon=True)
                 self.thread.start()
             self.changed.notify_all()
 
-    def tell(self, problem: str) -> None:
-        """Keeps why messages are lost, unless that is known. To be called with the lock held."""
+    def set_problem(self, problem: str) -> None:
+        """Sets the problem if it is new. Call with the lock held."""
         if problem != self.failing:
             self.problem = self.failing = problem
 
     def take_problem(self) -> str | None:
-        """Why messages are lost, once."""
+        """Returns why messages are lost, once."""
         with self.changed:
             problem, self.problem = self.problem, None
             return problem
 
     def close(self, seconds: float = LAST_SECONDS) -> None:
-        """Gives what is waiting so many seconds, then ends. May be called twice."""
+        """Waits for pending messages up to `seconds`, then stops. May be called twice."""
         with self.changed:
-            idle = self.changed.wait_for(lambda: not self.waiting and not self.busy, timeout=seconds)
+            idle = self.changed.wait_for(lambda: not self.pending and not self.busy, timeout=seconds)
             if not idle and not self.ended:
-                left = len(self.waiting) + self.busy
-                self.tell(f"the last {left} message{'s' * (left > 1)} may be lost: no answer in {seconds:g} s")
+                left = len(self.pending) + self.busy
+                self.set_problem(f"the last {left} message{'s' * (left > 1)} may be lost: no answer in {seconds:g} s")
             self.ended = True
             self.changed.notify_all()
 
     def work(self) -> None:
-        """Sends what is waiting, until the end."""
+        """Sends pending messages until `close`."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.waiting or self.ended)
+                self.changed.wait_for(lambda: self.pending or self.ended)
                 if self.ended:
                     return
-                text, self.busy = self.waiting.popleft(), True
+                text, self.busy = self.pending.popleft(), True
             problem = self.deliver(text)
             with self.changed:
                 self.busy, self.sent = False, self.sent + (problem is None)
                 if problem is None:
                     self.failing = None
                 elif not self.ended:
-                    self.tell(problem)
+                    self.set_problem(problem)
                 self.changed.notify_all()
 
     def deliver(self, text: str) -> str | None:
-        """Tries a message until it is taken; why not, if it is not."""
+        """Sends a message with retries; returns the last error, or None."""
         problem: str | None = None
         for attempt in range(TRIES):
             problem, wait = self.send(text)
@@ -146,8 +146,8 @@ class Webhook:
         return problem
 
     def send(self, text: str) -> tuple[str | None, float | None]:
-        """(why it failed, None if it did not; least seconds before it is worth another try, None if it is not)."""
-        body = json.dumps({"text": in_slack(text[:LONGEST_TEXT])}).encode()
+        """Tries once; returns (error or None, seconds before a retry or None if it is not worth one)."""
+        body = json.dumps({"text": in_slack(text[:MAX_TEXT])}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "jaxscale"}
         try:
             request = urllib.request.Request(self.url, body, headers, method="POST")
@@ -167,7 +167,7 @@ class Webhook:
 
 
 def retry_after(header: str | None, now: float) -> float:
-    """Seconds that a 429 asks for, as a number or a date; 1 where it does not say, 300 at most."""
+    """Returns the seconds of a Retry-After header, a number or a date; 1 without one, at most MAX_WAIT."""
     seconds = 1.0
     if header:
         try:
@@ -177,4 +177,4 @@ def retry_after(header: str | None, now: float) -> float:
                 seconds = email.utils.parsedate_to_datetime(header).timestamp() - now
             except (TypeError, ValueError, OverflowError):
                 pass
-    return min(max(seconds, 0.0), LONGEST_WAIT) if seconds == seconds else 1.0
+    return min(max(seconds, 0.0), MAX_WAIT) if seconds == seconds else 1.0

@@ -1,4 +1,4 @@
-"""The metrics writer: metrics.jsonl, TensorBoard, the console and other services get the same numbers at each step."""
+"""The metrics writer: sends each record to metrics.jsonl, TensorBoard, the console and other services."""
 
 import io
 import math
@@ -11,14 +11,14 @@ from jaxscale import units
 from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.config import MonitorConfig
 from jaxscale.monitor.console import choose_style, find_display, open_console
-from jaxscale.monitor.records import Damage, Record, RecordFile, append, lines_of, read_lines, write_lines
+from jaxscale.monitor.records import Damage, Record, RecordFile, append, parse_file, read_lines, write_lines
 from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
 from jaxscale.monitor.upload import LAST_SECONDS
 from jaxscale.system import paths
 from jaxscale.system.redact import redacted
 
-REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
+REMOTE_SECONDS = 10.0  # objects cannot be appended to and are rewritten, so not too often
 METRICS, SAMPLES, EXPERTS = "metrics.jsonl", "samples.jsonl", "experts.jsonl"
 SAMPLE_CHARACTERS = 70  # of a sample on the console
 
@@ -26,9 +26,9 @@ SAMPLE_CHARACTERS = 70  # of a sample on the console
 class Writer:
     """Writes metrics of steps (start_step, total_steps].
 
-    Args: start_step: the step that the run goes on from, 0 for a new one. What metrics.jsonl and TensorBoard hold of
-    later steps is dropped, since those steps are run again; of a new run, step 0 as well. primary: False on all
-    processes but one, which stay silent. diagnosis: sees every record, those that are kept first.
+    Args: start_step: the step that the run resumes from, 0 for a new one. Records of later steps in metrics.jsonl and
+    TensorBoard are dropped, since those steps are repeated; in a new run, step 0 as well. primary: True on the one
+    process that writes. diagnosis: receives every record, the existing ones first.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Writer:
         vitals: Callable[[], Mapping[str, Any]] = dict,
         diagnosis: Diagnosis | None = None,
     ):
-        """vitals: more numbers for each record, of the moment when it is written: goodput, and what the devices say."""
+        """vitals: returns more values for each record when it is written: goodput and telemetry."""
         self.vitals = vitals
         self.sinks: list[Sink] = []
         self.cfg, self.total_steps, self.start_step, self.primary = cfg, total_steps, start_step, primary
@@ -53,148 +53,151 @@ class Writer:
         notebook = stream is None and find_display() is not None
         style = choose_style(cfg.progress, stream or sys.stdout, notebook=notebook) if primary else "off"
         self.console = open_console(style, total_steps, stream, clock)
-        self.lines, self.events, self.told = None, None, set()
-        self.others: dict[str, RecordFile] = {}  # samples and counts, once there are any
+        self.metrics_file, self.tensorboard, self.reported = None, None, set()
+        self.other_files: dict[str, RecordFile] = {}  # samples and expert counts, once there are any
         self.clock = clock
         if not primary:
             return
-        self.lines, earlier = open_records(self.workdir / METRICS, start_step, clock)
+        self.metrics_file, existing = open_records(self.workdir / METRICS, start_step, clock)
         for name in (SAMPLES, EXPERTS):
-            if (self.workdir / name).exists():  # what steps wrote that are run again is dropped there too
-                self.others[name], _ = open_records(self.workdir / name, start_step, clock)
+            if (self.workdir / name).exists():  # drop records of repeated steps
+                self.other_files[name], _ = open_records(self.workdir / name, start_step, clock)
         if self.diagnosis is not None:
-            self.diagnosis.begin(earlier.records, self.say)
-        if earlier.damaged:
-            self.say(f"metrics.jsonl: dropped {units.plural(earlier.damaged, 'damaged line')}")
-        if earlier.dropped_steps:
-            first, last = min(earlier.dropped_steps), max(earlier.dropped_steps)
+            self.diagnosis.replay(existing.records, self.say)
+        if existing.damaged:
+            self.say(f"metrics.jsonl: dropped {units.plural(existing.damaged, 'damaged line')}")
+        if existing.dropped_steps:
+            first, last = min(existing.dropped_steps), max(existing.dropped_steps)
             self.say(f"metrics.jsonl: steps {first} to {last} are run again")
         self.sinks = open_sinks(cfg.writers, self.workdir)
         if cfg.tensorboard and paths.is_remote(workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
 
     def due(self, step: int) -> bool:
-        """True if training metrics of this step are to be written: the first, the last and every log_every_steps."""
+        """Returns True for steps whose metrics are written: the first, the last and every log_every_steps."""
         return step in (self.start_step + 1, self.total_steps) or step % self.cfg.log_every_steps == 0
 
     def write(self, step: int, metrics: Mapping[str, float | int | None | str]) -> None:
-        """Writes one record everywhere. Names with slashes are groups; 'validation/...' gets a console line of its own.
+        """Writes one record everywhere. Names with slashes are groups.
 
-        A value that is not finite becomes null in metrics.jsonl, which has no NaN, and is named in "nonfinite".
+        Non-finite values become null in metrics.jsonl, since JSON has no NaN, and are listed in "nonfinite".
         """
-        if self.lines is None:  # of the first process alone
+        if self.metrics_file is None:  # not the primary process
             return
-        plain_value = lambda value: value.item() if hasattr(value, "item") else value  # of arrays of one number
-        plain = redacted({name: plain_value(value) for name, value in {**metrics, **self.vitals()}.items()})
-        record = json_record(step, plain)
-        self.lines.write(record)
+        to_python = lambda value: value.item() if hasattr(value, "item") else value
+        values = redacted({name: to_python(value) for name, value in {**metrics, **self.vitals()}.items()})
+        record = json_record(step, values)
+        self.metrics_file.write(record)
         for sink in self.sinks:
-            sink.write(step, plain)
-            self.say_news(sink)
+            sink.write(step, values)
+            self.log_address(sink)
         if self.cfg.tensorboard and not paths.is_remote(self.workdir):
-            if self.events is None:
-                self.events = Scalars(self.workdir / "tensorboard", self.start_step)
-            scalars = {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
-            self.events.write(step, scalars)
-        self.console.metrics(step, plain)
-        self.tell_problems()
+            if self.tensorboard is None:
+                self.tensorboard = Scalars(self.workdir / "tensorboard", self.start_step)
+            scalars = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+            self.tensorboard.write(step, scalars)
+        self.console.metrics(step, values)
+        self.log_problems()
         if self.diagnosis is not None:
-            self.diagnosis.take(record)
+            self.diagnosis.update(record)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Writes what the model has written to samples.jsonl and TensorBoard, and its beginning on the console."""
+        """Writes generated text to samples.jsonl and TensorBoard, and its beginning to the console."""
         if not self.primary:
             return
         record = redacted({"step": step, "prompt": prompt, "text": text})
         self.append(SAMPLES, record)
-        if self.events is not None:  # scalars came before
-            self.events.write_text(step, "sample", record["text"])
+        if self.tensorboard is not None:  # opened by earlier scalars
+            self.tensorboard.write_text(step, "sample", record["text"])
         self.say(f"sample of step {step}: {' '.join(record['text'].split())[:SAMPLE_CHARACTERS]}")
-        self.tell_problems()
+        self.log_problems()
 
     def experts(self, step: int, counts: Mapping[str, Any]) -> None:
-        """Writes how often each expert was chosen to experts.jsonl."""
+        """Writes expert counts to experts.jsonl."""
         if self.primary:
             self.append(EXPERTS, {"step": step, **counts})
-            self.tell_problems()
+            self.log_problems()
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Writes a record to a file of this name beside metrics.jsonl."""
-        if name not in self.others:
-            self.others[name], _ = open_records(self.workdir / name, self.start_step, self.clock)
-        self.others[name].write(record)
+        """Appends a record to a file in the work folder."""
+        if name not in self.other_files:
+            self.other_files[name], _ = open_records(self.workdir / name, self.start_step, self.clock)
+        self.other_files[name].write(record)
 
-    def tell_problems(self) -> None:
-        """Says what could not be written, once for each cause."""
-        problems = [sink.problem for sink in self.receivers() if sink.problem]
+    def log_problems(self) -> None:
+        """Logs write errors, once for each cause."""
+        problems = [output.problem for output in self.outputs() if output.problem]
         for problem in problems:
-            if problem not in self.told:
+            if problem not in self.reported:
                 self.say(problem)
-        self.told = set(problems)
+        self.reported = set(problems)
 
-    def receivers(self) -> list[Any]:
-        """All that records go to now."""
-        return [sink for sink in (self.lines, *self.others.values(), self.events, *self.sinks) if sink is not None]
+    def files(self) -> list[RecordFile]:
+        """Returns the open JSON Lines files."""
+        return [file for file in (self.metrics_file, *self.other_files.values()) if file is not None]
 
-    def say_news(self, sink: Sink) -> None:
-        """Says once where a person finds the run."""
-        if sink.news:
-            self.say(sink.news)
-            sink.news = ""
+    def outputs(self) -> list[Any]:
+        """Returns all open outputs."""
+        return [output for output in (*self.files(), self.tensorboard, *self.sinks) if output is not None]
+
+    def log_address(self, sink: Sink) -> None:
+        """Logs the address of the run in a service, once."""
+        if sink.announcement:
+            self.say(sink.announcement)
+            sink.announcement = ""
 
     def upload_soon(self) -> None:
-        """Starts to bring what there is to a bucket now, as before a save that these metrics belong to. Never waits."""
-        for lines in (self.lines, *self.others.values()):
-            if lines is not None:
-                lines.upload_soon()
+        """Starts uploads to a bucket now, as before a save of the same step. Does not block."""
+        for file in self.files():
+            file.upload_soon()
 
     def tick(self, step: int) -> None:
         """Moves the progress bar; costs nothing else."""
         self.console.tick(step)
 
     def say(self, text: str) -> None:
-        """Prints a message without breaking the bar; control characters are taken out."""
+        """Prints a message without breaking the bar, and without control characters."""
         if self.primary:
             self.console.say(text)
 
     def close(self) -> None:
-        """Writes out what is buffered and ends the bar. May be called twice."""
-        for lines in (self.lines, *self.others.values()):
-            if lines is not None and not lines.flush(LAST_SECONDS):
-                self.say(f"{lines.path} lacks the last lines: {lines.problem or 'no answer yet'}")
-        for sink in self.receivers():
-            sink.close()
-        if self.events is not None and self.events.problem and self.events.problem not in self.told:
-            self.say(self.events.problem)
+        """Flushes and closes all outputs. May be called twice."""
+        for file in self.files():
+            if not file.flush(LAST_SECONDS):
+                self.say(f"{file.path} lacks the last lines: {file.problem or 'no answer yet'}")
+        for output in self.outputs():
+            output.close()
+        if self.tensorboard is not None and self.tensorboard.problem and self.tensorboard.problem not in self.reported:
+            self.say(self.tensorboard.problem)
         if self.diagnosis is not None:
             self.diagnosis.close()
         self.console.close()
         for sink in self.sinks:
-            self.say_news(sink)
-            if sink.problem and sink.problem not in self.told:
+            self.log_address(sink)
+            if sink.problem and sink.problem not in self.reported:
                 self.say(sink.problem)
-        self.lines, self.others, self.events, self.sinks, self.diagnosis = None, {}, None, [], None
+        self.metrics_file, self.other_files, self.tensorboard, self.sinks, self.diagnosis = None, {}, None, [], None
         self.primary = False
 
 
-class Earlier(NamedTuple):
-    """What a file of records holds from before this start."""
+class ExistingRecords(NamedTuple):
+    """Records of a file from before this start."""
 
-    records: list[Record]  # that stay
+    records: list[Record]  # up to start_step
     dropped_steps: list[int]
-    damaged: int  # lines, which are dropped
+    damaged: int  # dropped lines
 
 
-def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tuple[RecordFile, Earlier]:
-    """(metrics.jsonl or one beside it to append to, what it holds of the steps up to start_step).
+def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tuple[RecordFile, ExistingRecords]:
+    """Drops records after start_step; returns (the file to append to, its existing records).
 
-    Where start_step is 0 nothing stays: the validation before the first step is run again.
+    With start_step 0 all are dropped: the validation before the first step is repeated.
     """
     file, damage = RecordFile(path, every_seconds=REMOTE_SECONDS, clock=clock), Damage()
     uploader = None
     if paths.is_remote(path):
-        content, uploader = file.take_up()
-        found = lines_of(io.BytesIO(content), damage)
+        content, uploader = file.open_object()
+        found = parse_file(io.BytesIO(content), damage)
     else:
         found = read_lines(path, damage)
     lines, records, dropped, without_step = [], [], [], 0
@@ -214,11 +217,11 @@ def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tupl
         write_lines(path, lines)
     else:
         append(path, b"")
-    return file, Earlier(records, dropped, damaged)
+    return file, ExistingRecords(records, dropped, damaged)
 
 
 def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of metrics.jsonl holds."""
+    """Returns one record of metrics.jsonl."""
     assert "step" not in metrics and "nonfinite" not in metrics, f"reserved names in {sorted(metrics)}"
     nonfinite = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     record = {"step": step} | {name: None if name in nonfinite else value for name, value in metrics.items()}

@@ -22,7 +22,7 @@ from jaxscale.qualify.products import measure_devices, measure_products
 from jaxscale.qualify.result import Machine, Probe, ProbeFunction, Qualification, first_words
 from jaxscale.qualify.storage import measure_storage
 from jaxscale.system import paths
-from jaxscale.system.exits import Exit, Stop, tell
+from jaxscale.system.exits import Exit, Stop, print_stderr
 from jaxscale.units import duration
 
 # Seconds that a probe is taken to need on an accelerator, most for compiling. Assumed, and used for the time to go.
@@ -102,7 +102,7 @@ def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callabl
             raise
         probe = Probe(name=name, problem=first_words(error), traceback=traceback.format_exc())
         if jax.process_count() > 1:  # the others may wait for this one, for as long as a probe may take
-            tell(f"process {process}: {name} failed: {probe.problem}")
+            print_stderr(f"process {process}: {name} failed: {probe.problem}")
     try:
         answers = gathered(key, [probe.problem, list(probe.outside)], machine.wait_seconds)
     except TimeoutError as error:

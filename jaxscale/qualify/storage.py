@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.hosts.agree import agreed, all_here, in_all
+from jaxscale.hosts.agree import agreed, barrier, in_all
 from jaxscale.qualify.result import Figure, Machine, Probe
 from jaxscale.qualify.timing import seconds_of
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
@@ -59,7 +59,7 @@ def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) 
     checkpoints = Checkpoints(folder, CheckpointConfig(keep_last=1), phase=machine.phase)
     checkpoints.prepare(state)  # save() waits for it, but that is no part of a save
     checkpoints.wait_prepared()
-    all_here()
+    barrier()
 
     def save() -> float:
         blocked = checkpoints.save(0, state, {})
@@ -68,7 +68,7 @@ def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) 
 
     saved, blocked = seconds_of(save)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    all_here()
+    barrier()
     restored, _ = seconds_of(lambda: jax.block_until_ready(checkpoints.restore(0, abstract)), time.perf_counter)
     checkpoints.close()
     return sum(x.nbytes for x in state.values()), blocked, saved, restored

@@ -12,7 +12,7 @@ from jaxscale.reporting.page import POLICY, SERVED
 from jaxscale.reporting.status import QUIET_SECONDS
 from jaxscale.reporting.text import escape
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Stop, tell
+from jaxscale.system.exits import BadInput, Stop, print_stderr
 
 LOOK_SECONDS = 2.0  # between two looks at the files, however many ask
 
@@ -100,7 +100,7 @@ class Handler(LocalHandler):
         try:
             found = self.server.pages.page() if path == "/" else self.server.pages.version()
         except (BadInput, OSError, Stop) as error:
-            tell(f"report: {error}")
+            print_stderr(f"report: {error}")
             self.answer(503, f"<!doctype html><title>jaxscale</title><p>{escape(error)}</p>", "text/html")
             return
         self.answer(200, found, "text/html" if path == "/" else "text/plain")

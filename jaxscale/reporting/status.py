@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.hardware import Price, find_chip
-from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
+from jaxscale.monitor.goodput import PREFIX, measure_goodput, unix_time
 from jaxscale.reporting.history import History, Row, is_finite, is_number
 from jaxscale.reporting.text import NONE, clock, money
 from jaxscale.system.exits import Exit, is_failure, meaning
@@ -134,7 +134,7 @@ def wall_seconds(history: History) -> tuple[float | None, int]:
 
     As the goodput has them, without what lies between starts. Where there are no events, the steps' own time counts.
     """
-    found = goodput_of(history.rows, history.events)
+    found = measure_goodput(history.rows, history.events)
     if found.starts:
         return found.wall_seconds - found.seconds["idle"], found.starts
     return step_time(history.rows), 0

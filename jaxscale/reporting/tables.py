@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.monitor.goodput import goodput_of
+from jaxscale.monitor.goodput import measure_goodput
 from jaxscale.reporting.history import History, is_number
 from jaxscale.reporting.json_lines import as_list
 from jaxscale.reporting.plots import color_of, key
@@ -82,7 +82,7 @@ def goodput_table(histories: Sequence[History]) -> str:
 
     Of several runs: the shares, a row for each run.
     """
-    ledgers = [(place, goodput_of(history.rows, history.events)) for place, history in enumerate(histories)]
+    ledgers = [(place, measure_goodput(history.rows, history.events)) for place, history in enumerate(histories)]
     known = [(place, found) for place, found in ledgers if found.fraction is not None]
     if len(histories) > 1:
         kinds = [kind for kind in KIND_WORDS if any(found.seconds[kind] > 0 for _, found in known)]

@@ -1,4 +1,4 @@
-"""Assembling a run: record, metrics writer, feed, validation and autopilot around the compiled program."""
+"""Assembles a run: record, metrics writer, feed, validation and autopilot around the compiled program."""
 
 import dataclasses
 import functools
@@ -51,11 +51,11 @@ from jaxscale.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a rewind keeps: everything that is compiled, and the data."""
+    """Parts of a run that a rewind reuses: everything compiled, and the data."""
 
     corpus: Corpus
     program: Program
-    evaluate: Callable[[Any], dict[str, float]] | None  # its rows are in place
+    evaluate: Callable[[Any], dict[str, float]] | None
     evaluators: tuple[NamedEvaluate, ...]
     sample: Sample | None
     replicas: ReplicaWatch | None
@@ -65,7 +65,7 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedRun(Run):
-    """A run, with what a rewind needs."""
+    """A run with the parts that a rewind needs."""
 
     folder: RunFolder
     parts: Parts
@@ -78,7 +78,7 @@ def make_parts(
     evaluators: tuple[Evaluator, ...],
     make_program: Callable[[RunConfig, Budget], Program] = build.make_program,
 ) -> Parts:
-    """What is made once, however often the run rewinds. Compiles nothing yet."""
+    """Makes the parts that rewinds reuse. Compiles nothing yet."""
     if folder.cfg.limit.dollars:
         hourly_dollars(folder.cfg.limit, program.mesh)  # raises
     return Parts(
@@ -94,7 +94,7 @@ def make_parts(
 
 
 def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -> OpenedRun:
-    """The run from this start on. Writes its record and opens its metrics file."""
+    """Returns the run from this start on. Writes its record and opens its metrics file."""
     cfg, program, done = folder.cfg, parts.program, start.steps_done
     record = make_record(folder, start, program)
     services, writer, facts = open_writer(folder, start, record)
@@ -124,8 +124,8 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
             cfg.flops_per_token,
             chip and chip.peak_flops,
             program.mesh.size,
-            leaves_out=services.profiling,
-            shorter={one.cfg.seq_len: one.cfg.flops_per_token for one in program.smaller},
+            is_excluded=services.profiling,
+            flops_by_row_tokens={one.cfg.seq_len: one.cfg.flops_per_token for one in program.smaller},
         ),
         pilot=make_pilot(folder, start, parts, services),
         stop_after=folder.options.stop_after,
@@ -141,27 +141,31 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
 
 
 def make_expert_use(cfg: RunConfig, total_steps: int) -> ExpertUse | None:
-    """What counts the tokens of experts, where the model has any; per layer as often as other statistics of layers."""
-    if (form := getattr(cfg.model, "experts", None)) is None:
+    """Returns the counter of tokens per expert; None without experts."""
+    if (experts := getattr(cfg.model, "experts", None)) is None:
         return None
-    every_steps = cfg.monitor.statistics_every_steps
-    return ExpertUse(chosen=form.chosen, first_layer=form.first_dense, every_steps=every_steps, total_steps=total_steps)
+    return ExpertUse(
+        chosen=experts.chosen,
+        first_layer=experts.first_dense,
+        every_steps=cfg.monitor.statistics_every_steps,
+        total_steps=total_steps,
+    )
 
 
 def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, Any]:
-    """The record of the run in config.json and in each checkpoint; logs what has changed since the last start."""
+    """Returns the record of the run in config.json and checkpoints; logs changes since the last start."""
     chip, mixture = find_chip(program.mesh.devices.flat[0].device_kind), start.mixture
     trunk = start.source.record["run"] if start.source and start.source.whole else None
     jump = find_jump(trunk or start.recorded, program.schedule, start.steps_done)
     past = start.recorded or recorded_run(folder.path)
     for line in jump_lines(jump, folder.cfg, start.budget, folder.path)[: 1 if trunk else None]:
-        folder.log(line)  # of a branch without the ways to go on in the same folder
+        folder.log(line)  # for a branch only the warning: the hints are for the same folder
     record = {
         "config": schema.to_dict(folder.cfg),
         "dtypes": dtype_record(folder.dtypes, past),
         "budget": dataclasses.asdict(start.budget),
         "devices": {"kind": program.mesh.devices.flat[0].device_kind, "number": program.mesh.size},
-        "peak": dataclasses.asdict(chip) if chip else None,  # what MFU is measured against
+        "peak": dataclasses.asdict(chip) if chip else None,  # the reference of MFU
         "mixture": mixture
         and {"stages": mixture.record(), "rows": start.corpus.rows_of_sources, "starts": dict(mixture.starts)},
         "ancestry": start.source.ancestry if start.source else (start.recorded or {}).get("ancestry", []),
@@ -169,7 +173,7 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
         "changed": record_changes(start.changes, past, start.steps_done, jump, folder.log),
     }
     versions = record["versions"]
-    pages = "; malloc in huge pages (JAXSCALE_HUGE_PAGES=0 leaves that out)" if has_huge_pages() else ""
+    pages = "; malloc in huge pages (JAXSCALE_HUGE_PAGES=0 disables them)" if has_huge_pages() else ""
     folder.log("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + pages)
     for line in version_changes(start.recorded, versions):
         folder.log(line)
@@ -177,9 +181,9 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
 
 
 def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tuple[Services, Writer, Mapping[str, Any]]:
-    """(the services, their events heard by the health rules; the writer of metrics; what the goodput ledger took up).
+    """Returns (services that pass events to the health rules, metrics writer, start facts of the goodput ledger).
 
-    Writes config.json and the tokenizer beside it, at the first process.
+    Writes config.json and the tokenizer on the first process.
     """
     cfg, path, services, corpus = folder.cfg, folder.path, folder.services, start.corpus
     primary = jax.process_index() == 0
@@ -187,25 +191,25 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
         stop_if_unwritable(lambda: paths.write_json(path / "config.json", record), path)
         if (tokenizer := corpus.tokenizer) is not None:
             stop_if_unwritable(lambda: save_tokenizer(tokenizer, path, corpus.chat), path)
-    facts = services.ledger.take_up(path) if services.ledger and primary else {}  # before records are dropped
+    facts = services.ledger.start_facts(path) if services.ledger and primary else {}  # before records are dropped
     diagnosis = None
     if primary and cfg.monitor.health.on:
         stages = start.mixture.stages[1:] if start.mixture else []
         begins = [start.sizes.find(stage.first_row)[0] for stage in stages]
         names = Ledger(corpus, corpus.batches(start.sizes, start.mixture)).names if corpus.shards else None
-        known = read_facts(path, record, begins, folder.log)
-        diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names, read_events(path))
-        services = services._replace(note=diagnosis.hearing(services.note))
+        run_facts = read_facts(path, record, begins, folder.log)
+        diagnosis = Diagnosis(cfg.monitor.health, run_facts, services.note, names, read_events(path))
+        services = services._replace(note=diagnosis.wrap_note(services.note))
     make = functools.partial(Writer, path, cfg.monitor, start.budget.total_steps, start.steps_done)
     writer = stop_if_unwritable(lambda: make(primary=primary, vitals=services.vitals, diagnosis=diagnosis), path)
-    writer.console.tokens_after = start.tokens_after  # what is left to do, where batches grow
+    writer.console.tokens_after = start.tokens_after  # the ETA with growing batches
     return services, writer, facts
 
 
 def note_start(
     services: Services, folder: RunFolder, start: Start, record: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    """Writes the event that a run has started or resumed, with what has changed since the last start."""
+    """Writes the started or resumed event, with the changes since the last start."""
     if start.source:
         services.note("branch", start.steps_done, ancestor=redacted(start.source.ancestry[0]))
     changed = record["changed"][-len(start.changes) :] if start.changes else []
@@ -215,7 +219,7 @@ def note_start(
 
 
 def data_position(start: Start, seed: int, step: int) -> dict[str, Any]:
-    """The position in the data after `step` steps, as checkpoints record it."""
+    """Returns the data position after `step` steps for a checkpoint."""
     return {
         "batch_index": start.batch_of(step),
         "skipped": [list(r) for r in start.skipped],
@@ -229,7 +233,7 @@ def data_position(start: Start, seed: int, step: int) -> dict[str, Any]:
 
 
 def open_feed(start: Start, batches: Any, program: Program, first: int, stop: int) -> Feed:
-    """The batches of steps [first, stop)."""
+    """Returns the feed of steps [first, stop)."""
     cfg = program.cfg
     return Feed(
         corrupt_batches(batches.rows),
@@ -244,9 +248,9 @@ def open_feed(start: Start, batches: Any, program: Program, first: int, stop: in
 
 
 def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services) -> Pilot:
-    """The autopilot's settings and history for this start."""
+    """Returns the autopilot with its settings and history for this start."""
     if parts.replicas:
-        parts.replicas.note = services.note  # its events are heard by this start's health rules
+        parts.replicas.note = services.note  # passes events to this start's health rules
     return Pilot(
         recovery=folder.cfg.train.ladder,
         guard=folder.cfg.train.guard,
@@ -261,7 +265,7 @@ def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services
 
 
 def make_watch(program: Program, log: Log) -> ReplicaWatch | None:
-    """The check of replicated state, if the config asks for it; logs how much of the state is replicated."""
+    """Returns the check of replicated state, or None; logs how much of the state is replicated."""
     cfg = program.cfg.train.replicas
     if not cfg.every_steps:
         return None
@@ -270,7 +274,7 @@ def make_watch(program: Program, log: Log) -> ReplicaWatch | None:
 
 
 def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str, float]] | None:
-    """params -> validation metrics, over a fixed set that is put on the devices once; None without held-out text."""
+    """Returns params -> validation metrics on a fixed set, which is put on the devices once; None without one."""
     cfg = program.cfg
     if not cfg.eval.num_rows or corpus.valid_rows is None:
         return None
@@ -291,7 +295,7 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
 
 
 def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
-    """The named evaluators with their data read. Raises BadInput for data that cannot be read."""
+    """Returns the named evaluators with their data. Raises BadInput for data that cannot be read."""
     if not cfg.evals:
         return ()
     if corpus.tokenizer is None:
@@ -302,12 +306,12 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
 
 
 def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[NamedEvaluate, ...]:
-    """params -> metrics of each evaluator. All share one program, which is compiled for each row length."""
+    """Returns params -> metrics of each evaluator. All share one program, compiled once per row length."""
     scorer = Scorer.of(program.unstaged, rows_per_pass(program) * program.cfg.seq_len)
     return tuple(NamedEvaluate(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
 
 
 def rows_per_pass(program: Program) -> int:
-    """Rows of a validation batch: as many as a microbatch has, or a few more, so that each batch shard has as many."""
+    """Returns the rows of a validation batch: those of a microbatch, rounded up to a multiple of the batch shards."""
     rows = program.cfg.rows_per_step // program.cfg.train.num_microbatches
     return rows + -rows % program.unstaged.batch_axes.num_shards

@@ -1,4 +1,4 @@
-"""Branches of a run: where one goes on with all of another's state and data, and decays its rate from there."""
+"""Branches of a run: resume from another run's state and data position, optionally with a learning rate decay."""
 
 import contextlib
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ from jaxscale.optim.config import STABLE, OptimConfig
 from jaxscale.run.options import NEVER
 from jaxscale.system.exits import BadInput
 
-SHOWN = 3  # steps that there are, in an error
+MAX_LISTED = 3  # available steps in an error
 
 
 def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that make a run a branch of the one at `path`; with decay_tokens one whose rate decays at once.
+    """Returns the settings of a branch of the run at `path`; with decay_tokens its learning rate decays at once.
 
-    Touches no device: they are settings, which processes compare before they connect.
-    path: a work folder, of which the newest step is taken, or WORKDIR/checkpoints/STEP. recorded: the settings of the
-    branch where it has begun already: then it keeps its step, whatever the trunk has saved since.
-    Raises BadInput where there is no such step, and where its rate does not stand at the peak.
+    Uses no device, since processes compare settings before they connect.
+    Args: path: a work folder (its newest step) or WORKDIR/checkpoints/STEP. recorded: settings of a branch that already
+    exists, which keeps its step whatever the trunk has saved since.
+    Raises BadInput if the step does not exist, or for a decay if its learning rate is not at the peak.
     """
-    folder, step = find_step(begun_from(path, recorded) or path)
+    folder, step = find_step(recorded_source(path, recorded) or path)
     settings = {"init.from_path": str(folder / str(step)), "init.what": "run"}
     if decay_tokens is None:
         return settings
@@ -52,58 +52,58 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
 
 
 def find_step(path: str) -> tuple[Any, int]:
-    """(folder of checkpoints, step) of a path. Raises BadInput where there is none."""
+    """Returns (checkpoint folder, step) of a path. Raises BadInput if there is none."""
     folder, step = parse_checkpoint_path(path)
     steps = all_steps(folder)
     if not steps:
         raise BadInput(f"--branch_from={path} holds no checkpoint: {folder} has none that was completed")
     if step is not None and step not in steps:
         raise BadInput(
-            f"--branch_from={path}: step {step} is no checkpoint; {folder} has {units.or_list(steps[-SHOWN:])}"
+            f"--branch_from={path}: step {step} is not a checkpoint; {folder} has {units.or_list(steps[-MAX_LISTED:])}"
         )
     return folder, steps[-1] if step is None else step
 
 
-def begun_from(path: str, recorded: Mapping[str, Any]) -> str | None:
-    """The checkpoint of the run at `path` that the branch began with, if it has begun from one of these."""
-    known = (recorded.get("init") or {}).get("from_path")
-    return known if known and str(known).startswith(f"{path.rstrip('/')}/checkpoints/") else None
+def recorded_source(path: str, recorded: Mapping[str, Any]) -> str | None:
+    """Returns the checkpoint below `path` that an existing branch was initialized from, or None."""
+    source = (recorded.get("init") or {}).get("from_path")
+    return source if source and str(source).startswith(f"{path.rstrip('/')}/checkpoints/") else None
 
 
 def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:
-    """Raises BadInput unless the rate of the run stood at its peak before and after the step."""
+    """Raises BadInput unless the learning rate is at its peak before and after the step."""
     optim, budget = schema.from_dict(OptimConfig, run["config"]["optim"], f"{folder}: optim"), run["budget"]
     begin = decay_begin(optim, budget["total_steps"], budget.get("decay_start"))
     if optim.decay not in STABLE:
-        why, way = f"follows decay={optim.decay}", f"a run with optim.decay={units.or_list(STABLE)}"
+        reason, fix = f"follows decay={optim.decay}", f"a run with optim.decay={units.or_list(STABLE)}"
     elif step < budget["warmup_steps"]:
-        why, way = f"is in its warmup of {budget['warmup_steps']} steps", "a later step"
+        reason, fix = f"is in its warmup of {budget['warmup_steps']} steps", "a later step"
     elif begin is not None and step > begin:
-        why, way = f"decays from step {begin} on", f"step {begin} or one before it"
+        reason, fix = f"decays from step {begin} on", f"step {begin} or one before it"
     else:
         return
-    raise BadInput(f"--decay_tokens: the rate of {folder} {why}, and a decay begins at the peak; branch off {way}")
+    raise BadInput(f"--decay_tokens: the rate of {folder} {reason}, and a decay begins at the peak; branch off {fix}")
 
 
 def check_branch(cfg: RunConfig, source: InitSource) -> None:
-    """Raises BadInput where a run with these settings cannot go on with the data of the source where it stands."""
+    """Raises BadInput if a run with these settings cannot resume from the data position of the source."""
     run = source.record["run"]
     if not run.get("data"):
         raise BadInput(
             f"init.what='run': {source} is not of a run, and has no position in data; use 'state' or 'params'"
         )
-    there, here = run["config"], schema.to_dict(cfg)
+    old, new = run["config"], schema.to_dict(cfg)
     with contextlib.suppress(ValueError):
-        there = schema.to_dict(schema.from_dict(RunConfig, there))  # settings newer than that run get their defaults
-    if changed := [name for name in NEVER if there.get(name) != here[name]]:
-        told = "; ".join(f"{name}: {there.get(name)!r} there, {here[name]!r} here" for name in changed)
+        old = schema.to_dict(schema.from_dict(RunConfig, old))  # defaults for settings newer than that run
+    if changed := [name for name in NEVER if old.get(name) != new[name]]:
+        differences = "; ".join(f"{name}: {old.get(name)!r} there, {new[name]!r} here" for name in changed)
         raise BadInput(
-            f"init.what='run' goes on with the data of {source}, whose rows follow from {', '.join(NEVER)}: {told}; "
-            "set these as there, or use init.what='state', which begins the data anew"
+            f"init.what='run' continues the data of {source}, whose rows depend on {', '.join(NEVER)}: {differences}; "
+            "set these as there, or use init.what='state', which reads the data from the beginning"
         )
-    wanted = batch_index(source.step, [tuple(part) for part in run["data"]["skipped"]])
-    if run["data"].get("batch_index", wanted) != wanted:
-        raise BadInput(f"init.what='run': {source} stands at batch {run['data']['batch_index']}, not at {wanted}")
+    expected = batch_index(source.step, [tuple(part) for part in run["data"]["skipped"]])
+    if run["data"].get("batch_index", expected) != expected:
+        raise BadInput(f"init.what='run': {source} stands at batch {run['data']['batch_index']}, not at {expected}")
 
 
 def check_longer(cfg: RunConfig, source: InitSource, total_steps: int) -> None:

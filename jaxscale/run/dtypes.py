@@ -1,4 +1,4 @@
-"""The dtypes of a run: resolved for its hardware when it begins, and kept by every later start and branch."""
+"""Dtypes of a run: resolved for its hardware at the first start, reused by later starts and branches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +17,10 @@ from jaxscale.system import paths
 def resolve_run_dtypes(
     cfg: RunConfig, workdir: Any, replay: str | None = None
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
-    """The config without 'auto', and what each such setting has become. The same in all processes.
+    """Returns the config without 'auto', and each resolved setting. The same in all processes.
 
-    A run that has begun keeps the dtypes that it has recorded. One that replays another run, or begins with the weights
-    of one, takes the dtypes of that run. replay: the work folder of --replay. Raises BadInput where init.from_path has
-    no checkpoint.
+    An existing run keeps its recorded dtypes. A replay, or a run initialized from another one, uses that run's dtypes.
+    Args: replay: the work folder of --replay. Raises BadInput if init.from_path has no checkpoint.
     """
     if not is_auto(cfg):
         return cfg, ()
@@ -30,9 +29,9 @@ def resolve_run_dtypes(
 
 
 def recorded_config(cfg: RunConfig, folder: Any, replay: str | None) -> tuple[Mapping[str, Any], str]:
-    """(the config of the run whose dtypes are kept, or {}; where it is recorded)."""
-    if begun := recorded_run(folder).get("config"):
-        return begun, "this run"
+    """Returns (config of the run whose dtypes apply, or {}; name of that run)."""
+    if recorded := recorded_run(folder).get("config"):
+        return recorded, "this run"
     if replay and (replayed := recorded_run(paths.as_path(replay)).get("config")):
         return replayed, replay
     if cfg.init.from_path is not None:
@@ -42,8 +41,8 @@ def recorded_config(cfg: RunConfig, folder: Any, replay: str | None) -> tuple[Ma
 
 
 def dtype_record(resolved: tuple[Resolved, ...], past: Mapping[str, Any]) -> dict[str, Any]:
-    """{setting: {"dtype", "reason"}} for the record of the run; reasons of an earlier start stay."""
-    known = past.get("dtypes", {})
+    """Returns {setting: {"dtype", "reason"}} for the run's record; unchanged dtypes keep their first reason."""
+    old = past.get("dtypes", {})
     new = {one.name: {"dtype": one.dtype, "reason": one.reason} for one in resolved}
-    stays = lambda name, found: name not in new or new[name]["dtype"] == found["dtype"]
-    return new | {name: found for name, found in known.items() if stays(name, found)}
+    unchanged = lambda name, entry: name not in new or new[name]["dtype"] == entry["dtype"]
+    return new | {name: entry for name, entry in old.items() if unchanged(name, entry)}

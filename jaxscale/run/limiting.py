@@ -1,4 +1,4 @@
-"""The limits of a run, its deadline and its budget, as a point in time for this start."""
+"""Limits of a run (deadline and cost), converted to a point in time for this start."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from jaxscale.budget import decay_begin, decay_steps
 from jaxscale.config import RunConfig
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.goodput import goodput_of, unix_time
+from jaxscale.monitor.goodput import measure_goodput, unix_time
 from jaxscale.optim.config import STABLE
 from jaxscale.run.start import RunFolder, Start
 from jaxscale.system.exits import BadInput
@@ -22,7 +22,7 @@ from jaxscale.units import or_list
 
 
 def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
-    """What an hour of all chips costs. Raises BadInput where no price is known."""
+    """Returns the cost of an hour of all chips. Raises BadInput if no price is known."""
     kind = mesh.devices.flat[0].device_kind
     chip = find_chip(kind)
     price = limit.chip_hour_dollars or (chip.price.dollars_per_hour if chip and chip.price else None)
@@ -36,7 +36,7 @@ def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
 
 
 def check_early_decay(cfg: RunConfig, start: Start) -> None:
-    """Raises BadInput for a decay that may begin early while batches or rows still grow."""
+    """Raises BadInput for limit.on_overrun='decay' while batches or rows still grow."""
     stages = start.remaining_stages
     if not cfg.limit.on or cfg.limit.on_overrun != "decay" or len(stages) == 1:
         return
@@ -45,16 +45,16 @@ def check_early_decay(cfg: RunConfig, start: Start) -> None:
         "counts steps of one size, and batches still grow (batch_ramp)": len(sizes) > 1,
         "forecasts by the speed so far, and longer rows (seq_len_ramp) are slower": len(lengths) > 1,
     }
-    why = next(reason for reason, holds in reasons.items() if holds)
+    reason = next(reason for reason, holds in reasons.items() if holds)
     raise BadInput(
-        f"limit.on_overrun='decay' {why} until batch {stages[-1].first}; set limit.on_overrun to tell until then"
+        f"limit.on_overrun='decay' {reason} until batch {stages[-1].first}; set limit.on_overrun to tell until then"
     )
 
 
 def make_limits(
     folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Callable[[str], None]
 ) -> Limits | None:
-    """The limits of this opening of the run; None where it has none. To be called when its start has been noted."""
+    """Returns the limits of this start, or None. Call it after the start has been noted."""
     cfg, budget = folder.cfg, start.budget
     if not cfg.limit.on:
         return None
@@ -62,7 +62,7 @@ def make_limits(
     ends_at, name = first_limit(folder.path, cfg.limit, mesh, services.clock()) if primary else (0.0, "")
     known = dict(seq_len=cfg.seq_len, batch_tokens=budget.batch_tokens, train_tokens=budget.train_tokens)
     known |= dict(epoch_tokens=start.corpus.epoch_tokens)
-    decays = cfg.limit.on_overrun == "decay" and folder.replayed is None  # a replay takes no decisions of its own
+    decays = cfg.limit.on_overrun == "decay" and folder.replayed is None  # a replay makes no decisions
     return Limits(
         ends_at=ends_at,
         name=name,
@@ -71,7 +71,7 @@ def make_limits(
         warmup_steps=budget.warmup_steps,
         decay_steps=functools.partial(decay_steps, cfg.optim, **known) if decays else None,
         decay_start=decay_begin(cfg.optim, budget.total_steps, budget.decay_start),
-        way_out=way_out(cfg),
+        way_out=overrun_advice(cfg),
         note=services.note,
         say=say,
         board=services.board,
@@ -80,8 +80,8 @@ def make_limits(
     )
 
 
-def way_out(cfg: RunConfig) -> str:
-    """What would end the run in time."""
+def overrun_advice(cfg: RunConfig) -> str:
+    """Returns advice on how to end the run within its limit."""
     if cfg.optim.decay not in STABLE:
         return f"give fewer train_tokens; a run with optim.decay={or_list(STABLE)} could decay early"
     if cfg.limit.on_overrun == "decay":
@@ -90,7 +90,7 @@ def way_out(cfg: RunConfig) -> str:
 
 
 def first_limit(path: Any, limit: LimitConfig, mesh: Mesh, now: float) -> tuple[float, str]:
-    """(when the limit that comes first is reached, in seconds since 1970; what it is called)."""
+    """Returns (time of the earliest limit in seconds since 1970, its name)."""
     events, found = read_events(path), []
     began = next((began_at(event) for event in events if event["event"] == "started"), None)
     if limit.deadline is not None:
@@ -102,16 +102,16 @@ def first_limit(path: Any, limit: LimitConfig, mesh: Mesh, now: float) -> tuple[
 
 
 def paid_seconds(events: Sequence[dict[str, Any]], now: float) -> float:
-    """How long the run has held its chips: all starts, and this one up to now; not what lies between them."""
+    """Returns the seconds for which the run has held its chips: all starts up to now, without the time between them."""
     starts = [number for number, event in enumerate(events) if event["event"] in ("started", "resumed")]
     if not starts:
         return 0.0
-    own = began_at(events[starts[-1]])
-    first = next(number for number in starts if began_at(events[number]) == own)  # it may have been opened since
-    before = goodput_of((), events[: first + 1])  # whose last event tells how long a start before it lasted
-    return before.wall_seconds - before.seconds["idle"] + now - own
+    began = began_at(events[starts[-1]])
+    first = next(number for number in starts if began_at(events[number]) == began)  # a rewind opens the run again
+    before = measure_goodput((), events[: first + 1])  # the last event has the ledger of the start before it
+    return before.wall_seconds - before.seconds["idle"] + now - began
 
 
 def began_at(event: dict[str, Any]) -> float:
-    """When the process of a start began, seconds since 1970."""
+    """Returns when the process of a start began, in seconds since 1970."""
     return unix_time(event.get("process_began")) or unix_time(event.get("time")) or 0.0

@@ -1,4 +1,4 @@
-"""Opening a run in a work folder: prepare the folder, resolve the start, make the program, restore the state."""
+"""Opens a run in a work folder: prepares the folder, resolves the start, makes the program, restores the state."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,8 +32,7 @@ from jaxscale.training.state import TrainState
 
 
 def train_to_completion(run: OpenedRun | None) -> None:
-    """Trains to completion, restarting from an older checkpoint on each rewind, and with another schedule where a decay
-    begins early. None: it is complete already."""
+    """Trains to completion; opens the run again after a rewind or a new schedule. None: it is already complete."""
     while run is not None and isinstance(outcome := loop.train(run), Rewound):
         run = reopen(run) if isinstance(outcome, Rescheduled) else rewind(run)
 
@@ -47,12 +46,12 @@ def open_run(
     options: RunOptions = DEFAULT_OPTIONS,
     make_program: Callable[[RunConfig, Budget], Program] = build.make_program,
 ) -> OpenedRun | None:
-    """A run ready to train, new or resumed from its newest checkpoint; None if it is complete already.
+    """Returns a run ready to train, new or resumed from its newest checkpoint; None if it is already complete.
 
-    Raises BadInput for input that a person can mend, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
-    CHECKPOINT_CORRUPT where the work folder holds something else. Never begins anew over an old run.
+    Raises BadInput for input that the user can correct, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
+    CHECKPOINT_CORRUPT if the work folder does not match. Never overwrites an existing run.
     """
-    folder = prepare_folder(cfg, workdir, log, services or with_events(workdir), options)
+    folder = prepare_folder(cfg, workdir, log, services or event_log_only(workdir), options)
     start = resolve_start(folder, folder.checkpoints.newest_readable(log))
     if start.nothing_to_do:
         log(f"{folder.path}: {start.nothing_to_do}")
@@ -60,16 +59,16 @@ def open_run(
         return None
     check_early_decay(folder.cfg, start)
     evaluators = open_evals(folder.cfg, start.corpus)
-    program = make_remaining(folder.cfg, start, make_program)
+    program = make_program_for(folder.cfg, start, make_program)
     log_program(program, start.budget, start.mixture, evaluators, log)
-    folder.checkpoints.check_room(program.abstract_state)  # before anything is compiled
+    folder.checkpoints.check_room(program.abstract_state)  # before compilation
     start, state, program = restore_start(folder, start, program)
     parts = make_parts(folder, start, program, evaluators, make_program)
     return assemble(folder, start, parts, state)
 
 
 def rewind(run: OpenedRun) -> OpenedRun:
-    """The same run at the older checkpoint that it has decided to go back to; compiled programs and data are kept."""
+    """Opens the run again at the checkpoint that it rewinds to; compiled programs and data are reused."""
     folder = run.folder
     checkpoints = open_checkpoints(folder.cfg, folder.path, folder.services)
     pending = read_decisions(folder.path).pending
@@ -79,31 +78,31 @@ def rewind(run: OpenedRun) -> OpenedRun:
 
 
 def reopen(run: OpenedRun, checkpoints: TieredCheckpoints | None = None) -> OpenedRun:
-    """The same run at its newest checkpoint. Its program is made again only where its schedule is another now."""
+    """Opens the run again at its newest checkpoint. Makes its program again only if the schedule has changed."""
     folder, parts = run.folder, run.parts
     checkpoints = checkpoints or open_checkpoints(folder.cfg, folder.path, folder.services)
     folder = dataclasses.replace(folder, checkpoints=checkpoints)
     start = resolve_start(folder, checkpoints.newest_readable(folder.log), parts.corpus)
     check_early_decay(folder.cfg, start)
     if start.budget != parts.budget:
-        program = make_remaining(folder.cfg, start, parts.make_program)
+        program = make_program_for(folder.cfg, start, parts.make_program)
     else:
-        program = with_remaining(parts.program, start)  # of an earlier stage, after a rewind
+        program = add_remaining_stages(parts.program, start)  # a rewind can return to an earlier stage
     start, state, program = restore_start(folder, start, program)
     parts = dataclasses.replace(parts, budget=start.budget, program=program)
     return assemble(folder, start, parts, state)
 
 
-def make_remaining(cfg: RunConfig, start: Start, make_program: Callable[[RunConfig, Budget], Program]) -> Program:
-    """The program, with those of the stages of batch_ramp and seq_len_ramp that are still ahead.
+def make_program_for(cfg: RunConfig, start: Start, make_program: Callable[[RunConfig, Budget], Program]) -> Program:
+    """Returns the program with the remaining stages of batch_ramp and seq_len_ramp.
 
-    Raises BadInput for one that does not fit the devices; a stage that is over need not fit.
+    Raises BadInput for a remaining stage that does not fit the devices.
     """
-    return with_remaining(make_program(cfg, start.budget.without_ramps), start)
+    return add_remaining_stages(make_program(cfg, start.budget.without_ramps), start)
 
 
-def with_remaining(program: Program, start: Start) -> Program:
-    """The program, with those of the stages that this start needs and it does not have. Raises as make_remaining."""
+def add_remaining_stages(program: Program, start: Start) -> Program:
+    """Adds missing stages that this start needs. Raises as make_program_for."""
     try:
         return add_stages(program, start.budget, start.remaining_stages)
     except BadInput as error:
@@ -115,7 +114,7 @@ def with_remaining(program: Program, start: Start) -> Program:
 def prepare_folder(
     cfg: RunConfig, workdir: str, log: Callable[[str], None], services: Services, options: RunOptions
 ) -> RunFolder:
-    """The work folder, created if it is new. Completes a rewind that was decided before the process died."""
+    """Returns the work folder, created if it is new. Completes a rewind that a crash interrupted."""
     path = paths.as_path(workdir)
     check_files(cfg.evals)
     check_shared(path, prepare=lambda: paths.make_run_dir(workdir, options.mode))
@@ -125,13 +124,13 @@ def prepare_folder(
     checkpoints = open_checkpoints(cfg, path, services)
     cfg, replayed = with_replayed(cfg, path, options.replay, log) if options.replay else (cfg, None)
     if pending := read_decisions(path).pending:
-        check_same_run(cfg, path, None, options.allow_change)  # a start that is refused moves nothing
+        check_same_run(cfg, path, None, options.allow_change)  # before any file is moved
         complete_rewind(pending, path, checkpoints)
     return RunFolder(cfg, path, checkpoints, services, options, log, replayed, dtypes)
 
 
 def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> TieredCheckpoints:
-    """The checkpoints of the run."""
+    """Opens the checkpoints of the run."""
     return TieredCheckpoints(
         path / "checkpoints",
         cfg.checkpoint,
@@ -143,9 +142,9 @@ def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> TieredChe
 
 
 def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[Start, TrainState, Program]:
-    """The start, its state and the program of its stages; of an older checkpoint if arrays of the newest are damaged.
+    """Returns the start, its state and program; falls back to an older checkpoint if the newest is damaged.
 
-    Raises BadInput where the older one lies in a stage that does not fit the devices.
+    Raises BadInput if the older one is in a stage that does not fit the devices.
     """
     checkpoints, log = folder.checkpoints, folder.log
     while True:
@@ -157,7 +156,7 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
         except Stop as damage:
             older = checkpoints.fall_back(start.step, damage, log)
             start = resolve_start(folder, older, start.corpus)
-            program = with_remaining(program, start)
+            program = add_remaining_stages(program, start)
             continue
         if start.step is not None:
             checkpoints.log_changed_files(start.step, log)
@@ -166,9 +165,9 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
 
 
 def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState:
-    """The state that this start begins with: a checkpoint's, another run's, or a random one.
+    """Returns the initial state: from a checkpoint, from another run, or random.
 
-    Raises Stop (CHECKPOINT_CORRUPT) for a checkpoint whose state has done another number of steps.
+    Raises Stop (CHECKPOINT_CORRUPT) if the step counter of the state differs from the checkpoint's.
     """
     if start.source and start.source.whole:
         return resume_branch(program, start.source, folder.log)
@@ -182,6 +181,6 @@ def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState
     return state
 
 
-def with_events(workdir: str) -> Services:
-    """The services of a run outside run_services: only its event log, which rewinds are read from."""
+def event_log_only(workdir: str) -> Services:
+    """Returns services with only the event log, which rewinds need, for a run outside run_services."""
     return Services(Events(workdir, primary=jax.process_index() == 0).note)

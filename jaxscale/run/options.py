@@ -1,4 +1,4 @@
-"""Run options: what a start is asked for beyond its config."""
+"""Options of one start of a run that are not part of its config."""
 
 import dataclasses
 import difflib
@@ -11,19 +11,19 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import folder_mode
 
-# The rows of each step follow from these: with another value, the position in the data would mean other rows.
+# These determine the rows of each step: with other values a recorded data position would mean other rows.
 NEVER = ("seed", "seq_len", "batch_tokens", "batch_ramp", "seq_len_ramp")
 
 
 def allowed_names(name: str, text: str) -> tuple[str, ...]:
-    """The settings, or groups of them, that `name` lists in `text`. Raises BadInput for one that may never change."""
+    """Parses a list of settings or groups of settings. Raises BadInput for one that may never change."""
     known = {part for setting, *_ in schema.describe(RunConfig) for part in groups_of(setting)}
     names = tuple(one.strip() for one in text.split(","))
     for one in names:
         if one in NEVER:
             raise BadInput(
-                f"{name}={one}: which rows each step reads follows from {one}, so that a run cannot go on with "
-                "another; begin a new run in another work folder"
+                f"{name}={one}: the rows of each step depend on {one}, so a run cannot continue with another value; "
+                "begin a new run in another work folder"
             )
         if one not in known:
             leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
@@ -34,24 +34,24 @@ def allowed_names(name: str, text: str) -> tuple[str, ...]:
 
 
 def groups_of(name: str) -> list[str]:
-    """'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
+    """Returns a setting and its groups: 'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """What a start is asked for beyond its config; of this start alone."""
+    """Options of one start that are not part of the config."""
 
     stop_after: int | None = flag(
         None,
-        "saves and leaves after this step (counted from 1); the learning rate's horizon stays as it is",
+        "saves and leaves after this step (counted from 1); the learning rate's horizon is unchanged",
         "STEP",
         least=1,
     )
     allow_change: tuple[str, ...] = flag(
         (),
-        "settings, or groups of them, with commas between, in which a run that goes on may differ from how it began: "
+        "settings, or groups of them, with commas between, in which a resumed run may differ from how it began: "
         "--allow_change=optim.peak_lr. Recorded; never for the order of the data",
         "NAMES",
         read=lambda name, text: allowed_names(f"--{name}", text),
@@ -72,7 +72,7 @@ class RunOptions:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The options by flag: they must be the same in all processes of a run."""
+        """Options by flag, which must be the same in all processes of a run."""
         return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(RunOptions)}
 
 

@@ -1,4 +1,4 @@
-"""What a run has decided before, its rewinds and skipped batches, and the replay of another run's decisions."""
+"""Earlier decisions of a run (rewinds, skipped batches), and the replay of another run's decisions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,15 +22,12 @@ from jaxscale.training.decisions import Decisions, GoneBack, deciding, decisions
 
 
 def read_decisions(folder: Any) -> Decisions:
-    """What the run in the folder has decided so far, as the first process reads it."""
+    """Returns the decisions of the run in the folder, as read by the first process."""
     return decisions_of(agreed(lambda: deciding(read_events(folder))))
 
 
 def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
-    """Moves away what was saved and measured after the step that the run rewinds to; doing it again does no harm.
-
-    All processes call it together.
-    """
+    """Sets aside checkpoints and metrics after the step that the run rewinds to. Idempotent; collective."""
     checkpoints.set_aside_after(rewind.to, "rewound")
     agreed(lambda: stop_if_unwritable(lambda: abandon(folder, rewind.to, rewind.number), folder))
 
@@ -38,10 +35,10 @@ def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> 
 def with_replayed(
     cfg: RunConfig, folder: Any, old_workdir: str, log: Callable[[str], None]
 ) -> tuple[RunConfig, Decisions]:
-    """(cfg with the batches that another run skipped, what that run decided).
+    """Returns (cfg with the batches that another run skipped, that run's decisions).
 
-    Raises BadInput where there is no other run, Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg, and
-    Stop(CHECKPOINT_CORRUPT) where none of its checkpoints tells what it skipped.
+    Raises BadInput without another run, Stop(CONFIG_MISMATCH) if cfg cannot replay it, and Stop(CHECKPOINT_CORRUPT) if
+    none of its checkpoints has readable skipped batches.
     """
     old = paths.as_path(old_workdir)
     if same_folder(old, folder):
@@ -55,8 +52,8 @@ def with_replayed(
     ):
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"--replay={old_workdir}: that run went on with other settings than it began with ({names}), of which its "
-            "numbers depend, and a replay has one config for all its steps; it cannot be replayed",
+            f"--replay={old_workdir}: that run changed settings that affect its results ({names}), and a replay has "
+            "one config for all its steps; it cannot be replayed",
         )
     decisions = read_decisions(old)
     pending = decisions.pending
@@ -68,7 +65,7 @@ def with_replayed(
         + [*cfg.data.skip_batches]
     )
     decisions = decisions.up_to(pending.to) if pending else decisions
-    if decisions.decay and decisions.decay.step > (newest or 0):  # decided, and never saved
+    if decisions.decay and decisions.decay.step > (newest or 0):  # no checkpoint is past it
         decisions = decisions._replace(decay=None)
     last = pending.to if pending else max(newest or 0, agreed(lambda: last_measured(old)), *decisions.skipped, 0)
     decisions = decisions.with_recorded(recorded)._replace(last_step=last)
@@ -76,7 +73,7 @@ def with_replayed(
 
 
 def check_same_length(budget: Budget, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) where the run to replay has another number of steps, or batches of other sizes."""
+    """Raises Stop(CONFIG_MISMATCH) if the run to replay has another number of steps or other batch sizes."""
     old = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]
     if old["total_steps"] != budget.total_steps:
         raise Stop(
@@ -95,7 +92,7 @@ def check_same_length(budget: Budget, old_workdir: str) -> None:
 
 
 def check_same_starts(mixture: Mixture, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) where stages of the mixture began at other batches in the run to replay."""
+    """Raises Stop(CONFIG_MISMATCH) if mixture stages of the run to replay began at other batches."""
     old = paths.read_json(paths.as_path(old_workdir) / "config.json").get("mixture") or {}
     starts = old.get("starts", mixture.starts)  # an earlier version recorded none
     if starts != mixture.starts:
@@ -107,12 +104,12 @@ def check_same_starts(mixture: Mixture, old_workdir: str) -> None:
 
 
 def same_folder(one: Any, other: Any) -> bool:
-    """True if two paths lead to one folder, links followed where there are any."""
-    whole = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
-    return whole(one).rstrip("/") == whole(other).rstrip("/")
+    """Returns True if two paths name one folder after resolving symbolic links."""
+    resolved = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
+    return resolved(one).rstrip("/") == resolved(other).rstrip("/")
 
 
 def last_measured(folder: Any) -> int:
-    """The last step in metrics.jsonl; 0 if there is none."""
+    """Returns the last step in metrics.jsonl, or 0."""
     steps = (record.get("step") for record in read_records(folder / "metrics.jsonl"))
     return max((int(step) for step in steps if isinstance(step, (int, float))), default=0)

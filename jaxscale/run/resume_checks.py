@@ -1,4 +1,4 @@
-"""Resume checks: is the run in the work folder the one that config and data describe, and which changes are allowed?"""
+"""Checks that config and data match the run in the work folder, and which changes are allowed."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,30 +26,30 @@ from jaxscale.training.decisions import Decisions
 from jaxscale.units import BatchSizes, recorded_sizes
 from jaxscale.unread import unread
 
-SHOWN = 8  # differences listed one by one
-DATA_SECONDS = 24 * 3600.0  # the first process may still be tokenising when another is done
+MAX_LISTED = 8  # differences in an error
+DATA_SECONDS = 24 * 3600.0  # timeout: the first process may tokenize for hours after another is done
 
 
 def has_begun(workdir: str) -> bool:
-    """True if the folder holds a run, begun or complete."""
+    """Returns True if the folder holds a run, complete or not."""
     return (paths.as_path(workdir) / "config.json").exists()
 
 
 def recorded_settings(workdir: str) -> dict[str, Any]:
-    """The settings of the run in the folder, as it was last started; {} where there is none."""
+    """Returns the settings of the last start of the run in the folder; {} without a run."""
     return recorded_run(paths.as_path(workdir)).get("config", {})
 
 
 def recorded_run(folder: Any) -> dict[str, Any]:
-    """What config.json of the folder holds; {} where there is none."""
+    """Returns config.json of the folder; {} if it is missing."""
     return paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
 
 
 def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position:
-    """Where a run resumes from a checkpoint at `step` that recorded this of the run.
+    """Returns the position at which a run resumes from a checkpoint with this record.
 
-    What is written in '%' follows train_tokens; a ramp of which the last stage has begun keeps its stages, and a stage
-    of data.mixture that has begun keeps its first batch.
+    Values in '%' follow train_tokens, except for a ramp whose last stage has begun and stages of data.mixture that have
+    begun, which keep their batches.
     """
     if not recorded or not step:
         return BEGINNING
@@ -66,13 +66,13 @@ def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position
 def check_same_run(
     cfg: RunConfig, folder: Any, recorded: Mapping[str, Any] | None, allowed: Sequence[str] = ()
 ) -> list[Change]:
-    """The changes from the run in the folder: settings that may always change, and those that `allowed` covers.
+    """Returns the changed settings, all of which may always change or are covered by `allowed`.
 
-    Arrays of another name, shape or dtype are still refused, where the checkpoint is read.
-    Raises: Stop(CONFIG_MISMATCH) with every setting that differs and may not, as it was and as it is.
+    Restoring the checkpoint still rejects arrays of another name, shape or dtype.
+    Raises: Stop(CONFIG_MISMATCH) with the old and new value of every other changed setting.
     """
     if recorded is None:
-        recorded = recorded_run(folder)  # begun, and stopped before its first checkpoint
+        recorded = recorded_run(folder)  # a run that stopped before its first checkpoint
         if not recorded:
             return []
     if recorded.get("converted"):
@@ -83,9 +83,9 @@ def check_same_run(
     old, new = recorded["config"], schema.to_dict(cfg)
     with contextlib.suppress(ValueError):
         before = schema.from_dict(RunConfig, old)
-        old = schema.to_dict(before)  # settings that are newer than the run get their defaults
-        for idle in unread(before).keys() & unread(cfg).keys():
-            schema.put(old, idle, schema.look_up(new, idle))
+        old = schema.to_dict(before)  # defaults for settings newer than the run
+        for unused in unread(before).keys() & unread(cfg).keys():
+            schema.put(old, unused, schema.look_up(new, unused))
     may = schema.changeable(RunConfig)
     changed = [
         Change(name, was, now, allowed=not may.intersection(groups_of(name)))
@@ -110,10 +110,10 @@ def open_same_data(
     open_data: Callable[..., Corpus] = open_data,
     **settings: Any,
 ) -> Corpus:
-    """The corpus, as open_data gives it.
+    """Opens the corpus with open_data.
 
-    Raises: BadInput as open_data does. Instead, where a run has begun with these very data: Stop (DATA_MISMATCH), or
-    Stop (STORAGE) where they cannot be reached now.
+    Raises: BadInput as open_data does; for an existing run instead Stop (DATA_MISMATCH), or Stop (STORAGE) if the data
+    cannot be reached now.
     """
     try:
         return open_data(cfg, say=log, **settings)
@@ -125,55 +125,56 @@ def open_same_data(
         raise Stop(Exit.DATA_MISMATCH, f"the data of this run cannot be opened any more: {error}") from error
 
 
-def what_changed(corpus: Corpus, data: Mapping[str, Any]) -> str:
-    """Which parts of the data differ from the record, in words; '' if the record does not say."""
+def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
+    """Describes the parts of the data that differ from the record; '' if the record has no parts."""
     old, new = data.get("parts"), corpus.parts
     if not old or old == new:
         return ""
     names = [name for name in (*old, *(name for name in new if name not in old)) if old.get(name) != new.get(name)]
     words = [
         f"{name} is {'missing' if name not in new else 'new' if name not in old else 'another'}"
-        for name in names[:SHOWN]
+        for name in names[:MAX_LISTED]
     ]
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"{', '.join(words)}{more}"
 
 
 def check_same_data(
     cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | None, start_step: int, decisions: Decisions
 ) -> Ranges:
-    """The skipped ranges of the run: recorded, configured, and those of its rewinds.
+    """Returns the skipped ranges of the run: recorded, configured, and those of its rewinds.
 
     Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with.
     """
-    wanted = [*cfg.data.skip_batches, *decisions.skip_batches]
+    requested = [*cfg.data.skip_batches, *decisions.skip_batches]
     if recorded is None:
-        return merge_skips((), wanted, 0)
+        return merge_skips((), requested, 0)
     data = recorded["data"]
     if data["fingerprint"] != corpus.fingerprint:
-        what = what_changed(corpus, data) or "text, tokenizer, held-out part or the order of a release differ"
+        changes = describe_data_changes(corpus, data)
+        changes = changes or "text, tokenizer, held-out part or the order of a release differ"
         raise Stop(
             Exit.DATA_MISMATCH,
             f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{data['fingerprint'][:16]} then ({what}); bring the old ones back, or begin another --workdir",
+            f"{data['fingerprint'][:16]} then ({changes}); bring the old ones back, or begin another --workdir",
         )
-    return merge_skips([tuple(r) for r in data["skipped"]], wanted, start_step)
+    return merge_skips([tuple(r) for r in data["skipped"]], requested, start_step)
 
 
 def check_position(recorded: Mapping[str, Any], step: int) -> None:
     """Raises Stop(CHECKPOINT_CORRUPT) if the recorded position in the data is not that after `step` steps."""
     data = recorded["data"]
-    wanted = batch_index(step, [tuple(r) for r in data["skipped"]])
-    if data.get("batch_index", wanted) != wanted:
+    expected = batch_index(step, [tuple(r) for r in data["skipped"]])
+    if data.get("batch_index", expected) != expected:
         raise Stop(
             Exit.CHECKPOINT_CORRUPT,
-            f"step {step} cannot be gone on from: its position in the data is batch {data['batch_index']}, and after "
-            f"{step} steps it must be batch {wanted}",
+            f"step {step} cannot be resumed: its position in the data is batch {data['batch_index']}, and after "
+            f"{step} steps it must be batch {expected}",
         )
 
 
 def check_hosts_agree(corpus: Corpus) -> None:
-    """Raises Stop(DATA_MISMATCH) at a process whose data are not those of the first one."""
+    """Raises Stop(DATA_MISMATCH) on a process whose data differ from those of process 0."""
     first = agreed(lambda: corpus.fingerprint, DATA_SECONDS)
     if first != corpus.fingerprint:
         raise Stop(
@@ -185,7 +186,7 @@ def check_hosts_agree(corpus: Corpus) -> None:
 
 
 def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
-    """Raises Stop(DATA_MISMATCH) at a process that would measure other text or items than the first one."""
+    """Raises Stop(DATA_MISMATCH) on a process whose evaluation data differ from those of process 0."""
     if not evaluators:
         return
     found = {one.name: one.fingerprint for one in evaluators}
@@ -205,8 +206,7 @@ def check_same_past(
     start_step: int,
     log: Callable[[str], None],
 ) -> None:
-    """Raises Stop(DATA_MISMATCH) if batches of these sizes, or the mixture, would have given other rows to steps that
-    are done. sizes: in rows."""
+    """Raises Stop(DATA_MISMATCH) if these batch sizes (in rows) or the mixture would have changed completed steps."""
     if not start_step:
         return
     assert recorded is not None, "steps that are done have a record"
@@ -222,11 +222,11 @@ def check_same_past(
             "train_tokens); set these back, or begin another --workdir",
         )
     if old != new:
-        log("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
+        log("data: the mixture of later steps has changed; the change is recorded with the next checkpoint")
 
 
 def check_same_rows(row_tokens: BatchSizes, recorded: dict[str, Any] | None, start_step: int) -> None:
-    """Raises Stop(DATA_MISMATCH) if a batch that is done would have had rows of another length. row_tokens: of each."""
+    """Raises Stop(DATA_MISMATCH) if a completed batch would have had rows of another length."""
     if not start_step:
         return
     assert recorded is not None, "steps that are done have a record"
@@ -237,7 +237,7 @@ def check_same_rows(row_tokens: BatchSizes, recorded: dict[str, Any] | None, sta
 
 def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, last: int) -> None:
     """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size."""
-    past = lambda of: [stage for stage in of.stages if stage[0] <= last]
+    past = lambda sizes: [stage for stage in sizes.stages if stage[0] <= last]
     if past(then) != past(now):
         raise Stop(
             Exit.DATA_MISMATCH,
@@ -248,7 +248,7 @@ def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, l
 
 
 def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """One line for each package whose version is not that with which the checkpoint was written."""
+    """Returns one line for each package whose version differs from the checkpoint's."""
     old = (recorded or {}).get("versions") or {}
     return [
         f"warning: {name} was {old[name]} when this run was last saved and is {version} now: numbers may differ in "

@@ -1,4 +1,4 @@
-"""Where a run starts in its work folder, resolved from config, folder and data: nothing is written here."""
+"""Resolves where a run starts, from config, work folder and data. Writes nothing."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -45,62 +45,62 @@ class RunFolder:
     options: RunOptions
     log: Log
     replayed: Decisions | None  # of the run that --replay names
-    dtypes: tuple[Resolved, ...] = ()  # of the settings that were 'auto'
+    dtypes: tuple[Resolved, ...] = ()  # of settings with 'auto'
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run starts: resolved from config, folder and data, before anything is compiled."""
+    """The start of a run, resolved before compilation."""
 
-    step: int | None  # of the checkpoint; None: there is none
-    recorded: dict[str, Any] | None  # what the checkpoint holds beside the state
-    changes: list[Change]  # of the config, since then
+    step: int | None  # of the checkpoint, or None
+    recorded: dict[str, Any] | None  # the checkpoint's record of the run
+    changes: list[Change]  # of the config since then
     decisions: Decisions
-    source: InitSource | None  # the checkpoint of another run that this one begins with
+    source: InitSource | None  # the checkpoint of another run that this one is initialized from
     corpus: Corpus
     budget: Budget
     skipped: Ranges  # batches
-    nothing_to_do: str  # why there is nothing left to train, or ''
+    nothing_to_do: str  # reason, or ''
     detours: Sequence[Detour] = ()
     mixture: Mixture | None = None
     transforms: Sequence[Transform] = ()  # of training batches, in order
 
     @property
     def steps_done(self) -> int:
-        """Steps that were trained before this start, be it by the run that this one is a branch of."""
+        """Steps before this start, including those of the run that this one branches from."""
         if self.step is None and self.source is not None and self.source.whole:
             return self.source.step
         return self.step or 0
 
     @property
     def sizes(self) -> BatchSizes:
-        """How many rows each batch has."""
+        """Rows of each batch."""
         return self.budget.batches(self.corpus.seq_len)
 
     @property
     def remaining_stages(self) -> list[BatchStage]:
-        """The sizes of batches that the run still trains on."""
+        """Batch sizes of the remaining steps."""
         return remaining_stages(self.budget, self.corpus.seq_len, self.batch_of(self.steps_done), self.skipped)
 
     def tokens_after(self, step: int) -> int:
-        """Tokens of the batches of the first `step` steps."""
+        """Returns the tokens of the first `step` steps."""
         return rows_trained(step, self.sizes, self.skipped) * self.corpus.seq_len
 
     def batch_of(self, step: int) -> int:
-        """The number of the batch that comes next after `step` steps."""
+        """Returns the index of the batch after `step` steps."""
         return batch_index(step, self.skipped)
 
 
 def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = None) -> Start:
-    """The start from a checkpoint's step, or from the beginning (None).
+    """Resolves the start from a checkpoint's step, or from the beginning (None).
 
-    corpus: the data, if they are open already. Raises BadInput, and Stop with CONFIG_MISMATCH or DATA_MISMATCH, where
-    the run in the folder cannot go on as it is asked to.
+    Args: corpus: the data if already open. Raises BadInput, or Stop with CONFIG_MISMATCH or DATA_MISMATCH, if the run
+    in the folder cannot continue with these settings or data.
     """
     cfg, options, done = folder.cfg, folder.options, step or 0
     recorded = None if step is None else folder.checkpoints.read_run(step)
     changes = check_same_run(cfg, folder.path, recorded, options.allow_change)
-    source, before = open_ancestor(folder, recorded), recorded  # before: whose data this start goes on with
+    source, before = open_ancestor(folder, recorded), recorded  # before: the record whose data position is used
     if source is not None and source.whole:
         check_branch(cfg, source)
         before, done = source.record["run"], source.step
@@ -121,7 +121,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     if reason:
         return start
     detours = (folder.replayed or decisions).detours
-    num_batches = start.batch_of(planned.total_steps - 1) + 1  # a decay that begins early moves no stage of the data
+    num_batches = start.batch_of(planned.total_steps - 1) + 1  # an early decay does not move mixture stages
     mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours, begun=position.begun)
     if options.replay and mixture is not None:
         check_same_starts(mixture, options.replay)
@@ -132,7 +132,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
 
 
 def open_corpus(folder: RunFolder, recorded: dict[str, Any] | None) -> Corpus:
-    """The run's data. Raises Stop(DATA_MISMATCH) where the processes of the run have different ones."""
+    """Opens the run's data. Raises Stop(DATA_MISMATCH) if they differ between processes."""
     cfg = folder.cfg
     corpus = open_same_data(
         cfg.data, recorded, folder.log, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed
@@ -143,11 +143,11 @@ def open_corpus(folder: RunFolder, recorded: dict[str, Any] | None) -> Corpus:
 
 
 def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
-    """Why a run at this step has nothing left to train, or ''."""
+    """Returns the reason for which a run at this step has nothing left to train, or ''."""
     if step >= total_steps:
         return (
-            f"this run is complete at step {step}; a larger --config.train_tokens goes on from there, with the "
-            "learning rate of the longer schedule"
+            f"this run is complete at step {step}; a larger --config.train_tokens continues it, with the learning rate "
+            "of the longer schedule"
         )
     if stop_after is not None and step >= stop_after:
         return f"this run is at step {step} already, and --stop_after={stop_after}"
@@ -155,15 +155,13 @@ def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
 
 
 def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSource | None:
-    """The checkpoint that a run begins with; None for one that begins at random, or has a checkpoint of its own.
+    """Returns the checkpoint that a run is initialized from; None for random weights or a resumed run.
 
-    A run that stopped before its first checkpoint begins with the same one again, whatever the other run has saved
-    since.
+    A run that stopped before its first checkpoint uses the recorded checkpoint, whatever the other run has saved since.
     """
     if folder.cfg.init.from_path is None or recorded is not None:
         return None
-    begun = recorded_run(folder.path)
-    ancestor = next(iter(begun.get("ancestry", ())), None)
+    ancestor = next(iter(recorded_run(folder.path).get("ancestry", ())), None)
     source = open_source(folder.cfg.init.from_path, ancestor, log=folder.log)
     init = folder.cfg.init
     return dataclasses.replace(source, experts=init.experts, whole=init.what == "run")

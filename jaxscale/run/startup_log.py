@@ -29,7 +29,7 @@ Sample = Callable[[TrainState], str]
 def log_program(
     program: Program, budget: Budget, mixture: Mixture | None, evaluators: Sequence[Evaluator], log: Log
 ) -> None:
-    """Logs what is about to run: mixture, model, mesh, horizon, a table of the parameters, and evaluators."""
+    """Logs mixture, model, mesh, horizon, parameter table and evaluators."""
     for line in mixture.lines if mixture else ():
         log(f"data: {line}")
     log_model(program, budget, log)
@@ -41,10 +41,10 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     """Logs model, mesh, horizon and parameters."""
     cfg, mesh = program.cfg, program.mesh
     device = mesh.devices.flat[0]
-    why = f" ({program.why_plain})" if program.why_plain else ""
+    reason = f" ({program.why_plain})" if program.why_plain else ""
     log(
         f"{cfg.model.name}: {count_params(cfg.model)}, {cfg.model.compute_dtype}, "
-        f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
+        f"{program.attention} attention{reason}; {mesh.size} x {device.device_kind}"
         + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
     if program.sharing:
@@ -73,13 +73,13 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
 
 
 def count_params(model: ModelConfig) -> str:
-    """'46.7 B parameters, of which a token goes through 12.9 B'"""
+    """Returns '46.7 B parameters, of which a token goes through 12.9 B'."""
     active = f", of which a token goes through {units.count(model.active_params)}"
     return f"{units.count(model.num_params)} parameters{active if model.active_params < model.num_params else ''}"
 
 
 def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Budget, log: Log) -> None:
-    """Logs from which step the run goes on, and what a new horizon does to the learning rate."""
+    """Logs the step from which the run resumes, and learning rates if the horizon has changed."""
     if recorded["budget"]["total_steps"] != budget.total_steps:
         last = recorded["budget"]["total_steps"]
         rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
@@ -88,14 +88,12 @@ def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Bu
 
 
 def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:
-    """Logs that this start is done and, of the whole run, samples text if the config asks for it."""
+    """Logs the end of this start; at the end of the run, also samples text if configured."""
     step = int(state.step)
     if step < writer.total_steps:
-        return writer.say(
-            f"saved step {step} of {writer.total_steps}; the same command without --stop_after goes on from there"
-        )
+        return writer.say(f"saved step {step} of {writer.total_steps}; the same command without --stop_after continues")
     if sample is not None:
-        text = sample(state)  # computed by all processes together
+        text = sample(state)  # collective
         if jax.process_index() == 0:
             paths.write_text_atomic(folder / "sample.txt", redact(text))
         if cfg.every_steps:
@@ -105,7 +103,7 @@ def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: 
 
 
 def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
-    """The function that samples text from a state, if the config asks for it; logs why there is none otherwise."""
+    """Returns the function that samples text from a state; None, with a logged reason, if it cannot."""
     if not program.cfg.sample.num_tokens:
         return None
     if program.cfg.model.kind != "decoder":
@@ -118,17 +116,22 @@ def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
 
 
 def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) -> Sample:
-    """state -> the prompt and sample.num_tokens sampled tokens after it, compiled at its first call.
+    """Returns state -> the prompt and sample.num_tokens sampled tokens, compiled at the first call.
 
-    The end of a document is never chosen. The model reads rows of seq_len as in training: where one is full, its newer
-    half is continued. The draws are the same each time, so that two samples of a run differ only by the training in
-    between. To be called in all processes.
+    The end-of-document token is never sampled. Rows have seq_len tokens as in training: when one is full, its second
+    half is continued. The seed is fixed, so samples differ only by the training in between. Collective.
     """
     cfg, longest = program.cfg, program.cfg.seq_len
     prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
-    prompt = prompt or [tokenizer.eos_id]  # from nothing: from where a document ends
-    how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: log(f"sample: {line}"))
-    engine = Engine(program.unstaged, batch=1, longest=longest, **how)
+    prompt = prompt or [tokenizer.eos_id]  # an empty prompt begins a document
+    engine = Engine(
+        program.unstaged,
+        batch=1,
+        longest=longest,
+        num_ids=tokenizer.vocab_size,
+        never=[tokenizer.eos_id],
+        say=lambda line: log(f"sample: {line}"),
+    )
     sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
 
     def sample(state: TrainState) -> str:
@@ -139,7 +142,7 @@ def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) 
             steps = generator.generate([row], sampling, total - len(ids), seed=cfg.seed, numbers=[rows])
             try:
                 ids += [int(step_B[0]) for step_B in steps]
-            except NotFinite as error:  # a run that diverges ends by its own rules
+            except NotFinite as error:  # the guard and recovery decide about a diverged run
                 return f"(no text: {error})"
             rows += 1
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])

@@ -15,7 +15,7 @@ from typing import Any
 from jaxscale.reporting.local_server import ADDRESS, LocalHandler, LocalServer
 from jaxscale.sampling.page import SCRIPT, STYLE, chat_page
 from jaxscale.sampling.text import GeneratedText
-from jaxscale.system.exits import BadInput, Stop, tell
+from jaxscale.system.exits import BadInput, Stop, print_stderr
 from jaxscale.system.foreign import parse_json
 
 MAX_BYTES = 1 << 20  # of a conversation
@@ -114,7 +114,7 @@ class ChatHandler(LocalHandler):
         except DISCONNECTED:
             raise
         except Exception as error:  # the page gets a short error, the terminal the cause
-            tell(f"chat: {type(error).__name__}: {error}")
+            print_stderr(f"chat: {type(error).__name__}: {error}")
             self.send_line({"error": "the model failed; see the terminal"})
             raise
         self.send_line({"done": written[0].reason, "tokens": written[0].tokens})

@@ -1,1 +1,1 @@
-"""What every room stands on: exit codes, files and buckets, processes, redaction, faults made on purpose."""
+"""The lowest package: exit codes, files and buckets, processes, redaction, injected faults."""

@@ -1,8 +1,7 @@
-"""Objects of gs:// buckets over the JSON API: reads from any byte on, uploads that go on or that take the place of one
-known generation only, and patience with faults. storage.py opens it with this machine's credentials.
+"""Client for objects of gs:// buckets over the JSON API: range reads, resumable uploads, conditional writes, retries.
 
-The requests are made here, since a large object has to go on where it stopped, in this process or the next. Documented
-at cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
+storage.py opens it with this machine's credentials. We make the requests ourselves since large transfers must resume
+where they stopped. API: cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
 """
 
 import base64
@@ -28,26 +27,26 @@ from jaxscale.system.exits import BadInput
 
 T = TypeVar("T")
 GOOGLE = "https://storage.googleapis.com"
-ATTEMPTS = 9  # failures in a row without a byte of progress: about two minutes of waiting
-FIRST_WAIT, LONGEST_WAIT, LONGEST_TOLD = 0.5, 32.0, 300.0  # seconds; the last: of a Retry-After that is obeyed
+ATTEMPTS = 9  # consecutive failures without progress: about two minutes of waiting
+FIRST_WAIT, MAX_WAIT, MAX_RETRY_AFTER = 0.5, 32.0, 300.0  # seconds
 SILENCE = 60.0  # seconds without a byte after which a connection counts as dead
-PIECE = 1 << 20  # bytes read at once
-UPLOAD_CHUNK = 32 << 20  # a multiple of 256 KiB, as the API wants
+READ_BYTES = 1 << 20  # at once
+UPLOAD_CHUNK = 32 << 20  # the API requires a multiple of 256 KiB
 
 
 class Clock(NamedTuple):
-    """Time and chance, passed in so that a test needs neither."""
+    """Time and random numbers, replaceable in tests."""
 
     now: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
 
 
-REAL = Clock()
+SYSTEM_CLOCK = Clock()
 
 
 class Look(NamedTuple):
-    """An object as it was at one moment. age: seconds since it was written, all by the service's own clocks."""
+    """Content of an object at one moment. age: seconds since it was written, by the service's clocks."""
 
     content: bytes
     generation: int
@@ -56,16 +55,16 @@ class Look(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A door to all buckets. authorise: adds the headers that say who asks. attempts: before `patiently` gives up."""
+    """A client for all buckets. authorise: adds credentials to the headers. attempts: of `patiently`."""
 
     endpoint: str
     authorise: Callable[[dict[str, str]], None]
-    clock: Clock = REAL
+    clock: Clock = SYSTEM_CLOCK
     silence: float = SILENCE
     attempts: int = ATTEMPTS
 
     def metadata(self, url: str) -> dict[str, Any] | None:
-        """What the service says of an object, such as its size and md5Hash; None if there is no such object."""
+        """Returns the metadata of an object, such as size and md5Hash; None if it does not exist."""
 
         def ask() -> dict[str, Any]:
             with self.request("GET", self.object_url(url), url, "read") as response:
@@ -77,7 +76,7 @@ class Bucket:
             return None
 
     def content(self, url: str) -> bytes:
-        """A small object whole. Raises FileNotFoundError."""
+        """Returns the content of a small object. Raises FileNotFoundError."""
 
         def ask() -> bytes:
             with self.request("GET", self.object_url(url, alt="media"), url, "read") as response:
@@ -86,14 +85,14 @@ class Bucket:
         return self.patiently(ask, url)
 
     def read(self, url: str) -> bytes:
-        """A small object whole. Raises BadInput telling what is missing: the object, or the right to read it."""
+        """Returns the content of a small object. Raises BadInput if it or the permission to read it is missing."""
         try:
             return self.content(url)
         except FileNotFoundError as error:
             raise BadInput(str(error)) from None
 
     def look(self, url: str) -> Look | None:
-        """A small object with its generation and age, or None if there is none."""
+        """Returns a small object with its generation and age, or None."""
 
         def ask() -> Look | None:
             try:
@@ -105,15 +104,15 @@ class Bucket:
             try:
                 with self.request("GET", where, url, "read") as response:
                     return Look(response.read(), int(about["generation"]), age(about["updated"], now))
-            except FileNotFoundError:  # that is not to say that it is gone
-                raise Transient("it was replaced while one looked") from None
+            except FileNotFoundError:  # this generation is gone, the object may not be
+                raise Transient("it was replaced between two requests") from None
 
         return self.patiently(ask, url)
 
     def put(self, url: str, content: bytes, generation: int | None = None) -> int:
-        """Writes a small object whole, in one try; its new generation. generation: which it may replace; 0: none.
+        """Writes a small object, in one try; returns its generation. generation: that it may replace; 0: none.
 
-        Raises: Transient, Forbidden, FileNotFoundError if there is no such bucket, Changed for another generation.
+        Raises: Transient, Forbidden, FileNotFoundError without the bucket, Changed for another generation.
         """
         bucket, name = split(url)
         query = {"uploadType": "media", "name": name}
@@ -124,13 +123,13 @@ class Bucket:
             return int(json.load(response)["generation"])
 
     def delete(self, url: str, generation: int) -> None:
-        """Removes an object, in one try. Raises as put does, FileNotFoundError if it is not there."""
+        """Removes an object, in one try. Raises as put does, and FileNotFoundError if it does not exist."""
         where = self.object_url(url, ifGenerationMatch=str(generation))
         with self.request("DELETE", where, url, "deleted"):
             pass
 
     def remove(self, url: str) -> bool:
-        """Removes an object, whatever its generation; False if there was none, or a try before has removed it."""
+        """Removes any generation of an object; False if it does not exist, or an earlier try has removed it."""
 
         def ask() -> None:
             with self.request("DELETE", self.object_url(url), url, "deleted"):
@@ -143,7 +142,7 @@ class Bucket:
         return True
 
     def copy(self, url: str, target: str) -> None:
-        """Copies an object inside the service, in as many requests as it wants."""
+        """Copies an object inside the service, in one or more requests."""
         bucket, name = (urllib.parse.quote(part, safe="") for part in split(target))
         token: str | None = ""
 
@@ -159,10 +158,10 @@ class Bucket:
     def pieces(
         self, url: str, start: int, size: int, *, stop: int | None = None, generation: str | None = None
     ) -> Iterator[bytes]:
-        """Yields the bytes [start, stop) of an object of this size, and goes on where a connection broke.
+        """Yields the bytes [start, stop) of an object of this size, and resumes after a broken connection.
 
-        Args: stop: its end, unless given. generation: which must still be there.
-        Raises: Unreachable after too many failures in a row, FileNotFoundError, BadInput if the object has another
+        Args: stop: by default its end. generation: that must still exist.
+        Raises: Unreachable after too many consecutive failures, FileNotFoundError, BadInput if the object has another
         size or may not be read.
         """
         stop, failures = size if stop is None else stop, 0
@@ -173,9 +172,9 @@ class Bucket:
             try:
                 with self.request("GET", where, url, "read", headers) as response:
                     check_size(response.headers, url, size)
-                    skipped = start if response.status == 200 else 0  # a server that knows no ranges sends everything
+                    skipped = start if response.status == 200 else 0  # a server without ranges sends everything
                     while start < stop:
-                        piece = response.read1(PIECE)
+                        piece = response.read1(READ_BYTES)
                         if not piece:
                             raise Transient("the connection was closed before the end")
                         skip = min(skipped, len(piece))
@@ -188,18 +187,18 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def upload(self, path: Path, url: str) -> None:
-        """Copies what a local file holds now to an object, which appears whole. Raises as Upload does."""
+        """Copies a local file to an object, which appears atomically. Raises as Upload does."""
         md5, left = hashlib.md5(usedforsecurity=False), path.stat().st_size
         with open(path, "rb") as file:
             upload = Upload(self, url, left)
-            while piece := file.read(min(PIECE, left)):
+            while piece := file.read(min(READ_BYTES, left)):
                 md5.update(piece)
                 left -= len(piece)
                 upload.write(piece)
         upload.finish(md5.digest(), f"what {path} does")
 
     def start_upload(self, url: str, size: int) -> str:
-        """The address to which the chunks go."""
+        """Returns the session URL for the chunks."""
         bucket, name = split(url)
         query = urllib.parse.urlencode({"uploadType": "resumable", "name": name})
         where = f"{self.endpoint}/upload/storage/v1/b/{urllib.parse.quote(bucket)}/o?{query}"
@@ -210,7 +209,7 @@ class Bucket:
     def ask_upload(
         self, session: str, url: str, headers: dict[str, str], content: bytes
     ) -> tuple[int, dict[str, Any] | None]:
-        """(bytes that the service has, or what it says of the object once that is whole)."""
+        """Returns (bytes that the service has, metadata of the completed object or None)."""
         headers = {**headers, "Content-Type": "application/octet-stream"}
         with self.request("PUT", session, url, "written", headers, content) as response:
             if response.status == 308:
@@ -219,7 +218,7 @@ class Bucket:
             return 0, json.load(response)
 
     def object_url(self, url: str, **query: str) -> str:
-        """The address of an object in the API."""
+        """Returns the API URL of an object."""
         bucket, name = (urllib.parse.quote(part, safe="") for part in split(url))
         return f"{self.endpoint}/storage/v1/b/{bucket}/o/{name}?{urllib.parse.urlencode(query)}".rstrip("?")
 
@@ -233,10 +232,9 @@ class Bucket:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> Iterator[Any]:
-        """The open answer to one request, to be read in the `with` block.
+        """Yields the open response of one request.
 
-        Raises: Transient, also if the connection breaks in the block; FileNotFoundError; BadInput for what no second
-        try would change.
+        Raises: Transient, also if the connection breaks in the block; FileNotFoundError; BadInput for permanent errors.
         """
         headers = {"Accept-Encoding": "identity", **(headers or {})}
         try:
@@ -246,7 +244,7 @@ class Bucket:
                 yield response
         except urllib.error.HTTPError as error:
             with error:
-                wait = self.told_wait(error.headers.get("Retry-After", ""))
+                wait = self.retry_after(error.headers.get("Retry-After", ""))
                 raise refusal(error, url, what, wait) from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
@@ -257,18 +255,18 @@ class Bucket:
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise Transient("the answer is no JSON: is a proxy between?") from None
 
-    def told_wait(self, retry_after: str) -> float:
-        """Seconds that a Retry-After header asks for: a number, or a date (RFC 9110, section 10.2.3)."""
-        if retry_after.isdigit():
-            return min(float(retry_after), LONGEST_TOLD)
+    def retry_after(self, header: str) -> float:
+        """Returns the seconds of a Retry-After header: a number, or a date (RFC 9110, section 10.2.3)."""
+        if header.isdigit():
+            return min(float(header), MAX_RETRY_AFTER)
         try:
-            date = email.utils.parsedate_to_datetime(retry_after).timestamp()
+            date = email.utils.parsedate_to_datetime(header).timestamp()
         except ValueError:
             return 0.0
-        return min(max(date - self.clock.now(), 0.0), LONGEST_TOLD)
+        return min(max(date - self.clock.now(), 0.0), MAX_RETRY_AFTER)
 
     def patiently(self, ask: Callable[[], T], url: str) -> T:
-        """What `ask` gives, asked again after faults that pass."""
+        """Returns ask(), with retries after transient faults."""
         failures = 0
         while True:
             try:
@@ -278,29 +276,29 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def wait(self, fault: Transient, failures: int, url: str) -> None:
-        """Sleeps before the next try; Unreachable if there were too many. failures: in a row, without any progress."""
+        """Sleeps before the next try. Raises Unreachable after too many consecutive failures without progress."""
         if failures >= self.attempts:
             tries = f"{failures} tries in a row failed, the last" if failures > 1 else "the try failed"
             raise Unreachable(f"{url}: {tries} with: {fault}; try again later")
-        longest = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
+        longest = min(FIRST_WAIT * 2 ** (failures - 1), MAX_WAIT)
         self.clock.sleep(max(fault.wait, longest * (0.5 + 0.5 * self.clock.chance())))
 
 
 class Upload:
-    """An object that comes in chunks of 32 MiB, each of which is kept until the service has it.
+    """A resumable upload in chunks of 32 MiB, each buffered until the service has it.
 
-    After a fault it goes on where the service stopped. Raises BadInput if the object may not be written, or the
-    service has another content at the end.
+    After a fault it resumes where the service stopped. Raises BadInput if the object may not be written, or its MD5
+    differs at the end.
     """
 
     def __init__(self, bucket: Bucket, url: str, num_bytes: int):
         self.bucket, self.url, self.total = bucket, url, num_bytes
         self.session = ""
-        self.buffer, self.sent = bytearray(), 0  # what the service may not have, and where it begins
+        self.buffer, self.sent = bytearray(), 0  # bytes not yet confirmed, and their offset
         self.answer: dict[str, Any] | None = None
 
     def write(self, content: Any) -> None:
-        """Takes the next bytes, a buffer."""
+        """Adds the next bytes, a buffer."""
         view = memoryview(content)
         if self.sent + len(self.buffer) + len(view) > self.total:
             raise RuntimeError(f"{self.url}: more than {self.total} bytes came")
@@ -312,7 +310,7 @@ class Upload:
                 self.flush()
 
     def flush(self) -> None:
-        """Sends what is in the buffer, again where the connection broke."""
+        """Sends the buffer, with retries."""
         failures, end = 0, self.sent + len(self.buffer)
         try:
             start = lambda: self.bucket.start_upload(self.url, self.total)
@@ -321,7 +319,7 @@ class Upload:
             raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
         while self.answer is None and (self.sent < end or not self.total):
             part, content = f"{self.sent}-{end - 1}", bytes(self.buffer)
-            if failures or not content:  # how much has arrived?
+            if failures or not content:  # query how much has arrived
                 part, content = "*", b""
             try:
                 headers = {"Content-Range": f"bytes {part}/{self.total}"}
@@ -337,18 +335,18 @@ class Upload:
                 del self.buffer[: done - self.sent]
                 self.sent = done
 
-    def finish(self, md5: bytes, wanted: str = "what was sent") -> None:
-        """Returns when the object is there. Raises BadInput if it is not what was wanted, whose md5 this is."""
+    def finish(self, md5: bytes, expected: str = "what was sent") -> None:
+        """Completes the object. Raises BadInput if its MD5 differs."""
         self.flush()
         if (self.answer or {}).get("md5Hash") != base64.b64encode(md5).decode():
-            raise BadInput(f"{self.url} does not hold {wanted}: it was damaged on its way; run it again")
+            raise BadInput(f"{self.url} does not hold {expected}: it was damaged on its way; run it again")
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """308 is how the service says that it wants more of an upload, and nothing else of the API redirects."""
+    """Passes 308 through: in this API it means that an upload is incomplete."""
 
     def http_error_308(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
-        """The answer as it is."""
+        """Returns the response unchanged."""
         return fp
 
 
@@ -356,7 +354,7 @@ OPENER = urllib.request.build_opener(NoRedirects)
 
 
 def check_size(headers: Any, url: str, size: int) -> None:
-    """Raises BadInput if an answer says that the object has another size, or does not say which."""
+    """Raises BadInput if the response has another object size, or none."""
     total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
     if not total.isdecimal():
         raise BadInput(
@@ -368,15 +366,15 @@ def check_size(headers: Any, url: str, size: int) -> None:
 
 
 def split(url: str) -> tuple[str, str]:
-    """(bucket, object's name). Raises BadInput for what is no gs:// address of an object."""
+    """Splits gs://BUCKET/NAME. Raises BadInput for any other URL."""
     bucket, _, name = url.removeprefix("gs://").partition("/")
     if not url.startswith("gs://") or not bucket or not name:
-        raise BadInput(f"{url} is no gs://BUCKET/NAME")
+        raise BadInput(f"{url} must be gs://BUCKET/NAME")
     return bucket, name
 
 
 def age(updated: str, now: str) -> float:
-    """Seconds from an RFC 3339 time to that of an HTTP Date header, which has whole seconds; 0 where either is odd."""
+    """Returns the seconds from an RFC 3339 time to an HTTP Date header; 0 if either is malformed."""
     try:
         then = datetime.datetime.fromisoformat(updated)
         return max(0.0, (email.utils.parsedate_to_datetime(now) - then).total_seconds())

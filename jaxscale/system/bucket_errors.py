@@ -1,4 +1,4 @@
-"""What a bucket's answers other than success mean, and who may do something about them."""
+"""Errors of the bucket service, and how to fix them."""
 
 import http.client
 import re
@@ -7,18 +7,18 @@ import urllib.error
 from jaxscale.system.exits import BadInput
 
 TRANSIENT = {408, 429, 500, 502, 503, 504}  # cloud.google.com/storage/docs/retry-strategy
-NEEDED = {  # what is done: what it takes, and the least role that has it (cloud.google.com/storage/docs/access-control)
+NEEDED = {  # {operation: (permission, least role)}; cloud.google.com/storage/docs/access-control
     "read": ("storage.objects.get", "Storage Object Viewer"),
     "written": ("storage.objects.create and storage.objects.delete", "Storage Object User"),
     "listed": ("storage.objects.list", "Storage Object Viewer"),
     "deleted": ("storage.objects.delete", "Storage Object User"),
 }
 PERMISSION = re.compile(r"storage\.(objects|buckets|folders|managedFolders|multipartUploads)\.[a-zA-Z]+")
-LONGEST_REFUSAL = 1 << 16  # bytes of an answer that are looked through for the name of a permission
+MAX_REFUSAL_BYTES = 1 << 16  # of a response, searched for the name of a permission
 
 
 class Transient(Exception):
-    """A fault that goes away by itself. wait: seconds that the server asked for."""
+    """A temporary fault. wait: seconds that the server asked for."""
 
     def __init__(self, cause: str, wait: float = 0.0):
         super().__init__(cause)
@@ -26,19 +26,19 @@ class Transient(Exception):
 
 
 class Forbidden(BadInput, OSError):
-    """The machine's account may not do this; the line names the permission that it lacks."""
+    """The machine's account lacks a permission, which the message names."""
 
 
 class Unreachable(BadInput, OSError):
-    """The service has not answered in so many tries; a later one may do better."""
+    """The service has not answered after all retries; a later try may succeed."""
 
 
 class Changed(Exception):
-    """The object is not of the generation that was expected."""
+    """The object does not have the expected generation."""
 
 
 def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> Exception:
-    """What an answer other than 2xx means. wait: seconds that it asks for, where the fault may pass."""
+    """Returns the exception for a response other than 2xx. wait: its Retry-After, in seconds."""
     if error.code in TRANSIENT:
         return Transient(f"{error.code} {error.reason}", wait)
     if error.code == 404:
@@ -55,9 +55,9 @@ def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> 
 
 
 def forbidden(error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
-    """The error for 401 and 403: what is missing as the service says it, else as its documentation does."""
+    """Returns the error for 401 and 403, with the missing permission from the response or the documentation."""
     try:
-        text = error.read(LONGEST_REFUSAL).decode("utf-8", "replace")
+        text = error.read(MAX_REFUSAL_BYTES).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException):
         text = ""
     needed, role = NEEDED[what]
@@ -68,6 +68,6 @@ def forbidden(error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
 
 
 def missing_permission(text: str) -> str | None:
-    """The permission that a refusal of the service names, such as storage.objects.create; None if it names none."""
+    """Returns the permission that a response names, such as storage.objects.create, or None."""
     found = PERMISSION.search(text.replace("storage.googleapis.com", ""))
     return found.group() if found else None

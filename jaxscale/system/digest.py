@@ -1,4 +1,4 @@
-"""The sha256 of a file, whatever its size, and of a JSON value."""
+"""SHA-256 of files of any size and of JSON values."""
 
 import hashlib
 import json
@@ -10,9 +10,9 @@ READ_BYTES = 8 << 20  # at once
 
 
 def file_sha256(path: str) -> str:
-    """The sha256 of a regular file, read a piece at a time.
+    """Returns the SHA-256 of a regular file, read in chunks.
 
-    Raises: BadInput naming it if it is no such file; Unreadable, which is one, if the storage does not give it.
+    Raises: BadInput if it is not a regular file; its subclass Unreadable for a storage error.
     """
     sha256 = hashlib.sha256()
     try:
@@ -25,5 +25,5 @@ def file_sha256(path: str) -> str:
 
 
 def json_sha256(value: Any) -> str:
-    """The sha256 of a JSON value, however it is written."""
+    """Returns the SHA-256 of a JSON value, independent of formatting and key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

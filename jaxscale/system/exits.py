@@ -1,4 +1,4 @@
-"""Exit codes, and the two exceptions that choose one. A supervisor may restart 10, 13, 14, 15 and death by signal."""
+"""Exit codes, and the exceptions that select one. A supervisor may restart 10, 13, 14, 15 and death by signal."""
 
 import contextlib
 import enum
@@ -12,12 +12,12 @@ from typing import TextIO
 
 from jaxscale.system.redact import shown, shown_traceback
 
-INTERRUPTED = 130  # Ctrl-C, and a reader of our output that went away: what a shell calls death by these signals
+INTERRUPTED = 130  # Ctrl-C; this and the next are a shell's codes for SIGINT and SIGPIPE
 READER_GONE = 141
 
 
 class Exit(enum.IntEnum):
-    """What a process says of itself when it ends."""
+    """Exit codes of a process."""
 
     DONE = 0
     ERROR = 1  # unexpected: a traceback is shown
@@ -50,9 +50,9 @@ ADVICE: dict[Exit, tuple[str, str]] = {
     Exit.PREEMPTED: ("saved on a signal", "start it again"),
     Exit.CONFIG_MISMATCH: (
         "the work folder belongs to another config",
-        "set the named settings back, allow them (`--allow_change`), or begin anew",
+        "set the named settings back, allow them (`--allow_change`), or begin a new run",
     ),
-    Exit.DATA_MISMATCH: ("the data are not those the run began with", "bring the old data back, or begin anew"),
+    Exit.DATA_MISMATCH: ("the data are not those the run began with", "bring the old data back, or begin a new run"),
     Exit.PEER_LOST: ("another process was lost", "start all again; look at the machine that is named"),
     Exit.STORAGE: ("saves kept failing", "make room or mend the permission that is named, then start again"),
     Exit.HANG: ("nothing moved for too long", "start again; if it comes back, read WORKDIR/stacks"),
@@ -64,22 +64,22 @@ ADVICE: dict[Exit, tuple[str, str]] = {
 
 
 def may_start_again(code: int) -> bool:
-    """True if the same command may do better: saved on a signal, a lost process, storage, a hang, death by a signal.
+    """Returns True if the same command may succeed: preempted, lost process, storage, hang, death by a signal.
 
-    Args: code: negative for death by a signal, as Python has it, or above 128, as shells do. Ctrl-C and a closed pipe
-    are a person's wish.
+    Args: code: negative for death by a signal, as in Python, or above 128, as in shells. Ctrl-C and a closed pipe are
+    intended by the user and do not count.
     """
     code = 128 - code if code < 0 else code
     return code in STARTED_AGAIN or (128 < code < 128 + signal.NSIG and code not in BY_A_PERSON)
 
 
 def is_failure(code: int | None) -> bool:
-    """True for an end that is neither done, nor saved on a signal, nor a person's wish."""
+    """Returns True unless the process is done, was preempted, or was ended by the user."""
     return code not in (Exit.DONE, Exit.PREEMPTED, *BY_A_PERSON)
 
 
 def meaning(code: int) -> str:
-    """'exit 13, another process was lost', 'killed by SIGKILL': a code as in may_start_again, for people."""
+    """Describes a code of may_start_again: 'exit 13, another process was lost', 'killed by SIGKILL'."""
     number = -code if code < 0 else code - 128
     if code < 0 or code > 128:
         name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
@@ -88,27 +88,27 @@ def meaning(code: int) -> str:
 
 
 def codes_help() -> str:
-    """A line for each exit code: what happened, and what a person does."""
+    """Returns a line for each exit code: what happened, and what to do."""
     return "\n".join(f"  {int(code):3}  {what}: {do}" for code, (what, do) in ADVICE.items())
 
 
 class BadInput(ValueError):
-    """What a person can mend: the message is one line with the place, the value, the rule and the way out; exit 2.
+    """An error that the user can correct (exit 2); its message is one line with path, value, rule and fix.
 
-    Any other exception, a ValueError too, is a defect and keeps its traceback (exit 1).
+    Any other exception, also another ValueError, is a defect and keeps its traceback (exit 1).
     """
 
-    errno: int | None = None  # of the OSError behind it, where there is one
+    errno: int | None = None  # of the OSError behind it, if any
 
     def _render_traceback_(self) -> list[str]:
-        """Returns what a notebook shows in place of a traceback: the line."""
+        """Returns the line that a notebook shows in place of a traceback."""
         _, line = verdict(self)
         assert line is not None, "each class with this method has a line"
         return [shown(line)]
 
 
 class Stop(Exception):
-    """Ends the process with `code` after printing the message: one line that says what, where and the way out."""
+    """Ends the process with `code` after printing the message: one line with the problem, its location and the fix."""
 
     def __init__(self, code: Exit, message: str):
         super().__init__(message)
@@ -118,16 +118,15 @@ class Stop(Exception):
 
 
 class Terminated(BaseException):
-    """SIGTERM where there is nothing to save: as KeyboardInterrupt, it passes by whoever catches errors."""
+    """SIGTERM with nothing to save. Like KeyboardInterrupt, it is not an Exception."""
 
     _render_traceback_ = BadInput._render_traceback_
 
 
 def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = True) -> None:
-    """Runs main(argv) and leaves with its exit code; BadInput, Stop and Ctrl-C become one clear line on stderr.
+    """Runs main(argv) and exits with its code; BadInput, Stop and Ctrl-C become one line on stderr.
 
-    Where nobody reads our output any more, as after `| head`, it leaves without a word. The help of a verb ends with
-    what its exit codes mean.
+    Exits silently if the reader of our output is gone, as after `| head`. The help of a verb ends with the exit codes.
     """
     with tracebacks_shown():
         try:
@@ -136,30 +135,32 @@ def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = Tru
                 put(f"\n{CODES_LINE}")
         except BrokenPipeError:
             if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
-                raise  # another pipe than our output
+                raise  # not a pipe of our output
             code = READER_GONE
         except BaseException as error:
             code, line = verdict(error)
             if line is None:
-                raise  # our mistake, and its traceback is the evidence
-            tell(line)
+                raise  # a defect: keep the traceback
+            print_stderr(line)
     silence_closed_streams()
-    with contextlib.suppress(ValueError):  # of another thread than the main one
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(int(code or 0)))  # the end is known: no other one
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(int(code or 0)))  # the exit code is decided
     sys.exit(int(code or 0))
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """True if a flag asks for help; what comes after `--` is for another program."""
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    return bool({"-h", "--help", "--helpfull"} & set(own))
+    """Returns True if a flag asks for help; arguments after `--` are for another program."""
+    flags = argv[: argv.index("--")] if "--" in argv else argv
+    return bool({"-h", "--help", "--helpfull"} & set(flags))
 
 
 @contextlib.contextmanager
 def tracebacks_shown() -> Iterator[None]:
-    """Tracebacks that end the program or one of its threads are printed as `tell` prints a line, without secrets."""
+    """Prints uncaught tracebacks of the program and its threads with `print_stderr`, without secrets."""
     old, threading.excepthook = threading.excepthook, thread_ended
-    sys.excepthook = lambda kind, error, frames: tell(shown_traceback(error).rstrip("\n"))  # stays: it is called last
+    sys.excepthook = lambda kind, error, frames: print_stderr(
+        shown_traceback(error).rstrip("\n")
+    )  # stays: it is called last
     try:
         yield
     finally:
@@ -167,13 +168,15 @@ def tracebacks_shown() -> Iterator[None]:
 
 
 def thread_ended(end: threading.ExceptHookArgs) -> None:
-    """Prints what ended a thread."""
+    """Prints the exception that ended a thread."""
     if end.exc_value is not None and end.exc_type is not SystemExit:
-        tell(f"in thread {end.thread.name if end.thread else '?'}: " + shown_traceback(end.exc_value).rstrip("\n"))
+        print_stderr(
+            f"in thread {end.thread.name if end.thread else '?'}: " + shown_traceback(end.exc_value).rstrip("\n")
+        )
 
 
 def verdict(error: BaseException) -> tuple[int, str | None]:
-    """(exit code, line for people) of an error that ends the program; the line is None where a traceback tells more."""
+    """Returns (exit code, message) of an error that ends the program; None as message for a traceback."""
     if isinstance(error, Stop):
         return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {in_one_line(error)}"
     if isinstance(error, BadInput):
@@ -189,23 +192,23 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What the error says; a line end in it is that of a file's name, or of another's text."""
+    """Returns the message with newlines, as from file names, escaped."""
     return "\\n".join(str(error).splitlines())
 
 
-def tell(line: str) -> None:
-    """Prints a line to stderr, if anybody reads it, without secrets and what could drive a terminal."""
-    with contextlib.suppress(OSError):  # no reader, or a full disk: there is no other place to report it
+def print_stderr(line: str) -> None:
+    """Prints a line to stderr, without secrets and control characters. Ignores write errors."""
+    with contextlib.suppress(OSError):  # no reader, or a full disk
         print(f"{shown(line)}\n", end="", file=sys.stderr)  # noqa: T201  in one piece: several processes may write to one file
 
 
 def put(*lines: str, end: str = "\n") -> None:
-    """Prints lines to stdout at once, without secrets and what could drive a terminal. Raises as `put_raw` does."""
+    """Prints lines to stdout and flushes, without secrets and control characters. Raises as `put_raw` does."""
     put_raw(shown("\n".join(lines)) + end)
 
 
 def put_raw(text: str) -> None:
-    """Writes text to stdout at once. Raises BrokenPipeError without a reader, and BadInput if it takes no more."""
+    """Writes text to stdout and flushes. Raises BrokenPipeError without a reader, BadInput for other write errors."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -217,7 +220,7 @@ def put_raw(text: str) -> None:
 
 
 def silence_closed_streams() -> None:
-    """Flushes stdout and stderr. One that cannot be written becomes the null device, or Python's own end would fail."""
+    """Flushes stdout and stderr, and redirects one that fails to the null device, or Python's exit would fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -228,10 +231,10 @@ def silence_closed_streams() -> None:
 
 
 def has_no_reader(stream: TextIO) -> bool:
-    """True if the stream is a pipe whose other end is closed."""
+    """Returns True if the stream is a pipe whose other end is closed."""
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)
-    except (OSError, ValueError):  # no file at all
+    except (OSError, ValueError):  # not a file
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

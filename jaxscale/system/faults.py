@@ -1,13 +1,13 @@
-"""Faults on purpose, for tests and rehearsals. Unset, these variables change nothing; no other file reads them.
+"""Injected faults for tests and rehearsals, from these environment variables; no other file reads them.
 
 JAXSCALE_CRASH_AT=POINT:N            kills this process (SIGKILL) when POINT is passed for the N-th time
 JAXSCALE_HANG_AT=PHASE:N             never returns from PHASE when it begins for the N-th time
 JAXSCALE_TERM_AT=PHASE:N             gets SIGTERM in PHASE when it begins for the N-th time
-JAXSCALE_SPOIL_BATCHES=A:B:KIND      batches [A, B) weigh NaN (nan) or hold random tokens (noise)
-JAXSCALE_SPOIL_GRADIENT=STEP:LEAF    the gradient of LEAF is NaN at STEP, whatever the batch
-JAXSCALE_FLIP_BIT=STEP:DEVICE:TIMES  one bit of a parameter is another one on DEVICE before STEP (counted from 0), the
-                                     first TIMES (1) that this step is run
-JAXSCALE_ONLY_PROCESS=I              all of these in process I alone
+JAXSCALE_SPOIL_BATCHES=A:B:KIND      batches [A, B) have loss weights NaN (nan) or random tokens (noise)
+JAXSCALE_SPOIL_GRADIENT=STEP:LEAF    the gradient of LEAF is NaN at STEP
+JAXSCALE_FLIP_BIT=STEP:DEVICE:TIMES  flips a bit of a parameter on DEVICE before STEP (counted from 0), the first TIMES
+                                     (1) that this step is run
+JAXSCALE_ONLY_PROCESS=I              all of these in process I only
 """
 
 import collections
@@ -22,23 +22,23 @@ passed: collections.Counter[str] = collections.Counter()
 lock = threading.Lock()
 
 
-class SpoiltBatches(NamedTuple):
-    """Batches [start, stop) are spoilt: 'nan' or 'noise'."""
+class CorruptBatches(NamedTuple):
+    """Corrupts batches [start, stop) with 'nan' or 'noise'."""
 
     start: int
     stop: int
     kind: str
 
 
-class SpoiltGradient(NamedTuple):
-    """The gradient of a leaf at a step."""
+class CorruptGradient(NamedTuple):
+    """Corrupts the gradient of a leaf at a step."""
 
     step: int
     leaf: str
 
 
 class FlippedBit(NamedTuple):
-    """A bit of a parameter, before a step, on one device, the first `times` that the step is run."""
+    """Flips a bit of a parameter on one device before a step, the first `times` that the step is run."""
 
     step: int
     device: int
@@ -46,13 +46,13 @@ class FlippedBit(NamedTuple):
 
 
 def crash_point(name: str) -> None:
-    """Dies here, as by a power cut, if JAXSCALE_CRASH_AT asks for it."""
+    """Kills the process if JAXSCALE_CRASH_AT says so."""
     if reached("JAXSCALE_CRASH_AT", name):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang_point(phase: str) -> None:
-    """Never returns if JAXSCALE_HANG_AT asks for it; or goes on with a SIGTERM, if JAXSCALE_TERM_AT does."""
+    """Never returns if JAXSCALE_HANG_AT says so; sends SIGTERM to this process if JAXSCALE_TERM_AT does."""
     if reached("JAXSCALE_TERM_AT", phase):
         os.kill(os.getpid(), signal.SIGTERM)
     while reached("JAXSCALE_HANG_AT", phase):
@@ -61,38 +61,38 @@ def hang_point(phase: str) -> None:
 
 
 def reached(variable: str, name: str) -> bool:
-    """True when the named place is passed for the N-th time, and never where the variable names another."""
-    wanted, _, number = chosen(variable).partition(":")
-    if wanted != name:
+    """Returns True when the point that the variable names is passed for the N-th time."""
+    point, _, number = read_variable(variable).partition(":")
+    if point != name:
         return False
     with lock:
         passed[variable] += 1
         return passed[variable] == int(number or 1)
 
 
-def spoilt_batches() -> SpoiltBatches | None:
-    """Which batches are to be spoilt."""
-    text = chosen("JAXSCALE_SPOIL_BATCHES")
+def corrupt_batches() -> CorruptBatches | None:
+    """Returns the batches to corrupt."""
+    text = read_variable("JAXSCALE_SPOIL_BATCHES")
     if not text:
         return None
     start, stop, kind = text.split(":")
-    return SpoiltBatches(int(start), int(stop), kind)
+    return CorruptBatches(int(start), int(stop), kind)
 
 
-def spoilt_gradient() -> SpoiltGradient | None:
-    """Which gradient is to be spoilt."""
-    step, _, leaf = chosen("JAXSCALE_SPOIL_GRADIENT").partition(":")
-    return SpoiltGradient(int(step), leaf) if leaf else None
+def corrupt_gradient() -> CorruptGradient | None:
+    """Returns the gradient to corrupt."""
+    step, _, leaf = read_variable("JAXSCALE_SPOIL_GRADIENT").partition(":")
+    return CorruptGradient(int(step), leaf) if leaf else None
 
 
 def flipped_bit() -> FlippedBit | None:
-    """Which device is to compute with a wrong bit."""
-    text = chosen("JAXSCALE_FLIP_BIT")
+    """Returns the bit flip to inject."""
+    text = read_variable("JAXSCALE_FLIP_BIT")
     return FlippedBit(*map(int, text.split(":"))) if text else None
 
 
-def device_to_spoil(step: int) -> int | None:
-    """The device that is to begin this step with a wrong bit, this time."""
+def bit_flip_device(step: int) -> int | None:
+    """Returns the device on which to flip a bit before this run of the step, or None."""
     fault = flipped_bit()
     if fault is None or fault.step != step:
         return None
@@ -101,10 +101,10 @@ def device_to_spoil(step: int) -> int | None:
         return fault.device if passed["JAXSCALE_FLIP_BIT"] <= fault.times else None
 
 
-def chosen(variable: str) -> str:
-    """The variable's value in a process that it is meant for, else ''."""
+def read_variable(variable: str) -> str:
+    """Returns the variable's value in a process selected by JAXSCALE_ONLY_PROCESS, else ''."""
     value = os.environ.get(variable, "")
     if value and (only := os.environ.get("JAXSCALE_ONLY_PROCESS")):
-        number = sys.modules["jax"].process_index() if "jax" in sys.modules else 0  # this room imports nothing heavy
+        number = sys.modules["jax"].process_index() if "jax" in sys.modules else 0  # jax is too heavy to import here
         return value if number == int(only) else ""
     return value

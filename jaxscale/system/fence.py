@@ -1,8 +1,7 @@
-"""Folders that a lock guards: whoever writes below one asks first whether this process still may.
+"""Fencing of locked folders: before each write, check that this process still holds the lock.
 
-A process can stand still between any two of its lines, and wake when its folder is another's. So the question comes
-right before the write, with the file open already: whoever takes a folder over puts other files in the place of those
-that grow, and what is written into the old ones is nobody's.
+A process can be suspended at any point and wake up when another one owns its folder. The check therefore comes right
+before the write, with the file already open: a new owner replaces growing files, so late writes go to unlinked ones.
 """
 
 import contextlib
@@ -10,13 +9,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-FENCES: dict[str, Callable[[], None]] = {}  # folder: what raises where it may not be written any more
+FENCES: dict[str, Callable[[], None]] = {}  # {folder: function that raises when the lock is lost}
 
 
 @contextlib.contextmanager
 def fenced(folder: Any, may_write: Callable[[], None]) -> Iterator[None]:
-    """Until the block ends, all that `ask` is asked about what lies in the folder is answered by may_write."""
-    name = spelt(folder)
+    """Makes `ask` call may_write for paths in the folder until the block ends."""
+    name = absolute_text(folder)
     FENCES[name] = may_write
     try:
         yield
@@ -25,13 +24,13 @@ def fenced(folder: Any, may_write: Callable[[], None]) -> Iterator[None]:
 
 
 def ask(path: Any) -> bool:
-    """True if the path's folder is known to be ours. To be called before the path is written, made or removed.
+    """Returns True if the path is in a fenced folder. Call it before writing, creating or removing the path.
 
-    Raises: Stop, as the lock of the folder does, if it is ours no more.
+    Raises: Stop, as the lock of the folder does, if the lock is lost.
     """
     found = False
     if FENCES:
-        name = spelt(path)
+        name = absolute_text(path)
         for folder, may_write in list(FENCES.items()):
             if name == folder or name.startswith(f"{folder}/"):
                 may_write()
@@ -39,7 +38,7 @@ def ask(path: Any) -> bool:
     return found
 
 
-def spelt(path: Any) -> str:
-    """The path from the root, without links followed: all of a run begin with the folder that it was given."""
+def absolute_text(path: Any) -> str:
+    """Returns the absolute path without following links: all paths of a run share the prefix of its folder."""
     text = os.fspath(path)
     return text.rstrip("/") if "://" in text else os.path.abspath(os.path.expanduser(text))

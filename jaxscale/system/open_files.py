@@ -1,44 +1,44 @@
-"""The limit of open files and connections of a process: raised as far as the system allows, and checked before use."""
+"""The limit of open files and connections of a process: raises and checks it."""
 
 import contextlib
 import errno
 import resource
 
-from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.exits import BadInput, print_stderr
 
-MOST_OPEN = 1 << 20  # the kernel's own default for how far a limit can be raised, fs.nr_open
-OWN_OPEN = 256  # of the program itself: a tiny run had 25 (2 cores, jax 0.10.2, 2026-11-23), and a bucket takes more
-LEAST_OPEN = 32  # of any program
+MAX_OPEN = 1 << 20  # the kernel's own default for how far a limit can be raised, fs.nr_open
+PROGRAM_FILES = 256  # of a run: a tiny one had 25 (2 cores, jax 0.10.2, 2026-11-23), and a bucket takes more
+MIN_FILES = 32  # of any program
 
 
 def raise_open_files() -> int:
-    """Raises the limit of open files and connections of this process as far as the system allows, and returns it.
+    """Raises the limit of open files and connections of this process as far as allowed, and returns it.
 
-    Many systems begin at 1,024, for the sake of programs that wait with select(); nothing here does.
+    Many systems begin at 1,024 for programs that use select(); we do not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = MAX_OPEN if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_OPEN if soft == resource.RLIM_INFINITY else soft
+    return MAX_OPEN if soft == resource.RLIM_INFINITY else soft
 
 
 def check_open_files(number: int, of: str) -> None:
-    """Prints a warning where `number` of these and the program's own files may be more than the limit."""
-    if problem := open_files_problem(number, of, OWN_OPEN):
-        tell(f"WARNING: {problem}")
+    """Prints a warning if `number` of these and the program's files may exceed the limit."""
+    if problem := open_files_problem(number, of, PROGRAM_FILES):
+        print_stderr(f"WARNING: {problem}")
 
 
 def require_open_files(number: int, of: str) -> None:
-    """Raises BadInput where `number` of these, open at the same time, are more than the limit."""
-    if problem := open_files_problem(number, of, LEAST_OPEN):
+    """Raises BadInput if `number` of these, open at the same time, exceed the limit."""
+    if problem := open_files_problem(number, of, MIN_FILES):
         raise BadInput(problem)
 
 
 def open_files_problem(number: int, of: str, others: int) -> str:
-    """Returns the line for a limit that is too small for `number` of these and the others, '' if it is not."""
+    """Returns an error line if the limit is too small for `number` of these and the others, else ''."""
     limit, needed = raise_open_files(), number + others
     if needed <= limit:
         return ""
@@ -46,7 +46,7 @@ def open_files_problem(number: int, of: str, others: int) -> str:
 
 
 def too_many(error: OSError) -> str:
-    """Returns '; the system allows ...' with the way out for an error about the limit, '' for any other."""
+    """Returns '; the system allows ...' with advice for an error about the limit, '' for any other."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     limit = raise_open_files()
@@ -54,7 +54,7 @@ def too_many(error: OSError) -> str:
 
 
 def way_out(limit: int, needed: int) -> str:
-    """Returns what the limit is, and how it is raised."""
+    """Returns the limit, and how to raise it."""
     return (
         f"the system allows {limit:,}; raise it before the start: ulimit -Hn {needed} (LimitNOFILE={needed} in "
         f"systemd, --ulimit nofile={needed} for docker)"

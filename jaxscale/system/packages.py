@@ -1,4 +1,4 @@
-"""Optional packages, found by their distributions: a folder in the current directory satisfies an import too."""
+"""Optional packages, detected by their distributions: a folder in the current directory satisfies an import too."""
 
 import importlib.metadata
 
@@ -10,7 +10,7 @@ DISTRIBUTIONS = {
 
 
 def is_installed(package: str) -> bool:
-    """True if a distribution that brings the package is installed. Imports nothing."""
+    """Returns True if a distribution that provides the package is installed. Imports nothing."""
     for name in DISTRIBUTIONS.get(package, (package,)):
         try:
             importlib.metadata.distribution(name)

@@ -1,4 +1,4 @@
-"""Files, on a local disk or under gs://, and how they are replaced whole."""
+"""Files on a local disk or under gs://, and their atomic replacement."""
 
 import contextlib
 import fcntl
@@ -18,19 +18,19 @@ from jaxscale.system.foreign import cannot_read, open_regular, parse_json
 from jaxscale.system.redact import on_one_line
 
 HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
-PRIVATE = 0o700  # of a folder that is its owner's alone
+PRIVATE = 0o700  # mode of a private folder
 
 
 def is_remote(path: Any) -> bool:
-    """True for a path in an object store, such as gs://bucket/run."""
+    """Returns True for a path in an object store, such as gs://bucket/run."""
     return "://" in os.fspath(path)
 
 
 def as_path(path: Any) -> Any:
-    """A pathlib.Path, or an ObjectPath (which has the same methods) for gs://.
+    """Returns a pathlib.Path, or an ObjectPath with the same methods for gs://.
 
-    Raises BadInput for any other scheme, for gs:// where the package that finds credentials is not installed, or where
-    the environment would send the machine's credentials to another one.
+    Raises BadInput for any other scheme, and for gs:// without gcsfs, or if the environment would send the machine's
+    credentials to another one.
     """
     if is_remote(path):
         check_scheme(os.fspath(path))
@@ -41,14 +41,14 @@ def as_path(path: Any) -> Any:
 
 
 def check_scheme(path: str) -> None:
-    """Raises BadInput, with the way out, for an address that is not under gs://."""
-    scheme, _, rest = path.partition("://")
+    """Raises BadInput, with advice, for a URL that is not under gs://."""
+    scheme, _, remainder = path.partition("://")
     if scheme == "gs":
         return
     if scheme == "file":
-        way_out = f"give the path itself, {rest.removeprefix('localhost') or '/'}"
-    elif scheme == "hf" or rest.split("/")[0] in HUBS:
-        name = "/".join(rest.split("/")[scheme != "hf" :][:2]) or "OWNER/NAME"
+        way_out = f"give the path itself, {remainder.removeprefix('localhost') or '/'}"
+    elif scheme == "hf" or remainder.split("/")[0] in HUBS:
+        name = "/".join(remainder.split("/")[scheme != "hf" :][:2]) or "OWNER/NAME"
         way_out = f"for a model of the Hub: jaxscale convert --from={name} --workdir=FOLDER"
     else:
         way_out = "copy it to a disk or to gs:// first, or mount it"
@@ -56,7 +56,7 @@ def check_scheme(path: str) -> None:
 
 
 def absolute(path: Any) -> Any:
-    """The path as it is from the root."""
+    """Returns the absolute path."""
     return as_path(path).absolute()
 
 
@@ -66,10 +66,7 @@ def write_text_atomic(path: Any, text: str) -> None:
 
 
 def write_bytes_atomic(path: Any, content: Any) -> None:
-    """Replaces the file by `content` (bytes, or a buffer of them), as `replacing` does.
-
-    An object store replaces an object whole by itself, so there it is a plain write.
-    """
+    """Replaces the file by `content` (bytes or a buffer), as `replacing` does; a plain write to an object store."""
     if is_remote(path):
         fence.ask(path)
         as_path(path).write_bytes(bytes(content))
@@ -80,14 +77,14 @@ def write_bytes_atomic(path: Any, content: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """A file to write into that takes the place of a local one when the block ends.
+    """Yields a temporary file that replaces a local one when the block ends.
 
-    A reader, or a crash at any moment, sees the old file or the new one, never a part.
+    A reader sees the old file or the new one, never a part, also after a crash.
     """
     target = as_path(path)
     fence.ask(target)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
-    # as readable as the umask lets any other file be, which mkstemp would not ask
+    # the usual mode by the umask, unlike mkstemp
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -103,14 +100,14 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
 
 
 class Growing:
-    """A file that is written front to back: takes the next bytes and counts them."""
+    """A sequentially written file, which counts and hashes its bytes."""
 
     def __init__(self, send: Callable[[memoryview], Any]):
         self.send, self.num_bytes = send, 0
-        self.md5 = hashlib.md5(usedforsecurity=False)  # the one hash that object stores tell as well
+        self.md5 = hashlib.md5(usedforsecurity=False)  # the hash that object stores report
 
     def write(self, content: Any) -> None:
-        """Takes the next bytes, a buffer."""
+        """Writes the next bytes, a buffer."""
         view = memoryview(content).cast("B")
         self.md5.update(view)
         self.num_bytes += len(view)
@@ -119,9 +116,9 @@ class Growing:
 
 @contextlib.contextmanager
 def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
-    """A file of this size to write into, local or under gs://, which is there, whole, when the block has ended.
+    """Yields a local or remote file of this size to write, which appears atomically when the block ends.
 
-    Raises: OSError, or BadInput where a bucket refuses or holds something else at the end.
+    Raises: OSError, or BadInput if a bucket refuses or has another content at the end.
     """
     with contextlib.ExitStack() as stack:
         if is_remote(path):
@@ -135,7 +132,7 @@ def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
 
 
 def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
-    """Removes what processes that were killed while they replaced files of these names have left in a local folder."""
+    """Removes temporary files of `replacing` with these names, left by killed processes, from a local folder."""
     if is_remote(folder):
         return
     for name in names:
@@ -154,19 +151,16 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
-    """os.open for a local file that grows. What is no file keeps nobody waiting, as a pipe without a reader would.
-
-    Raises: OSError as os.open, BadInput as check_is_file.
-    """
+    """Opens a local file with os.open, without blocking on a pipe. Raises OSError, and BadInput as check_is_file."""
     check_is_file(path)
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
 
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds the lock of this file, which is made if it is not there. waiting: called if another holds it now.
+    """Holds the lock of this file, which is created if missing. waiting: called if another process holds it.
 
-    Raises: BadInput where something else has its name.
+    Raises: BadInput if the path is not a file.
     """
     with open(path, "ab", opener=open_to_write) as file:
         try:
@@ -179,15 +173,15 @@ def locked(path: pathlib.Path, waiting: Callable[[], None] | None = None) -> Ite
 
 
 def check_is_file(path: Any) -> None:
-    """Raises BadInput where a folder, a pipe, a device or a link to nowhere has the name of a local file."""
-    leads_nowhere = os.path.islink(path) and not os.path.exists(path)  # a file would be made at its other end
-    if leads_nowhere or os.path.exists(path) and not os.path.isfile(path):
-        kind = "a link to nowhere" if leads_nowhere else "a folder, a pipe or a device"
+    """Raises BadInput if the path is a folder, a pipe, a device or a broken link."""
+    is_broken_link = os.path.islink(path) and not os.path.exists(path)  # writing would create its target
+    if is_broken_link or os.path.exists(path) and not os.path.isfile(path):
+        kind = "a link to nowhere" if is_broken_link else "a folder, a pipe or a device"
         raise BadInput(f"{path} is {kind} where a file belongs; move it away")
 
 
 def read_bytes(path: Any) -> bytes:
-    """The content of a file, local or remote. Raises as open_binary does."""
+    """Returns the content of a local or remote file. Raises as open_binary does."""
     if is_remote(path):
         return as_path(path).read_bytes()
     with open_binary(path) as file:
@@ -195,12 +189,12 @@ def read_bytes(path: Any) -> bytes:
 
 
 def open_binary(path: Any) -> BinaryIO:
-    """A file open for reading, local or remote. Raises FileNotFoundError, BadInput for what is no regular file."""
+    """Opens a local or remote file for reading. Raises FileNotFoundError, BadInput if it is not a regular file."""
     return as_path(path).open("rb") if is_remote(path) else open_regular(as_path(path))
 
 
 def read_json(path: Any) -> Any:
-    """The JSON value in the file. Raises FileNotFoundError, or BadInput that names the file if it is no JSON file."""
+    """Returns the JSON value of the file. Raises FileNotFoundError, or BadInput with its name for invalid JSON."""
     try:
         text = read_bytes(path)
     except FileNotFoundError:
@@ -210,16 +204,16 @@ def read_json(path: Any) -> Any:
     try:
         return parse_json(text)
     except BadInput as error:
-        raise BadInput(f"{path} is not valid JSON ({error}); it is damaged or was edited by hand") from None
+        raise BadInput(f"{path} is not valid JSON ({error}); it was damaged or edited") from None
 
 
 def write_json(path: Any, value: Any) -> None:
-    """Writes the value as indented JSON, whole or not at all. NaN, which JSON does not have, is the caller's defect."""
+    """Writes the value as indented JSON, atomically. Raises ValueError for NaN, which JSON does not have."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def check_encoding(folder: pathlib.Path) -> None:
-    """Raises BadInput for a name that TensorStore, which takes names as UTF-8 in any locale, reads as another one."""
+    """Raises BadInput for a name that is not UTF-8, which TensorStore assumes in any locale."""
     name = os.fspath(folder.absolute())
     if os.fsencode(name) == name.encode("utf-8", "replace"):
         return
@@ -229,11 +223,11 @@ def check_encoding(folder: pathlib.Path) -> None:
 
 
 def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
-    """The folder of a run as a path. If missing it is made, on a local disk private to its owner unless `mode` differs.
+    """Returns the folder of a run, created with `mode` if it is missing on a local disk.
 
-    A folder that is there keeps its mode, which its owner chose. An object store has no folders, and nothing is asked.
-    Raises BadInput if the path is empty or no checkpoint can be read under its name, a file is in the way, or the
-    folder may not be made or written.
+    An existing folder keeps its mode. Object stores have no folders and are not accessed.
+    Raises BadInput if the path is empty, checkpoints could not be read under its name, a file is in the way, or the
+    folder cannot be created or written.
     """
     if not os.fspath(path).strip():
         raise BadInput(f"workdir={path!r} is empty; name a folder, such as --workdir=runs/first")
@@ -241,14 +235,14 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     if is_remote(path):
         return folder
     check_encoding(folder)
-    if taken := set(str(folder.absolute())) & set("[]*?\\"):
+    if special := set(str(folder.absolute())) & set("[]*?\\"):
         raise BadInput(
-            f"workdir={path} lies at {folder.absolute()}, and Orbax would take {' '.join(sorted(taken))} in a path for "
-            "a pattern; choose another workdir"
+            f"workdir={path} is {folder.absolute()}, and Orbax would read {' '.join(sorted(special))} in a path as a "
+            "pattern; choose another workdir"
         )
     try:
         if not folder.is_dir():
-            make_private(folder, mode)  # a run holds data samples and settings; Orbax itself would leave 0755
+            make_private(folder, mode)  # a run contains data samples and settings; Orbax would use 0755
     except (FileExistsError, NotADirectoryError):
         raise BadInput(f"workdir={path} runs through a file where a folder is needed; choose another workdir") from None
     except OSError as error:
@@ -260,21 +254,21 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
 
 
 def make_folder(folder: Any) -> None:
-    """Makes a folder with the usual mode, and those above it, where they are missing."""
+    """Creates a folder and its parents with the usual mode, if missing."""
     fence.ask(folder)
     as_path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def make_private(folder: pathlib.Path, mode: int = PRIVATE) -> None:
-    """Makes a local folder with this mode, and with the usual mode those above it. One that is there stays as it is."""
+    """Creates a local folder with this mode, and its parents with the usual mode. An existing folder is unchanged."""
     fence.ask(folder)
     try:
         folder.mkdir(parents=True, mode=mode)
-    except FileExistsError:  # perhaps another process has just made it
+    except FileExistsError:  # possibly created by another process
         if not folder.is_dir():
             raise
 
 
 def cache_dir() -> pathlib.Path:
-    """The user's folder for what can be made again: $XDG_CACHE_HOME/jaxscale or ~/.cache/jaxscale. Makes nothing."""
+    """Returns the user's cache folder, $XDG_CACHE_HOME/jaxscale or ~/.cache/jaxscale, without creating it."""
     return pathlib.Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "jaxscale"

@@ -1,8 +1,7 @@
-"""Environment of a process: standard streams, UTF-8, huge pages, JAX's platforms and compilation cache, open files, the
-mode of new files.
+"""Process environment: standard streams, UTF-8, huge pages, JAX platforms and compilation cache, open files, umask.
 
-JAX reads its variables when it is imported; `set_variables` updates one that is imported already. Either way before JAX
-is asked for its devices.
+JAX reads its variables at import; `set_variables` also updates an imported JAX. Call it before JAX initializes its
+devices.
 """
 
 import contextlib
@@ -14,17 +13,17 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 
-from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.open_files import raise_open_files
 from jaxscale.system.paths import PRIVATE, cache_dir, make_private
 
 ORDERED = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 CACHE_ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
-HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
+HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc uses huge pages: fewer page faults for the arrays of each step
 
 
 def environment() -> dict[str, str]:
-    """The variables that prepare() sets where the user has not, and their values."""
+    """Returns the variables that prepare() sets unless the user has."""
     return {
         "GLIBC_TUNABLES": HUGE_PAGES,
         "JAX_COMPILATION_CACHE_DIR": str(cache_dir() / "compiled"),
@@ -34,10 +33,10 @@ def environment() -> dict[str, str]:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device for each standard stream that is closed, as some service managers leave them.
+    """Opens the null device for each closed standard stream, as some service managers leave them.
 
-    Otherwise Python has None in its place, and the next file that is opened takes its number: XLA, which logs to number
-    2, would write into that file. Characters that the encoding of stdout lacks are written as escapes.
+    Otherwise Python has None in its place, and the next opened file gets its number: XLA, which logs to file descriptor
+    2, would write into that file. Also makes stdout escape characters that its encoding lacks.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -51,38 +50,37 @@ def open_standard_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Starts the process again in Python's UTF-8 mode where the locale has another encoding.
+    """Restarts the process in Python's UTF-8 mode if the locale has another encoding.
 
-    File names, logs and the output of other programs are UTF-8 then, as TensorStore takes names in any locale.
+    TensorStore uses UTF-8 file names in any locale.
     """
     if (encoding := sys.getfilesystemencoding()) == "utf-8":
         return
     if os.environ.get("PYTHONUTF8") == "1":
         raise BadInput(f"Python has {encoding} file names though PYTHONUTF8=1; leave out its flags -E, -I, -X")
     os.environ["PYTHONUTF8"] = "1"
-    start_again()
+    restart()
 
 
-def start_again() -> None:
-    """Starts the process again, with the same arguments, to read its environment again."""
+def restart() -> None:
+    """Restarts the process with the same arguments and the changed environment."""
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def prepare() -> None:
-    """Sets jax's environment for a program of ours. What the user has set already is left alone."""
-    use_huge_pages()  # may start the process again: first, so that nothing is said twice
+    """Sets jax's environment, except for variables that the user has set."""
+    use_huge_pages()  # may restart the process: first, so that messages are not repeated
     raise_open_files()
     keep_compiled_programs()
     order_collectives()
 
 
 def order_collectives() -> None:
-    """Keeps programs for several simulated devices from standing still on XLA:CPU.
+    """Prevents deadlocks of collectives with several simulated devices on XLA:CPU.
 
-    By default it schedules for concurrency: two collectives of a program that do not depend on each other may begin in
-    another order on each device, which waits for the rest for ever; after 40 s XLA's "rendezvous" ends the process (8
-    devices on 2 cores, jax 0.10.2: 5 of 23 small runs, with 2 to 256 threads). Scheduled for memory, 60 of 60
-    runs ended well.
+    By default XLA:CPU schedules for concurrency: independent collectives may start in a different order on each device
+    and deadlock, and after 40 s XLA's "rendezvous" ends the process (8 devices on 2 cores, jax 0.10.2: 5 of 23 small
+    runs, with 2 to 256 threads). Scheduled for memory, 60 of 60 runs completed.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if simulated_devices() > 1 and "xla_cpu_scheduler_type" not in flags:
@@ -96,19 +94,19 @@ def simulated_devices() -> int:
 
 
 def prepare_ahead() -> None:
-    """Sets jax's environment for a program that compiles for devices which are not here, and touches none that are.
+    """Sets jax's environment for ahead-of-time compilation for other devices, without using local accelerators.
 
-    The CPU is jax's only platform, whatever the user has set for training: a client of a TPU or GPU would take the
-    device. jax's compilation cache is off, for what it keeps of such programs cannot be read back.
+    The CPU is jax's only platform, whatever the user has set: a TPU or GPU client would occupy the device. jax's
+    compilation cache is off, since entries of such programs cannot be read back.
     """
     set_variables({"JAX_PLATFORMS": "cpu", CACHE_ENABLED: "false"})
 
 
-def set_variables(wanted: Mapping[str, str]) -> None:
-    """Sets environment variables of JAX, and where JAX is imported already the options that it read from them."""
-    os.environ.update(wanted)
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Sets environment variables of JAX, and the corresponding options if JAX is already imported."""
+    os.environ.update(variables)
     if "jax" in sys.modules:
-        for name, text in wanted.items():
+        for name, text in variables.items():
             value = {"false": False, "0": 0}.get(text, text)
             sys.modules["jax"].config.update(name.lower(), value)
 
@@ -124,9 +122,9 @@ def keep_compiled_programs() -> None:
     if simulated_devices() > 1 and not has_accelerator() and CACHE_ENABLED not in os.environ:
         set_variables({CACHE_ENABLED: "false"})
         return
-    wanted = {name: value for name, value in environment().items() if name.startswith("JAX_")}
+    variables = {name: value for name, value in environment().items() if name.startswith("JAX_")}
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = pathlib.Path(wanted["JAX_COMPILATION_CACHE_DIR"])
+        folder = pathlib.Path(variables["JAX_COMPILATION_CACHE_DIR"])
         try:
             make_private(folder.parent)
             folder.mkdir(exist_ok=True)
@@ -134,32 +132,32 @@ def keep_compiled_programs() -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             cause = error.strerror or error
-            tell(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME")
+            print_stderr(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME")
             return
-    set_variables({name: value for name, value in wanted.items() if name not in os.environ})
+    set_variables({name: value for name, value in variables.items() if name not in os.environ})
 
 
 def use_huge_pages() -> None:
-    """Starts the process again with huge pages for malloc, where jax will run on a Linux CPU.
+    """Restarts the process with huge pages for malloc if jax will run on a Linux CPU.
 
-    glibc reads GLIBC_TUNABLES once, when a process starts. JAXSCALE_HUGE_PAGES=0 leaves it out. Worth 6 to 15% of the
-    tokens/s of `bench step --spec=T` in four turns (2 cores, jax 0.10.2, 2026-11-23).
+    glibc reads GLIBC_TUNABLES once, at process start. JAXSCALE_HUGE_PAGES=0 disables it. Worth 6 to 15% of the tokens/s
+    of `bench step --spec=T` in four runs (2 cores, jax 0.10.2, 2026-11-23).
     """
     if not sys.platform.startswith("linux") or os.environ.get("JAXSCALE_HUGE_PAGES", "1") == "0":
         return
     if "GLIBC_TUNABLES" in os.environ or has_accelerator():
         return
     os.environ["GLIBC_TUNABLES"] = environment()["GLIBC_TUNABLES"]
-    start_again()
+    restart()
 
 
 def has_huge_pages() -> bool:
-    """True if malloc asks for huge pages in this process, by us or by the user."""
+    """Returns True if malloc uses huge pages in this process, set by us or the user."""
     return "hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def folder_mode(text: str | None) -> int:
-    """The mode that --run_dir_mode names; 0700 without it. Raises BadInput for one that shuts out the owner."""
+    """Parses --run_dir_mode; 0700 by default. Raises BadInput for a mode without full access for the owner."""
     if text is None:
         return PRIVATE
     if not re.fullmatch("0?7[0-7][0-7]", text):
@@ -171,7 +169,7 @@ def folder_mode(text: str | None) -> int:
 
 @contextlib.contextmanager
 def files_as(mode: int) -> Iterator[None]:
-    """Every file and folder made inside is as closed to others as a folder of this mode; libraries' files as well."""
+    """Sets the umask so that files made in the block, also by libraries, are as private as a folder of this mode."""
     old = os.umask(0o777 & ~mode)
     try:
         yield
@@ -180,7 +178,7 @@ def files_as(mode: int) -> Iterator[None]:
 
 
 def has_accelerator() -> bool:
-    """True if jax is likely to find one: asked of the file system, since asking jax would start it."""
+    """Returns True if jax is likely to find an accelerator, by device files, since jax would initialize it."""
     chosen = os.environ.get("JAX_PLATFORMS", "")
     if chosen:
         return chosen.split(",")[0] != "cpu"

@@ -1,7 +1,7 @@
-"""Text made fit for others' eyes: every place that writes takes secrets out, and what could drive a terminal.
+"""Redaction of secrets and control characters in all output.
 
-A secret is known by the name of the environment variable that holds it, or by its own form. One that is short, or that
-a library keeps for itself, is not known.
+Secrets are recognized by the name of the environment variable with their value, or by their format. Short secrets, and
+those that libraries store elsewhere, are not recognized.
 """
 
 import functools
@@ -18,7 +18,7 @@ from typing import Any
 HIDDEN = "[redacted]"
 WORDS = {"TOKEN", "SECRET", "SECRETS", "PASS", "PASSWD", "PAT", "APIKEY", "CREDENTIAL", "CREDENTIALS", "DSN"}
 WORDS |= {"PGPASS", "SSHPASS", "DBPASS"}
-WORDS |= {"WEBHOOK"}  # its address is all that one needs to write to a chat
+WORDS |= {"WEBHOOK"}  # its URL is enough to write to a chat
 ENDS = ("PASSWORD", "PASSPHRASE")  # PGPASSWORD and its like
 LAST = {
     "AUTH",
@@ -26,10 +26,10 @@ LAST = {
     "KEY",
     "KEYS",
 }  # secret behind another word: REDIS_AUTH and no SSH_AUTH_SOCK, MYSQL_PWD and no PWD
-OPEN = {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "INDEX", "GROUP"}  # keys that are none
+OPEN = {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "INDEX", "GROUP"}  # kinds of public keys
 KEYS = re.compile(r"(?:API|ACCESS|AUTH|PRIVATE|SECRET|ACCOUNT|ENCRYPTION|SIGNING|SERVICE)_?KEY(?:$|_)")
 PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of MYSQL_PWD, dbPassword and data.api-key
-FEWEST_CHARACTERS = 8  # a shorter value, such as 'true' or 'fake', would blank ordinary words
+FEWEST_CHARACTERS = 8  # shorter values, such as 'true' or 'fake', would redact ordinary words
 FORMS = re.compile(
     r"(?:(?<![A-Za-z0-9])(?:"
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
@@ -47,7 +47,7 @@ FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, those that reorder text or end a line among them; half characters
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format and surrogate characters, line and paragraph separators
 ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 
 
@@ -57,17 +57,17 @@ BACKSLASHED = "\\`*[]#!_"  # by every reader; the others are written by their nu
 
 
 def redact(text: str) -> str:
-    """The text with `[redacted]` for each secret in it: the values of secret variables, and what looks like one."""
+    """Replaces secrets in the text by `[redacted]`: values of secret variables, and known formats."""
     return without(known_values(frozenset(secret_values(os.environ))), text)
 
 
 def redacted(value: Any) -> Any:
-    """Nested plain data with redact() on every text in it, names included; numbers stay as they are."""
+    """Applies redact() to every string in nested data, keys included."""
     return cleaned(value, known_values(frozenset(secret_values(os.environ))))
 
 
 def cleaned(value: Any, values: re.Pattern | None) -> Any:
-    """Nested plain data without what the pattern finds, and without what looks like a secret."""
+    """Redacts matches of the pattern and known formats in nested data."""
     if isinstance(value, str):
         return without(values, value)
     if isinstance(value, Mapping):
@@ -81,30 +81,30 @@ def cleaned(value: Any, values: re.Pattern | None) -> Any:
 
 
 def without(values: re.Pattern | None, text: str) -> str:
-    """The text without what the pattern finds, and without what looks like a secret."""
+    """Redacts matches of the pattern and known formats in the text."""
     if values:
         text = values.sub(HIDDEN, text)
     return FORMS.sub(lambda found: (found["kept"] or found["scheme"] or found["hook"] or "") + HIDDEN, text)
 
 
-# a record's names are those of the record before: 26 take 0.13 ms to search, 0.01 ms to remember (one core)
+# names repeat from record to record: 26 take 0.13 ms to search, 0.01 ms from the cache (one core)
 without_again = functools.lru_cache(maxsize=1024)(without)
 
 
 def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """The values of those variables whose names say that they hold a secret."""
+    """Returns the values of variables with a secret's name."""
     named = [environment.get(name, "").strip() for name in environment if names_secret(name)]
     return {value for value in named if may_be_secret(value)}
 
 
 def is_secret(name: str, value: str) -> bool:
-    """True for HF_TOKEN, WANDB_API_KEY and their like. A path that is there says where a secret lies, and is none."""
+    """Returns True for HF_TOKEN, WANDB_API_KEY and the like, unless the value is an existing path."""
     return names_secret(name) and may_be_secret(value)
 
 
 @functools.lru_cache(maxsize=1024)
 def names_secret(name: str) -> bool:
-    """True if a variable or a setting of this name holds a secret, unless its value cannot be one."""
+    """Returns True if a variable or setting of this name may hold a secret."""
     words = [word.upper() for word in PART.findall(name)]
     if len(words) > 1 and words[-1] in LAST and words[-2] not in OPEN:
         return True
@@ -112,26 +112,26 @@ def names_secret(name: str) -> bool:
 
 
 def may_be_secret(value: str) -> bool:
-    """False for what is too short to be one, and for a path that is there."""
+    """Returns False for short values and existing paths."""
     return len(value) >= FEWEST_CHARACTERS and not os.path.exists(value)
 
 
 @functools.lru_cache(maxsize=4)
 def known_values(values: frozenset[str]) -> re.Pattern | None:
-    """What finds any of the values, also as JSON, an address or a page would spell them; None without values."""
-    spelt = {form for value in values for form in (value, json.dumps(value)[1:-1], quoted(value), html.escape(value))}
-    return re.compile("|".join(re.escape(form) for form in sorted(spelt, key=len, reverse=True))) if spelt else None
+    """Returns a pattern for any of the values, also in JSON, URL or HTML encoding; None without values."""
+    forms = {form for value in values for form in (value, json.dumps(value)[1:-1], quoted(value), html.escape(value))}
+    return re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))) if forms else None
 
 
 def quoted(value: str) -> str:
-    """The value as a part of an address."""
+    """Percent-encodes the value for a URL."""
     return urllib.parse.quote(value, safe="", errors="surrogateescape")
 
 
 def printable(text: str) -> str:
-    """The text without what could move the cursor, recolour, ring or reorder a terminal; newlines and tabs stay.
+    """Removes escape sequences and control characters except newlines and tabs.
 
-    Data decide what a sample or an error says, so escape sequences in it must not reach the terminal of who watches.
+    Samples and errors contain untrusted data, which must not control the user's terminal.
     """
     if text.isprintable():
         return text
@@ -140,7 +140,7 @@ def printable(text: str) -> str:
 
 
 def on_one_line(name: Any) -> str:
-    """A name as one line that shows all that is in it: a newline as `\\n`, a character that reorders as `\\u202e`."""
+    """Returns a name as one line with control characters escaped: a newline as `\\n`, an override as `\\u202e`."""
     text = str(name)
     if text.isprintable():
         return text
@@ -148,40 +148,40 @@ def on_one_line(name: Any) -> str:
 
 
 def shown(text: str) -> str:
-    """Text for a person: printable, then without secrets, which a sequence in their middle would have hidden."""
+    """Makes text printable, then redacts it: an escape sequence inside a secret would hide it."""
     return redact(printable(text))
 
 
 def in_html(text: Any) -> str:
-    """HTML that shows the text, safe between tags and in quoted attributes; else as `shown`."""
+    """Returns HTML of the text, safe between tags and in quoted attributes; else as `shown`."""
     return html.escape(shown(str(text)), quote=True)
 
 
 def in_markdown(text: Any) -> str:
-    """Markdown that shows the text on one line, also in a cell of a table or a heading: nothing in it is obeyed.
+    """Escapes the text as one line of Markdown, also for table cells and headings.
 
-    As CommonMark and GitHub read it: no emphasis, code, link, image or HTML, and no web address becomes a link. GitHub
-    still links an e-mail address and a mention (@name), and sets what stands between dollar signs as a formula.
+    For CommonMark and GitHub: no emphasis, code, link, image, HTML or autolink. GitHub still links e-mail addresses and
+    mentions (@name), and renders formulas between dollar signs.
     """
     line = redact(on_one_line(text))
     return SPECIAL.sub(lambda found: f"\\{found[0]}" if found[0] in BACKSLASHED else f"&#{ord(found[0])};", line)
 
 
 def block_in_markdown(text: str) -> str:
-    """Markdown that shows the text in lines of code, which nothing in it can end; else as `shown`.
+    """Returns Markdown with the text as an indented code block, which the text cannot end; else as `shown`.
 
-    It stands between blank lines, behind a paragraph or a heading.
+    Put it between blank lines, after a paragraph or a heading.
     """
     return "\n".join(f"    {line}" for line in shown(text).strip("\n").split("\n"))
 
 
 def in_slack(text: str) -> str:
-    """A message as Slack and its relatives show it: no link hides where it leads, and nobody is called by it."""
-    text = html.escape(shown(text), quote=False)  # <http://..|..>, <!channel> and <@U1> are Slack's own markup
+    """Escapes a message for Slack and similar chats: no hidden link targets and no mentions."""
+    text = html.escape(shown(text), quote=False)  # <http://..|..>, <!channel> and <@U1> are Slack's markup
     text = re.sub("@(?=(?:all|channel|everyone|here)\\b)", "@\u200b", text, flags=re.IGNORECASE)  # Mattermost, Discord
     return text.replace("](", "] (")  # and their links
 
 
 def shown_traceback(error: BaseException) -> str:
-    """The traceback that Python would print, with all that it was raised from, as `shown`."""
+    """Formats the traceback with its causes, as `shown`."""
     return shown("".join(traceback.format_exception(error)))

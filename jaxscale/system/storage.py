@@ -1,9 +1,8 @@
-"""The one way to gs://: paths under it, whole objects, and the credentials, by the JSON API of bucket.py.
+"""Access to gs://: paths, objects and credentials, by the JSON API of bucket.py.
 
-Everything that this package reads or writes in a bucket comes through here, with the same conditions, retries, errors
-and credentials, but for the arrays of a checkpoint: Orbax writes them through TensorStore's own client, which moves
-gigabytes in parallel from C++, and the few small files beside them through epath and gcsfs. Both follow the
-environment, which `check_environment` looks through before either is imported.
+All access of this package to buckets goes through this file, with the same retries, errors and credentials, except for
+checkpoints: Orbax writes arrays through TensorStore's client, which moves gigabytes in parallel from C++, and small
+files through epath and gcsfs. Both follow the environment, which `check_environment` checks before they are imported.
 """
 
 import concurrent.futures
@@ -22,33 +21,33 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxscale.system import packages
-from jaxscale.system.bucket import GOOGLE, REAL, SILENCE, Bucket, Clock
+from jaxscale.system.bucket import GOOGLE, SILENCE, SYSTEM_CLOCK, Bucket, Clock
 from jaxscale.system.bucket_errors import Forbidden, Transient
 from jaxscale.system.exits import BadInput
 
-ENDPOINT = "STORAGE_EMULATOR_HOST"  # the name that gcsfs and Google's own clients read
-# TensorStore, gcsfs and Google's own client send this machine's credentials to the address that these hold.
+ENDPOINT = "STORAGE_EMULATOR_HOST"  # read by gcsfs and Google's clients
+# TensorStore, gcsfs and Google's client send this machine's credentials to the URLs in these.
 OVERRIDES = ("TENSORSTORE_GCS_HTTP_URL", ENDPOINT)
-# Where TensorFlow is installed, epath would take 6 s to import it and go to the bucket its way; and gcsfs would ask a
-# second service, over gRPC, what kind of bucket it is, with rights that a run does not need otherwise.
-OWN_CLIENT = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-PATH_ATTEMPTS = 7  # of a request for a path: about 25 s of waiting, as a step or a person may be waiting for it
-READ_BYTES = 4 << 20  # that a file asks for at once
-AT_ONCE = 16  # requests, where many objects are removed
+# With TensorFlow installed, epath would take 6 s to import it and use its client; gcsfs would query the kind of bucket
+# from a second service over gRPC, which needs further permissions.
+CLIENT_VARIABLES = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+PATH_ATTEMPTS = 7  # of a request for a path: about 25 s of waiting, since a step or the user may wait for it
+READ_BYTES = 4 << 20  # at once
+MAX_CONCURRENT = 16  # requests when many objects are removed
 
 
 class Stat(NamedTuple):
-    """Of os.stat_result, what a bucket knows."""
+    """The fields of os.stat_result that a bucket has."""
 
     st_size: int
     st_mtime: float
 
 
 class ObjectPath:
-    """A path under gs://, with those methods of pathlib.Path that this package uses.
+    """A path under gs://, with the methods of pathlib.Path that this package uses.
 
-    A folder is there as long as an object lies below it. Raises, in all methods that ask the service:
-    FileNotFoundError; Forbidden and Unreachable, which are OSErrors too.
+    A folder exists while there is an object below it. Methods that access the service raise FileNotFoundError,
+    Forbidden and Unreachable, all OSErrors.
     """
 
     __slots__ = ("url",)
@@ -80,7 +79,7 @@ class ObjectPath:
 
     @property
     def key(self) -> str:
-        """The object's name in its bucket; '' for the bucket itself."""
+        """Name of the object in its bucket; '' for the bucket itself."""
         return self.url.removeprefix("gs://").partition("/")[2]
 
     @property
@@ -90,123 +89,125 @@ class ObjectPath:
 
     @property
     def suffix(self) -> str:
-        """'.json' of 'a.json'."""
+        """File extension, such as '.json'."""
         return pathlib.PurePosixPath(self.key).suffix
 
     @property
     def parent(self) -> "ObjectPath":
-        """The path above; of a bucket, itself."""
+        """Parent path; a bucket is its own parent."""
         return ObjectPath(self.url.rpartition("/")[0]) if self.key else self
 
     def with_name(self, name: str) -> "ObjectPath":
-        """The path beside it with another last part."""
+        """Returns the path with another last part."""
         return self.parent / name
 
     def absolute(self) -> "ObjectPath":
-        """Itself; it has no links either."""
+        """Returns itself: buckets have no relative paths or links."""
         return self
 
     resolve = expanduser = absolute
 
-    # What is there.
+    # Existence and metadata.
 
     def exists(self) -> bool:
-        """True for an object, and for what has one below it."""
+        """Returns True for an object or a folder."""
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        """True for an object."""
-        return bool(self.key) and door().metadata(self.url) is not None
+        """Returns True for an object."""
+        return bool(self.key) and path_bucket().metadata(self.url) is not None
 
     def is_dir(self) -> bool:
-        """True for what has an object below it."""
-        return any(True for _ in list_objects(door(), self.url, maxResults="1"))
+        """Returns True if there is an object below the path."""
+        return any(True for _ in list_objects(path_bucket(), self.url, maxResults="1"))
 
     def is_symlink(self) -> bool:
-        """False: a bucket has no links."""
+        """Returns False: buckets have no links."""
         return False
 
     def stat(self) -> Stat:
-        """Size, and Unix time of the last write, of an object."""
+        """Returns size and Unix time of the last write of an object."""
         about = self.metadata()
         return Stat(int(about["size"]), about["updated"])
 
     def metadata(self) -> dict[str, Any]:
-        """What the service says of an object, `updated` in Unix seconds."""
-        about = door().metadata(self.url) if self.key else None
+        """Returns the metadata of an object, with `updated` in Unix seconds."""
+        about = path_bucket().metadata(self.url) if self.key else None
         if about is None:
             raise FileNotFoundError(2, "no such object", self.url)
         return about | {"updated": unix_time(about["updated"])}
 
     def iterdir(self) -> Iterator["ObjectPath"]:
-        """Yields what lies directly below, in order."""
-        found = sorted({name.partition("/")[0] for name, _ in list_objects(door(), self.url, delimiter="/") if name})
+        """Yields the direct children, in order."""
+        found = sorted(
+            {name.partition("/")[0] for name, _ in list_objects(path_bucket(), self.url, delimiter="/") if name}
+        )
         if not found and not self.is_dir():
             raise FileNotFoundError(2, "no such folder", self.url)
         yield from (self / name for name in found)
 
     def glob(self, pattern: str) -> Iterator["ObjectPath"]:
-        """Yields what matches the pattern, a part of it for each level."""
-        first, _, rest = pattern.partition("/")
+        """Yields paths that match the pattern, level by level."""
+        first, _, deeper = pattern.partition("/")
         try:
             found = [child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, first)]
         except FileNotFoundError:
             return
         for child in found:
-            yield from child.glob(rest) if rest else (child,)
+            yield from child.glob(deeper) if deeper else (child,)
 
-    # What it holds.
+    # Contents.
 
     def read_bytes(self) -> bytes:
-        """The content of an object."""
-        return door().content(self.url)
+        """Returns the content of an object."""
+        return path_bucket().content(self.url)
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """The content as text."""
+        """Returns the content as text."""
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, content: Any) -> int:
-        """Replaces the object whole."""
-        bucket = door()
+        """Replaces the object."""
+        bucket = path_bucket()
         bucket.patiently(lambda: bucket.put(self.url, bytes(content)), self.url)
         return len(content)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> int:
-        """Replaces the object whole."""
+        """Replaces the object."""
         return self.write_bytes(text.encode(encoding))
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
-        """The object as a file to read from, as it is now."""
-        assert mode == "rb", f"an object is opened to be read, not as {mode!r}"
+        """Opens the current generation of the object for reading."""
+        assert mode == "rb", f"an object can only be opened for reading, not as {mode!r}"
         about = self.metadata()
         return io.BufferedReader(Reader(self.url, int(about["size"]), str(about["generation"])), READ_BYTES)
 
-    # What changes it.
+    # Changes.
 
     def mkdir(self, mode: int = 0, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing: a bucket has no folders."""
+        """Does nothing: buckets have no folders."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes an object."""
-        if not door().remove(self.url) and not missing_ok:
+        if not path_bucket().remove(self.url) and not missing_ok:
             raise FileNotFoundError(2, "no such object", self.url)
 
     def rmtree(self) -> None:
-        """Removes all objects below, and what else lies there by the time they are gone is somebody else's."""
-        bucket = door()
+        """Removes all objects below that exist at the call."""
+        bucket = path_bucket()
         names = [f"{self.url}/{name}" for name, _ in list_objects(bucket, self.url)]
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(bucket.remove, names))  # raises what the first of them raised that failed
+        with concurrent.futures.ThreadPoolExecutor(MAX_CONCURRENT) as pool:
+            list(pool.map(bucket.remove, names))  # raises the first error
         bucket.remove(self.url)
 
     def copy(self, target: "ObjectPath", overwrite: bool = False) -> "ObjectPath":
-        """Copies the object inside the service; it is replaced where one is there."""
-        door().copy(self.url, target.url)
+        """Copies the object inside the service, replacing the target."""
+        path_bucket().copy(self.url, target.url)
         return target
 
 
 class Reader(io.RawIOBase):
-    """The bytes of one generation of an object, from wherever they are asked for."""
+    """A seekable reader of one generation of an object."""
 
     def __init__(self, url: str, size: int, generation: str):
         super().__init__()
@@ -229,16 +230,16 @@ class Reader(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         stop = min(self.position + len(view), self.size)
         begun = self.position
-        for piece in door().pieces(self.url, begun, self.size, stop=stop, generation=self.generation):
+        for piece in path_bucket().pieces(self.url, begun, self.size, stop=stop, generation=self.generation):
             view[self.position - begun : self.position - begun + len(piece)] = piece
             self.position += len(piece)
         return self.position - begun
 
 
 def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, int]]:
-    """Yields (name below a folder, bytes) of its objects, a thousand for each request; of prefixes too, with size 0.
+    """Yields (name below a folder, bytes) of its objects, a thousand per request, and of prefixes with size 0.
 
-    query: more of what the API takes: delimiter='/' for one level alone, maxResults of a page.
+    Args: query: further API parameters: delimiter='/' for one level, maxResults per page.
     """
     name, _, prefix = url.removeprefix("gs://").rstrip("/").partition("/")
     prefix = f"{prefix}/" if prefix else ""
@@ -252,7 +253,7 @@ def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, 
     while True:
         page = bucket.patiently(ask, url)
         for item in page.get("items", ()):
-            if not item["name"].endswith("/") or "maxResults" in query:  # a folder, as some tools write it
+            if not item["name"].endswith("/") or "maxResults" in query:  # some tools write folder objects
                 yield item["name"][len(prefix) :], int(item["size"])
         yield from ((folder[len(prefix) :], 0) for folder in page.get("prefixes", ()))
         if "nextPageToken" not in page:
@@ -261,7 +262,7 @@ def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, 
 
 
 def objects_under(url: str) -> Iterator[tuple[str, int]]:
-    """Yields (name below `url`, bytes) of the objects of a bucket. Raises BadInput for a bucket that is not there."""
+    """Yields (name below `url`, bytes) of the objects of a bucket. Raises BadInput if the bucket does not exist."""
     try:
         yield from list_objects(open_bucket(), url)
     except FileNotFoundError as error:
@@ -269,21 +270,21 @@ def objects_under(url: str) -> Iterator[tuple[str, int]]:
 
 
 def unix_time(text: str) -> float:
-    """Seconds since 1970 of a time as the service writes it."""
+    """Parses a time of the service as seconds since 1970."""
     return datetime.datetime.fromisoformat(text).timestamp()
 
 
-def door() -> Bucket:
-    """The bucket as paths use it."""
+def path_bucket() -> Bucket:
+    """Returns the client that paths use."""
     return open_bucket(writing=True, attempts=PATH_ATTEMPTS)
 
 
 def open_bucket(
-    *, writing: bool = False, clock: Clock = REAL, silence: float = SILENCE, attempts: int | None = None
+    *, writing: bool = False, clock: Clock = SYSTEM_CLOCK, silence: float = SILENCE, attempts: int | None = None
 ) -> Bucket:
-    """Google's service with this machine's credentials, or the emulator that the environment names.
+    """Returns a client of Google's service with this machine's credentials, or of the emulator in the environment.
 
-    Raises: BadInput if the package that finds credentials is not installed, or the environment names another machine.
+    Raises: BadInput without gcsfs, or if the environment names another machine.
     """
     check_environment()
     more = {} if attempts is None else {"attempts": attempts}
@@ -294,9 +295,9 @@ def open_bucket(
     return Bucket(GOOGLE, authorisation("read_write" if writing else "read_only"), clock, silence, **more)
 
 
-@functools.lru_cache(maxsize=2)  # to look for credentials can take seconds; a token is good for an hour and renewed
+@functools.lru_cache(maxsize=2)  # finding credentials can take seconds; a token is valid for an hour and renewed
 def authorisation(access: str) -> Callable[[dict[str, str]], None]:
-    """What adds the header that says who asks. access: read_only or read_write."""
+    """Returns a function that adds the authorization header. access: read_only or read_write."""
     import gcsfs.credentials
     import google.auth.exceptions
 
@@ -314,19 +315,19 @@ def authorisation(access: str) -> Callable[[dict[str, str]], None]:
 
 
 def require_gcsfs(name: str) -> None:
-    """Raises BadInput where the package is not installed that finds credentials, and that Orbax reads buckets by."""
+    """Raises BadInput without gcsfs, which finds credentials and which Orbax uses to read buckets."""
     if not packages.is_installed("gcsfs"):
         raise BadInput(f"{name} needs gcsfs: pip install 'jaxscale[gcs]'")
 
 
 def check_environment() -> None:
-    """Sets what packages that read object stores take from the environment; to be called before they are imported.
+    """Sets the environment of packages that access object stores. Call it before they are imported.
 
-    Raises BadInput if the environment would send what is meant for Google, credentials included, to another machine.
+    Raises BadInput if the environment would send requests for Google, with credentials, to another machine.
     """
-    for name, value in OWN_CLIENT.items():
+    for name, value in CLIENT_VARIABLES.items():
         os.environ.setdefault(name, value)
-    for name in ("gcsfs", "google.auth._default"):  # a traceback for each refusal, which the caller puts into one line
+    for name in ("gcsfs", "google.auth._default"):  # they log a traceback for each error that we report in one line
         logging.getLogger(name).setLevel(logging.CRITICAL)
     for variable in OVERRIDES:
         value = os.environ.get(variable, "")
@@ -341,7 +342,7 @@ def check_environment() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that no packet leaves this machine for."""
+    """Returns True for a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -15,7 +15,7 @@ from jaxscale.training.step import Gradients, leaf_name
 
 def corrupt_gradients(gradients: Gradients) -> Gradients:
     """The gradients, one of them NaN at the step that JAXSCALE_SPOIL_GRADIENT names."""
-    if (fault := faults.spoilt_gradient()) is None:
+    if (fault := faults.corrupt_gradient()) is None:
         return gradients
 
     def corrupted(state: TrainState, batch: Batch) -> tuple[dict[str, jax.Array], Any]:
@@ -30,7 +30,7 @@ def corrupt_gradients(gradients: Gradients) -> Gradients:
 
 def corrupt_batches(read: ReadRows) -> ReadRows:
     """The rows, those of the batches that JAXSCALE_SPOIL_BATCHES names weighing NaN or holding random tokens."""
-    if (fault := faults.spoilt_batches()) is None:
+    if (fault := faults.corrupt_batches()) is None:
         return read
 
     def corrupted(n: int, rows: Sequence[int]) -> Batch:

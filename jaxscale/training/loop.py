@@ -162,7 +162,7 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         unread = Unread(now, metrics, batch, n, waited, compiles, statistics.end(now, pending))
         with phase("step", now):
             if run.services.board:
-                run.services.board.look()  # once for all that is asked of it
+                run.services.board.refresh()  # once for all that is asked of it
             checkpoints.poll(now)
             run.services.poll()
             leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step

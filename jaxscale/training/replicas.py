@@ -276,7 +276,7 @@ def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
     steps = itertools.count(start_step)
 
     def corrupted(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        device = faults.device_to_spoil(next(steps))
+        device = faults.bit_flip_device(next(steps))
         return train_step(state if device is None else flip_bit(state, device), batch)
 
     return corrupted

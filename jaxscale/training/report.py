@@ -56,7 +56,7 @@ class Reporter(NamedTuple):
         self.sums["gated_rows"] += values.get("gated_rows", 0)
         tokens = self.tokens_after(step)
         trained, row_tokens = tokens - self.tokens_after(step - 1), unread.batch.tokens.shape[1]
-        self.throughput.add(trained, unread.waited, left_out=unread.compiles, row_tokens=row_tokens)
+        self.throughput.add(trained, unread.waited, excluded=unread.compiles, row_tokens=row_tokens)
         self.writer.tick(step)
         if not self.writer.due(step) and not unread.statistics:
             return scalars

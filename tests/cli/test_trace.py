@@ -283,7 +283,7 @@ def test_a_change_ahead_is_told_and_let_through(home, run):
     corpus = open_data(later, seq_len=16, vocab_size=272, seed=1, say=lambda line: None)
     said = []
     check_same_past(BatchSizes.of(16), corpus.plan_mixture(16, 20), recorded, STEPS, said.append)
-    assert "the mixture has changed for what lies ahead" in said[0]
+    assert "the mixture of later steps has changed" in said[0]
     said.clear()
     check_same_past(BatchSizes.of(16), corpus.plan_mixture(16, STEPS, STEPS + 2), recorded, STEPS, said.append)
     assert not said  # a stage behind the end of the run is none yet
@@ -296,7 +296,7 @@ def test_a_run_goes_on_with_a_mixture_that_changes_ahead(home, run, tmp_path, ca
     copy = pathlib.Path(shutil.copytree(run, tmp_path / "copy"))
     mixture = f"--config.data.mixture={STAGES | {'14 steps': {'web': 1.0}}!r}"
     assert train(home, copy, mixture, "--config.train_tokens=14 steps") == 0
-    assert "the mixture has changed for what lies ahead" in capsys.readouterr().out
+    assert "the mixture of later steps has changed" in capsys.readouterr().out
     checkpoints = Checkpoints(copy / "checkpoints", CheckpointConfig())
     recorded = checkpoints.read_run(checkpoints.latest_step())["data"]["mixture"]
     assert [first for first, _ in recorded] == [0, 6 * 16, 14 * 16]

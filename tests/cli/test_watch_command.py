@@ -163,23 +163,23 @@ def write(folder, records, events=(STARTED,)):
 def test_a_file_is_followed_over_torn_lines_and_over_one_that_takes_its_place(tmp_path):
     file = tmp_path / "metrics.jsonl"
     follow = Follower(file)
-    assert follow.look() == ([], False)
+    assert follow.poll() == ([], False)
     file.write_text('{"step": 1}\n{"st')
-    assert follow.look() == ([{"step": 1}], True)
+    assert follow.poll() == ([{"step": 1}], True)
     with file.open("a") as opened:
         opened.write('ep": 2}\nrubbish\n[1]\n' + "[" * 100_000 + '\n{"step": 3}\n')
-    assert follow.look() == ([{"step": 2}, {"step": 3}], False) and follow.damaged == 3
-    assert follow.look() == ([], False)
+    assert follow.poll() == ([{"step": 2}, {"step": 3}], False) and follow.damaged == 3
+    assert follow.poll() == ([], False)
     (tmp_path / "new").write_text('{"step": 1}\n{"step": 9}\n{"step": 10}\n{"step": 11}\n{"step": 12}\n')
     (tmp_path / "new").replace(file)
-    assert follow.look() == ([{"step": n} for n in (1, 9, 10, 11, 12)], True)
+    assert follow.poll() == ([{"step": n} for n in (1, 9, 10, 11, 12)], True)
     file.unlink()
-    assert follow.look() == ([], True)
+    assert follow.poll() == ([], True)
 
 
 def test_a_long_file_is_read_from_near_its_end(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
-    found, _ = Follower(tmp_path / "metrics.jsonl", first_bytes=100).look()
+    found, _ = Follower(tmp_path / "metrics.jsonl", first_bytes=100).poll()
     assert 5 <= len(found) <= 9 and found[-1] == {"step": 999} and found[0]["step"] > 980
 
 

@@ -187,7 +187,7 @@ def test_arrays_of_another_shape_are_refused_even_where_the_setting_is_allowed(h
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("seed", "which rows each step reads follows from seed"),
+        ("seed", "the rows of each step depend on seed"),
         ("optim,batch_tokens", "follows from batch_tokens"),
         ("lr", "lr is not a setting"),
         ("peak_lr", "did you mean optim.peak_lr?"),
@@ -267,14 +267,14 @@ def test_text_files_and_the_tokenizer_are_named_when_they_change(tmp_path):
         (tmp_path / f"{number:02}.txt").write_text(f"document {number} " * 20)
     begun = text_corpus(tmp_path)
     data = {"parts": json.loads(json.dumps(begun.parts)), "fingerprint": begun.fingerprint}
-    assert same_run.what_changed(begun, data) == ""
+    assert same_run.describe_data_changes(begun, data) == ""
     (tmp_path / "03.txt").write_text("document 3 " * 21)
     (tmp_path / "05.txt").unlink()
     (tmp_path / "99.txt").write_text("new")
-    told = same_run.what_changed(text_corpus(tmp_path), data)
+    told = same_run.describe_data_changes(text_corpus(tmp_path), data)
     assert told == "file 03.txt is another, file 05.txt is missing, file 99.txt is new"
     data["parts"]["the tokenizer"] = "0" * 16
-    assert same_run.what_changed(begun, data) == "the tokenizer is another"
+    assert same_run.describe_data_changes(begun, data) == "the tokenizer is another"
 
 
 @pytest.mark.fault("F14")
@@ -284,7 +284,9 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
     begun = text_corpus(tmp_path)
     for number in range(10):
         (tmp_path / f"{number:02}.txt").write_text("changed " * 20)
-    assert same_run.what_changed(text_corpus(tmp_path), {"parts": begun.parts}).endswith("07.txt is another and 2 more")
+    assert same_run.describe_data_changes(text_corpus(tmp_path), {"parts": begun.parts}).endswith(
+        "07.txt is another and 2 more"
+    )
     monkeypatch.setattr("jaxscale.data.pipeline.MOST_PARTS", 5)
     changed = text_corpus(tmp_path)
     assert [name for name in changed.parts if name.startswith(("file", "source"))] == ["source text"]

@@ -7,7 +7,7 @@ import processes
 import pytest
 from jax._src.lib import _jax
 
-from jaxscale.hosts.agree import waited
+from jaxscale.hosts.agree import blocking_get
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_signal_is_answered_while_another_process_is_waited_for(client):
     before = signal.signal(signal.SIGTERM, lambda *_: client.key_value_set("test/key", "by the handler"))
     try:
         threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
-        assert waited(client, "test/key", 10) == "by the handler"
+        assert blocking_get(client, "test/key", 10) == "by the handler"
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert waited(client, "test/none", 0.01) is None and waited(client, "test/key", 10) == "by the handler"
+    assert blocking_get(client, "test/none", 0.01) is None and blocking_get(client, "test/key", 10) == "by the handler"

@@ -70,7 +70,7 @@ def test_a_stranger_and_an_odd_name_are_given_nothing(two, line):
     with socket.create_connection(there.address[:2], timeout=10) as sock:
         sock.sendall(json.dumps(line).encode() + b"\n")
         answer = sock.makefile("rb").read()
-    assert answer == b"" or "is no name of a file here" in json.loads(answer)["error"]
+    assert answer == b"" or "is not a valid file name" in json.loads(answer)["error"]
     assert names(there.folder.parent) == [f"there/{NAME}"]
     get(there.address, here, NAME)  # it still serves
 

@@ -11,19 +11,19 @@ import pytest
 from gcs_emulator import Emulator
 from xla_flags import xla_flags
 
-from jaxscale.hosts.programs import Programs
+from jaxscale.hosts.programs import TwoLevelCache
 
 PROGRAM = """
 import sys
 from jaxscale.system.process import prepare
 prepare()
 import jax, jax.numpy as jnp
-from jaxscale.hosts.programs import keep_programs
+from jaxscale.hosts.programs import enable_shared_cache
 
 port, number = sys.argv[1:]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number), coordinator_bind_address=f"127.0.0.1:{port}")
-keep_programs("gs://bucket/run")
+enable_shared_cache("gs://bucket/run")
 asked = []
 jax.monitoring.register_event_listener(lambda event, **facts: asked.append(event.rpartition("/")[2]))
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -64,20 +64,20 @@ def test_the_second_start_compiles_nothing_in_any_process(tmp_path):
 
 def test_a_program_that_was_damaged_is_no_program(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
-    assert Programs(near, far, is_first=True).get("step") is None
-    Programs(near, far, is_first=True).put("step", b"code")
-    Programs(near, far, is_first=False).put("other", b"code")
+    assert TwoLevelCache(near, far, is_first=True).get("step") is None
+    TwoLevelCache(near, far, is_first=True).put("step", b"code")
+    TwoLevelCache(near, far, is_first=False).put("other", b"code")
     assert sorted(path.name for path in far.iterdir()) == ["step-cache"]
     shutil.rmtree(near)
-    assert Programs(near, far, is_first=False).get("step") == b"code" == (near / "step-cache").read_bytes()
+    assert TwoLevelCache(near, far, is_first=False).get("step") == b"code" == (near / "step-cache").read_bytes()
     shutil.rmtree(near)
     (far / "step-cache").write_bytes(hashlib.sha256(b"code").digest() + b"cods")
-    assert Programs(near, far, is_first=False).get("step") is None and not near.exists()
+    assert TwoLevelCache(near, far, is_first=False).get("step") is None and not near.exists()
 
 
 @pytest.mark.parametrize("far", [False, True])
 def test_without_a_disk_programs_come_from_the_shared_folder_or_are_compiled(tmp_path, far):
     (tmp_path / "near").write_text("a file")
-    programs = Programs(tmp_path / "near", tmp_path / "far" if far else None, is_first=True)
+    programs = TwoLevelCache(tmp_path / "near", tmp_path / "far" if far else None, is_first=True)
     programs.put("step", b"code")
     assert programs.get("step") == (b"code" if far else None)

@@ -36,7 +36,7 @@ def all_reports(clients, request):
 
 def news(reports, step):
     """As the training loop asks for it."""
-    reports.board.look()
+    reports.board.refresh()
     return reports.news(step)
 
 
@@ -68,7 +68,7 @@ def test_a_second_failure_is_told_as_well(all_reports):
     first, second = heard[0]
     assert first[1] == (4, f"process 1 of 3: {FULL}") and second[1] == (6, "process 2 of 3: Permission denied")
     assert heard == [[first, second]] * COUNT
-    all_reports[0].board.look()
+    all_reports[0].board.refresh()
     assert sorted(all_reports[0].board.lines) == ["failed/6", "news/1"]  # what all have heard does not pile up
 
 

@@ -17,7 +17,7 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.budget import resolve_budget
-from jaxscale.hosts.agree import all_here
+from jaxscale.hosts.agree import barrier
 from jaxscale.system import paths
 
 config, port, count, number = sys.argv[1:]
@@ -35,10 +35,10 @@ def tiny(leaf):
     return jax.make_array_from_callback(shape, place, lambda index: np.zeros(shape, leaf.dtype)[index])
 
 def mark(text):
-    all_here()
+    barrier()
     if jax.process_index() == 0:
         (paths.as_path("gs://bucket") / f"mark-{text}").exists()
-    all_here()
+    barrier()
 
 state = jax.tree.map(tiny, shapes)
 mark("open")

@@ -15,7 +15,7 @@ import json, sys
 import jax, numpy as np
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.hosts.agree import all_here
+from jaxscale.hosts.agree import barrier
 from jaxscale.system import paths
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -36,10 +36,10 @@ def shardings(**sizes):
     return {name: jax.NamedSharding(mesh, jax.P(*spec)) for name, spec in SPECS.items()}
 
 def mark(text):
-    all_here()
+    barrier()
     if jax.process_index() == 0:
         (paths.as_path("gs://bucket") / f"mark-{text}").exists()
-    all_here()
+    barrier()
 
 checkpoints = Checkpoints("gs://bucket/run", CheckpointConfig())
 first = shardings(data=1, fsdp=jax.device_count())

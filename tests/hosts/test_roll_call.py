@@ -9,7 +9,7 @@ import processes
 import pytest
 
 from jaxscale.hosts import roll_call
-from jaxscale.hosts.place import Place
+from jaxscale.hosts.discovery import ProcessInfo
 from jaxscale.hosts.roll_call import call_roll, interface
 from jaxscale.system.exits import Exit, Stop
 
@@ -21,7 +21,7 @@ def roll(numbers, count=None, seconds=10.0, facts=lambda number: FACTS):
     port, count = processes.free_ports(), count or len(numbers)
 
     def one(number):
-        place = Place(
+        place = ProcessInfo(
             host="127.0.0.1", port=port, num_processes=count, process_id=number, found_in="test",
             names=("a", "b", "c", "d")[:count],
         )  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_number_that_is_taken_is_refused(monkeypatch):
 
 def test_who_calls_before_the_first_is_there_is_heard_and_a_stranger_is_not():
     port = processes.free_ports()
-    make = lambda number: Place(host="127.0.0.1", port=port, num_processes=3, process_id=number, found_in="test")
+    make = lambda number: ProcessInfo(host="127.0.0.1", port=port, num_processes=3, process_id=number, found_in="test")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         early = pool.submit(call_roll, make(1), FACTS, 30.0)
         time.sleep(0.3)
@@ -94,7 +94,7 @@ def test_who_calls_before_the_first_is_there_is_heard_and_a_stranger_is_not():
 def test_a_port_that_is_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] - 1
-        place = Place(host="127.0.0.1", port=port, num_processes=2, process_id=0, found_in="test")
+        place = ProcessInfo(host="127.0.0.1", port=port, num_processes=2, process_id=0, found_in="test")
         with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1 port {port + 1}: .*must run on 127.0.0.1"):
             call_roll(place, FACTS, 1.0)
 
@@ -112,7 +112,7 @@ def test_it_listens_where_the_name_leads_and_nowhere_else(host, address, listens
 @pytest.mark.fault("H8")
 def test_the_roll_call_of_a_local_run_is_closed_to_other_machines():
     port = processes.free_ports()
-    place = Place(host="localhost", port=port, num_processes=2, process_id=0, found_in="test")
+    place = ProcessInfo(host="localhost", port=port, num_processes=2, process_id=0, found_in="test")
     thread = threading.Thread(target=lambda: pytest.raises(Stop, call_roll, place, FACTS, 1.5))
     thread.start()
     with processes.connected(port + 1) as own:

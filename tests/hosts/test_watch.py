@@ -9,8 +9,8 @@ import time
 import pytest
 
 from jaxscale.hosts import watch
-from jaxscale.hosts.place import Place
-from jaxscale.hosts.roll_call import Wire
+from jaxscale.hosts.discovery import ProcessInfo
+from jaxscale.hosts.roll_call import Connection
 from jaxscale.hosts.watch import Watch
 from jaxscale.system.exits import Exit
 
@@ -26,7 +26,7 @@ class Three:
         self.watches = [self.watch(number) for number in range(COUNT)]
 
     def watch(self, number):
-        place = Place(host="h0", port=1, num_processes=COUNT, process_id=number, found_in="test")
+        place = ProcessInfo(host="h0", port=1, num_processes=COUNT, process_id=number, found_in="test")
         self.aborts[number] = os.pipe()
         wires = {other: (LocalWire(sock), place.name(other, f"h{other}")) for other, sock in self.wires[number].items()}
         return Watch(place, wires, end=lambda code: self.end(number, code), aborts=self.aborts[number][0])
@@ -49,7 +49,7 @@ class Three:
         return self.ends
 
 
-class LocalWire(Wire):
+class LocalWire(Connection):
     """A wire over a pair of sockets, which have no keepalive to set."""
 
     def __init__(self, sock):
@@ -76,7 +76,7 @@ def team(monkeypatch):
 
 def test_a_connection_that_is_closed_at_once_ends_no_watch_with_an_error():
     """Its thread may begin only then; an error in it fails this test, as of any thread's."""
-    place = Place(host="h0", port=1, num_processes=2, process_id=1, found_in="test")
+    place = ProcessInfo(host="h0", port=1, num_processes=2, process_id=1, found_in="test")
     done = threading.Event()
     busy = threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(done.is_set, True)])  # others begin late
     busy.start()
@@ -182,8 +182,8 @@ def test_an_abort_of_ones_own_making_is_blamed_on_nobody(team, capfd, monkeypatc
 def test_a_hang_of_one_is_heard_by_all_others(team, hanging, capfd):
     heard = {}
     for number in range(COUNT):
-        team.watches[number].heard_hang = lambda line, number=number: heard.update({number: line})
-    team.watches[hanging].tell_hang("process 1: data of step 3 has made no progress")
+        team.watches[number].hang_callback = lambda line, number=number: heard.update({number: line})
+    team.watches[hanging].report_hang("process 1: data of step 3 has made no progress")
     others = [number for number in range(COUNT) if number != hanging]
     assert team.settled(*others) == dict.fromkeys(others, Exit.HANG)
     assert heard == dict.fromkeys(others, "process 1: data of step 3 has made no progress")

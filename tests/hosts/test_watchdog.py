@@ -21,7 +21,7 @@ NEVER = HangConfig(**{field.name: 0 for field in dataclasses.fields(HangConfig)}
 
 
 class Bitten:
-    """A watchdog whose bark ends nothing; remembers the exit codes, the events and what the others were told."""
+    """A watchdog that ends no process; saves exit codes, events and reports to the others."""
 
     process = 1
 
@@ -33,7 +33,7 @@ class Bitten:
     def note(self, kind, step=None, **facts):
         self.events.append((kind, step, facts))
 
-    def tell_hang(self, line):
+    def report_hang(self, line):
         self.told.append(line)
 
     def on_hang(self, heard):
@@ -43,7 +43,7 @@ class Bitten:
         self.codes.append(code)
         if self.watchdog.backstop:
             self.watchdog.backstop.disarm()
-        self.watchdog.over.set()  # what the end of the process would bring
+        self.watchdog.stopped.set()  # what the end of the process would bring
         self.over.set()
 
 

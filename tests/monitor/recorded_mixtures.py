@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import tiny  # noqa: E402
 
-from jaxscale.monitor.health import RunFacts, facts_of  # noqa: E402
+from jaxscale.monitor.health import RunFacts, facts_from_config  # noqa: E402
 from jaxscale.run.opening import open_run  # noqa: E402
 from jaxscale.training import loop  # noqa: E402
 
@@ -93,7 +93,7 @@ def recorded() -> dict[str, tuple[list[dict], RunFacts]]:
     kept = json.loads(gzip.decompress(FILE.read_bytes()))
     columns = lambda run: [dict(zip(run["names"], row)) for row in run["rows"]]
     whole = lambda rows: [{name: value for name, value in row.items() if value is not None} for row in rows]
-    return {name: (whole(columns(run)), facts_of(run["config"])) for name, run in kept.items()}
+    return {name: (whole(columns(run)), facts_from_config(run["config"])) for name, run in kept.items()}
 
 
 def keep(folder: pathlib.Path, names) -> None:

@@ -33,7 +33,7 @@ import sys
 
 from jaxscale.monitor.config import HealthConfig
 from jaxscale.monitor.health import Finding, Health, RunFacts
-from jaxscale.monitor.health.evidence import with_events
+from jaxscale.monitor.health.evidence import pair_with_events
 
 FILE = pathlib.Path(__file__).parent / "recorded_runs.json.gz"
 COLUMNS = ("step", "loss", "step_seconds", "data_wait_seconds", "learning_rate", "grad_norm", "skipped_total",
@@ -57,7 +57,7 @@ def runs() -> dict[str, list[dict]]:
 def replay(records, events=(), cfg: HealthConfig | None = None, facts: RunFacts | None = None) -> list[Finding]:
     """All findings of a run. An event counts from the first record at or behind its place."""
     health = Health(cfg, facts or RunFacts())
-    return [finding for record, due in with_events(records, events) for finding in health.observe(record, due)]
+    return [finding for record, due in pair_with_events(records, events) for finding in health.observe(record, due)]
 
 
 def is_quickstart(name: str) -> bool:

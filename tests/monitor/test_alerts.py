@@ -10,11 +10,11 @@ import types
 
 import pytest
 
-from jaxscale.monitor.alerts import Alerts, Diagnosis, facts_of_finding, line_of, message_of, read_facts
+from jaxscale.monitor.alerts import Alerts, Diagnosis, finding_to_json, format_line, format_message, read_facts
 from jaxscale.monitor.config import HealthConfig, MonitorConfig
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.health import Cause, Finding, RunFacts
-from jaxscale.monitor.webhook import LONGEST_WAIT, MOST_WAITING, VARIABLE, Webhook, retry_after, webhook_url
+from jaxscale.monitor.webhook import MAX_PENDING, MAX_WAIT, VARIABLE, Webhook, retry_after, webhook_url
 from jaxscale.monitor.writers import Writer
 from jaxscale.system import redact
 
@@ -60,8 +60,8 @@ def chat(answer):
 def test_the_console_has_one_line_and_the_event_all_facts(tmp_path):
     said, events = [], Events(tmp_path, primary=True)
     alerts = Alerts(events.note, said.append)
-    alerts.tell(SPIKE)
-    alerts.tell(OVER)
+    alerts.report(SPIKE)
+    alerts.report(OVER)
     events.close()
     assert said == [
         "health: step 120: spike: the loss is 9 after 3; likely: a bad batch (batch 119); try: look at the batch",
@@ -78,7 +78,7 @@ def test_the_console_has_one_line_and_the_event_all_facts(tmp_path):
 def test_a_chat_gets_the_message_as_text_without_markup():
     with chat(lambda number, handler: (200, {})) as (url, received):
         alerts = Alerts(lambda *args, **facts: None, lambda text: None, run="runs/<a>&b", url=url)
-        alerts.tell(SPIKE)
+        alerts.report(SPIKE)
         alerts.close()
     ((path, body, _),) = received
     text = json.loads(body)["text"]
@@ -100,7 +100,7 @@ def test_a_message_that_fails_is_tried_again_and_a_429_is_obeyed():
 
 def test_what_asks_for_too_long_a_wait_or_none_that_can_be_read_gets_a_sane_one():
     assert retry_after("7", 0) == 7 and retry_after(None, 0) == 1 and retry_after("soon", 0) == 1
-    assert retry_after("nan", 0) == 1 and retry_after("-3", 0) == 0 and retry_after("1e9", 0) == LONGEST_WAIT
+    assert retry_after("nan", 0) == 1 and retry_after("-3", 0) == 0 and retry_after("1e9", 0) == MAX_WAIT
     assert retry_after("Thu, 01 Jan 1970 00:00:30 GMT", 10) == 20
 
 
@@ -130,12 +130,12 @@ def test_an_address_that_fails_is_complained_of_once_and_again_when_it_fails_aft
     with chat(lambda number, handler: (statuses[number - 1], {})) as (url, received):
         alerts = Alerts(lambda *args, **facts: None, said.append, url=url)
         for number in range(len(statuses)):
-            alerts.tell(SPIKE)
+            alerts.report(SPIKE)
             with alerts.webhook.changed:
                 assert alerts.webhook.changed.wait_for(
-                    lambda: not alerts.webhook.waiting and not alerts.webhook.busy, 5
+                    lambda: not alerts.webhook.pending and not alerts.webhook.busy, 5
                 )
-            alerts.complain()
+            alerts.log_webhook_problem()
         alerts.close()
     assert len(received) == 5
     spoken = [number for number, line in enumerate(said) if line == "webhook: it answered 404"]
@@ -147,10 +147,10 @@ def test_nothing_waits_for_a_server_that_is_slow_or_away():
     with chat(lambda number, handler: (release.wait(20) and 200, {})) as (url, _):
         webhook = Webhook(url, timeout=30)
         began = time.monotonic()
-        for number in range(MOST_WAITING + 50):
+        for number in range(MAX_PENDING + 50):
             webhook.post(str(number))
         assert time.monotonic() - began < 1
-        assert len(webhook.waiting) <= MOST_WAITING and "are left out" in webhook.take_problem()
+        assert len(webhook.pending) <= MAX_PENDING and "are left out" in webhook.take_problem()
         webhook.close(0.1)
         assert time.monotonic() - began < 2 and "may be lost" in webhook.take_problem()
         release.set()
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_repeats_no_alert_and_knows_what_is_still_wrong(tmp_p
 def test_a_fault_of_the_diagnosis_is_said_once_and_ends_no_run(tmp_path):
     noted, stream = [], io.StringIO()
     writer = make_writer(tmp_path, stream, lambda kind, step, **facts: noted.append((kind, facts["what"])))
-    writer.diagnosis.health.rules.insert(0, types.SimpleNamespace(kind="broken", change=lambda view: 1 / 0))
+    writer.diagnosis.health.rules.insert(0, types.SimpleNamespace(kind="broken", update=lambda view: 1 / 0))
     for step in range(1, 4):
         writer.write(step, record(step))
     writer.close()
@@ -256,7 +256,7 @@ def test_a_fault_of_the_diagnosis_is_said_once_and_ends_no_run(tmp_path):
 def test_events_are_heard_and_still_noted():
     noted = []
     diagnosis = Diagnosis(HealthConfig(), RunFacts(), lambda kind, step, **facts: noted.append((kind, step, facts)))
-    heard = diagnosis.hearing(diagnosis.note)
+    heard = diagnosis.wrap_note(diagnosis.note)
     heard("rewind", 40, to=20)
     heard("saved", 41)
     assert noted == [("rewind", 40, {"to": 20}), ("saved", 41, {})]
@@ -269,16 +269,16 @@ def test_the_largest_documents_of_the_batch_are_told_and_a_fault_in_finding_them
         HealthConfig(), RunFacts(branched=True), lambda kind, step, **facts: noted.append(facts),
         lambda batch: [f"web w{batch}.txt, document {n}" for n in range(12)],
     )  # fmt: skip
-    diagnosis.begin([], said.append)
+    diagnosis.replay([], said.append)
     values = [3.0] * 20 + [8.0] * 2 + [3.0] * 10
     for step, loss in enumerate(values, 1):
-        diagnosis.take({"step": step} | record(step, loss=loss))
+        diagnosis.update({"step": step} | record(step, loss=loss))
     assert noted[0]["documents"] == [f"web w20.txt, document {n}" for n in range(8)]
     assert (noted[0]["numbers"]["batch"], noted[0]["numbers"]["documents"]) == (20, 12)
     assert "; batch 20 holds web w20.txt, document 0; web w20.txt, document 1; and 10 more documents; try" in said[0]
     assert noted[1]["over"] and noted[1]["documents"] == []
     finding = SPIKE._replace(numbers={"batch": 7, "documents": 1}, documents=("a b, document 0",))
-    assert "\nBatch 7 holds a b, document 0\nWhat to try:" in message_of(finding)
+    assert "\nBatch 7 holds a b, document 0\nWhat to try:" in format_message(finding)
 
     diagnosis.documents = lambda batch: 1 / 0
     for number in (1, 2):
@@ -298,8 +298,8 @@ def test_a_forecast_of_no_use_is_said_and_left_out(tmp_path):
 
 
 def test_what_is_told_is_plain_text_and_json():
-    assert line_of(SPIKE).count("\n") == 0 and message_of(OVER) == line_of(OVER)
-    json.dumps(facts_of_finding(SPIKE), allow_nan=False)
+    assert format_line(SPIKE).count("\n") == 0 and format_message(OVER) == format_line(OVER)
+    json.dumps(finding_to_json(SPIKE), allow_nan=False)
 
 
 @pytest.mark.fault("H16")

@@ -8,8 +8,8 @@ from recorded_mixtures import HEALTHY, MIXTURES, SICK
 from recorded_runs import replay
 
 from jaxscale.monitor.config import HealthConfig
-from jaxscale.monitor.health import Health, RunFacts, facts_of
-from jaxscale.monitor.health.expert_rules import DeadExperts, RouterBias, RouterCollapse, patience_of
+from jaxscale.monitor.health import Health, RunFacts, facts_from_config
+from jaxscale.monitor.health.expert_rules import DeadExperts, RouterBias, RouterCollapse, balance_steps
 
 KINDS = {rule.kind for rule in (RouterCollapse, DeadExperts, RouterBias)}
 TOLD = {  # what must be told of a sick run, and after how many steps at the latest
@@ -55,7 +55,7 @@ def test_a_sick_mixture_is_told_by_its_rule_with_numbers_causes_and_advice(recor
 def test_the_thresholds_lie_between_the_healthy_and_the_sick(recorded):
     """What docs/health.md says of how far."""
     after = lambda name, column: [
-        record[f"train/{column}"] for record in recorded[name][0] if record["step"] > patience_of(recorded[name][1])
+        record[f"train/{column}"] for record in recorded[name][0] if record["step"] > balance_steps(recorded[name][1])
     ]
     used = [min(after(name, "experts_effective")) / recorded[name][1].experts for name in HEALTHY]
     assert min(used) > 0.7
@@ -88,7 +88,7 @@ def test_a_collapse_is_told_once_it_has_lasted_and_once_more_when_it_is_over():
 
 
 def test_a_slow_bias_is_given_the_steps_in_which_it_reaches_everywhere():
-    assert patience_of(RunFacts(bias_rate=1e-3)) == 500 and patience_of(RunFacts(bias_rate=1.0)) == 200
+    assert balance_steps(RunFacts(bias_rate=1e-3)) == 500 and balance_steps(RunFacts(bias_rate=1.0)) == 200
     records = [record(step, experts_effective=2.5, experts_dead=3) for step in range(10, 800, 10)]
     told = begun_and_over(records, RunFacts(experts=8, chosen=2, bias_rate=1e-3, balanced_by=("bias",)))
     assert told == [("dead_experts", 420, False), ("router_collapse", 520, False)]
@@ -112,9 +112,9 @@ def test_steps_before_dead_experts_can_be_known_count_neither_way():
 def test_facts_of_a_config_tell_what_balances_experts():
     experts = {"number": 16, "chosen": 4, "bias": True, "bias_rate": 0.01}
     settings = {"model": {"experts": experts}, "train": {"aux_losses": {"z_loss": 1e-4, "row_balance_loss": 1e-3}}}
-    facts = facts_of({"config": settings})
+    facts = facts_from_config({"config": settings})
     assert (facts.experts, facts.chosen, facts.bias_rate) == (16, 4, 0.01)
     assert facts.balanced_by == ("bias", "row_balance_loss")
-    assert facts_of({"config": settings | {"lora": {"rank": 8}}}).balanced_by == ("row_balance_loss",)
-    assert facts_of({"config": {"model": {"experts": None}}}) == RunFacts()
-    assert math.isclose(patience_of(facts), 200) and Health(facts=facts).observe(record(1)) == []
+    assert facts_from_config({"config": settings | {"lora": {"rank": 8}}}).balanced_by == ("row_balance_loss",)
+    assert facts_from_config({"config": {"model": {"experts": None}}}) == RunFacts()
+    assert math.isclose(balance_steps(facts), 200) and Health(facts=facts).observe(record(1)) == []

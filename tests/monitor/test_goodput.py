@@ -12,7 +12,7 @@ from jaxscale import main
 from jaxscale.hosts.config import HangConfig
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.goodput import KINDS, TimeLedger, goodput_of, iso_time, own_age_seconds
+from jaxscale.monitor.goodput import KINDS, TimeLedger, iso_time, measure_goodput, process_age_seconds
 from jaxscale.monitor.records import abandon
 from jaxscale.monitor.writers import open_records
 from jaxscale.reporting.history import read_history
@@ -135,9 +135,9 @@ def test_steps_behind_a_rewind_are_lost_once():
 def test_steps_that_a_killed_start_had_logged_are_lost(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "goodput/wall_seconds": 9.5, "goodput/step_seconds": 8}\n{"st')
     clock, ledger, phase = make()
-    facts = ledger.take_up(tmp_path)
+    facts = ledger.start_facts(tmp_path)
     assert facts["left"] == {"wall_seconds": 9.5, "step_seconds": 8.0, "step": 4}
-    assert facts["process_began"] == iso_time(1_700_000_100) and "left" not in ledger.take_up(tmp_path)
+    assert facts["process_began"] == iso_time(1_700_000_100) and "left" not in ledger.start_facts(tmp_path)
     run_steps(clock, phase, 3, 6, data=0.0, compiles=(3,))
     found = ledger.totals()
     assert found["compile"] == pytest.approx(6.0) and found["lost"] == pytest.approx(
@@ -195,12 +195,12 @@ def test_starts_are_added_up_and_what_lies_between_is_idle():
         event("resumed", 1510, 80, process_began=iso_time(1500), left=ledger_at(150.0, restore=50.0) | {"step": 95}),
     ]
     records = [record(60, **ledger_at(190.0)), record(80, **ledger_at(100.0)), record(90, **ledger_at(60.0, lost=40.0))]
-    found = goodput_of(records, events)
+    found = measure_goodput(records, events)
     assert (found.starts, found.rewinds) == (3, 1)
     expected = {"step": 140 + 100 + 20, "compile": 20, "lost": 30 + 40, "other": 10, "restore": 50, "idle": 100 + 50}
     assert {kind: seconds for kind, seconds in found.seconds.items() if seconds} == pytest.approx(expected)
     assert found.wall_seconds == pytest.approx(1560 - 1000) and found.fraction == pytest.approx(260 / 560)
-    assert goodput_of(records, events, now=1660).seconds["idle"] == pytest.approx(250)
+    assert measure_goodput(records, events, now=1660).seconds["idle"] == pytest.approx(250)
 
 
 def test_a_start_without_a_record_of_its_own_does_not_inherit_the_last_one():
@@ -208,7 +208,7 @@ def test_a_start_without_a_record_of_its_own_does_not_inherit_the_last_one():
         event("started", 1000, 0, process_began=iso_time(1000)),
         event("resumed", 2000, 50, process_began=iso_time(2000), left=ledger_at(500.0) | {"step": 50}),
     ]
-    assert goodput_of([record(50, **ledger_at(490.0))], events).wall_seconds == pytest.approx(1000.0)
+    assert measure_goodput([record(50, **ledger_at(490.0))], events).wall_seconds == pytest.approx(1000.0)
 
 
 def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
@@ -218,7 +218,7 @@ def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
 
     def begin(step):
         ledger = TimeLedger(age_seconds=2.0, clock=clock, wall_clock=clock)
-        facts = ledger.take_up(tmp_path)
+        facts = ledger.start_facts(tmp_path)
         if step:
             open_records(metrics, step, clock)  # as the writer does, before it is noted
         events.append(event("resumed" if step else "started", clock.now, step, **facts))
@@ -239,8 +239,8 @@ def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
     abandon(tmp_path, 3, 1)
     with phase("restore"):
         clock.now += 2.0
-    assert goodput_of(records_of(metrics), events).wall_seconds == pytest.approx(clock.now - 2.0 - began, rel=0.01)
-    events.append(event("resumed", clock.now, 3, **ledger.take_up(tmp_path)))
+    assert measure_goodput(records_of(metrics), events).wall_seconds == pytest.approx(clock.now - 2.0 - began, rel=0.01)
+    events.append(event("resumed", clock.now, 3, **ledger.start_facts(tmp_path)))
     train(ledger, phase, 4, 8)
     clock.now += 40.0  # killed here, and nobody looked
     begin(5)
@@ -250,7 +250,7 @@ def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
     ledger, phase = begin(5)
     train(ledger, phase, 6, 9, compiles=(6,))
     events.append(event("stopped", clock.now, code=0, goodput=ledger.facts()))
-    found = goodput_of(records_of(metrics), events)
+    found = measure_goodput(records_of(metrics), events)
     assert (found.starts, found.rewinds) == (3, 1)
     assert found.wall_seconds == pytest.approx(clock.now - began, rel=0.01)
     assert found.seconds["idle"] == pytest.approx(66.0, rel=1e-3) and found.seconds["restore"] == 2.0
@@ -264,13 +264,13 @@ def test_what_an_older_version_wrote_is_other_and_rubbish_is_left_out():
         event("resumed", 120, 5),
         event("stopped", 160, code=0),
     ]
-    found = goodput_of([{"step": 3}], [*events, {"event": "stopped", "time": "yesterday"}, {}])
+    found = measure_goodput([{"step": 3}], [*events, {"event": "stopped", "time": "yesterday"}, {}])
     assert found.starts == 1 and found.seconds["other"] == 60.0 == found.wall_seconds
-    assert goodput_of([], []).fraction is None
+    assert measure_goodput([], []).fraction is None
 
 
 def test_a_program_that_is_not_ours_is_not_charged_for_its_past():
-    assert own_age_seconds() == 0.0  # pytest
+    assert process_age_seconds() == 0.0  # pytest
 
 
 @pytest.mark.soak
@@ -293,7 +293,7 @@ def test_a_real_run_that_is_stopped_and_gone_on_with_adds_up(tmp_path):
         kinds = [record[f"goodput/{kind}_seconds"] for kind in KINDS if kind != "idle"]
         assert sum(kinds) == pytest.approx(record["goodput/wall_seconds"], rel=0.01) and min(kinds) >= 0
     events = read_events(tmp_path / "run")
-    found = goodput_of(records, events)
+    found = measure_goodput(records, events)
     began, ended = events[0]["process_began"], events[-1]["time"]
     wall = (datetime.datetime.fromisoformat(ended) - datetime.datetime.fromisoformat(began)).total_seconds()
     assert found.starts == 2 and found.wall_seconds == pytest.approx(wall, rel=0.01)

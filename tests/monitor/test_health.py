@@ -8,13 +8,13 @@ import pytest
 from recorded_runs import replay
 
 from jaxscale import schema
-from jaxscale.monitor.alerts import facts_of_finding, message_of
+from jaxscale.monitor.alerts import finding_to_json, format_message
 from jaxscale.monitor.config import RULES, HealthConfig
-from jaxscale.monitor.health import ALL, Health, RunFacts, facts_of
-from jaxscale.monitor.health.course_rules import band_at
-from jaxscale.monitor.health.finding import band_of, is_harmless
-from jaxscale.monitor.health.robust import Baseline, Blocks, median, slope
-from jaxscale.monitor.health.words import WORDS
+from jaxscale.monitor.health import ALL, Health, RunFacts, facts_from_config
+from jaxscale.monitor.health.course_rules import interpolate_band
+from jaxscale.monitor.health.explanations import EXPLANATIONS
+from jaxscale.monitor.health.finding import is_harmless, parse_forecast
+from jaxscale.monitor.health.robust import Baseline, BlockMeans, median, slope
 from jaxscale.system.exits import BadInput
 
 FACTS = RunFacts(workdir="runs/a", total_steps=10_000, warmup_steps=100, decay="constant", clip_norm=1.0, branched=True)
@@ -34,14 +34,14 @@ def said(records, facts=FACTS, events=(), **settings):
 
 
 def test_every_rule_has_words_and_a_name_by_which_it_is_switched_off():
-    assert {rule.kind for rule in ALL} == set(RULES) == set(WORDS)
-    for words in WORDS.values():
+    assert {rule.kind for rule in ALL} == set(RULES) == set(EXPLANATIONS)
+    for words in EXPLANATIONS.values():
         assert words.causes and words.advice and words.sources
 
 
 @pytest.mark.parametrize("kind", RULES)
 def test_advice_and_sources_of_every_rule_are_tuples_of_whole_texts(kind):
-    words = WORDS[kind]
+    words = EXPLANATIONS[kind]
     for texts in (words.advice, words.sources):
         assert isinstance(texts, tuple) and all(len(text) > 1 for text in texts)
 
@@ -50,8 +50,8 @@ def test_the_alert_for_nan_names_its_threshold_once_as_a_whole_text():
     records = [record(step) for step in range(1, 20)] + [record(20) | {"loss": None, "nonfinite": ["loss"]}]
     finding = next(finding for finding in replay(records, (), HealthConfig(), FACTS) if finding.kind == "nonfinite")
     rule = "common rules: a norm that is NaN is an alarm; stop at NaN"
-    assert message_of(finding).splitlines()[-1] == f"Thresholds: {rule}"
-    assert facts_of_finding(finding)["sources"] == [rule]
+    assert format_message(finding).splitlines()[-1] == f"Thresholds: {rule}"
+    assert finding_to_json(finding)["sources"] == [rule]
 
 
 def test_a_spike_is_told_once_and_once_more_when_it_is_over():
@@ -76,7 +76,7 @@ def test_a_spike_never_enters_its_own_baseline():
     baseline = Health(HealthConfig(), FACTS).losses
     for step in range(1, 40):
         baseline.add(9.0 if step > 30 else 3 + NOISE[step])
-    assert baseline.baseline.usual()[0] == pytest.approx(3, rel=0.01) and 9.0 not in baseline.baseline.values
+    assert baseline.baseline.center_and_noise()[0] == pytest.approx(3, rel=0.01) and 9.0 not in baseline.baseline.values
 
 
 def test_noise_that_is_wide_is_no_spike_however_high_the_ratio():
@@ -259,7 +259,7 @@ def test_a_slow_step_must_last_and_be_slower_than_the_run_itself():
 def test_a_step_that_is_slower_since_its_batch_is_larger_is_not_called_slow():
     slower = [timed(n, 9.0 if n >= 20 else 2.0, batch_index=n * 10 - 1) for n in range(1, 60)]
     assert said(slower)[0] == [("slow_step", 240, False)]
-    facts = facts_of({"budget": {"batch_tokens": 4096, "ramp": [[0, 1024], [190, 4096]]}})
+    facts = facts_from_config({"budget": {"batch_tokens": 4096, "ramp": [[0, 1024], [190, 4096]]}})
     assert facts.grows_at == (190,)
     assert said(slower, dataclasses.replace(FACTS, grows_at=facts.grows_at))[0] == []
 
@@ -343,7 +343,7 @@ def test_a_source_that_jumps_where_a_stage_begins_names_the_stage_first():
 
 
 def test_leaving_the_forecast_is_told_and_coming_back_too():
-    band = band_of({"tokens": [0, 1000], "low": [2.9, 2.9], "middle": [3, 3], "high": [3.1, 3.1]})
+    band = parse_forecast({"tokens": [0, 1000], "low": [2.9, 2.9], "middle": [3, 3], "high": [3.1, 3.1]})
     curve = [record(step, 3.2 if 30 <= step < 60 else 3.0, tokens_seen=step * 10) for step in range(1, 90)]
     facts = RunFacts(forecast=band, branched=True)
     told = [(kind, over) for kind, _, over in said(curve, facts)[0] if kind == "forecast"]
@@ -420,9 +420,9 @@ def test_the_facts_of_a_run_are_read_from_its_config():
         },
         "budget": {"batch_tokens": 64, "total_steps": 100, "warmup_steps": 7},
     }  # fmt: skip
-    facts = facts_of(config, "w")
+    facts = facts_from_config(config, "w")
     assert facts == RunFacts("w", 100, 7, "wsd", 0.5, "bfloat16", 100, True, (20, 50), ())
-    assert facts_of({}) == RunFacts() and facts_of({"devices": {"kind": "cpu", "number": 2}}).on_cpu
+    assert facts_from_config({}) == RunFacts() and facts_from_config({"devices": {"kind": "cpu", "number": 2}}).on_cpu
 
 
 def test_a_record_that_lacks_everything_or_is_odd_is_taken_calmly():
@@ -462,8 +462,8 @@ def test_the_statistics_are_what_they_are_called():
     baseline = Baseline()
     for value in [2 + NOISE[n] for n in range(50)]:
         baseline.add(value)
-    assert baseline.usual()[1] == pytest.approx(0.02, rel=0.5)
-    blocks = Blocks(most=8)
+    assert baseline.center_and_noise()[1] == pytest.approx(0.02, rel=0.5)
+    blocks = BlockMeans(most=8)
     for step in range(1, 1001):
         blocks.add(step, float(step))
     assert len(blocks.done) <= 8 and all(x == pytest.approx(y) for x, y in blocks.done)
@@ -472,4 +472,4 @@ def test_the_statistics_are_what_they_are_called():
 
 def test_between_two_points_the_band_lies_on_straight_lines():
     band = ((10.0, 1.0, 2.0), (20.0, 3.0, 6.0), (40.0, 3.0, 6.0))
-    assert [band_at(band, tokens) for tokens in (10, 15, 20, 40)] == [(1, 2), (2, 4), (3, 6), (3, 6)]
+    assert [interpolate_band(band, tokens) for tokens in (10, 15, 20, 40)] == [(1, 2), (2, 4), (3, 6), (3, 6)]

@@ -53,7 +53,7 @@ def test_it_is_drawn_a_few_times_a_second_at_most():
 
 
 def test_what_is_shown_cannot_be_html_of_somebody_else():
-    assert "<b>" not in notebook.Shown(0.5, "<b>x</b>")._repr_html_()
+    assert "<b>" not in notebook.NotebookBar(0.5, "<b>x</b>")._repr_html_()
 
 
 def fake_ipython(kernel):

@@ -17,7 +17,7 @@ from jaxscale.hosts.config import HangConfig
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.monitor.config import MonitorConfig, parse_steps
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.profile import TOUCHED, Profiler
+from jaxscale.monitor.profile import TRIGGER_FILE, Profiler
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.system import fence
 from jaxscale.system.exits import Exit, Stop
@@ -53,7 +53,7 @@ class Steps:
                 if self.on:
                     self.captured.append(step)
                 if step in touch:
-                    (self.profiler.workdir / TOUCHED).touch()
+                    (self.profiler.workdir / TRIGGER_FILE).touch()
             if step > first:
                 with self.phase("compile" if step - 1 == first else "step", step - 1):
                     if self.profiler.busy():
@@ -85,7 +85,7 @@ def test_a_touched_file_is_answered_by_the_next_step_and_taken_away(tmp_path):
     steps = Steps(tmp_path)
     with steps.profiler:
         steps.run(1, 20, touch=(3, 12))
-        assert not (tmp_path / TOUCHED).exists()
+        assert not (tmp_path / TRIGGER_FILE).exists()
     assert steps.captured == [*range(4, 10), *range(13, 19)]
     assert kinds(steps) == [(4, "begun"), (4, "written"), (13, "begun"), (13, "written")]
 
@@ -94,7 +94,7 @@ def test_only_the_first_process_looks_for_the_file(tmp_path):
     steps = Steps(tmp_path, process=1)
     with steps.profiler:
         steps.run(1, 9, touch=(3,))
-    assert not steps.captured and (tmp_path / TOUCHED).exists()
+    assert not steps.captured and (tmp_path / TRIGGER_FILE).exists()
 
 
 def test_a_capture_ends_with_the_run_and_with_a_way_back(tmp_path):
@@ -114,7 +114,7 @@ def test_a_profiler_that_fails_is_told_once_and_ends_nothing(tmp_path, where):
     steps = Steps(tmp_path, "3:9", **{where: fail})
     with steps.profiler:
         steps.run(1, 20, touch=(12,))
-    (line,) = [line for line in steps.said if "training goes on without" in line]
+    (line,) = [line for line in steps.said if "training continues without it" in line]
     assert "RuntimeError: Only one profile may be run at a time." in line and "\n" not in line
     assert [kind for kind, *_ in steps.notes].count("alarm") == 1 and not steps.profiler.busy()
 
@@ -134,7 +134,7 @@ def test_a_lock_that_cannot_be_asked_ends_nothing_and_one_that_is_lost_ends_the_
             steps.run(1, 4)
             steps.done = 4
             steps.run(5, 9)
-    told = [line for line in steps.said if "OSError: the disk fails; training goes on without" in line]
+    told = [line for line in steps.said if "OSError: the disk fails; training continues without it" in line]
     assert len(told) == isinstance(error, OSError) and steps.on is (error is not None)
 
 
@@ -146,7 +146,7 @@ def test_what_is_no_range_of_steps_is_refused(text):
 
 def test_steps_that_are_left_out_change_no_throughput():
     now, busy = [0.0], [False]
-    throughput = Throughput(1.0, None, clock=lambda: now[0], leaves_out=lambda: busy[0])
+    throughput = Throughput(1.0, None, clock=lambda: now[0], is_excluded=lambda: busy[0])
     throughput.add(10)  # compiled
     for seconds, captured, excluded in ((1, False, 0), (1, False, 0), (9, True, 3), (1, False, 0.5), (2, True, 0)):
         now[0] += seconds + excluded
@@ -216,31 +216,31 @@ def test_an_upload_that_fails_ends_no_other_capture(tmp_path):
     with fence.fenced(tmp_path, may_write):
         with steps.profiler:
             steps.profiler.compiled = True
-            steps.profiler.asked.set()
+            steps.profiler.requested.set()
             steps.run(2, 9)  # captures 2 to 6, which are on their way
-            steps.profiler.asked.set()
+            steps.profiler.requested.set()
             steps.run(12, 13)
             goes_on.set()
             steps.profiler.uploads[0].join(20)
             assert steps.on
             steps.run(14, 15)
         assert not steps.on
-    (line,) = [line for line in steps.said if "training goes on without" in line]
+    (line,) = [line for line in steps.said if "training continues without it" in line]
     told, _, left = line.partition(", and stays in ")
-    assert told == "the profile from step 2 on could not be brought into the bucket"
+    assert told == "the profile from step 2 on could not be uploaded to the bucket"
     shutil.rmtree(left.partition(":")[0])
     assert kinds(steps) == [(2, "begun"), (12, "begun"), (12, "written")]
 
 
 def test_in_a_bucket_a_thread_looks_for_the_file_and_brings_the_capture(tmp_path):
-    steps = steps_in_a_bucket(tmp_path, 4, look_seconds=0.01)
+    steps = steps_in_a_bucket(tmp_path, 4, poll_seconds=0.01)
     with steps.profiler:
         steps.run(1, 3)
-        (tmp_path / TOUCHED).touch()
+        (tmp_path / TRIGGER_FILE).touch()
         end = time.monotonic() + 20
-        while not steps.profiler.asked.is_set() and time.monotonic() < end:
+        while not steps.profiler.requested.is_set() and time.monotonic() < end:
             time.sleep(0.01)
-        assert not (tmp_path / TOUCHED).exists()
+        assert not (tmp_path / TRIGGER_FILE).exists()
         for step in range(4, 12):
             with steps.phase("data", step):
                 pass

@@ -21,7 +21,7 @@ def test_every_reader_finds_the_same_wherever_the_file_ends(tmp_path, end):
         + [json.loads(TEXT[47:])] * (end == len(TEXT))
     )
     damage, follower = Damage(), Follower(file)
-    assert list(read_records(file, damage)) == tail_records(file) == follower.look()[0] == whole
+    assert list(read_records(file, damage)) == tail_records(file) == follower.poll()[0] == whole
     assert damage.lines == follower.damaged == (end >= 30) + (end >= 34)
     assert damage.torn == (0 < end < len(TEXT) and TEXT[end - 1 : end] != b"\n" and end not in (21, 46))
     file.write_bytes(TEXT[:end])
@@ -35,9 +35,9 @@ def test_nothing_is_glued_to_a_torn_line_and_a_follower_misses_nothing(tmp_path,
     file = tmp_path / "events.jsonl"
     file.write_bytes(TEXT[:end])
     follower = Follower(file)
-    before, _ = follower.look()
+    before, _ = follower.poll()
     append(file, b'{"step": 9}\n')
-    after, again = follower.look()
+    after, again = follower.poll()
     assert list(read_records(file)) == ([] if again else before) + after and after[-1] == {"step": 9}
     assert file.read_bytes().endswith(b'\n{"step": 9}\n' if end >= 21 else b'{"step": 9}\n')
 

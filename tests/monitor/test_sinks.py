@@ -16,7 +16,7 @@ from no_packages import no_distribution
 
 from jaxscale import schema
 from jaxscale.monitor.config import MonitorConfig
-from jaxscale.monitor.sinks import Begin, Sink
+from jaxscale.monitor.sinks import ServiceRun, Sink
 from jaxscale.monitor.writers import Writer
 
 PLAIN = MonitorConfig(tensorboard=False, progress="off")
@@ -25,10 +25,10 @@ PLAIN = MonitorConfig(tensorboard=False, progress="off")
 class Service:
     """A service that keeps what it gets, and waits where it is told to."""
 
-    place = "somewhere"
+    address = "somewhere"
 
-    def __init__(self, begin):
-        self.begin, self.records, self.finished = begin, [], False
+    def __init__(self, service_run):
+        self.service_run, self.records, self.finished = service_run, [], False
         self.gate = threading.Event()
         self.gate.set()
 
@@ -58,7 +58,7 @@ def test_every_record_arrives_in_order_and_the_end_is_waited_for(tmp_path):
         sink.write(step, {"loss": 1 / step})
     sink.close()
     assert made[0].records == [(step, {"loss": 1 / step}) for step in range(1, 50)]
-    assert made[0].finished and sink.problem is None and sink.news == "test: somewhere"
+    assert made[0].finished and sink.problem is None and sink.announcement == "test: somewhere"
 
 
 def test_a_run_keeps_its_id_and_counts_attempts_also_where_it_begins_again_without_a_checkpoint(tmp_path):
@@ -66,7 +66,7 @@ def test_a_run_keeps_its_id_and_counts_attempts_also_where_it_begins_again_witho
     made = []
     for _ in range(4):
         opened(tmp_path, made).close()
-    begins = [service.begin for service in made]
+    begins = [service.service_run for service in made]
     assert len({begin.id for begin in begins}) == 1 and [begin.attempt for begin in begins] == [1, 2, 3, 4]
     assert begins[0].config == {"config": {"seed": 3}}
     assert (tmp_path / "writers").stat().st_mode & 0o777 == 0o700
@@ -75,12 +75,12 @@ def test_a_run_keeps_its_id_and_counts_attempts_also_where_it_begins_again_witho
 def test_secrets_do_not_reach_a_service(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "correcthorsebattery")
     (tmp_path / "config.json").write_text(json.dumps({"config": {"data": {"files": "x?key=correcthorsebattery"}}}))
-    assert "correcthorse" not in json.dumps(Begin(tmp_path, "test").config)
+    assert "correcthorse" not in json.dumps(ServiceRun(tmp_path, "test").config)
 
 
 def test_a_service_that_stands_still_keeps_nobody_waiting(tmp_path):
     gate = threading.Event()
-    sink = opened(tmp_path, [], gate=gate, most_waiting=10, close_seconds=0.3)
+    sink = opened(tmp_path, [], gate=gate, max_pending=10, close_seconds=0.3)
     began = time.monotonic()
     for step in range(1000):
         sink.write(step, {"loss": 1.0})
@@ -102,7 +102,7 @@ def test_a_service_that_fails_is_told_of_once_and_the_file_is_whole(tmp_path, er
     stream = io.StringIO()
     writer = Writer(tmp_path, MonitorConfig(tensorboard=False, progress="lines"), 10, stream=stream)
     writer.sinks = [Sink("test", tmp_path, fail)]
-    writer.sinks[0].over.wait(10)
+    writer.sinks[0].finished.wait(10)
     for step in range(1, 4):
         writer.write(step, {"loss": 1.0})
     writer.close()
@@ -143,7 +143,7 @@ for start, steps in ((0, range(1, 8)), (5, range(6, 11))):
     for step in steps:
         writer.write(step, {"loss": 1 / step, "mfu": None, "tokens_hash": "ab"})
     writer.close()
-    assert not writer.told, writer.told
+    assert not writer.reported, writer.reported
 """
 
 
@@ -211,8 +211,8 @@ def test_wandb_without_a_login_asks_nobody(tmp_path):
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed: pip install 'jaxscale[wandb]'")
     code = (
-        "import sys\nfrom jaxscale.monitor.sinks import OPEN, Sink\n"
-        "sink = Sink('wandb', sys.argv[1], OPEN['wandb'])\nsink.over.wait(60)\nprint(sink.problem)"
+        "import sys\nfrom jaxscale.monitor.sinks import OPENERS, Sink\n"
+        "sink = Sink('wandb', sys.argv[1], OPENERS['wandb'])\nsink.finished.wait(60)\nprint(sink.problem)"
     )
     keep = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     done = subprocess.run(

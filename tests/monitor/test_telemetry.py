@@ -8,7 +8,7 @@ import types
 import pytest
 
 from jaxscale.monitor import telemetry
-from jaxscale.monitor.telemetry import Telemetry, combined, parse_duty, parse_nvidia, read_nvidia, reader_for
+from jaxscale.monitor.telemetry import Telemetry, combine_devices, make_reader, parse_duty, parse_nvidia, read_nvidia
 
 # the form of nvidia-smi --query-gpu=index,uuid,utilization.gpu,power.draw,temperature.gpu --format=csv,noheader,nounits
 TWO = """\
@@ -33,7 +33,7 @@ def program(tmp_path, monkeypatch):
 
 def test_the_programs_answer_becomes_means_and_the_hottest(program):
     program(f"import sys\nassert sys.argv[1:] == {list(telemetry.QUERY[1:])!r}, sys.argv\nprint({TWO!r}, end='')")
-    read = reader_for("gpu")
+    read = make_reader("gpu")
     expected = {"device/utilisation": 0.94, "device/power_watts": 600.0, "device/temperature_c": 66.0}
     assert read() == pytest.approx(expected)
 
@@ -43,13 +43,13 @@ def test_the_programs_answer_becomes_means_and_the_hottest(program):
     [("1", 587.65), ("GPU-1111", 612.35), ("0,1", 600.0), (None, 600.0), ("", None), ("0,-1,1", 612.35), ("7,1", None)],
 )
 def test_only_the_devices_of_this_process_count(visible, watts):
-    assert combined(parse_nvidia(TWO, visible)).get("device/power_watts") == (watts and pytest.approx(watts))
+    assert combine_devices(parse_nvidia(TWO, visible)).get("device/power_watts") == (watts and pytest.approx(watts))
 
 
 def test_what_a_device_does_not_tell_is_left_out():
     text = "0, GPU-1, [N/A], [Not Supported], 61\n1, GPU-2, 50, ERR!, nan\n"
-    assert combined(parse_nvidia(text)) == {"device/utilisation": 0.5, "device/temperature_c": 61.0}
-    assert combined([]) == {}
+    assert combine_devices(parse_nvidia(text)) == {"device/utilisation": 0.5, "device/temperature_c": 61.0}
+    assert combine_devices([]) == {}
 
 
 @pytest.mark.parametrize("text", ["No devices were found", "<html>", "0, GPU-1, 3", "a, b, c, d, e"])
@@ -72,16 +72,16 @@ def watched(read, seconds, **settings):
     [
         ("import time; time.sleep(60)", "TimeoutExpired"),
         ("print('<!doctype html>')", "ValueError: nvidia-smi printed no table: '<!doctype html>'"),
-        ("import sys; sys.exit('driver/library version mismatch')", "left with 1: driver/library version mismatch"),
+        ("import sys; sys.exit('driver/library version mismatch')", "exited with 1: driver/library version mismatch"),
         ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 100)", "printed no table"),
     ],
     ids=["hangs", "rubbish", "fails", "binary"],
 )
 def test_a_program_that_goes_wrong_is_told_once_and_asked_no_more(program, monkeypatch, code, told):
-    monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(telemetry, "TIMEOUT_SECONDS", 0.3)
     program(code)
-    (line,), metrics = watched(reader_for("gpu"), 20)
-    assert told in line and "training goes on without" in line and metrics == {}
+    (line,), metrics = watched(make_reader("gpu"), 20)
+    assert told in line and "training continues without it" in line and metrics == {}
 
 
 def test_numbers_come_without_waiting_for_them(program):
@@ -102,17 +102,17 @@ def test_one_failure_is_forgotten_and_old_numbers_are_not_kept():
     def wait(seconds):
         seen.append(asked.metrics())
         if len(seen) == len(answers):
-            asked.over.set()
+            asked.stopped.set()
 
     asked = Telemetry(read, say=said.append)
-    asked.over.wait = wait
+    asked.stopped.wait = wait
     asked.work(asked.read)
     assert seen == [{"device/power_watts": 1.0}, {}, {"device/power_watts": 2.0}] and not said
 
 
 def test_a_platform_without_such_a_program_tells_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert reader_for("gpu") is None and reader_for("cpu") is None
+    assert make_reader("gpu") is None and make_reader("cpu") is None
     with Telemetry(None) as asked:
         assert asked.metrics() == {}
 
@@ -123,13 +123,13 @@ def test_a_tpu_is_asked_through_its_own_library(monkeypatch):
     sdk = types.ModuleType("libtpu.sdk")
     sdk.tpumonitoring = monitoring
     monkeypatch.setitem(sys.modules, "libtpu.sdk", sdk)
-    assert reader_for("tpu")() == {"device/utilisation": 0.75}
+    assert make_reader("tpu")() == {"device/utilisation": 0.75}
     del sdk.tpumonitoring
-    assert reader_for("tpu") is None
+    assert make_reader("tpu") is None
 
 
 DUTY = {"duty_cycle_pct": ["100.0", "50.0", ""]}
 
 
 def test_a_chip_that_tells_nothing_has_no_utilisation():
-    assert combined(parse_duty([])) == {} == combined(parse_duty(["n/a"]))
+    assert combine_devices(parse_duty([])) == {} == combine_devices(parse_duty(["n/a"]))

@@ -84,7 +84,7 @@ def test_a_step_that_is_left_out_counts_for_nothing():
     clock.now += 1
     throughput.add(100)
     clock.now += 30  # the first of larger batches, which compiles
-    throughput.add(400, left_out=True)
+    throughput.add(400, excluded=True)
     clock.now += 4
     throughput.add(400)
     assert throughput.report()["tokens_per_second"] == pytest.approx(100)

@@ -118,7 +118,7 @@ def test_an_outage_is_told_once_it_has_lasted_a_minute_of_a_steady_clock(gcs):
     wait_until(lambda: uploader.failures == 1)
     assert uploader.problem is None
     now[0] += upload.QUIET_SECONDS
-    uploader.hurry()
+    uploader.skip_pause()
     wait_until(lambda: uploader.problem)
     gcs.weather = Weather()
     assert uploader.flush(SECONDS) and gcs.get("bucket", "run/x") == b"text" and uploader.problem is None
@@ -160,7 +160,7 @@ def test_a_run_says_on_its_console_that_its_metrics_may_not_be_written(gcs, caps
     gcs.weather = Weather(lacks={"storage.objects.delete"})
     writer = Writer("gs://bucket/run", MonitorConfig(progress="off"), 10)
     writer.write(1, {"loss": 1.0})
-    wait_until(lambda: writer.lines.problem)
+    wait_until(lambda: writer.metrics_file.problem)
     writer.write(2, {"loss": 1.0})
     writer.write(3, {"loss": 1.0})
     writer.close()

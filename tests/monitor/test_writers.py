@@ -134,10 +134,10 @@ def test_a_full_disk_is_said_once_and_every_record_is_there_when_it_has_room_aga
     stream = io.StringIO()
     writer = Writer(tmp_path, MonitorConfig(progress="off"), 100, stream=stream)
     writer.write(1, {"loss": 1.0})
-    writer.events.file.records.flush()
+    writer.tensorboard.file.records.flush()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, hard))
-    writer.events.clock = writer.events.file.clock = lambda: 2e9  # every write is also a flush
+    writer.tensorboard.clock = writer.tensorboard.file.clock = lambda: 2e9  # every write is also a flush
     try:
         for step in range(2, 6):
             writer.write(step, {"loss": 1.0})
@@ -164,7 +164,7 @@ def test_a_folder_that_was_removed_ends_no_run_and_its_loss_is_said(tmp_path):
 
 
 def test_what_waits_for_a_disk_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxscale.monitor.records.MOST_UNWRITTEN", 3)
+    monkeypatch.setattr("jaxscale.monitor.records.MAX_UNWRITTEN", 3)
     (tmp_path / "run").mkdir()
     stream = io.StringIO()
     writer = Writer(tmp_path / "run", PLAIN, 100, stream=stream)

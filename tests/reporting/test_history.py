@@ -125,7 +125,7 @@ def test_thinning_keeps_the_last_row_which_says_how_far_a_run_is(tmp_path, count
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 100)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + "x" * 1000 + '\n{"step": 2, "loss": 2.0}\n')
     found = read_history(tmp_path)
     assert losses(found) == [(1, 1.0), (2, 2.0)] and any("1 damaged line" in line for line in found.problems)

@@ -12,7 +12,7 @@ import pytest
 from made_run import BEGAN, CANARY, event, make_run, written_at
 
 from jaxscale.hardware import CHIPS
-from jaxscale.monitor.goodput import goodput_of
+from jaxscale.monitor.goodput import measure_goodput
 from jaxscale.reporting import make_page
 from jaxscale.reporting.axes import Axis, axis_over, linear_ticks, log_ticks, size_ticks, smooth, thin_columns
 from jaxscale.reporting.canvas import Canvas, across_of
@@ -210,7 +210,7 @@ def test_the_cost_rests_on_a_price_that_is_named_with_its_date_or_is_said_to_be_
 
 def test_where_the_time_went_sums_to_the_wall_time(run):
     assert "wall time" in goodput_table([run]) and status_of(run, BEGAN).starts == 2
-    found = goodput_of(run.rows, run.events)
+    found = measure_goodput(run.rows, run.events)
     wall = (4200 * 1.9 * 1.06) - found.seconds["idle"]
     assert status_of(run, BEGAN).wall_seconds == pytest.approx(wall, rel=0.01) and found.seconds["idle"] > 0
 

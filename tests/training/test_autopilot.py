@@ -233,7 +233,7 @@ def test_a_replay_that_could_not_be_the_same_is_refused(tmp_path):
     assert stop.value.code is Exit.CONFIG_MISMATCH
     changed = {"optim.peak_lr": 2e-2}
     opened(tmp_path / "old", changed, allow_change=("optim.peak_lr",)).writer.close()
-    with pytest.raises(Stop, match="with other settings than it began with .optim.peak_lr") as stop:
+    with pytest.raises(Stop, match="changed settings that affect its results .optim.peak_lr") as stop:
         opened(tmp_path / "new", changed, replay=str(tmp_path / "old"))
     assert stop.value.code is Exit.CONFIG_MISMATCH
 
@@ -257,7 +257,7 @@ def test_a_replay_minds_what_alters_numbers_and_not_what_only_reports_them(tmp_p
     opened(tmp_path / "new", replay=str(tmp_path / "old")).writer.close()
     longer = {"train_tokens": "30 steps"}
     opened(tmp_path / "old", longer).writer.close()  # by whose cosine steps 3 to 5 had other rates
-    with pytest.raises(Stop, match="with other settings than it began with .train_tokens.") as stop:
+    with pytest.raises(Stop, match="changed settings that affect its results .train_tokens.") as stop:
         opened(tmp_path / "newer", longer, replay=str(tmp_path / "old"))
     assert stop.value.code is Exit.CONFIG_MISMATCH
 

@@ -17,7 +17,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.goodput import iso_time
 from jaxscale.reporting.words import in_words
-from jaxscale.run.limiting import first_limit, hourly_dollars, way_out
+from jaxscale.run.limiting import first_limit, hourly_dollars, overrun_advice
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -253,7 +253,7 @@ def test_limits_that_cannot_be_are_refused(overrides, message):
     ],
 )
 def test_the_way_out_is_what_this_run_could_do(overrides, told):
-    assert way_out(tiny.config(LONG | {"limit.deadline": "40s"} | overrides)) == told
+    assert overrun_advice(tiny.config(LONG | {"limit.deadline": "40s"} | overrides)) == told
 
 
 def test_a_budget_needs_a_price():

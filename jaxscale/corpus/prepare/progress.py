@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import shown
 
@@ -155,7 +155,7 @@ class Progress:
             raise
         except OSError as error:
             self.stream = None
-            tell(f"WARNING: no more progress on standard output: {error.strerror or error}")
+            print_stderr(f"WARNING: no more progress on standard output: {error.strerror or error}")
 
     def wipe(self) -> None:
         """Clears the line on a terminal."""

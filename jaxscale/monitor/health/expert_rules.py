@@ -1,128 +1,129 @@
-"""Rules about mixtures of experts: routers that use few of them, experts that are never used, biases without bounds."""
+"""Rules about mixtures of experts: router collapse, dead experts, router bias."""
 
 import abc
 import math
 from typing import Any
 
 from jaxscale import units
-from jaxscale.monitor.health.evidence import MOST_OF_SCORES
-from jaxscale.monitor.health.finding import RunFacts, Sign
+from jaxscale.monitor.health.evidence import MAX_BIAS_STEP
+from jaxscale.monitor.health.finding import RuleResult, RunFacts
 from jaxscale.monitor.health.rule import Rule, View
 
-# Without a token, and an expert is dead. One that has a token in every tenth step by chance goes so long without one
-# three times in 100,000.
+# Steps without a token after which an expert counts as dead. An expert that is chosen in one step of ten reaches it
+# by chance 3 times in 100,000.
 DEAD_STEPS = 100
-PATIENCE = 200  # steps in which a router may find its balance, where it has one: healthy ones crowd at first
-SCORES = 1.0  # what scores lie within, softmax or sigmoid
-USED_PART = 0.25  # of what lies between the fewest effective experts, those of one token, and all
-LEAST_ENTROPY = 0.05  # nats of a token's shares: one expert has 99% of them
-# How far biases of a layer may lie apart, over the scores of a token. To be level with the others the most wanted
-# expert comes down by one such range at most, and the least wanted up by one; half as much again, for tokens differ.
-MOST_APART = 3.0
+PATIENCE = 200  # steps that a router has to become balanced: healthy ones are uneven at first
+SCORE_RANGE = 1.0  # of softmax and sigmoid
+MIN_USED_FRACTION = 0.25  # of the way from the fewest effective experts (those of one token) to all
+MIN_ENTROPY = 0.05  # nats of a token's router probabilities: one expert has 99%
+# Largest range of a layer's biases relative to a token's scores. Balance needs at most one range down for the most
+# chosen expert and one up for the least chosen; plus half, since tokens differ.
+MAX_BIAS_RANGE = 3.0
 
 
-def patience_of(facts: RunFacts) -> float:
-    """Steps that balance is given: with a bias those in which it takes any two experts past each other."""
-    return max(PATIENCE, SCORES / (2 * facts.bias_rate)) if facts.bias_rate else PATIENCE
+def balance_steps(facts: RunFacts) -> float:
+    """Returns the steps allowed to reach balance: enough for a bias to reorder any two experts."""
+    return max(PATIENCE, SCORE_RANGE / (2 * facts.bias_rate)) if facts.bias_rate else PATIENCE
 
 
-class Patient(Rule):
-    """A rule whose bad records must also last: so many steps from the first of them."""
+class PersistentRule(Rule):
+    """A rule whose bad records must span a number of steps."""
 
     begin, end = 2, 5
 
     def __init__(self) -> None:
         super().__init__()
+
         self.first: int | None = None  # the step of the first bad record in a row
 
     @abc.abstractmethod
-    def wrong(self, view: View) -> tuple[Sign, float] | None:
-        """(what the record is a sign of, steps that it must last)."""
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+        """Returns (result of the record, steps that bad records must span)."""
 
-    def look(self, view: View) -> Sign | None:
-        if (judged := self.wrong(view)) is None:
+    def check(self, view: View) -> RuleResult | None:
+        if (evaluated := self.evaluate(view)) is None:
             return None
-        sign, patience = judged
-        if not sign.bad:
+        result, patience = evaluated
+        if not result.bad:
             self.first = None
-            return sign
+            return result
         self.first = view.step if self.first is None else self.first
-        if not self.spoken and view.step - self.first < patience:
+        if not self.active and view.step - self.first < patience:
             return None
-        return sign._replace(numbers=sign.numbers | {"since": self.first})
+        return result._replace(numbers=result.numbers | {"since": self.first})
 
 
-class RouterCollapse(Patient):
-    """A router that sends nearly everything to a few experts, or that gives one expert all of a token."""
+class RouterCollapse(PersistentRule):
+    """The router uses few experts, or gives one expert nearly all of a token."""
 
     kind = "router_collapse"
 
-    def wrong(self, view: View) -> tuple[Sign, float] | None:
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
         used, entropy = view.number("train/experts_effective"), view.number("train/router_entropy_lowest")
         experts, chosen = view.facts.experts, view.facts.chosen
         if used is None or entropy is None or not experts:
             return None
-        least = chosen + USED_PART * (experts - chosen)
-        told: dict[str, Any] = {"effective": used, "threshold": least, "entropy": entropy}
+        least = chosen + MIN_USED_FRACTION * (experts - chosen)
+        numbers: dict[str, Any] = {"effective": used, "threshold": least, "entropy": entropy}
         parts = []
         if used < least:
             busiest = view.number("train/experts_busiest")
-            beside = f" (the busiest has {busiest:.3g} times the mean)" if busiest is not None else ""
+            load = f" (the busiest has {busiest:.3g} times the mean)" if busiest is not None else ""
             parts.append(
-                f"in some layer tokens are spread as unevenly as over {used:.3g} equal experts of {experts}{beside}: "
+                f"in some layer tokens are spread as unevenly as over {used:.3g} equal experts of {experts}{load}: "
                 f"fewer than {least:.3g}; {chosen}, those of one token, are the fewest"
             )
-        if entropy < LEAST_ENTROPY:
+        if entropy < MIN_ENTROPY:
             parts.append(
                 f"in some layer the router's shares of a token have an entropy of {entropy:.2g} nats of at most "
-                f"{math.log(experts):.3g}: below {LEAST_ENTROPY:g}, one expert has nearly all of it"
+                f"{math.log(experts):.3g}: below {MIN_ENTROPY:g}, one expert has nearly all of it"
             )
         if parts:
-            return Sign(True, "; ".join(parts), told), patience_of(view.facts)
+            return RuleResult(True, "; ".join(parts), numbers), balance_steps(view.facts)
         seen = f"tokens are spread as over {used:.3g} equal experts of {experts} at least, entropy {entropy:.3g} nats"
-        return Sign(False, seen, told), 0.0
+        return RuleResult(False, seen, numbers), 0.0
 
 
-class DeadExperts(Patient):
-    """Experts without a token, and that for long."""
+class DeadExperts(PersistentRule):
+    """Some experts received no token for a long time."""
 
     kind = "dead_experts"
 
-    def wrong(self, view: View) -> tuple[Sign, float] | None:
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
         if (dead := view.number("train/experts_dead")) is None:
             return None
-        told = {"dead": dead, "steps": DEAD_STEPS}
+        numbers = {"dead": dead, "steps": DEAD_STEPS}
         if not dead:
-            return Sign(False, f"every expert had a token in the last {DEAD_STEPS} steps", told), 0.0
-        had = "has" if dead == 1 else "have"
-        seen = f"{units.plural(int(dead), 'expert')} {had} had no token in {DEAD_STEPS} steps: memory without use"
-        return Sign(True, f"{seen}; the report shows which", told), patience_of(view.facts) - DEAD_STEPS
+            return RuleResult(False, f"every expert had a token in the last {DEAD_STEPS} steps", numbers), 0.0
+        has = "has" if dead == 1 else "have"
+        seen = f"{units.plural(int(dead), 'expert')} {has} had no token in {DEAD_STEPS} steps: memory without use"
+        return RuleResult(True, f"{seen}; the report shows which", numbers), balance_steps(view.facts) - DEAD_STEPS
 
 
-class RouterBias(Patient):
-    """Biases that lie farther apart than any scores need, or that move by more than scores do."""
+class RouterBias(PersistentRule):
+    """The range of the biases, or their change in a step, is too large for the scores."""
 
     kind = "router_bias"
 
-    def wrong(self, view: View) -> tuple[Sign, float] | None:
-        apart, scores = view.number("train/router_bias_to_scores"), view.number("train/router_scores")
-        if apart is None or not scores:
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+        bias_range, scores = view.number("train/router_bias_to_scores"), view.number("train/router_scores")
+        if bias_range is None or not scores:
             return None
         moved = 2 * view.facts.bias_rate / scores
-        told = {"apart": apart, "moved": moved, "scores": scores, "threshold": MOST_APART}
+        numbers = {"apart": bias_range, "moved": moved, "scores": scores, "threshold": MAX_BIAS_RANGE}
         parts, patience = [], PATIENCE
-        if apart > MOST_APART:
+        if bias_range > MAX_BIAS_RANGE:
             patience = 0
             parts.append(
-                f"the biases of some layer lie {apart:.3g} times as far apart as the scores of a token: above "
-                f"{MOST_APART:g}, they choose experts whatever the scores say"
+                f"the biases of some layer lie {bias_range:.3g} times as far apart as the scores of a token: above "
+                f"{MAX_BIAS_RANGE:g}, they choose experts whatever the scores say"
             )
-        if moved > MOST_OF_SCORES:
+        if moved > MAX_BIAS_STEP:
             parts.append(
                 f"a step moves two experts apart by up to {moved:.0%} of what the scores of a token lie apart "
-                f"({scores:.3g}): above {MOST_OF_SCORES:.0%}, loads swing from step to step"
+                f"({scores:.3g}): above {MAX_BIAS_STEP:.0%}, loads swing from step to step"
             )
         if parts:
-            return Sign(True, "; ".join(parts), told), patience
-        seen = f"the biases of every layer lie at most {apart:.3g} times as far apart as the scores of a token"
-        return Sign(False, seen, told), 0.0
+            return RuleResult(True, "; ".join(parts), numbers), patience
+        seen = f"the biases of every layer lie at most {bias_range:.3g} times as far apart as the scores of a token"
+        return RuleResult(False, seen, numbers), 0.0

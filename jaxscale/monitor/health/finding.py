@@ -1,4 +1,4 @@
-"""What the diagnosis is given about a run, and what it says: plain data."""
+"""Inputs and results of the health rules, as plain data."""
 
 import contextlib
 import dataclasses
@@ -8,77 +8,76 @@ from typing import Any, NamedTuple
 from jaxscale import units
 from jaxscale.system.exits import BadInput
 
-HARMLESS = ("busy_machine",)  # rules that tell of something outside the run
+HARMLESS = ("busy_machine",)  # rules about causes outside the run
 SHORT_WAIT = 1.0  # seconds that one save waited for the one before
 
 
 def is_harmless(event: Mapping[str, Any]) -> bool:
-    """True for an event of a troublesome kind that is over, or that says nothing against the run."""
+    """Returns True for an alarm or alert that has ended, or that is no fault of the run."""
     waited = event.get("waited")
     short = event.get("event") == "alarm" and isinstance(waited, float) and waited < SHORT_WAIT
     return bool(event.get("over")) or short or event.get("event") == "alert" and event.get("what") in HARMLESS
 
 
 class Cause(NamedTuple):
-    """What may be behind a finding."""
+    """A possible cause of a finding."""
 
     what: str
-    evidence: str  # that the run holds for it, or against it
+    evidence: str  # for or against it
 
 
 class Finding(NamedTuple):
-    """Something that is not as it should be, told once when it begins and once when it is over."""
+    """A problem, reported when it begins and when it ends."""
 
     kind: str  # the rule's name
     step: int
     seen: str  # with numbers
     numbers: dict[str, Any]  # the same as plain JSON values
-    causes: tuple[Cause, ...]  # likely ones first; none when it is over
+    causes: tuple[Cause, ...]  # most likely first; empty when it is over
     advice: tuple[str, ...]
     sources: tuple[str, ...]  # of the thresholds
     over: bool = False
-    documents: tuple[str, ...] = ()  # with the most tokens in batch numbers["batch"], which causes may speak of
+    documents: tuple[str, ...] = ()  # with the most tokens in batch numbers["batch"]
 
 
-class Sign(NamedTuple):
-    """What a rule makes of a record that it can judge."""
+class RuleResult(NamedTuple):
+    """Result of one rule for one record."""
 
     bad: bool
     seen: str = ""
-    numbers: dict[str, Any] = {}  # never changed
-    sure: bool = False  # bad: one record is evidence enough. good: it is over at once
+    numbers: dict[str, Any] = {}  # never mutated
+    sure: bool = False  # this record alone begins (bad) or ends (good) a finding
 
 
-GOOD = Sign(False)
+HEALTHY = RuleResult(False)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What a run is known to be, before its metrics are looked at. All may be unknown."""
+    """Facts about a run that do not come from its metrics; any may be unknown."""
 
-    workdir: str = "RUN"  # as it is named in commands
+    workdir: str = "RUN"  # in commands
     total_steps: int | None = None
     warmup_steps: int = 0
     decay: str | None = None
     clip_norm: float = 0.0
     compute_dtype: str | None = None
     vocab_size: int | None = None
-    branched: bool = False  # begun with another run's weights
-    stage_batches: tuple[int, ...] = ()  # at which stages of the mixture begin, the first left out
-    grows_at: tuple[int, ...] = ()  # batches from which on they, or their rows, are larger
+    branched: bool = False  # initialized with another run's weights
+    stage_batches: tuple[int, ...] = ()  # first batch of each mixture stage after the first
+    grows_at: tuple[int, ...] = ()  # batches at which the batch size or sequence length increases
     forecast: tuple[tuple[float, float, float], ...] = ()  # (tokens, low, high), by tokens
-    on_cpu: bool = False  # the steps are computed by the processors that other programs use too
-    experts: int = 0  # of a layer of a mixture
-    chosen: int = 0  # of them by a token
-    balanced_by: tuple[str, ...] = ()  # what keeps them equally busy
-    bias_rate: float = 0.0  # 0 where no bias moves
+    on_cpu: bool = False  # steps run on processors that other programs share
+    experts: int = 0  # per mixture layer
+    chosen: int = 0  # experts per token
+    balanced_by: tuple[str, ...] = ()  # "bias" and balance losses
+    bias_rate: float = 0.0  # 0 without a router bias
 
 
-def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[str, Any] | None = None) -> RunFacts:
-    """The facts in a run's config.json, and in its forecast.json if it has one.
-
-    Raises: BadInput for a forecast of another form.
-    """
+def facts_from_config(
+    config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[str, Any] | None = None
+) -> RunFacts:
+    """Returns the facts in a run's config.json and forecast.json. Raises BadInput for a malformed forecast."""
     settings, budget = config.get("config", {}), config.get("budget", {})
     optim, model = settings.get("optim", {}), settings.get("model", {})
     experts = model.get("experts") or {}
@@ -100,17 +99,17 @@ def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[
         branched=bool(settings.get("init", {}).get("from_path")),
         stage_batches=stage_batches(settings, budget),
         grows_at=tuple(int(first) for name in ("ramp", "seq_len_ramp") for first, _ in (budget.get(name) or ())[1:]),
-        forecast=band_of(forecast) if forecast else (),
+        forecast=parse_forecast(forecast) if forecast else (),
     )
 
 
 def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tuple[int, ...]:
-    """The batches at which the stages of data.mixture begin, but for the first.
+    """Returns the first batch of each stage of data.mixture after the first.
 
-    Left out is one that is written in epochs: how long one is stands in no file of the run.
+    Stages written in epochs are left out: no file of the run records the length of an epoch.
     """
     mixture, batch_tokens = settings.get("data", {}).get("mixture") or {}, budget.get("batch_tokens")
-    begins = []
+    starts = []
     if batch_tokens:
         batches = units.recorded_sizes(budget)
     if batch_tokens and all(isinstance(weights, Mapping) for weights in mixture.values()):
@@ -118,12 +117,12 @@ def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tup
             with contextlib.suppress(BadInput):  # in epochs
                 known = dict(seq_len=settings.get("seq_len", 1), batch_tokens=batch_tokens)
                 whole = batches.begin(budget.get("total_steps", 0))
-                begins.append(batches.holding(units.resolve("start", start, **known, train_tokens=whole)))
-    return tuple(sorted({batch for batch in begins if batch > 0}))
+                starts.append(batches.holding(units.resolve("start", start, **known, train_tokens=whole)))
+    return tuple(sorted({batch for batch in starts if batch > 0}))
 
 
-def band_of(forecast: Mapping[str, Any]) -> tuple[tuple[float, float, float], ...]:
-    """(tokens, low, high) in the order of the tokens, of {"tokens": [...], "low": [...], "high": [...]}."""
+def parse_forecast(forecast: Mapping[str, Any]) -> tuple[tuple[float, float, float], ...]:
+    """Returns (tokens, low, high) tuples by tokens, from {"tokens": [...], "low": [...], "high": [...]}."""
     try:
         columns = [[float(number) for number in forecast[name]] for name in ("tokens", "low", "high")]
         return tuple(sorted(zip(*columns, strict=True)))

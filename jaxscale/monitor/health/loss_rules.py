@@ -1,39 +1,39 @@
-"""Rules about the course of the training loss."""
+"""Rules about the training loss."""
 
 import collections
 import math
 from statistics import median
 
-from jaxscale.monitor.health.finding import GOOD, Sign
-from jaxscale.monitor.health.robust import Blocks, deviation, loss_limit, many, slope
+from jaxscale.monitor.health.finding import HEALTHY, RuleResult
+from jaxscale.monitor.health.robust import BlockMeans, absolute_deviation, format_ratio, loss_limit, slope
 from jaxscale.monitor.health.rule import Rule, View
-from jaxscale.monitor.spikes import SIGMA_OF_MAD
+from jaxscale.monitor.spikes import SIGMA_PER_MAD
 
 SPIKE_LEVELS = ((1.5, "a common rule"), (2.0, "another"), (3.0, "a third"))  # they disagree: all are shown
 SURE_RATIO = 2.0  # of a spike: one record is enough
-LOW_RATIO = 1.15  # of a spike that twice as many standard deviations speak for
-SURE_SIGMAS = 6  # above the lowest smoothed loss, which is itself a lucky one of many
-HALF = 0.99  # of the first half of a window: from there on the second is a plateau by a common rule, shown alone
-SWING = 24  # records in which swings are measured
+LOW_RATIO = 1.15  # of a spike that is at least 2 * spike_sigma above the median
+SURE_SIGMAS = 6  # above the lowest smoothed loss, which is the minimum of format_ratio noisy values
+HALF = 0.99  # second half over first half: a plateau by a common rule, which is shown and does not alert
+SWING = 24  # records in the window of an oscillation
 
 
 class NonFinite(Rule):
-    """A loss or a gradient norm that is no number."""
+    """A loss or a gradient norm is not finite."""
 
     kind = "nonfinite"
     begin, end = 1, 5
 
-    def look(self, view: View) -> Sign | None:
+    def check(self, view: View) -> RuleResult | None:
         if "loss" not in view.record and not view.not_finite("validation/loss"):
             return None
-        wrong = [name for name in ("loss", "grad_norm", "validation/loss") if view.not_finite(name)]
-        if not wrong:
-            return GOOD
-        return Sign(True, f"{' and '.join(wrong)} not finite", {"names": wrong})
+        names = [name for name in ("loss", "grad_norm", "validation/loss") if view.not_finite(name)]
+        if not names:
+            return HEALTHY
+        return RuleResult(True, f"{' and '.join(names)} not finite", {"names": names})
 
 
 class Spike(Rule):
-    """A loss far above the median of the accepted records before it."""
+    """The loss is far above the median of the accepted records before it."""
 
     kind = "spike"
     begin, end = 2, 3
@@ -42,38 +42,38 @@ class Spike(Rule):
         super().__init__()
         self.highest, self.usual = 0.0, 0.0
 
-    def look(self, view: View) -> Sign | None:
-        loss, judged = view.number("loss"), view.losses.judged
-        if loss is None or judged is None or ("divergence" in view.active and not self.spoken):
+    def check(self, view: View) -> RuleResult | None:
+        loss, compared = view.number("loss"), view.losses.compared
+        if loss is None or compared is None or ("divergence" in view.active and not self.active):
             return None
-        if self.spoken:
+        if self.active:
             self.highest = max(self.highest, loss)
-        told = {"loss": loss, "usual": judged.centre}
+        numbers = {"loss": loss, "usual": compared.centre}
         if view.losses.new_level:
             seen = f"the loss has not come back from {loss:.4g} to {self.usual:.4g}: that is taken as its level now"
-            return Sign(False, seen, told, sure=True) if self.spoken else GOOD
-        least = loss_limit(LOW_RATIO, judged.centre)
-        high = loss >= loss_limit(view.cfg.spike_ratio, judged.centre) and judged.sigmas >= view.cfg.spike_sigma
-        sharp = loss >= least and judged.sigmas >= 2 * view.cfg.spike_sigma
+            return RuleResult(False, seen, numbers, sure=True) if self.active else HEALTHY
+        least = loss_limit(LOW_RATIO, compared.centre)
+        high = loss >= loss_limit(view.cfg.spike_ratio, compared.centre) and compared.sigmas >= view.cfg.spike_sigma
+        sharp = loss >= least and compared.sigmas >= 2 * view.cfg.spike_sigma
         if not (high or sharp):
-            healed = judged.sigmas < 4 or loss < (judged.centre + least) / 2
+            recovered = not self.active or compared.sigmas < 4 or loss < (compared.centre + least) / 2
             seen = f"the loss is back at {loss:.4g}; its highest was {self.highest:.4g}"
-            return Sign(False, seen, told | {"highest": self.highest}) if healed or not self.spoken else None
-        if not self.spoken:
-            self.highest, self.usual = loss, judged.centre
+            return RuleResult(False, seen, numbers | {"highest": self.highest}) if recovered else None
+        if not self.active:
+            self.highest, self.usual = loss, compared.centre
         levels = ", ".join(
-            f"{'above' if judged.ratio >= level else 'below'} {level:g} ({source})" for level, source in SPIKE_LEVELS
+            f"{'above' if compared.ratio >= level else 'below'} {level:g} ({source})" for level, source in SPIKE_LEVELS
         )
         seen = (
-            f"the loss is {loss:.4g}, {many(judged.ratio, 2)} times the median {judged.centre:.4g} of the records "
-            f"before: {levels}; {many(judged.sigmas, 0)} standard deviations of its noise"
+            f"the loss is {loss:.4g}, {format_ratio(compared.ratio, 2)} times the median {compared.centre:.4g} of the "
+            f"records before: {levels}; {format_ratio(compared.sigmas, 0)} standard deviations of its noise"
         )
-        told |= {"ratio": judged.ratio, "sigmas": judged.sigmas, "threshold": view.cfg.spike_ratio}
-        return Sign(True, seen, told, sure=judged.ratio >= max(SURE_RATIO, view.cfg.spike_ratio))
+        numbers |= {"ratio": compared.ratio, "sigmas": compared.sigmas, "threshold": view.cfg.spike_ratio}
+        return RuleResult(True, seen, numbers, sure=compared.ratio >= max(SURE_RATIO, view.cfg.spike_ratio))
 
 
 class Divergence(Rule):
-    """A smoothed loss that stays above its lowest."""
+    """The smoothed loss stays above its lowest."""
 
     kind = "divergence"
     begin, end = 5, 5
@@ -82,32 +82,32 @@ class Divergence(Rule):
         super().__init__()
         self.lowest, self.lowest_step = math.inf, 0
 
-    def look(self, view: View) -> Sign | None:
-        smoothed, usual = view.losses.smoothed, view.losses.baseline.usual()
+    def check(self, view: View) -> RuleResult | None:
+        smoothed, usual = view.losses.smoothed, view.losses.baseline.center_and_noise()
         if view.number("loss") is None or smoothed is None or usual is None:
             return None
         if smoothed < self.lowest:
             self.lowest, self.lowest_step = smoothed, view.step
-        if self.lowest <= 0:  # no cross-entropy of a batch
+        if self.lowest <= 0:  # not a cross-entropy
             return None
-        told = {"smoothed": smoothed, "lowest": self.lowest, "lowest_step": self.lowest_step}
+        numbers = {"smoothed": smoothed, "lowest": self.lowest, "lowest_step": self.lowest_step}
         limit = loss_limit(view.cfg.divergence_ratio, self.lowest)
         if smoothed > limit and smoothed > self.lowest + SURE_SIGMAS * usual[1]:
             recent = list(view.losses.recent)
-            if not self.spoken and median(recent[5:]) < median(recent[:5]) - usual[1]:
+            if not self.active and median(recent[5:]) < median(recent[:5]) - usual[1]:
                 return None  # on its way back, as after a spike
             seen = (
                 f"the loss, smoothed, is {smoothed:.4g} and was {self.lowest:.4g} at step {self.lowest_step}: "
                 f"{smoothed / self.lowest:.2f} times as high, above {view.cfg.divergence_ratio:g}"
             )
-            return Sign(True, seen, told | {"threshold": view.cfg.divergence_ratio})
-        if self.spoken and smoothed > (self.lowest + limit) / 2:
+            return RuleResult(True, seen, numbers | {"threshold": view.cfg.divergence_ratio})
+        if self.active and smoothed > (self.lowest + limit) / 2:
             return None
-        return Sign(False, f"the loss, smoothed, is back at {smoothed:.4g}", told)
+        return RuleResult(False, f"the loss, smoothed, is back at {smoothed:.4g}", numbers)
 
 
 class FlatStart(Rule):
-    """A loss that has not fallen although the rate is up."""
+    """The loss has not fallen although the learning rate is warmed up."""
 
     kind = "flat_start"
     begin, end = 3, 3
@@ -118,7 +118,7 @@ class FlatStart(Rule):
         self.first: list[float] = []
         self.fell = False
 
-    def look(self, view: View) -> Sign | None:
+    def check(self, view: View) -> RuleResult | None:
         loss, smoothed = view.number("loss"), view.losses.smoothed
         if loss is None or self.fell or view.facts.branched or "divergence" in view.active:
             return None
@@ -126,28 +126,29 @@ class FlatStart(Rule):
             self.first.append(loss)
         if smoothed is None:
             return None
-        begun = median(self.first)
-        told = {"loss": smoothed, "first": begun}
-        if smoothed < begun * (1 - 2 * view.cfg.flat_drop):
+        initial = median(self.first)
+        numbers = {"loss": smoothed, "first": initial}
+        if smoothed < initial * (1 - 2 * view.cfg.flat_drop):
             self.fell = True
-            return Sign(False, f"the loss has begun to fall: {smoothed:.4g} after {begun:.4g}", told, sure=True)
+            seen = f"the loss has begun to fall: {smoothed:.4g} after {initial:.4g}"
+            return RuleResult(False, seen, numbers, sure=True)
         if view.losses.records < self.records or view.step < view.facts.warmup_steps / 2:
             return None
-        if smoothed < begun * (1 - view.cfg.flat_drop):
+        if smoothed < initial * (1 - view.cfg.flat_drop):
             return None
         chance = math.log(view.facts.vocab_size) if view.facts.vocab_size else None
-        beside = f"; ln {view.facts.vocab_size} = {chance:.4g} is a guess among all tokens" if chance else ""
+        uniform = f"; ln {view.facts.vocab_size} = {chance:.4g} is a guess among all tokens" if chance else ""
         seen = (
-            f"the loss was {begun:.4g} in the first records and is {smoothed:.4g} now, {view.losses.records} records "
-            f"on: it has not fallen by {view.cfg.flat_drop:.0%}{beside}"
+            f"the loss was {initial:.4g} in the first records and is {smoothed:.4g} now, {view.losses.records} records "
+            f"on: it has not fallen by {view.cfg.flat_drop:.0%}{uniform}"
         )
-        return Sign(True, seen, told | {"threshold": view.cfg.flat_drop, "chance": chance})
+        return RuleResult(True, seen, numbers | {"threshold": view.cfg.flat_drop, "chance": chance})
 
 
 class Plateau(Rule):
-    """A loss that surely falls by next to nothing over the last half of the run, while the rate is up.
+    """The loss falls by almost nothing over the last half of the run, while the learning rate is high.
 
-    The window grows with the run: over a window of fixed length every power law comes to fall by less than any part.
+    The window grows with the run: over a fixed window every power law eventually falls by less than any fraction.
     """
 
     kind = "plateau"
@@ -155,18 +156,18 @@ class Plateau(Rule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.highest_rate = Blocks(), 0.0
+        self.blocks, self.highest_rate = BlockMeans(), 0.0
 
-    def look(self, view: View) -> Sign | None:
-        loss, rate, judged = view.number("loss"), view.number("learning_rate"), view.losses.judged
+    def check(self, view: View) -> RuleResult | None:
+        loss, rate, compared = view.number("loss"), view.number("learning_rate"), view.losses.compared
         if loss is None:
             return None
         self.highest_rate = max(self.highest_rate, rate or 0.0)
-        if judged and judged.sigmas > 5:  # a spike is none of the course of the loss
+        if compared and compared.sigmas > 5:  # leave spikes out
             return None
         if not self.blocks.add(view.step, loss) or view.losses.records < view.cfg.plateau_records:
             return None
-        if view.active & {"flat_start", "divergence"}:  # which say it better
+        if view.active & {"flat_start", "divergence"}:  # more specific
             return None
         if view.step < 4 * view.facts.warmup_steps or decaying(view, rate, self.highest_rate):
             return None
@@ -174,7 +175,7 @@ class Plateau(Rule):
         if self.blocks.records == 1:
             if len(self.blocks.done) % 8:
                 return None
-            late = in_eights(late)
+            late = average_by_eight(late)
         if len(late) < 6:
             return None
         line = slope([step for step, _ in late], [loss for _, loss in late])
@@ -182,8 +183,8 @@ class Plateau(Rule):
         if line.level <= 0:
             return None
         drop, error = -line.per_x * width / line.level, line.error * width / line.level
-        ratio = of_halves(late)
-        told = {"drop": drop, "error": error, "first_step": late[0][0], "loss": line.level, "half_ratio": ratio}
+        ratio = half_ratio(late)
+        numbers = {"drop": drop, "error": error, "first_step": late[0][0], "loss": line.level, "half_ratio": ratio}
         if drop + (2 if len(late) >= 16 else 3) * error < view.cfg.plateau_drop:
             seen = (
                 f"from step {late[0][0]:.0f} to {view.step} the loss has fallen by {drop:.2%} with a standard error of "
@@ -191,20 +192,20 @@ class Plateau(Rule):
                 f"second half is {ratio:.4f} of its first: {'a' if ratio >= HALF else 'no'} plateau by a common rule, "
                 f"from {HALF:g} on"
             )
-            return Sign(True, seen, told | {"threshold": view.cfg.plateau_drop})
+            return RuleResult(True, seen, numbers | {"threshold": view.cfg.plateau_drop})
         seen = f"the loss falls again: by {drop:.2%} since step {late[0][0]:.0f}"
-        return Sign(False, seen, told) if not self.spoken or drop > view.cfg.plateau_drop else None
+        return RuleResult(False, seen, numbers) if not self.active or drop > view.cfg.plateau_drop else None
 
 
-def of_halves(points: list[tuple[float, float]]) -> float:
-    """The mean of the second half by that of the first."""
+def half_ratio(points: list[tuple[float, float]]) -> float:
+    """Returns the mean of the second half over that of the first."""
     half = len(points) // 2
     first, second = (sum(y for _, y in part) / len(part) for part in (points[:half], points[half:]))
     return second / first if first > 0 else math.inf
 
 
 def decaying(view: View, rate: float | None, highest: float) -> bool:
-    """True late in a run whose rate falls on purpose: the loss levels off there, and is to."""
+    """Returns True late in a decay of the learning rate, where the loss is expected to level off."""
     if rate is None:
         return False
     done = view.step / view.facts.total_steps if view.facts.total_steps else 0.0
@@ -213,15 +214,15 @@ def decaying(view: View, rate: float | None, highest: float) -> bool:
     return falls and (late or rate < 0.3 * highest)
 
 
-def in_eights(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of eight neighbours each, the last ones: single records are too noisy to count as points of a line."""
+def average_by_eight(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns means of eight neighbours, aligned to the end: single records are too noisy for a fit."""
     whole = points[len(points) % 8 :]
     groups = [whole[i : i + 8] for i in range(0, len(whole), 8)]
     return [(sum(x for x, _ in group) / 8, sum(y for _, y in group) / 8) for group in groups]
 
 
 class Oscillation(Rule):
-    """Swings of the loss about its line that are much wider than they were, to both sides."""
+    """The loss swings about its trend to both sides, much wider than before."""
 
     kind = "oscillation"
     begin, end = 3, 3
@@ -230,11 +231,11 @@ class Oscillation(Rule):
     def __init__(self) -> None:
         super().__init__()
         self.losses: collections.deque[float] = collections.deque(maxlen=SWING)
-        self.widths: collections.deque[float] = collections.deque(maxlen=16)  # of earlier windows that were well
-        self.waiting: list[float] = []  # widths of windows that still overlap this one
+        self.widths: collections.deque[float] = collections.deque(maxlen=16)  # of earlier healthy windows
+        self.pending: list[float] = []  # widths of windows that overlap the current one
         self.seen = 0
 
-    def look(self, view: View) -> Sign | None:
+    def check(self, view: View) -> RuleResult | None:
         if (loss := view.number("loss")) is None:
             return None
         if view.active & {"spike", "divergence"}:
@@ -246,21 +247,21 @@ class Oscillation(Rule):
             return None
         xs, ys = list(range(SWING)), list(self.losses)
         line = slope(xs, ys)
-        rest = [y - line.level - line.per_x * (x - (SWING - 1) / 2) for x, y in zip(xs, ys)]
-        width = SIGMA_OF_MAD * deviation(rest, 0.0) / abs(line.level or 1.0)
-        crossings = sum(a * b < 0 for a, b in zip(rest, rest[1:]))
+        residuals = [y - line.level - line.per_x * (x - (SWING - 1) / 2) for x, y in zip(xs, ys)]
+        width = SIGMA_PER_MAD * absolute_deviation(residuals, 0.0) / abs(line.level or 1.0)
+        crossings = sum(a * b < 0 for a, b in zip(residuals, residuals[1:]))
         usual = median(self.widths) if len(self.widths) >= 4 else None
         if usual is not None and width > view.cfg.oscillation_ratio * usual and width > 0.02 and crossings >= 4:
             seen = (
                 f"over the last {SWING} records the loss swings by {width:.1%} of itself, to both sides ({crossings} "
                 f"crossings), {width / max(usual, 1e-9):.1f} times as wide as the {usual:.1%} before"
             )
-            told = {"width": width, "usual": usual, "crossings": crossings, "threshold": view.cfg.oscillation_ratio}
-            return Sign(True, seen, told)
+            numbers = {"width": width, "usual": usual, "crossings": crossings, "threshold": view.cfg.oscillation_ratio}
+            return RuleResult(True, seen, numbers)
         calm = usual is None or width < (view.cfg.oscillation_ratio + 1) / 2 * usual
         if calm:
-            self.waiting.append(width)
-            if len(self.waiting) > SWING // self.every:
-                self.widths.append(self.waiting.pop(0))
+            self.pending.append(width)
+            if len(self.pending) > SWING // self.every:
+                self.widths.append(self.pending.pop(0))
         seen = f"the loss swings by {width:.1%} of itself again"
-        return Sign(False, seen, {"width": width, "usual": usual}) if calm or not self.spoken else None
+        return RuleResult(False, seen, {"width": width, "usual": usual}) if calm or not self.active else None

@@ -1,4 +1,4 @@
-"""What a rule is: it looks at one record, and an episode decides when to speak."""
+"""The base class of health rules, and the state that they share."""
 
 import abc
 import collections
@@ -7,104 +7,104 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from jaxscale.monitor.config import HealthConfig
-from jaxscale.monitor.health.finding import RunFacts, Sign
-from jaxscale.monitor.health.robust import Baseline, Judged
+from jaxscale.monitor.health.finding import RuleResult, RunFacts
+from jaxscale.monitor.health.robust import Baseline, Comparison
 
 SMOOTH = 10  # records in a smoothed loss
-REFUSED_SIGMAS = 5.0  # above its baseline, and a value does not enter it
-REFUSED_RATIO = 1.03
-NEW_LEVEL = 12  # records in a row that are refused, and theirs is the new level
+REJECT_SIGMAS = 5.0  # values further above the baseline are not added to it
+REJECT_RATIO = 1.03
+NEW_LEVEL = 12  # consecutive rejected records become the new baseline
 
 
 class View(NamedTuple):
-    """A record, and what the rules share about those before it."""
+    """A record, and the shared state of the records before it."""
 
     record: Mapping[str, Any]
     step: int
     cfg: HealthConfig
     facts: RunFacts
     losses: "Losses"
-    active: frozenset[str]  # rules that have spoken and are not over
+    active: frozenset[str]  # rules with an open finding
 
     def number(self, name: str) -> float | None:
-        """The record's finite number of that name, or None."""
+        """Returns the record's finite number of this name, or None."""
         value = self.record.get(name)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     def not_finite(self, name: str) -> bool:
-        """True if the record says that this number was not finite."""
+        """Returns True if the record lists this name as non-finite."""
         return name in self.record.get("nonfinite", ())
 
 
 class Losses:
-    """The training losses so far: one baseline that spikes never enter, and a smoothed loss."""
+    """Training losses so far: a baseline without spikes, and a smoothed loss."""
 
     def __init__(self) -> None:
         self.baseline = Baseline()
-        self.judged: Judged | None = None  # the last record's, beside those before it
-        self.refused: list[float] = []  # in a row
-        self.new_level = False  # the last record made its own level the usual one
+        self.compared: Comparison | None = None  # the last loss with the baseline before it
+        self.rejected: list[float] = []  # in a row
+        self.new_level = False  # the last record reset the baseline
         self.recent: collections.deque[float] = collections.deque(maxlen=SMOOTH)
         self.smoothed: float | None = None
         self.records = 0  # that had a loss
 
     def add(self, loss: float) -> None:
-        """Takes in the loss of a record."""
+        """Adds the loss of a record."""
         self.records += 1
         self.recent.append(loss)
         self.smoothed = median(self.recent) if len(self.recent) == SMOOTH else None
-        self.judged, self.new_level = self.baseline.judge(loss), False
-        if self.judged and self.judged.sigmas > REFUSED_SIGMAS and self.judged.ratio > REFUSED_RATIO:
-            self.refused.append(loss)
-            if len(self.refused) >= NEW_LEVEL:
-                self.baseline.restart(self.refused)
-                self.refused, self.new_level = [], True
+        self.compared, self.new_level = self.baseline.compare(loss), False
+        if self.compared and self.compared.sigmas > REJECT_SIGMAS and self.compared.ratio > REJECT_RATIO:
+            self.rejected.append(loss)
+            if len(self.rejected) >= NEW_LEVEL:
+                self.baseline.reset(self.rejected)
+                self.rejected, self.new_level = [], True
             return
-        self.refused = []
+        self.rejected = []
         self.baseline.add(loss)
 
 
 class Rule(abc.ABC):
-    """Looks at records. `begin` bad ones in a row and it speaks; `end` good ones in a row and it is over.
+    """A check of each record: `begin` bad records in a row open a finding, `end` good ones in a row close it.
 
-    Records that it cannot judge, of which `look` returns None, count neither way. Each time it has spoken, twice as
-    many good ones are needed, up to 16 times: what comes and goes is told less and less often.
+    Records for which `check` returns None count neither way. Each finding doubles the good records needed to close
+    the next, up to 16 times: recurring problems are reported less often.
     """
 
     kind: str
     begin, end = 2, 5
 
     def __init__(self) -> None:
-        self.spoken = False
-        self.in_row = 0  # bad records before it has spoken, good ones after
-        self.since = 0  # the step of the first bad one
-        self.episodes = 0
+        self.active = False
+        self.in_row = 0  # bad records while inactive, good ones while active
+        self.since = 0  # the step of the first bad record
+        self.findings = 0
 
     @abc.abstractmethod
-    def look(self, view: View) -> Sign | None:
-        """What the record is a sign of."""
+    def check(self, view: View) -> RuleResult | None:
+        """Returns the result for a record, None if the rule cannot decide."""
 
-    def change(self, view: View) -> tuple[Sign, bool] | None:
-        """(the sign, whether it is over) if this record begins or ends an episode, else None."""
-        sign = self.look(view)
-        if sign is None:
+    def update(self, view: View) -> tuple[RuleResult, bool] | None:
+        """Returns (result, is over) if this record opens or closes a finding, else None."""
+        result = self.check(view)
+        if result is None:
             return None
-        if sign.bad == self.spoken:  # nothing new
+        if result.bad == self.active:  # no change
             self.in_row = 0
             return None
-        if sign.bad and self.in_row == 0:
+        if result.bad and self.in_row == 0:
             self.since = view.step
         self.in_row += 1
-        needed = self.end * 2 ** min(self.episodes - 1, 4) if self.spoken else self.begin
-        if self.in_row < needed and not sign.sure:
+        needed = self.end * 2 ** min(self.findings - 1, 4) if self.active else self.begin
+        if self.in_row < needed and not result.sure:
             return None
-        self.spoken, self.in_row = sign.bad, 0
-        self.episodes += sign.bad
-        return sign, not sign.bad
+        self.active, self.in_row = result.bad, 0
+        self.findings += result.bad
+        return result, not result.bad
 
 
-def named(view: View, prefix: str) -> dict[str, float]:
-    """{rest of the name: number} of the record's finite numbers under a prefix."""
+def finite_numbers(view: View, prefix: str) -> dict[str, float]:
+    """Returns the record's finite numbers under a prefix, by the remainder of their name."""
     found = {}
     for name in view.record:
         if name.startswith(prefix) and (number := view.number(name)) is not None:

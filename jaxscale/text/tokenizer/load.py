@@ -76,8 +76,8 @@ def load_tokenizer(
     path = Path(name).expanduser()
     if is_kept(path):
         foreign.check_folder(path.parent, path.parent.parent)
-        foreign.real_file(path)  # BadInput for a link out of a folder that may have come from elsewhere
-    about = read_about(foreign.own_folder(path))
+        foreign.resolve_file(path)  # BadInput for a link out of a folder that may have come from elsewhere
+    about = read_about(foreign.companion_folder(path))
     ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
     neighbors = read_neighbors(about.settings, about.ids, str(about.folder), is_model=path.suffix == ".model")
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding, neighbors)
@@ -150,7 +150,7 @@ def read_about(folder: Path | None) -> About:
 
 def naming_files(tokenizer_file: Path) -> list[Path]:
     """The files beside a tokenizer's that name its special tokens, as far as they are there."""
-    beside = (foreign.own_folder(tokenizer_file) / name for name in (NOTE, SETTINGS, SPECIAL, ADDED))
+    beside = (foreign.companion_folder(tokenizer_file) / name for name in (NOTE, SETTINGS, SPECIAL, ADDED))
     return [path for path in beside if foreign.is_file(path)]
 
 
@@ -171,7 +171,7 @@ def read_object(folder: Path | None, name: str) -> dict[str, Any]:
 
 def beside(tokenizer: Tokenizer) -> Path | None:
     """The folder of a tokenizer's file; None for bytes, which have none."""
-    return None if tokenizer.name == "bytes" else foreign.own_folder(tokenizer.name)
+    return None if tokenizer.name == "bytes" else foreign.companion_folder(tokenizer.name)
 
 
 def begin_tokens(about: About, bos_token: str) -> tuple[str, ...] | None:

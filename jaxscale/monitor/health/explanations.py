@@ -1,37 +1,33 @@
-"""Causes and advice by rule, in the order in which they are likely where the run holds no evidence.
-
-Drawn from common rules of training (docs/health.md): the causes of spikes, what was done about them, the advice by kind
-of alert, the table of metrics and the patterns of failure. The words are ours.
-"""
+"""Causes and advice of each rule, ordered by likelihood without evidence. Sources: docs/health.md."""
 
 from typing import NamedTuple
 
 from jaxscale.monitor.health import evidence
-from jaxscale.monitor.health.evidence import Ask
+from jaxscale.monitor.health.evidence import EvidenceFn
 
 
-class Words(NamedTuple):
-    """What is said about one rule."""
+class Explanation(NamedTuple):
+    """Causes, advice and threshold sources of one rule."""
 
-    causes: tuple[tuple[str, Ask], ...]
+    causes: tuple[tuple[str, EvidenceFn], ...]
     advice: tuple[str, ...]
     sources: tuple[str, ...]
 
 
-# a cause in words, and what the run holds for or against it
+# (cause, function that returns its evidence)
 RATE = ("the learning rate is too high", evidence.rate)
 BATCH = ("a bad batch: broken, repeated or very long documents", evidence.batch)
 WARMUP = ("the warmup is too short", evidence.warmup)
 STAGE = ("the data changed", evidence.stage)
 NUMERICS = ("numbers out of range in the computation", evidence.numerics)
-RETURN = ("the run has just come back from another state", evidence.happened)
+RETURN = ("the run has just come back from another state", evidence.recent_event)
 GRADIENT = ("a gradient explosion", evidence.gradient)
 WAIT = ("the step waits for data", evidence.data_wait)
 OTHER_WORK = ("other work takes the host's processors", evidence.other_work)
-SLOW_DEVICE = ("a device or a link is slow, or throttled by heat", evidence.silent)
+SLOW_DEVICE = ("a device or a link is slow, or throttled by heat", evidence.no_evidence)
 
-WORDS = {
-    "nonfinite": Words(
+EXPLANATIONS = {
+    "nonfinite": Explanation(
         (NUMERICS, ("the gradient exploded before", evidence.gradient), RATE, BATCH),
         (
             "look at the batch",
@@ -41,7 +37,7 @@ WORDS = {
         ),
         ("common rules: a norm that is NaN is an alarm; stop at NaN",),
     ),
-    "spike": Words(
+    "spike": Explanation(
         (BATCH, WARMUP, STAGE, RATE, GRADIENT, RETURN, NUMERICS),
         (
             "wait: most spikes heal within some tens of steps",
@@ -54,10 +50,10 @@ WORDS = {
             "1.5 times the rolling average: a common rule",
             "2 times the mean of the last records: another",
             "3 times the running average: a third",
-            "own threshold: so many standard deviations of the run's own noise as well",
+            "own threshold: also a number of standard deviations of the run's own noise",
         ),
     ),
-    "divergence": Words(
+    "divergence": Explanation(
         (RATE, WARMUP, STAGE, GRADIENT, NUMERICS, RETURN),
         (
             "if a stage of the mixture began, look at the losses by source before anything else",
@@ -67,13 +63,13 @@ WORDS = {
         ),
         ("own rule: the smoothed loss against its lowest", "a loss that rises is a concern: a common rule"),
     ),
-    "flat_start": Words(
+    "flat_start": Explanation(
         (
             ("the learning rate is too low", evidence.low_rate),
             ("the learning rate is so high that nothing is learnt", evidence.rate),
             ("steps are skipped, so that nothing is learnt", evidence.skips),
             ("targets or weights of the data are wrong", evidence.batch),
-            ("parameters are frozen by optim.groups", evidence.silent),
+            ("parameters are frozen by optim.groups", evidence.no_evidence),
         ),
         (
             "try optim.peak_lr between 1e-4 and 1e-3 on a short run",
@@ -85,7 +81,7 @@ WORDS = {
             "too low a rate is flat or glacial: a common rule",
         ),
     ),
-    "plateau": Words(
+    "plateau": Explanation(
         (
             ("the rate has decayed too early, or is too low", evidence.low_rate),
             ("the model has learnt what its size can", evidence.schedule),
@@ -99,14 +95,14 @@ WORDS = {
         ),
         (
             "second half of the window at least 0.99 of its first: a common rule",
-            "ours grows the window with the run and asks for certainty: 100 noisy steps tell nothing",
+            "ours grows the window with the run and asks for certainty: 100 noisy steps are not enough",
         ),
     ),
-    "oscillation": Words(
+    "oscillation": Explanation(
         (
             RATE,
             ("sources come in long runs in place of a mix", evidence.stage),
-            ("the batch is small for this rate", evidence.silent),
+            ("the batch is small for this rate", evidence.no_evidence),
             ("the gradient is clipped nearly always", evidence.gradient),
         ),
         (
@@ -116,7 +112,7 @@ WORDS = {
         ),
         ("oscillation points at rate, data or numerics, not at the architecture: a common rule; own threshold",),
     ),
-    "explosion": Words(
+    "explosion": Explanation(
         (RATE, WARMUP, BATCH, NUMERICS, STAGE, RETURN),
         (
             "check that optim.clip_norm is 1: the norm that is logged is from before clipping",
@@ -128,17 +124,17 @@ WORDS = {
             "above 100 or NaN, 0.1 to 10 is normal: a common rule",
             "above 3 times the clip norm: another; with clip norm 1 that is 3, normal by the first, so "
             "it is shown and alerts nobody",
-            "own threshold: so many times the run's own median",
+            "own threshold: a multiple of the run's own median",
         ),
     ),
-    "zero_gradient": Words(
+    "zero_gradient": Explanation(
         (
             (
                 "the loss does not depend on it: an unused parameter, or a branch that is multiplied by zero",
-                evidence.silent,
+                evidence.no_evidence,
             ),
-            ("both factors of a product are zero, so that neither gets a gradient", evidence.silent),
-            ("a mask or gate in front of it is always closed", evidence.silent),
+            ("both factors of a product are zero, so that neither gets a gradient", evidence.no_evidence),
+            ("a mask or gate in front of it is always closed", evidence.no_evidence),
             ("its gradient underflows in float16", evidence.float16),
         ),
         (
@@ -150,7 +146,7 @@ WORDS = {
         ),
         ("own threshold: exactly zero, in consecutive records with statistics",),
     ),
-    "skipped_steps": Words(
+    "skipped_steps": Explanation(
         (("the guard meets gradients that explode", evidence.gradient), NUMERICS, BATCH, STAGE),
         (
             "read why in events.jsonl: each 'skipped' has its verdict",
@@ -159,12 +155,12 @@ WORDS = {
         ),
         ("skipping is the first answer to a spike: a common rule; own threshold",),
     ),
-    "activations": Words(
+    "activations": Explanation(
         (
             RATE,
             NUMERICS,
             ("a layer's weights began too large or too small", evidence.warmup),
-            ("weight decay, or a norm, has shut the layer", evidence.silent),
+            ("weight decay, or a norm, has shut the layer", evidence.no_evidence),
         ),
         (
             "see stats/grad_norm and stats/update_ratio of the same layers",
@@ -173,8 +169,8 @@ WORDS = {
         ),
         ("about 1; above 100 or below 0.01 is a concern: a common rule",),
     ),
-    "attention_logits": Words(
-        (RATE, WARMUP, ("query and key weights grow without bound", evidence.silent)),
+    "attention_logits": Explanation(
+        (RATE, WARMUP, ("query and key weights grow without bound", evidence.no_evidence)),
         ("lower the rate or lengthen the warmup", "in a new run, set model.qk_norm or model.attention_softcap"),
         (
             "attention logits cause spikes: a common rule",
@@ -182,19 +178,19 @@ WORDS = {
             "own threshold: ten times that",
         ),  # fmt: skip
     ),
-    "busy_machine": Words(
+    "busy_machine": Explanation(
         (("other programs compute on this machine", evidence.other_work),),
         (
-            "nothing is wrong with the run: it goes on at its usual speed once they are done",
+            "nothing is wrong with the run: it continues at its usual speed once they are done",
             "see which programs they are: top, or htop",
-            "give the run processors of its own",
+            "give the run its own processors",
         ),
         ("own threshold: a fifth of the processors, while none is left over",),
     ),
-    "starvation": Words(
+    "starvation": Explanation(
         (
             ("reading or decoding is slower than the step", evidence.data_wait),
-            ("the disk, the bucket or its cache is slow", evidence.silent),
+            ("the disk, the bucket or its cache is slow", evidence.no_evidence),
             OTHER_WORK,
         ),
         (
@@ -204,7 +200,7 @@ WORDS = {
         ),
         ("own threshold", "throughput falls where the host and the device wait for each other: a common rule"),
     ),
-    "slow_step": Words(
+    "slow_step": Explanation(
         (WAIT, RETURN, SLOW_DEVICE, OTHER_WORK),
         (
             "capture a profile of a few steps",
@@ -213,7 +209,7 @@ WORDS = {
         ),
         ("slower than expected: a common rule; own threshold, against the run's own median",),
     ),
-    "utilisation_drop": Words(
+    "utilisation_drop": Explanation(
         (
             WAIT,
             ("rows of another length, or another stage of the data", evidence.stage),
@@ -224,9 +220,9 @@ WORDS = {
         ("capture a profile and compare it with one from before", "compare the hosts", "see the device's clock"),
         ("utilisation drops: a common rule; own threshold, against the run's own best blocks",),
     ),
-    "memory_creep": Words(
+    "memory_creep": Explanation(
         (
-            ("arrays or compiled functions are kept alive", evidence.silent),
+            ("arrays or compiled functions are kept alive", evidence.no_evidence),
             ("the reader of data keeps what it has read", evidence.data_wait),
             RETURN,
         ),
@@ -236,7 +232,7 @@ WORDS = {
         ),
         ("memory is to be logged, and does not rise in a steady run: a common rule; own threshold",),
     ),
-    "overfitting": Words(
+    "overfitting": Explanation(
         (
             ("the data come round too often", evidence.batch),
             ("the validation text differs from what is trained on now", evidence.stage),
@@ -245,7 +241,7 @@ WORDS = {
         ("see how many epochs are done", "stop here, or add data", "raise weight decay or dropout on a branch"),
         ("log training and validation loss together: a common rule; own threshold",),
     ),
-    "source_jump": Words(
+    "source_jump": Explanation(
         (STAGE, BATCH, RATE, RETURN),
         (
             "if a stage began: this is the price of the new mix, and should fall again; ease it in over more steps",
@@ -253,13 +249,13 @@ WORDS = {
         ),
         ("check the data source's transition: a common rule; own threshold",),
     ),
-    "router_collapse": Words(
+    "router_collapse": Explanation(
         (
             ("nothing keeps the experts equally busy", evidence.balance),
             RATE,
             WARMUP,
             ("the bias moves so far in a step that loads swing", evidence.bias_rate),
-            ("the router's weights are so large that scores are all or nothing", evidence.silent),
+            ("the router's weights are so large that scores are all or nothing", evidence.no_evidence),
         ),
         (
             "see in the report which layers and experts it is",
@@ -272,10 +268,10 @@ WORDS = {
             "own threshold: a quarter of the way from the fewest experts to all, for longer than balance takes",
         ),
     ),
-    "dead_experts": Words(
+    "dead_experts": Explanation(
         (
             ("nothing keeps the experts equally busy", evidence.balance),
-            ("the batch is small for so many experts", evidence.silent),
+            ("the batch is small for this number of experts", evidence.no_evidence),
             ("the router began far from balance, and its bias has not come far enough yet", evidence.bias_rate),
             RATE,
         ),
@@ -286,10 +282,10 @@ WORDS = {
         ),
         ("own threshold: 100 steps without a token, for longer than balance takes",),
     ),
-    "router_bias": Words(
+    "router_bias": Explanation(
         (
             ("the bias moves too fast", evidence.bias_rate),
-            ("some expert is not wanted whatever its bias is", evidence.silent),
+            ("some expert is not wanted whatever its bias is", evidence.no_evidence),
             RATE,
         ),
         (
@@ -302,7 +298,7 @@ WORDS = {
             "own threshold: three times the range of a token's scores, and a tenth of it in one step",
         ),
     ),
-    "forecast": Words(
+    "forecast": Explanation(
         (
             (
                 "the rate, the batch or the warmup differs from that of the runs the forecast was made from",
