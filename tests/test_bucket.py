@@ -93,7 +93,7 @@ def test_an_answer_that_is_none_of_the_services_is_told(gcs):
     with http.server.HTTPServer(("127.0.0.1", 0), Page) as proxy:
         threading.Thread(target=proxy.handle_request, daemon=True).start()
         door = dataclasses.replace(open_bucket(writing=True), endpoint=f"http://127.0.0.1:{proxy.server_port}")
-        with pytest.raises(Transient, match="the answer is no JSON: is a proxy between"):
+        with pytest.raises(Transient, match="the answer is not JSON: is a proxy between"):
             door.put(URL, b"")
 
 

@@ -45,7 +45,7 @@ def test_nested_json_is_told_where_a_file_must_be_good(tmp_path):
         paths.read_json(tmp_path / "config.json")
     with pytest.raises(BadInput, match="the index .* cannot be read: it is nested deeper"):
         read_folder(tmp_path)
-    with pytest.raises(BadInput, match="events.jsonl:1 is no event"):
+    with pytest.raises(BadInput, match="events.jsonl:1 is not an event"):
         read_events(tmp_path)
     assert read_header(tmp_path / "shard.json") is None and read_owner(DEEP.encode()) is None
     with pytest.raises(BadInput, match="nested too deeply"):

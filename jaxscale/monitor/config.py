@@ -90,7 +90,7 @@ class HealthConfig:
         "norm, is in that range and does not alert)",
         "explosion",
     )
-    grad_ratio: float = threshold(10.0, "and so do two records above this multiple of its own median", "explosion")
+    grad_ratio: float = threshold(10.0, "and so do two records above this multiple of the median", "explosion")
     zero_grad_records: int = threshold(
         3,
         "consecutive records with statistics in which the gradient of one trained parameter is exactly zero",

@@ -94,4 +94,4 @@ def read_events(workdir: Any) -> list[dict[str, Any]]:
         if not damage.lines:
             return events
     number = damage.first or damage.number
-    raise BadInput(f"{path}:{number} is no event: the line was damaged or edited; repair or delete it")
+    raise BadInput(f"{path}:{number} is not an event: the line was damaged or edited; repair or delete it")

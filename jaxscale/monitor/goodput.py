@@ -163,7 +163,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float | None:
-        """Fraction of the time in productive steps; None if there is no time yet."""
+        """Fraction of the time in productive steps; None before any time has passed."""
         return self.seconds["step"] / self.wall_seconds if self.wall_seconds > 0 else None
 
 

@@ -253,7 +253,7 @@ class Bucket:
         except (OSError, http.client.HTTPException) as error:
             raise Transient(str(error) or type(error).__name__) from None
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise Transient("the answer is no JSON: is a proxy between?") from None
+            raise Transient("the answer is not JSON: is a proxy between?") from None
 
     def retry_after(self, header: str) -> float:
         """Returns the seconds of a Retry-After header: a number, or a date (RFC 9110, section 10.2.3)."""

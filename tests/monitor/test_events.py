@@ -43,7 +43,7 @@ def test_a_damaged_line_inside_is_an_error_that_names_it(tmp_path):
     (tmp_path / "events.jsonl").write_text(
         '{"event": "started", "step": 0}\n{"event"\n{"event": "resumed", "step": 1}\n'
     )
-    with pytest.raises(ValueError, match=r"events.jsonl:2 is no event"):
+    with pytest.raises(ValueError, match=r"events.jsonl:2 is not an event"):
         read_events(tmp_path)
 
 

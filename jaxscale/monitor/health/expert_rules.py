@@ -125,5 +125,5 @@ class RouterBias(PersistentRule):
             )
         if parts:
             return RuleResult(True, "; ".join(parts), numbers), patience
-        seen = f"the biases of every layer lie at most {bias_range:.3g} times as far apart as the scores of a token"
+        seen = f"the biases of every layer are at most {bias_range:.3g} times as far apart as the scores of a token"
         return RuleResult(False, seen, numbers), 0.0

@@ -13,7 +13,7 @@ SHORT_WAIT = 1.0  # seconds that one save waited for the one before
 
 
 def is_harmless(event: Mapping[str, Any]) -> bool:
-    """Returns True for an alarm or alert that has ended, or that is no fault of the run."""
+    """Returns True for an alarm or alert that has ended, or that the run did not cause."""
     waited = event.get("waited")
     short = event.get("event") == "alarm" and isinstance(waited, float) and waited < SHORT_WAIT
     return bool(event.get("over")) or short or event.get("event") == "alert" and event.get("what") in HARMLESS
