@@ -109,7 +109,7 @@ def cudnn_flops(instruction: Instruction, target: str, operands: list[Shape]) ->
 def kernel_flops(instruction: Instruction, computation: Computation) -> float:
     """FLOPs of a Pallas kernel: as it declares them, or splash attention's from its shapes; 0 if neither is known.
 
-    In a scope `rows_N_of_M` (ops/exchange.py) N of the M rows that it declares are multiplied: it passes over others.
+    In a scope `rows_N_of_M` (ops/expert_all_to_all.py) only N of the M declared rows are multiplied.
     """
     if "hopper_" in instruction.attributes and custom_target(instruction).startswith("mosaic_gpu"):
         return told_rows(instruction) * grouped_flops(instruction, computation)

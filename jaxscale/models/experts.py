@@ -22,7 +22,7 @@ from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.moe_metrics import MoEMetrics
-from jaxscale.ops.exchange import exchanged
+from jaxscale.ops.expert_all_to_all import exchanged
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.routing import (

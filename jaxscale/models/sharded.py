@@ -17,7 +17,7 @@ from jaxscale.models.config import BLOCKS, NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import Model, make_model, target_scores, token_losses
 from jaxscale.models.stages import StageFunctions
-from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
+from jaxscale.ops.attention.context_exchange import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import PLAIN, Kernels, choose_kernels, share_rows, with_recorder
 from jaxscale.ops.project import with_precision

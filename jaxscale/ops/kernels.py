@@ -9,9 +9,9 @@ import jax
 from jaxscale.hardware import Device
 from jaxscale.ops.activation import geglu_tanh, swiglu
 from jaxscale.ops.attention import Attend, choose_attention, either, xla
-from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
-from jaxscale.ops.attention.shared_rows import of_all_keys
-from jaxscale.ops.attention.sharing import Sharing, share_attention
+from jaxscale.ops.attention.context_exchange import Sharing, share_attention
+from jaxscale.ops.attention.context_parallel import of_all_keys
+from jaxscale.ops.attention.logit_max import EXACT, largest_score, score_bound
 from jaxscale.ops.config import AttentionName, AttentionNeeds
 from jaxscale.ops.grouped import ExpertKernels, choose_expert_kernels
 from jaxscale.ops.norm import rms_norm

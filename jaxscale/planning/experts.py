@@ -12,7 +12,7 @@ from jaxscale.model_on_mesh import parallel_request
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.sharded import expert_work
-from jaxscale.ops.exchange import SPARE, round_size
+from jaxscale.ops.expert_all_to_all import SPARE, round_size
 from jaxscale.sharding.batch_axes import LANES
 from jaxscale.sharding.compiler_options import PIPELINE, PIPELINED_GATHER
 from jaxscale.sharding.expert_axis import AXIS, ExpertExchange, resolve_expert_exchange

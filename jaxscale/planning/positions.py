@@ -7,7 +7,7 @@ from jaxscale.build import Program
 from jaxscale.model_on_mesh import parallel_request
 from jaxscale.models.config import SAVED_NAMES
 from jaxscale.models.sharded import context_work
-from jaxscale.ops.attention.sharing import choose_sharing
+from jaxscale.ops.attention.context_exchange import choose_sharing
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.stages import compute_bytes
 

@@ -231,7 +231,7 @@ def scores_again_flops(program: Program) -> float:
 
 def rows_again_flops(program: Program) -> float:
     """Operations per token of experts' first two products that are done again going back, although the remat policy
-    keeps their results: where rows are sent, none of a round is kept (ops/exchange.py)."""
+    keeps their results: where rows are sent, none of a round is kept (ops/expert_all_to_all.py)."""
     model = program.cfg.model
     if resting_parts(program) == 1:
         return 0.0

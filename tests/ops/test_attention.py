@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import blockwise, choose_attention, long, splash, what_lacks, xla
+from jaxscale.ops.attention import blockwise, choose_attention, flash, splash, what_lacks, xla
 from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds
 
 SHAPES = {  # B, T, N, K, H, block
@@ -47,7 +47,7 @@ def assert_equal_to_plain(attend, inputs, **settings):
 
 BLOCKWISE = {
     "blockwise": lambda block, **settings: blockwise.make_attend(block_size=block, **settings),
-    "long": lambda block, **settings: long.make_attend(block=block, **settings),
+    "long": lambda block, **settings: flash.make_attend(block=block, **settings),
 }
 
 
@@ -78,7 +78,7 @@ def test_attention_in_blocks_sees_the_window_that_plain_attention_sees(window, f
 
 
 def test_attention_for_long_rows_visits_only_blocks_that_see_each_other():
-    walk = lambda window: long.visible_pairs(64, 16, window).tolist()
+    walk = lambda window: flash.visible_pairs(64, 16, window).tolist()
     assert walk(None) == [[i, j] for i in range(4) for j in range(i + 1)]
     assert walk(1) == [[i, i] for i in range(4)]
     assert walk(17) == walk(2) == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
@@ -86,7 +86,7 @@ def test_attention_for_long_rows_visits_only_blocks_that_see_each_other():
 
 
 def test_attention_for_long_rows_needs_memory_in_proportion_to_the_row():
-    attend = long.make_attend(block=32)
+    attend = flash.make_attend(block=32)
 
     def temporaries(T):
         q, k, v, ids, dout = make_inputs((1, T, 2, 1, 8, 0))
@@ -121,7 +121,7 @@ def test_values_may_have_another_size_than_keys(form):
         return
     shape = (1, 200, 2, 2, 24, 0) if form == "splash" else SHAPES["grouped heads"]
     attend = splash.make_attend(interpret=True) if form == "splash" else BLOCKWISE[form](16)
-    for value_dim in (16,) if form == "splash" else (16, 40):  # its wider ones: test_shared_rows.py
+    for value_dim in (16,) if form == "splash" else (16, 40):  # its wider ones: test_context_parallel.py
         inputs = make_inputs(shape, value_dim=value_dim)
         out_BTNV, *_ = plain = value_and_gradients(xla.make_attend(), *inputs)
         q_BTNH, k_BSKH, v_BSKV, ids_BT, _ = inputs  # values are weighted number by number
@@ -149,7 +149,7 @@ def narrow_and_wide(shape):
 
 FORMS = {
     "blockwise": (SHAPES["grouped heads"], blockwise.make_attend(block_size=16)),
-    "long": (SHAPES["grouped heads"], long.make_attend(block=16)),
+    "long": (SHAPES["grouped heads"], flash.make_attend(block=16)),
     "splash": ((1, 128, 4, 2, 128, 0), splash.make_attend(interpret=True)),
 }
 
@@ -170,7 +170,7 @@ def test_attention_in_bfloat16_is_as_near_to_float32_as_plain_attention(form):
 
 @pytest.mark.parametrize(
     "attend",
-    [xla.make_attend(), blockwise.make_attend(block_size=8), long.make_attend(block=8)],
+    [xla.make_attend(), blockwise.make_attend(block_size=8), flash.make_attend(block=8)],
     ids=["xla", "blockwise", "long"],
 )
 def test_no_position_sees_a_later_one_or_another_segment(attend):

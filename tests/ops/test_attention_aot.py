@@ -20,7 +20,7 @@ from jaxscale.ahead.roofline import roofline
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
-from jaxscale.ops.attention.sharing import Sharing
+from jaxscale.ops.attention.context_exchange import Sharing
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import choose_kernels, share_rows
 from jaxscale.ops.rope import make_rotation

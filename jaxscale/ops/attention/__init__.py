@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxscale.hardware import Device, compute_capability
-from jaxscale.ops.attention import blockwise, cudnn, cudnn_packed, long, splash, xla
+from jaxscale.ops.attention import blockwise, cudnn, cudnn_packed, flash, splash, xla
 from jaxscale.ops.config import AttentionName, AttentionNeeds, Mix
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
@@ -64,7 +64,7 @@ def choose_attention(
 
 def make_blockwise(*, softcap: float | None, window: int | None, platform: str) -> Attend:
     """The form that suits a CPU's cache; for long rows, and on other platforms, the one whose memory grows with T."""
-    linear = long.make_attend(softcap=softcap, window=window)
+    linear = flash.make_attend(softcap=softcap, window=window)
     if platform != "cpu":
         return linear
     cached = blockwise.make_attend(softcap=softcap, window=window)

@@ -3,7 +3,7 @@
 Each device passes on what it has while it looks at it. The softmax is kept between one device's keys and the next.
 Going back, keys and values go round once more with the logarithm of the sums over all of them, and their gradients
 travel with them, from device to device, until they are home. How a device looks at the keys of one of them is left to
-ring_walk.py, for any platform, and ring_splash.py, the kernel of TPUs.
+ring_flash.py, for any platform, and ring_splash.py, the kernel of TPUs.
 
 B batch  T position of a device's own, of queries and of keys  K key-value heads  H head dim
 """

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
-from jaxscale.ops.attention.shared_rows import AttendStanding, Standing
+from jaxscale.ops.attention.context_parallel import AttendStanding, Standing
 from jaxscale.ops.attention.splash_tables import KernelTables, make_tables
 from jaxscale.ops.attention.xla import Scope
 from jaxscale.ops.config import ATTENTION_OUT

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.ops.attention import xla
-from jaxscale.ops.attention.largest import largest_score, score_bound, visible_pairs
+from jaxscale.ops.attention.logit_max import largest_score, score_bound, visible_pairs
 from jaxscale.ops.attention.xla import Scope, as_scope
 
 B, T, S, N, K, H = 2, 13, 9, 4, 2, 8

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.models.experts import run_experts
 from jaxscale.ops.activation import swiglu
-from jaxscale.ops.exchange import exchanged, round_size
+from jaxscale.ops.expert_all_to_all import exchanged, round_size
 from jaxscale.ops.slots import ON_CPU, in_slots, project_rows, weigh
 from jaxscale.sharding.expert_axis import ExpertAxis
 

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.ops.attention import long
+from jaxscale.ops.attention import flash
 from jaxscale.ops.attention.xla import Scope, as_scope
 from jaxscale.ops.attention.xla import make_attend as make_plain
 from jaxscale.sharding.context_axis import ContextAxis
 
-LEAST_BLOCK = 32  # positions; a chunk without a larger divisor of at most long.BLOCK is one block
+LEAST_BLOCK = 32  # positions; a chunk without a larger divisor of at most flash.BLOCK is one block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ def long_standing(*, softcap: float | None, window: int | None) -> AttendStandin
         pairs_P2 = jnp.asarray(standing_pairs(standing.starts_Cc, standing.chunk, block, window))[standing.device]
         places_S = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32)
         assert scope.key_segment_ids_BS is not None  # keys of other devices come with their segments
-        sight = long.Sight(pairs_P2, scope.segment_ids_BT, scope.key_segment_ids_BS, standing.places_T, places_S)
-        return long.make_attend_seen(softcap=softcap, window=window, block=block)(q_BTNH, k_BSKH, v_BSKH, sight)
+        sight = flash.Sight(pairs_P2, scope.segment_ids_BT, scope.key_segment_ids_BS, standing.places_T, places_S)
+        return flash.make_attend_seen(softcap=softcap, window=window, block=block)(q_BTNH, k_BSKH, v_BSKH, sight)
 
     return attend_standing
 
@@ -75,7 +75,7 @@ def standing_pairs(starts_Cc: np.ndarray, chunk: int, block: int, window: int | 
     for starts_c in starts_Cc:
         of_chunks = []
         for number, start in enumerate(starts_c):
-            pairs_P2 = long.visible_pairs(chunk, block, window, int(start))
+            pairs_P2 = flash.visible_pairs(chunk, block, window, int(start))
             of_chunks.append(pairs_P2 + np.array([number * (chunk // block), 0], np.int32))
         found.append(np.concatenate(of_chunks))
     return np.stack(filled_up(found, [pairs_P2[:, 1].max() for pairs_P2 in found]))
@@ -90,7 +90,7 @@ def filled_up(found: Sequence[np.ndarray], late_keys: Sequence[int]) -> list[np.
 
 def block_of(chunk: int) -> int:
     """Positions of a block, which divides the chunk."""
-    largest = max(size for size in range(1, min(chunk, long.BLOCK) + 1) if chunk % size == 0)
+    largest = max(size for size in range(1, min(chunk, flash.BLOCK) + 1) if chunk % size == 0)
     return largest if largest >= LEAST_BLOCK else chunk
 
 

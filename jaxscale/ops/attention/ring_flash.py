@@ -1,4 +1,4 @@
-"""How a device of a ring (ring.py) looks at keys on any platform: in pairs of blocks (long.py).
+"""How a device of a ring (ring.py) looks at keys on any platform: in pairs of blocks (flash.py).
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim  C devices
 R = T * G: the queries that share a key-value head
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.ops.attention.blockwise import F32, group_heads, ungroup_heads
-from jaxscale.ops.attention.long import Pulled, Sight, Softmax, Walk
+from jaxscale.ops.attention.context_parallel import block_of, filled_up
+from jaxscale.ops.attention.flash import Pulled, Sight, Softmax, Walk
 from jaxscale.ops.attention.ring import Held, make_ring
-from jaxscale.ops.attention.shared_rows import block_of, filled_up
 from jaxscale.sharding.context_axis import ContextAxis
 
 

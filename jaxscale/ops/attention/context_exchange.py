@@ -3,7 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
-from jaxscale.ops.attention import ring_splash, ring_walk, shared_rows, splash
+from jaxscale.ops.attention import context_parallel, ring_flash, ring_splash, splash
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.sharding.context_axis import ContextAxis
 from jaxscale.system.exits import BadInput
@@ -121,20 +121,20 @@ def share_attention(
     whole_rows: the kernel for whole rows.
     """
     if sharing.form == "ulysses":
-        return shared_rows.by_heads(whole_rows, context)
+        return context_parallel.by_heads(whole_rows, context)
     how: dict[str, Any] = dict(softcap=needs.softcap, window=window)
     blocks: dict[str, Any] = {"blocks": splash.blocks_for(device_kind)} if attention == "splash" else {}
     standing = STANDING[attention](**how, **blocks)
     if sharing.form == "ring":
-        walk = functools.partial(ring_walk.make_attend, unrolled=device_kind == "cpu")
+        walk = functools.partial(ring_flash.make_attend, unrolled=device_kind == "cpu")
         far = (ring_splash.make_attend if attention == "splash" else walk)(**how, **blocks, context=context)
     else:
-        far = shared_rows.gathered(standing, context)
-    return far if window is None else shared_rows.with_neighbours(standing, far, window, context)
+        far = context_parallel.gathered(standing, context)
+    return far if window is None else context_parallel.with_neighbours(standing, far, window, context)
 
 
 STANDING = {
-    "xla": shared_rows.plain_standing,
-    "blockwise": shared_rows.long_standing,
+    "xla": context_parallel.plain_standing,
+    "blockwise": context_parallel.long_standing,
     "splash": splash.make_attend_standing,
 }

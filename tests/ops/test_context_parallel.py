@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from twins import twins
 
-from jaxscale.ops.attention import long, ring_splash, ring_walk, shared_rows, splash, splash_tables, xla
-from jaxscale.ops.attention.largest import largest_score, score_bound
-from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
+from jaxscale.ops.attention import context_parallel, flash, ring_flash, ring_splash, splash, splash_tables, xla
+from jaxscale.ops.attention.context_exchange import SharedWork, choose_sharing
+from jaxscale.ops.attention.logit_max import largest_score, score_bound
 from jaxscale.ops.config import AttentionNeeds, Mix
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.context_axis import ContextAxis, make_context_axis
@@ -24,8 +24,8 @@ from jaxscale.system.exits import BadInput
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(long, "BLOCK", 8)
-    monkeypatch.setattr(shared_rows, "LEAST_BLOCK", 2)
+    monkeypatch.setattr(flash, "BLOCK", 8)
+    monkeypatch.setattr(context_parallel, "LEAST_BLOCK", 2)
 
 
 def make_inputs(B, T, N, K, H, V=None, num_segments=3):
@@ -55,17 +55,17 @@ def plain(inputs, **how):
 
 
 FORMS = {
-    "gather, plain": lambda context, **how: shared_rows.gathered(shared_rows.plain_standing(**how), context),
-    "gather, blocks": lambda context, **how: shared_rows.gathered(shared_rows.long_standing(**how), context),
-    "neighbours, plain": lambda context, **how: near(shared_rows.plain_standing(**how), context, **how),
-    "neighbours, blocks": lambda context, **how: near(shared_rows.long_standing(**how), context, **how),
-    "ulysses": lambda context, **how: shared_rows.by_heads(xla.make_attend(**how), context),
-    "ring": lambda context, **how: ring_walk.make_attend(**how, context=context),
+    "gather, plain": lambda context, **how: context_parallel.gathered(context_parallel.plain_standing(**how), context),
+    "gather, blocks": lambda context, **how: context_parallel.gathered(context_parallel.long_standing(**how), context),
+    "neighbours, plain": lambda context, **how: near(context_parallel.plain_standing(**how), context, **how),
+    "neighbours, blocks": lambda context, **how: near(context_parallel.long_standing(**how), context, **how),
+    "ulysses": lambda context, **how: context_parallel.by_heads(xla.make_attend(**how), context),
+    "ring": lambda context, **how: ring_flash.make_attend(**how, context=context),
 }
 
 
 def near(standing, context, *, window, softcap):
-    return shared_rows.with_neighbours(standing, None, window, context)  # None: it must not be needed
+    return context_parallel.with_neighbours(standing, None, window, context)  # None: it must not be needed
 
 
 CASES = {  # devices, (B, T, N, K, H, V of values), softcap, window
@@ -113,8 +113,8 @@ def test_splash_of_shared_rows_is_plain_attention(form):
             attend = ring_splash.make_attend(**how, blocks=blocks, context=context, interpret=True)
             return value_and_gradients(attend, *own)
         standing = splash.make_attend_standing(**how, blocks=blocks, interpret=True)
-        gathered = shared_rows.gathered(standing, context)
-        attend = gathered if window is None else shared_rows.with_neighbours(standing, None, window, context)
+        gathered = context_parallel.gathered(standing, context)
+        attend = gathered if window is None else context_parallel.with_neighbours(standing, None, window, context)
         return value_and_gradients(attend, *own)
 
     inputs = make_inputs(1, 1600, 2, 1, 16, 24)  # chunks of 200 positions, which are filled up
@@ -134,7 +134,7 @@ def test_a_splash_ring_is_no_further_from_the_truth_in_bfloat16_than_gathered_ke
         return np.array([np.sqrt(np.mean(x**2)) for x in off])
 
     in_ring = errors(lambda context: ring_splash.make_attend(**how, context=context))
-    gathered = errors(lambda context: shared_rows.gathered(splash.make_attend_standing(**how), context))
+    gathered = errors(lambda context: context_parallel.gathered(splash.make_attend_standing(**how), context))
     print(in_ring, gathered)
     assert (in_ring < 1.1 * gathered).all()
 
@@ -186,11 +186,11 @@ def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, bl
 
 def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the_ring():
     starts_Cc = ContextAxis(4).chunk_starts(16)
-    pairs_CP2 = shared_rows.standing_pairs(starts_Cc, 16, 8, None)
+    pairs_CP2 = context_parallel.standing_pairs(starts_Cc, 16, 8, None)
     assert [len(set(map(tuple, pairs_P2))) for pairs_P2 in pairs_CP2.tolist()] == [pairs_CP2.shape[1]] * 4 == [34] * 4
     assert sum(len(pairs_P2) for pairs_P2 in pairs_CP2) == 16 * 17 // 2  # the whole triangle, once
-    away_XP2, _ = ring_walk.met_pairs(4, 16, 8, None, at_home=False)
-    home_XP2, _ = ring_walk.met_pairs(4, 16, 8, None, at_home=True)
+    away_XP2, _ = ring_flash.met_pairs(4, 16, 8, None, at_home=False)
+    home_XP2, _ = ring_flash.met_pairs(4, 16, 8, None, at_home=True)
     assert [len(set(map(tuple, table))) for table in away_XP2.tolist()] == [8, 8]  # two pairs of chunks, whole
     assert [len(set(map(tuple, table))) for table in home_XP2.tolist()] == [10]
 
@@ -225,7 +225,7 @@ def test_the_largest_score_is_that_of_one_device(largest):
     q, k, _, ids, _ = make_inputs(2, 64, 4, 2, 8)
 
     def f(context, q, k, ids):
-        found = shared_rows.of_all_keys(largest, context)(q, k, ids)
+        found = context_parallel.of_all_keys(largest, context)(q, k, ids)
         return jnp.broadcast_to(context.max(found), (1, q.shape[1]))
 
     np.testing.assert_allclose(on_devices(f, 4, (q, k, ids))[0, 0], largest(q, k, ids), rtol=1e-6)
