@@ -26,8 +26,8 @@ from jaxscale.models.experts import SparseMlp
 from jaxscale.models.llama import LlamaMlp
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.monitor.runinfo import run_info
-from jaxscale.ops.grouped import ExpertKernels, all_rows, weighed
-from jaxscale.ops.kernels import Kernels, choose_kernels
+from jaxscale.ops.grouped import ExpertKernels, run_grouped, weighted_activation
+from jaxscale.ops.kernels import Kernels, resolve_kernels
 from jaxscale.qualify.step import ModelFlags, read_config
 from jaxscale.qualify.timing import seconds_of
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
@@ -54,7 +54,7 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
     if not isinstance(model, LlamaConfig) or model.experts is None:
         raise BadInput(f"{name} has no experts: give --spec=M, or --config=FILE of a mixture")
     device = jax.devices()[0]
-    kernels = choose_kernels(device.platform, model.attention, model.attention_needs(), device)
+    kernels = resolve_kernels(device.platform, model.attention, model.attention_needs(), device)
     dense = LlamaMlp(
         model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), kernels=kernels, tensor=NO_TENSOR_AXIS
     )
@@ -68,7 +68,7 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
         del alone[UNEVEN]
     else:
         alone[UNEVEN].router[...] = router
-    ragged = ExpertKernels(ragged_project, all_rows, weighed, as_bits=kernels.experts.as_bits)
+    ragged = ExpertKernels(ragged_project, run_grouped, weighted_activation, as_bits=kernels.experts.as_bits)
     by_ragged = {RAGGED: make_sparse(model, dataclasses.replace(kernels, experts=ragged), cfg.seed)}
     # ragged_dot runs apart: it evicts the caches, and the layer after it would be slower.
     layers = [
@@ -142,7 +142,7 @@ def beside(run_dense: Pass, passes: list[Pass], x_BTD: jax.Array, turns: int) ->
     return found
 
 
-def ragged_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, turned: bool = False) -> jax.Array:
+def ragged_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, transposed: bool = False) -> jax.Array:
     """A GroupedProject by what JAX has for it."""
     return lax.ragged_dot(x_RC, w_ECO.astype(x_RC.dtype), counts_E)
 

@@ -15,7 +15,7 @@ from jaxscale.config import RunConfig
 from jaxscale.help_text import command
 from jaxscale.models.layers import split_model
 from jaxscale.models.sharded import shard_model
-from jaxscale.ops.project import with_precision
+from jaxscale.ops.project import with_matmul_precision
 from jaxscale.planning.check import check_machine
 from jaxscale.qualify.step import ModelFlags, read_config
 from jaxscale.qualify.timing import seconds_of
@@ -76,7 +76,7 @@ def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
     def logits(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
         return engine.read_prompts(params, tokens_BT, lengths_B)[1]
 
-    precise = with_precision(engine.sharded.cfg.matmul_precision, logits)  # as what it is compared with
+    precise = with_matmul_precision(engine.sharded.cfg.matmul_precision, logits)  # as what it is compared with
     call = jax.jit(engine.sharded.batch_axes.shard_map(precise, (specs, rows, rows), rows))
     place = jax.sharding.NamedSharding(engine.sharded.mesh, rows)
     tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)

@@ -30,9 +30,9 @@ from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
 from jaxscale.models.mup_config import learning_rate_multiplier, mup_scales
 from jaxscale.models.sharded import ShardedModel
-from jaxscale.ops.grouped import choose_expert_kernels
-from jaxscale.ops.kernels import make_recorder, make_score_recorder
-from jaxscale.ops.project import with_precision
+from jaxscale.ops.grouped import resolve_expert_kernels
+from jaxscale.ops.kernels import make_max_logit_recorder, make_recorder
+from jaxscale.ops.project import with_matmul_precision
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import Layout, combine, make_optimizer, moment_axes, optim_schedule, trainable
@@ -98,14 +98,14 @@ class Program:
         return self.model.kernels.attention
 
     @property
-    def why_plain(self) -> str:
+    def attention_fallback(self) -> str:
         """What kept it from the platform's own attention, or ''."""
-        return self.model.kernels.why_plain
+        return self.model.kernels.attention_fallback
 
     @property
     def sharing(self) -> str:
         """How devices meet the keys of a row that they share, and why so, or ''."""
-        return str(self.model.kernels.sharing)
+        return str(self.model.kernels.context_exchange)
 
     @property
     def exchange(self) -> str:
@@ -195,7 +195,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
-    if model.kernels.sharing.form == "ring" or model.exchange.form == "send":  # a loop in each layer
+    if model.kernels.context_exchange.form == "ring" or model.exchange.form == "send":  # a loop in each layer
         options = choose_options(cfg, mesh, loops=True)
     for check in DEVICE_CHECKS:
         check(cfg, model)
@@ -203,7 +203,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     shardings = plan_shardings(cfg, model, updates)
     init, abstract_state = make_init(cfg, model, updates.optimizer, updates.groups, shardings.state)
     qk_clip = make_qk_clip(cfg.optim.qk_clip, cfg.model.layer_stacks)
-    recorder = make_score_recorder if qk_clip else None
+    recorder = make_max_logit_recorder if qk_clip else None
     gradients = make_gradients(cfg, model, updates.groups, shardings, recorder=recorder)
     train_step = make_train_step(
         gradients,
@@ -224,7 +224,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         updates.optimizer,
         parameter_groups(model.axes, cfg.model.layer_stacks),
     )
-    precisely = functools.partial(with_precision, cfg.model.matmul_precision)
+    precisely = functools.partial(with_matmul_precision, cfg.model.matmul_precision)
     jit = functools.partial(
         jax.jit, in_shardings=(shardings.state, shardings.rows), compiler_options=options.values or None
     )
@@ -250,9 +250,9 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
 def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> CompilerOptions:
     """What the step is compiled with. loops: whether there is a loop in each layer."""
     device, model = mesh.devices.flat[0], cfg.model
-    branches = model.attention_needs().mixed is not None
+    branches = model.attention_needs().window_layers is not None
     experts, saved = getattr(model, "experts", None) is not None, saved_names(model)
-    has_kernels = experts and not choose_expert_kernels(device.platform, device, model.compute_dtype).why_slots
+    has_kernels = experts and not resolve_expert_kernels(device.platform, device, model.compute_dtype).fallback_reason
     return compiler_options(
         device.platform,
         device.device_kind,
@@ -343,7 +343,7 @@ def make_gradients(
                 recording = recorder(model.kernels, model.needs, model.tensor, model.context)
             whole = model.merge(params, combine(trained, variables), recorder=recording, training=True)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
-            return total, parts | recording.parts()
+            return total, parts | recording.sown()
 
         means, grads = accumulate(
             loss_fn,

@@ -148,7 +148,7 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
 
 def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput for optim.qk_clip where no device shall have all keys of a row, which exact scores need."""
-    if cfg.optim.qk_clip is not None and model.kernels.sharing.form == "ring":
+    if cfg.optim.qk_clip is not None and model.kernels.context_exchange.form == "ring":
         raise BadInput(
             f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, and with mesh.context="
             f"{model.context.size} they go round in a ring; use context.attention='gather' or 'ulysses', or null"

@@ -9,7 +9,7 @@ from jaxscale import schema
 from jaxscale.auto_dtype import for_device, resolve_dtypes
 from jaxscale.config import RunConfig
 from jaxscale.hardware import DtypeChoice
-from jaxscale.ops.attention import choose_attention
+from jaxscale.ops.attention import resolve_attention
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.machine import open_machine
@@ -90,12 +90,12 @@ def test_a_plan_resolves_it_for_the_machine_that_is_planned(machine, dtype):
     program = fitting_program(cfg, topology.devices)
     assert program.cfg.model.compute_dtype == dtype
     if machine.startswith("t4"):
-        assert program.attention == "xla" and "Ampere" in program.why_plain
+        assert program.attention == "xla" and "Ampere" in program.attention_fallback
 
 
 def test_attention_on_a_card_before_ampere_needs_no_setting():
     needs = AttentionNeeds(head_dim=64, dtype="float16")
     found = {
-        name: choose_attention("auto", "gpu", needs, open_machine(name).devices[0])[1] for name in ("t4:1", "l4:1")
+        name: resolve_attention("auto", "gpu", needs, open_machine(name).devices[0])[1] for name in ("t4:1", "l4:1")
     }
     assert found == {"t4:1": "xla", "l4:1": "cudnn"}

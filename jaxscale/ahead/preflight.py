@@ -179,7 +179,8 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """What a reader of the figures must know."""
     sizes = batch_sizes(program.configs)
     plain = [f"batches: the figures are of the last of {sizes}"] if sizes else []
-    plain += [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
+    if reason := program.attention_fallback:
+        plain.append(f"attention is {program.attention}: {reason}")
     plain += [f"context: {program.sharing}"] if program.sharing else []
     plain += [f"expert: {program.exchange}"] if program.exchange else []
     if why := program.model.slots_fallback_reason:

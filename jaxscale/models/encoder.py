@@ -26,7 +26,7 @@ from jaxscale.models.layers import (
     with_bias,
 )
 from jaxscale.ops.activation import gelu
-from jaxscale.ops.embed import lookup, lookup_shared
+from jaxscale.ops.embed import lookup, lookup_sharded
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
 from jaxscale.ops.recorder import ATTENTION, MLP
@@ -113,7 +113,7 @@ class Encoder(StackedModel):
         cfg = self.cfg
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor)
+        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.tensor)
         x_BTD = x_BTD + lookup(positions_PD, self.tensor.local(positions_BT), cfg.embed_dtype)
         if self.type_embedding is not None:
             types_2D = self.gather(self.type_embedding[...], ("position", "embed"), cfg.embed_dtype)

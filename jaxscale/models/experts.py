@@ -9,7 +9,7 @@ B batch  T position  D embed  E experts  k experts of a token  F width of an exp
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,20 @@ from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.moe_metrics import MoEMetrics
-from jaxscale.ops.expert_all_to_all import exchanged
+from jaxscale.ops.expert_all_to_all import all_to_all_experts
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.routing import (
-    Routes,
-    in_order,
+    RouterOutput,
+    capacity_mask,
+    combine,
+    dispatch,
+    mask_unrouted,
     route,
     router_logits,
-    score_ranges,
+    score_range,
     sort_rows,
-    taken_alone,
-    to_rows,
-    to_tokens,
-    within_capacity,
+    sort_weights,
 )
 from jaxscale.sharding.tensor_axis import TensorAxis
 
@@ -88,48 +88,51 @@ class SparseMlp(nnx.Module):
         return self.tensor.reduce_scatter(y_BTD), metrics
 
     @jax.named_scope("router")
-    def routes(self, x_nD: jax.Array) -> Routes:
+    def routes(self, x_nD: jax.Array) -> RouterOutput:
         """Routes each token, with float32 products."""
         bias_E = None if self.router_bias is None else self.router_bias[...]
         return route(self.experts, router_logits(x_nD, self.router[...]), bias_E)
 
-    def fits_capacity(self, routes: Routes, segment_ids_BT: jax.Array) -> jax.Array | None:
+    def fits_capacity(self, routes: RouterOutput, segment_ids_BT: jax.Array) -> jax.Array | None:
         """True where a (token, expert) pair fits the expert's capacity; None without a limit."""
         B, T = segment_ids_BT.shape
-        capacity = self.experts.capacity(T) if self.kernels.limits else None
+        capacity = self.experts.capacity(T) if self.kernels.use_capacity else None
         if capacity is None:
             return None
         expert_BTk = routes.expert_nk.reshape(B, T, -1)
-        fits_BTk = within_capacity(expert_BTk, segment_ids_BT > 0, self.experts.number, capacity)
+        fits_BTk = capacity_mask(expert_BTk, segment_ids_BT > 0, self.experts.number, capacity)
         return fits_BTk.reshape(routes.expert_nk.shape)
 
-    def combine(self, x_nD: jax.Array, routes: Routes, fits_nk: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def combine(
+        self, x_nD: jax.Array, routes: RouterOutput, fits_nk: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns (weighted sum of each token's experts, rounds_Q as in MoEMetrics).
 
         Weights are multiplied in before the last matmul, so that the backward pass does not need its result. fits_nk:
         True for the pairs to compute; None: all.
         """
         k, axis, kernels = self.experts.chosen, self.kernels.expert_axis, self.kernels.experts
-        run = functools.partial(run_experts, kernels.project, functools.partial(kernels.weigh, self.activate))
-        run = functools.partial(kernels.lay_rows, run)
+        activation = functools.partial(kernels.weighted_activation, self.activate)
+        run = functools.partial(kernels.map_experts, functools.partial(run_experts, kernels.project, activation))
         expert_nk = routes.expert_nk if fits_nk is None else jnp.where(fits_nk, routes.expert_nk, self.experts.number)
         rows = sort_rows(expert_nk, self.experts.number)
         # Grouped matmuls return arbitrary values for rows after the last expert's.
-        valid = (lambda array_R: array_R) if fits_nk is None else (lambda array_R: taken_alone(array_R, rows))
+        valid = (lambda array_R: array_R) if fits_nk is None else (lambda array_R: mask_unrouted(array_R, rows))
         weights = self.gate[...], self.up[...], self.down[...]
-        x_RD, weight_R = valid(to_rows(k, x_nD, rows, kernels.as_bits)), valid(in_order(routes.weight_nk, rows))
+        x_RD = valid(dispatch(k, x_nD, rows, kernels.as_bits))
+        weight_R = valid(sort_weights(routes.weight_nk, rows))
         if axis.size == 1:
             y_RD, rounds_Q = run(weights, x_RD, weight_R, rows.counts_E), jnp.zeros(0, jnp.int32)
         else:
-            y_RD, rounds = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
+            y_RD, rounds = all_to_all_experts(axis, run, weights, x_RD, weight_R, rows.counts_E)
             rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one round per device
-        return to_tokens(k, valid(y_RD), rows, kernels.as_bits), rounds_Q
+        return combine(k, valid(y_RD), rows, kernels.as_bits), rounds_Q
 
 
 def router_metrics(
     experts: ExpertsConfig,
     tensor: TensorAxis,
-    routes: Routes,
+    routes: RouterOutput,
     segment_ids_BT: jax.Array,
     router_load_E: jax.Array,
     rounds_Q: jax.Array,
@@ -144,7 +147,7 @@ def router_metrics(
     mask_BT = segment_ids_BT > 0
     chosen_BTE = jnp.sum(jax.nn.one_hot(routes.expert_nk, E, dtype=jnp.int32), axis=1).reshape(B, T, E)
     counts_BE = jnp.sum(chosen_BTE * mask_BT[:, :, None], axis=1)
-    partial = tensor.scale_gradient((routes.logit_nE, routes.share_nE))
+    partial = tensor.scale_gradient((routes.logit_nE, routes.prob_nE))
     logit_BTE, share_BTE = jax.tree.map(lambda x: x.reshape(B, T, E), partial)
     share_BE = jnp.sum(jnp.where(mask_BT[:, :, None], share_BTE, 0.0), axis=1)
     row_counts_BE = context.sum(counts_BE).astype(F32)
@@ -161,17 +164,17 @@ def router_metrics(
         jnp.sum(counts_BE, axis=0),
         dict(zip(EXPERT_LOSSES, losses, strict=True)),
         jnp.sum(jnp.where(mask_BT, entropy_BT, 0.0)),
-        jnp.sum(jnp.where(mask_BT, score_ranges(experts, routes).reshape(B, T), 0.0)),
+        jnp.sum(jnp.where(mask_BT, score_range(experts, routes).reshape(B, T), 0.0)),
         rounds_Q,
     )
 
 
 def run_experts(
-    grouped: GroupedProject, weigh: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
+    grouped: GroupedProject, activation: Callable, weights, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
     """Returns y_RD of rows sorted by expert, or of rows of one expert. weights: (gate_EDF, up_EDF, down_EFD)."""
     gate_EDF, up_EDF, down_EFD = weights
     gate_RF = checkpoint_name(grouped(x_RD, gate_EDF, counts_E), MLP_GATE)
     up_RF = checkpoint_name(grouped(x_RD, up_EDF, counts_E), MLP_UP)
-    h_RF = weigh(gate_RF, up_RF, weight_R)
-    return grouped(h_RF, down_EFD, counts_E, turned=True)  # BatchAxes.gather brings it together so
+    h_RF = activation(gate_RF, up_RF, weight_R)
+    return grouped(h_RF, down_EFD, counts_E, transposed=True)  # BatchAxes.gather brings it together so

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxscale.ops.config import RouterForm
+from jaxscale.ops.config import RouterConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
@@ -16,7 +16,7 @@ EXPERTS_DROPPED = "experts_dropped"  # int32[L]: (token, expert) pairs beyond ca
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(RouterForm):
+class ExpertsConfig(RouterConfig):
     """A router, experts of which each token selects a few, and optionally a shared expert."""
 
     number: int = setting(help="experts per layer")

@@ -24,7 +24,7 @@ from jaxscale.models.layers import (
     split_keys,
 )
 from jaxscale.ops.activation import gelu_tanh
-from jaxscale.ops.embed import lookup, lookup_shared
+from jaxscale.ops.embed import lookup, lookup_sharded
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
 from jaxscale.ops.recorder import ATTENTION, MLP
@@ -90,7 +90,7 @@ class Gpt2(StackedModel):
         dtype = self.cfg.embed_dtype
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), dtype)
-        x_BTD = lookup_shared(table_VD, tokens_BT, dtype, self.tensor)
+        x_BTD = lookup_sharded(table_VD, tokens_BT, dtype, self.tensor)
         return (x_BTD + lookup(positions_PD, self.tensor.local(positions_BT), dtype)).astype(self.cfg.compute_dtype)
 
     def unembedding(self, h_BTD):

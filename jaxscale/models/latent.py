@@ -20,7 +20,7 @@ from jaxscale.models.config import ATTENTION_ADDED, KEY, LATENT, QUERY, VALUE
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.rope import Rotation, score_factor, stretched
+from jaxscale.ops.rope import Rotation, latent_logit_scale, scale_rotation
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 EPS = 1e-6  # of the latents' norms; DeepSeek's code also ignores rms_norm_eps here
@@ -83,9 +83,9 @@ class LatentAttention(nnx.Module):
     def rotate_queries(self, q_BTNH, rotation: Rotation) -> jax.Array:
         """Rotates the last part of the queries. YaRN may scale all features."""
         q_BTNU, q_BTNR = jnp.split(q_BTNH, [self.latent.nope_dim], axis=-1)
-        if (factor := score_factor(self.cfg.rope_scaling)) != 1.0:
+        if (factor := latent_logit_scale(self.cfg.rope_scaling)) != 1.0:
             q_BTNU = (factor * q_BTNU.astype(jnp.float32)).astype(q_BTNU.dtype)
-            rotation = stretched(rotation, factor)
+            rotation = scale_rotation(rotation, factor)
         return checkpoint_name(jnp.concatenate([q_BTNU, self.kernels.rotate(q_BTNR, rotation)], axis=-1), QUERY)
 
     def normalize(self, latent_BTC, scale: nnx.Param) -> jax.Array:

@@ -91,7 +91,7 @@ def run_stack(
     weights of a block before its forward pass and again before its backward pass. kernels: decide if layers are a loop;
     their recorder receives each layer's intermediates, and may give inputs to each layer.
     """
-    recorder, looped = kernels.recorder, cfg.scan_layers and kernels.loop_layers
+    recorder, looped = kernels.recorder, cfg.scan_layers and kernels.scan_layers
 
     def wrap(f: Callable) -> Callable:
         if cfg.remat == "none" and gather is no_gather:
@@ -106,7 +106,7 @@ def run_stack(
         x, metrics = result if isinstance(result, tuple) else (result, None)
         return x, (recorder.end_layer(x), metrics)
 
-    recorder_inputs = recorder.layers()
+    recorder_inputs = recorder.layer_inputs()
     if isinstance(blocks, nnx.List):
         outputs = []
         for layer, block in enumerate(blocks):

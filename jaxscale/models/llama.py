@@ -19,12 +19,12 @@ from jaxscale.models.experts import SparseMlp
 from jaxscale.models.latent import LatentAttention
 from jaxscale.models.layers import StackedModel, constant, grad_barrier, make_stack, param, run_row_parts, with_bias
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.ops.attention.xla import as_scope
-from jaxscale.ops.embed import lookup_shared
+from jaxscale.ops.attention.xla import as_mask_spec
+from jaxscale.ops.embed import lookup_sharded
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import rms_norm_heads
 from jaxscale.ops.recorder import ATTENTION, MLP, NO_RECORDER
-from jaxscale.ops.rope import Rotation, make_rotation, stretched
+from jaxscale.ops.rope import Rotation, make_rotation, scale_rotation
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
@@ -74,7 +74,7 @@ class LlamaAttention(nnx.Module):
             q_BTNH, k_BSKH = self.normalize(q_BTNH, self.q_norm), self.normalize(k_BSKH, self.k_norm)
         q_rotation = rotation
         if cfg.score_scalar is not None:  # attend divides by sqrt(head_dim)
-            q_rotation = stretched(rotation, (cfg.head_dim / cfg.score_scalar) ** 0.5)
+            q_rotation = scale_rotation(rotation, (cfg.head_dim / cfg.score_scalar) ** 0.5)
         q_BTNH = checkpoint_name(self.kernels.rotate(q_BTNH, q_rotation), QUERY)
         k_BSKH = checkpoint_name(self.kernels.rotate(k_BSKH, rotation), KEY)
         window = {} if local is None else {"local": local}
@@ -165,7 +165,7 @@ class LlamaBlock(nnx.Module):
         add = lambda added_BTD: x_BTD + sow(MLP, self.scaled(self.normalize(added_BTD, self.mlp_out_norm)))
         if isinstance(self.mlp, LlamaMlp):
             return add(self.mlp(h_BTD))
-        added_BTD, metrics = self.mlp(h_BTD, as_scope(segment_ids_BT).segment_ids_BT)
+        added_BTD, metrics = self.mlp(h_BTD, as_mask_spec(segment_ids_BT).segment_ids_BT)
         return add(added_BTD), metrics
 
     def normalize(self, x_BTD, scale: nnx.Param | None):
@@ -234,7 +234,7 @@ class Llama(StackedModel):
         """Returns the embeddings of the device's positions."""
         cfg = self.cfg
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
+        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
         return x_BTD * jnp.asarray(cfg.embed_dim**0.5, x_BTD.dtype) if cfg.scaled_embeddings else x_BTD
 
     def unembedding(self, h_BTD):

@@ -9,7 +9,7 @@ from jaxscale.models.config import BLOCKS, DENSE, GATED_ACTIVATIONS, LATENT, Mod
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.latent_config import LatentConfig
 from jaxscale.models.mup_config import MupConfig, MupScales, mup_scales
-from jaxscale.ops.config import AttentionNeeds, Mix, RopeScaling
+from jaxscale.ops.config import AttentionNeeds, RopeScaling, WindowLayers
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
@@ -283,7 +283,7 @@ class LlamaConfig(ModelConfig):
             super().attention_needs(prefix=prefix),
             value_dim=None if self.latent is None else self.latent.value_dim,
             window=self.attention_window,
-            mixed=Mix(int(self.local_layers.sum()), self.num_layers) if self.mixed_windows else None,
+            window_layers=WindowLayers(int(self.local_layers.sum()), self.num_layers) if self.mixed_windows else None,
             softcap=self.attention_softcap,
         )
 

@@ -15,8 +15,8 @@ from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
 from jaxscale.models.layers import StackedModel
 from jaxscale.models.lora import add_adapters, make_adapter_only_gather, make_lora_grouped_project, make_lora_project
 from jaxscale.models.moe_metrics import MoEMetrics, moe_sums
-from jaxscale.ops.attention.xla import narrowed
-from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_scores
+from jaxscale.ops.attention.xla import make_mask_spec
+from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_nats_and_greedy
 from jaxscale.ops.kernels import Kernels
 from jaxscale.sharding.shardings import Gather, no_gather
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS, TensorAxis
@@ -73,7 +73,7 @@ def make_model(
 def logits(model: Model, tokens_BT, positions_BT=None, segment_ids_BT=None, **inputs) -> jax.Array:
     """Returns all logits, float32[B, T, V], for tests and small batches. By default each row is one document.
 
-    segment_ids_BT: or a Scope with a prefix. inputs: encoder, for a model that has one.
+    segment_ids_BT: or a MaskSpec with a prefix. inputs: encoder, for a model that has one.
     """
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
@@ -138,7 +138,7 @@ def target_scores(model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Returns (cross-entropy of each target [nats], True if no token is likelier), [B, T]; 0 and True where the
     weight is 0, so that both can be reduced."""
     factors = logit_factors(model, hidden_states(model, batch, None))
-    nats_BT, likeliest_BT = token_scores(*factors, batch.targets, loss_settings(model))
+    nats_BT, likeliest_BT = token_nats_and_greedy(*factors, batch.targets, loss_settings(model))
     return jnp.where(batch.weights > 0, nats_BT, 0.0), likeliest_BT | (batch.weights == 0)
 
 
@@ -163,7 +163,7 @@ def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.A
 
 def hidden_and_metrics(model: Model, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, MoEMetrics | None]:
     """Returns (hidden_states() of a batch, metrics of its mixture-of-experts layers or None)."""
-    segments = narrowed(batch.segment_ids, batch.prefix)
+    segments = make_mask_spec(batch.segment_ids, batch.prefix)
     if isinstance(model, StackedModel):
         return model.hidden_and_metrics(batch.tokens, batch.positions, segments, keys_B)
     encoder = {} if batch.encoder is None else {"encoder": batch.encoder}

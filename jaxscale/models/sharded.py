@@ -17,10 +17,10 @@ from jaxscale.models.config import BLOCKS, NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import Model, make_model, target_scores, token_losses
 from jaxscale.models.stages import StageFunctions
-from jaxscale.ops.attention.context_exchange import SharedWork, choose_sharing
+from jaxscale.ops.attention.context_exchange import ContextLoad, resolve_context_exchange
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import PLAIN, Kernels, choose_kernels, share_rows, with_recorder
-from jaxscale.ops.project import with_precision
+from jaxscale.ops.kernels import XLA_KERNELS, Kernels, resolve_kernels, with_context_parallelism, with_recorder
+from jaxscale.ops.project import with_matmul_precision
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.sharding import expert_axis
@@ -81,7 +81,7 @@ class ShardedModel:
         gathered: it will be merged with gathered weights. training: with expert capacities."""
         gather = self.batch_axes.gather if self.batch_axes.reduce_axes and not gathered else no_gather
         kernels = self.kernels if tensor is None else self.whole_row_kernels
-        kernels = dataclasses.replace(kernels, limits=training)
+        kernels = dataclasses.replace(kernels, use_capacity=training)
         return make_model(
             self.cfg,
             key=key,
@@ -119,7 +119,7 @@ class ShardedModel:
     @property
     def slots_fallback_reason(self) -> str:
         """Why grouped matmuls of experts do not use GPU kernels, or ''; '' for a model without experts."""
-        return self.kernels.experts.why_slots if self.cfg.active_params != self.cfg.num_params else ""
+        return self.kernels.experts.fallback_reason if self.cfg.active_params != self.cfg.num_params else ""
 
     @property
     def position_multiple(self) -> int:
@@ -190,13 +190,13 @@ class ShardedModel:
     def with_model(self, f: Callable) -> Callable:
         """Returns f(model, batch) as a function of (params, batch) that gathers all positions of the result."""
         run = lambda params, batch: self.context.all_gather(f(self.merge(params), self.context.local(batch)))
-        return with_precision(self.cfg.matmul_precision, run)
+        return with_matmul_precision(self.cfg.matmul_precision, run)
 
 
 @functools.lru_cache(maxsize=16)
 def abstract_params(cfg: AnyModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
     """Returns (shapes, logical axes) of the parameters, independent of mesh and kernels."""
-    make = lambda key: make_model(cfg, key=key, kernels=PLAIN, lora=lora)
+    make = lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS, lora=lora)
     return split_model(jax.eval_shape(make, jax.random.key(0)))[1:]
 
 
@@ -224,16 +224,17 @@ def shard_model(
     if mesh.shape[AXIS] > 1:
         rules = pipeline.rules(rules)
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
-    kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
+    kernels = with_matmul_dtype(resolve_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
     exchange = resolve_expert_exchange(request.expert_exchange, expert_work(cfg, mesh, request))
     axis = make_expert_axis(mesh, exchange)
-    kernels = dataclasses.replace(kernels, expert_axis=axis, loop_layers=scans_layers(cfg, mesh))
+    kernels = dataclasses.replace(kernels, expert_axis=axis, scan_layers=scans_layers(cfg, mesh))
     ungathered = (EXPERTS,) if exchange.form == "send" else ()
     batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once, ungathered=ungathered)
-    sharing = choose_sharing(request.context_attention, kernels.attention, needs, context_work(cfg, mesh, request))
+    load = context_work(cfg, mesh, request)
+    sharing = resolve_context_exchange(request.context_attention, kernels.attention, needs, load)
     context = make_context_axis(mesh, zigzag=sharing.form != "ulysses", torus_at_once=torus_at_once)
     tensor = share_vocab_with_stages(make_tensor_axis(mesh, torus_at_once=torus_at_once, context=context), pipeline)
-    shared_kernels = share_rows(kernels, sharing, needs, context, device)
+    shared_kernels = with_context_parallelism(kernels, sharing, needs, context, device)
     parallel = batch_axes, context, tensor, pipeline, exchange
     model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, shared_kernels, kernels, *parallel)
     check_fits(model, rules.params)
@@ -247,10 +248,10 @@ def scans_layers(cfg: AnyModelConfig, mesh: Mesh) -> bool:
     return mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or cfg.num_layers > MAX_UNROLLED_LAYERS
 
 
-def context_work(cfg: AnyModelConfig, mesh: Mesh, request: ParallelRequest) -> SharedWork:
+def context_work(cfg: AnyModelConfig, mesh: Mesh, request: ParallelRequest) -> ContextLoad:
     """Returns the sizes that determine the attention over the context axis."""
     chip = find_chip(mesh.devices.flat[0].device_kind)
-    return SharedWork(
+    return ContextLoad(
         devices=mesh.shape["context"],
         kv_heads=cfg.key_width // cfg.head_dim // mesh.shape["tensor"],
         rows=request.rows,

@@ -16,7 +16,7 @@ from jaxscale.models.config import BLOCKS
 from jaxscale.models.layers import StackedModel, gather_params, merge_model
 from jaxscale.models.model import loss_from_hidden
 from jaxscale.models.moe_metrics import moe_sums
-from jaxscale.ops.attention.xla import narrowed
+from jaxscale.ops.attention.xla import make_mask_spec
 from jaxscale.sharding.shardings import no_gather
 
 
@@ -40,7 +40,7 @@ class StageFunctions:
 
     def embed(self, ends: Any, rows: Batch, keys_B: jax.Array) -> jax.Array:
         """Returns the residual stream before the first layer, of local positions."""
-        segments = narrowed(rows.segment_ids, rows.prefix)
+        segments = make_mask_spec(rows.segment_ids, rows.prefix)
         return self.model(ends).embed_tokens(rows.tokens, rows.positions, segments, keys_B)
 
     def run_layer(
@@ -60,7 +60,7 @@ class StageFunctions:
         block = nnx.merge(graphdef, gather_params(weights, no_gather, self.compute_dtype, stacked=True))
         which = {} if stack == BLOCKS else {"stack": stack}
         layer_input = jax.tree.map(lambda x: jnp.asarray(x)[number], model.layer_inputs(keys_B, **which))
-        run = model.make_layer(rows.positions, narrowed(rows.segment_ids, rows.prefix))
+        run = model.make_layer(rows.positions, make_mask_spec(rows.segment_ids, rows.prefix))
         result = run(block, x_BTD, layer_input)
         if not isinstance(result, tuple):
             return result, {}

@@ -19,10 +19,10 @@ from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, 
 from jaxscale.models.layers import constant, dropout, grad_barrier, make_stack, param, run_stack, split_keys
 from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.activation import gelu_tanh
-from jaxscale.ops.attention.xla import Scope
-from jaxscale.ops.embed import lookup_shared
+from jaxscale.ops.attention.xla import MaskSpec
+from jaxscale.ops.embed import lookup_sharded
 from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.recorder import ACROSS, ATTENTION, MLP
+from jaxscale.ops.recorder import ATTENTION, CROSS_ATTENTION, MLP
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
@@ -42,7 +42,7 @@ class T5Attention(nnx.Module):
         self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), fan_in=N * H)
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTD, encoded_BSD, segments: jax.Array | Scope, *, causal: bool, bias_NTS: jax.Array | None):
+    def __call__(self, x_BTD, encoded_BSD, segments: jax.Array | MaskSpec, *, causal: bool, bias_NTS: jax.Array | None):
         """Attends to encoded_BSD, all positions of the encoded row, or to the row itself if None."""
         project = self.kernels.project
         x_BTD = self.tensor.all_gather(x_BTD)
@@ -93,7 +93,7 @@ class T5Block(nnx.Module):
         self.mlp_norm = constant((D,), ("norm",), 1.0)
         self.mlp = T5Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
 
-    def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, encoded_BSD=None, across: Scope | None = None):
+    def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, encoded_BSD=None, across: MaskSpec | None = None):
         cfg, norm, sow = self.cfg, self.kernels.rms_norm, self.kernels.recorder.sow
         keys = (None, None, None) if keys_B is None else split_keys(keys_B, 3)
         drop = lambda added_BTD, key_B: dropout(added_BTD, cfg.dropout, key_B, self.tensor)
@@ -105,7 +105,7 @@ class T5Block(nnx.Module):
             assert across is not None, "the decoder needs a cross-attention scope"
             h_BTD = norm(x_BTD, self.across_norm[...], cfg.norm_eps)
             added_BTD = self.across(h_BTD, encoded_BSD, across, causal=False, bias_NTS=None)
-            x_BTD = x_BTD + drop(sow(ACROSS, added_BTD), keys[1])
+            x_BTD = x_BTD + drop(sow(CROSS_ATTENTION, added_BTD), keys[1])
         return x_BTD + drop(sow(MLP, self.mlp(norm(x_BTD, self.mlp_norm[...], cfg.norm_eps))), keys[2])
 
 
@@ -136,7 +136,7 @@ class T5(nnx.Module):
         cfg = self.cfg
         keys = (None, None) if keys_B is None or not cfg.dropout else split_keys(keys_B, 2)
         encoded_BSD = self.tensor.all_gather(self.encode(encoder, keys[0]))  # once for all blocks
-        across = Scope(segment_ids_BT, key_segment_ids_BS=encoder.segment_ids)
+        across = MaskSpec(segment_ids_BT, key_segment_ids_BS=encoder.segment_ids)
         bias_NTS = self.relative_bias(self.decoder_bias[...], tokens_BT.shape[1], bidirectional=False)
         run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, bias_NTS, keys_B, encoded_BSD, across)
         return self.run_blocks(self.decoder_blocks, run, tokens_BT, cfg.decoder_layers, self.decoder_norm[...], keys[1])
@@ -163,7 +163,7 @@ class T5(nnx.Module):
     def embed(self, tokens_BT):
         """Returns the embeddings of the device's positions."""
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype)
-        return lookup_shared(table_VD, tokens_BT, self.cfg.embed_dtype, self.tensor).astype(self.cfg.compute_dtype)
+        return lookup_sharded(table_VD, tokens_BT, self.cfg.embed_dtype, self.tensor).astype(self.cfg.compute_dtype)
 
     def relative_bias(self, table_RN, length: int, *, bidirectional: bool):
         """Returns float32[N, length, length] of local heads."""

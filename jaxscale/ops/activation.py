@@ -8,7 +8,7 @@ F32 = jnp.float32
 
 @jax.custom_vjp
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (arXiv:2002.05202). The backward, written by hand, keeps only gate and up in their own dtype."""
+    """silu(gate) * up (arXiv:2002.05202). The custom backward pass saves only gate and up, in their dtypes."""
     return (jax.nn.silu(gate.astype(F32)) * up.astype(F32)).astype(gate.dtype)
 
 
@@ -29,7 +29,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 @jax.custom_vjp
 def geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gelu(gate) * up (arXiv:2002.05202) with GELU's tanh form. Its backward keeps only gate and up, as swiglu's."""
+    """gelu(gate) * up (arXiv:2002.05202) with tanh GELU. The backward pass saves gate and up, as in swiglu."""
     return (jax.nn.gelu(gate.astype(F32), approximate=True) * up.astype(F32)).astype(gate.dtype)
 
 
@@ -39,9 +39,9 @@ def _geglu_forward(gate, up):
 
 def _geglu_backward(saved, dy):
     gate, up = saved
-    gelu32, pull = jax.vjp(lambda gate32: jax.nn.gelu(gate32, approximate=True), gate.astype(F32))
+    gelu32, vjp = jax.vjp(lambda gate32: jax.nn.gelu(gate32, approximate=True), gate.astype(F32))
     dy32 = dy.astype(F32)
-    (dgate,) = pull(dy32 * up.astype(F32))
+    (dgate,) = vjp(dy32 * up.astype(F32))
     return dgate.astype(gate.dtype), (dy32 * gelu32).astype(up.dtype)
 
 
@@ -49,10 +49,10 @@ geglu_tanh.defvjp(_geglu_forward, _geglu_backward)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """GELU in the tanh form that GPT-2 was trained with (arXiv:1606.08415)."""
+    """GELU in its tanh form, as in GPT-2 (arXiv:1606.08415)."""
     return jax.nn.gelu(x.astype(F32), approximate=True).astype(x.dtype)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU as it is defined, with the normal distribution's own integral (arXiv:1606.08415)."""
+    """GELU with the exact normal CDF (arXiv:1606.08415)."""
     return jax.nn.gelu(x.astype(F32), approximate=False).astype(x.dtype)

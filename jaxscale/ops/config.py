@@ -1,5 +1,4 @@
-"""Settings of operations: which attention kernel, number types of products, RoPE scaling; and what a model asks of its
-attention kernel."""
+"""Settings of operations: attention kernel, matmul dtype, RoPE scaling, router; and a model's needs of attention."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -9,71 +8,71 @@ from jaxscale.system.exits import BadInput
 
 AttentionName = Literal["auto", "xla", "splash", "cudnn", "blockwise"]
 MatmulDtype = Literal["none", "int8", "fp8"]
-# The checkpoint_name of attention's result and, in forms that have one, of the logarithm of each row's softmax sum:
-# with both kept, the backward pass runs without a second forward pass of the kernel.
+# checkpoint_name of attention's output and, if the kernel has one, of its logsumexp: with both saved, the backward pass
+# does not re-run the forward kernel.
 ATTENTION_OUT = "attention_out"
 
 
-class Mix(NamedTuple):
-    """How many layers of a stack have the window."""
+class WindowLayers(NamedTuple):
+    """The layers of a stack, of which some have a sliding window."""
 
-    near: int
-    layers: int
+    windowed: int
+    total: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:
-    """What a model asks of attention."""
+    """Properties of a model's attention that a kernel must support."""
 
     head_dim: int
     dtype: str  # of queries, keys and values
-    value_dim: int | None = None  # of values and results; none: as keys
+    value_dim: int | None = None  # of values and outputs; None: head_dim
     window: int | None = None
-    mixed: Mix | None = None  # the window is that of some layers, and the others see every key
+    window_layers: WindowLayers | None = None  # only some layers have the window
     softcap: float | None = None
-    prefix: bool = False  # some keys are seen by queries before them
-    bidirectional: bool = False  # every key is seen by all queries of its document
-    bias: bool = False  # scores have a bias, and keys may come from another row
+    prefix: bool = False  # the keys of a prefix are visible to earlier queries
+    bidirectional: bool = False  # not causal within a document
+    bias: bool = False  # of the scores; keys may also come from another row
 
     @property
-    def of_values(self) -> int:
-        """Size of a head's value."""
+    def v_dim(self) -> int:
+        """Head dim of values."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
 RopeName = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
-BY_LENGTH = ("dynamic", "longrope")  # whose rotations depend on how long the rows are
+BY_LENGTH = ("dynamic", "longrope")  # frequencies depend on the row length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How a context longer than the one the rotations were trained for is squeezed into them."""
+    """Scaling of RoPE frequencies for contexts longer than in training."""
 
     name: RopeName = setting(
         "llama3",
         "linear: positions / factor; llama3, yarn (arXiv:2309.00071): only slow rotations; dynamic: a larger theta; "
-        "longrope (arXiv:2402.13753): each rotation by a number of its own",
+        "longrope (arXiv:2402.13753): each frequency by its own factor",
     )
-    factor: float = setting(8.0, "how many times longer the context becomes")
+    factor: float = setting(8.0, "ratio of the new to the original context length")
     low_freq_factor: float = setting(
-        1.0, "waves longer than original_max_len / this are slowed by `factor`", read_if=".name=llama3"
+        1.0, "wavelengths above original_max_len / this are scaled by `factor`", read_if=".name=llama3"
     )
     high_freq_factor: float = setting(
-        4.0, "waves shorter than original_max_len / this are left alone", read_if=".name=llama3"
+        4.0, "wavelengths below original_max_len / this are unchanged", read_if=".name=llama3"
     )
     original_max_len: int = setting(
         8192, "context length before the extension [tokens]", read_if=".name=llama3|yarn|dynamic|longrope"
     )
     beta_fast: float = setting(
-        32.0, "waves that turn more often than this in original_max_len are left alone", read_if=".name=yarn"
+        32.0, "frequencies with more turns than this in original_max_len are unchanged", read_if=".name=yarn"
     )
     beta_slow: float = setting(
-        1.0, "waves that turn less often than this in original_max_len are slowed by `factor`", read_if=".name=yarn"
+        1.0, "frequencies with fewer turns than this in original_max_len are scaled by `factor`", read_if=".name=yarn"
     )
-    truncate: bool = setting(True, "the ramp between the two begins and ends at whole dimensions", read_if=".name=yarn")
+    truncate: bool = setting(True, "the ramp between them begins and ends at whole dimensions", read_if=".name=yarn")
     attention_factor: float | None = setting(
         None,
-        "queries and keys are multiplied by it; none: what follows from factor, as transformers has it",
+        "factor of queries and keys; none: derived from `factor`, as in transformers",
         read_if=".name=yarn|longrope",
     )
     mscale: float | None = setting(
@@ -84,19 +83,18 @@ class RopeScaling:
     )
     mscale_all_dim: float | None = setting(None, "see mscale", read_if=".name=yarn and .mscale")
     short_factor: tuple[float, ...] = setting(
-        (), "what divides each rotation in rows up to original_max_len; head_dim / 2 numbers", read_if=".name=longrope"
+        (), "divisor of each frequency in rows up to original_max_len; head_dim / 2 numbers", read_if=".name=longrope"
     )
-    long_factor: tuple[float, ...] = setting((), "the same in longer rows", read_if=".name=longrope")
+    long_factor: tuple[float, ...] = setting((), "divisor of each frequency in longer rows", read_if=".name=longrope")
     row_len: int | None = setting(
         None,
-        "length of the rows that the rotations are for, the same ones for all rows up to it [tokens]; none: "
-        "original_max_len",
+        "row length that the frequencies are computed for; shorter rows use the same [tokens]; none: original_max_len",
         read_if=".name=dynamic|longrope",
     )
 
     def __post_init__(self):
         if self.factor < 1:
-            raise BadInput(f"factor={self.factor} must be at least 1; leave out rope scaling to have none")
+            raise BadInput(f"factor={self.factor} must be at least 1; remove rope_scaling to disable it")
         for name in ("low_freq_factor", "beta_slow"):
             if getattr(self, name) <= 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be above 0")
@@ -110,7 +108,7 @@ class RopeScaling:
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise BadInput(f"{name}={value} must be above 0, or none")
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise BadInput("mscale and mscale_all_dim are read together; give both, or neither")
+            raise BadInput("mscale and mscale_all_dim need each other; set both or neither")
         for name in ("original_max_len", "row_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(f"{name}={value} must be at least 1 token")
@@ -118,7 +116,7 @@ class RopeScaling:
             self.check_factors()
 
     def check_factors(self) -> None:
-        """Raises BadInput unless longrope has two lists of positive numbers, equally long."""
+        """Raises BadInput unless longrope has two lists of positive numbers of equal length."""
         if not self.short_factor or len(self.short_factor) != len(self.long_factor):
             raise BadInput(
                 f"short_factor has {len(self.short_factor)} numbers and long_factor {len(self.long_factor)}; longrope "
@@ -131,30 +129,30 @@ class RopeScaling:
 
     @property
     def longest_row(self) -> int | None:
-        """The longest row that the rotations are right for [tokens]; none where they do not depend on it."""
+        """Row length that the frequencies are computed for [tokens]; None if they do not depend on it."""
         return max(self.row_len or 0, self.original_max_len) if self.name in BY_LENGTH else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterForm:
-    """How a token's experts are chosen, and what their results are multiplied with: always in float32."""
+class RouterConfig:
+    """Selection of a token's experts, and their weights: always in float32."""
 
-    chosen: int = setting(help="experts of a token")
+    chosen: int = setting(help="experts per token")
     score: Literal["softmax", "sigmoid"] = setting(
-        "softmax", "of the router's logits: over all experts, or each for itself as in DeepSeek-V3"
+        "softmax", "of the router's logits: over all experts, or of each expert as in DeepSeek-V3"
     )
     normalised: bool = setting(True, "weights of a token's experts are divided by their sum; OLMoE: false")
     scale: float = setting(1.0, "weights are multiplied by it")
-    groups: int = setting(1, "groups that experts fall into; a token's are from the best of them (arXiv:2405.04434)")
-    groups_chosen: int = setting(1, "groups that a token's experts are from", read_if=".groups!=1")
+    groups: int = setting(1, "groups of experts; a token's experts are from the best groups (arXiv:2405.04434)")
+    groups_chosen: int = setting(1, "groups per token", read_if=".groups!=1")
     group_best: int = setting(
         1,
-        "a group is as good as the sum of its so many best scores; DeepSeek-V2: 1, DeepSeek-V3: 2",
+        "the score of a group is the sum of this many of its best scores; DeepSeek-V2: 1, DeepSeek-V3: 2",
         read_if=".groups!=1",
     )
 
     def check_router(self, number: int) -> None:
-        """Raises BadInput for what a router of so many experts cannot do."""
+        """Raises BadInput for settings that a router of `number` experts does not support."""
         if not 1 <= self.chosen <= number:
             raise BadInput(f"chosen={self.chosen} must be at least 1 and at most number={number}")
         if self.scale <= 0:

@@ -1,10 +1,10 @@
-"""Rows sent to the devices that have their experts, and results back: in rounds of a fixed size until none is left.
+"""Expert parallelism by all-to-all rounds of fixed capacity: rows go to the devices of their experts and back.
 
-A round holds so many rows of each device for each other that balanced routing needs one. However uneven it is, nothing
-is dropped, and memory is that of a round; only time grows. Going back, the rounds run once more.
+Balanced routing needs one round. With uneven routing no row is dropped and memory is that of one round; there are more
+rounds. The backward pass re-runs the all-to-all rounds.
 
-R rows of a device, sorted by expert  P devices  e experts of a device  C rows of a round from one device to another
-D embed
+R local rows, sorted by expert  P devices  e local experts  C rows of a round from one device to another  D embed
+S rows that a device receives in a round
 """
 
 import functools
@@ -20,119 +20,121 @@ from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.routing import sort_rows
 from jaxscale.sharding.expert_axis import ExpertAxis
 
-# Of a round, over an equal share: at random some devices have more rows for one than for another, and a second round
-# for a few rows would cost as much as the first.
-SPARE = 1.25
-TILE = 8  # rows: rounds are a multiple
+# Capacity of a round relative to balanced routing: random routing is slightly uneven, and a second round for a few rows
+# would cost as much as the first.
+CAPACITY_FACTOR = 1.25
+TILE = 8  # capacities are a multiple
 
-# (weights of the own experts, x_RD, weight_R, counts_e) -> y_RD of rows sorted by expert
+# (weights of the local experts, x_RD, weight_R, counts_e) -> y_RD, for rows sorted by expert
 RunExperts = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-class Route(NamedTuple):
-    """Which rows go where, in integers."""
+class SendPlan(NamedTuple):
+    """Local rows by destination, and received rows by source."""
 
-    begin_P: jax.Array  # the first row for each device
-    count_P: jax.Array  # rows for it
-    ends_Pe: jax.Array  # of each device's rows for this one: where those of each of its experts end
+    begin_P: jax.Array  # first local row for each device
+    count_P: jax.Array  # local rows for each device
+    ends_Pe: jax.Array  # cumulative counts per local expert, of the rows that each device sends to this one
     rounds: jax.Array
 
 
-def plan_route(axis: ExpertAxis, counts_E: jax.Array, capacity: int) -> Route:
-    """The way of rows that are sorted by expert, so many of each."""
+def plan_sends(axis: ExpertAxis, counts_E: jax.Array, capacity: int) -> SendPlan:
+    """Plans the sends of rows sorted by expert, counts_E of each."""
     counts_Pe = counts_E.reshape(axis.size, -1)
     count_P = jnp.sum(counts_Pe, axis=1)
     begin_P = jnp.cumsum(count_P) - count_P
     ends_Pe = jnp.cumsum(axis.all_to_all(counts_Pe), axis=1)
-    return Route(begin_P, count_P, ends_Pe, axis.max(jnp.max(-(-count_P // capacity))))
+    return SendPlan(begin_P, count_P, ends_Pe, axis.max(jnp.max(-(-count_P // capacity))))
 
 
-def round_size(rows: int, devices: int) -> int:
-    """C"""
-    return min(rows, math.ceil(SPARE * rows / devices / TILE) * TILE)
+def round_capacity(rows: int, devices: int) -> int:
+    """Returns C, rows of a round from one device to another."""
+    return min(rows, math.ceil(CAPACITY_FACTOR * rows / devices / TILE) * TILE)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def exchanged(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
-    """(y_RD: run() of each row, where its expert is; int32[]: rounds). counts_E: of the device's rows, for all."""
-    work = Rounds(axis, run, round_size(len(x_RD), axis.size))
-    route = plan_route(axis, counts_E, work.capacity)
+def all_to_all_experts(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
+    """Returns (y_RD: run() of each row on the device of its expert, int32[]: rounds). counts_E: of the local rows."""
+    rounds = AllToAllRounds(axis, run, round_capacity(len(x_RD), axis.size))
+    plan = plan_sends(axis, counts_E, rounds.capacity)
 
-    def one(number, y_RD):
-        sent = work.send(number, route, (x_RD, weight_R))
-        with jax.named_scope(work.scope(len(x_RD))):
-            x_SD, weight_S = sent.rows
-            y = run(weights, x_SD, weight_S, sent.counts_e)
-        return work.receive(number, route, y_RD, y[sent.place])
+    def one_round(index, y_RD):
+        received = rounds.dispatch(index, plan, (x_RD, weight_R))
+        with jax.named_scope(rounds.scope(len(x_RD))):
+            x_SD, weight_S = received.rows
+            y = run(weights, x_SD, weight_S, received.counts_e)
+        return rounds.combine(index, plan, y_RD, y[received.inverse_S])
 
-    return lax.fori_loop(0, route.rounds, one, jnp.zeros_like(x_RD)), route.rounds
+    return lax.fori_loop(0, plan.rounds, one_round, jnp.zeros_like(x_RD)), plan.rounds
 
 
 def _forward(axis, run, weights, x_RD, weight_R, counts_E):
-    return exchanged(axis, run, weights, x_RD, weight_R, counts_E), (weights, x_RD, weight_R, counts_E)
+    return all_to_all_experts(axis, run, weights, x_RD, weight_R, counts_E), (weights, x_RD, weight_R, counts_E)
 
 
 def _backward(axis, run, saved, cotangents):
     weights, x_RD, weight_R, counts_E = saved
     dy_RD, _ = cotangents
-    work = Rounds(axis, run, round_size(len(x_RD), axis.size))
-    route = plan_route(axis, counts_E, work.capacity)
+    rounds = AllToAllRounds(axis, run, round_capacity(len(x_RD), axis.size))
+    plan = plan_sends(axis, counts_E, rounds.capacity)
 
-    def one(number, so_far):
-        dweights, dx_RD, dweight_R = so_far
-        sent = work.send(number, route, (x_RD, weight_R, dy_RD))
-        *rows, dy = sent.rows
-        with jax.named_scope(work.scope(len(x_RD))):
-            _, pull = jax.vjp(lambda weights, x, weight: run(weights, x, weight, sent.counts_e), weights, *rows)
-            found, dx, dweight = pull(dy)
-        dx_RD = work.receive(number, route, dx_RD, dx[sent.place])
-        dweight_R = work.receive(number, route, dweight_R, dweight[sent.place])
-        return jax.tree.map(jnp.add, dweights, found), dx_RD, dweight_R
+    def one_round(index, grads):
+        dweights, dx_RD, dweight_R = grads
+        received = rounds.dispatch(index, plan, (x_RD, weight_R, dy_RD))
+        *rows, dy = received.rows
+        with jax.named_scope(rounds.scope(len(x_RD))):
+            _, vjp = jax.vjp(lambda weights, x, weight: run(weights, x, weight, received.counts_e), weights, *rows)
+            dw, dx, dweight = vjp(dy)
+        dx_RD = rounds.combine(index, plan, dx_RD, dx[received.inverse_S])
+        dweight_R = rounds.combine(index, plan, dweight_R, dweight[received.inverse_S])
+        return jax.tree.map(jnp.add, dweights, dw), dx_RD, dweight_R
 
     zeros = jax.tree.map(jnp.zeros_like, (weights, x_RD, weight_R))
-    return *lax.fori_loop(0, route.rounds, one, zeros), None
+    return *lax.fori_loop(0, plan.rounds, one_round, zeros), None
 
 
-exchanged.defvjp(_forward, _backward)
+all_to_all_experts.defvjp(_forward, _backward)
 
 
-class Sent(NamedTuple):
-    """What has arrived of a round."""
+class ReceivedRows(NamedTuple):
+    """Rows received in a round."""
 
-    rows: tuple[jax.Array, ...]  # sorted by own expert; those behind the last one are of no meaning
+    rows: tuple[jax.Array, ...]  # sorted by local expert; rows after the last expert are undefined
     counts_e: jax.Array
-    place: jax.Array  # where each row, in the order in which it came, has gone
+    inverse_S: jax.Array  # sorted position of each row in order of arrival
 
 
-class Rounds(NamedTuple):
-    """The work of one round."""
+class AllToAllRounds(NamedTuple):
+    """Dispatch and combine of one round."""
 
     axis: ExpertAxis
     run: RunExperts
     capacity: int
 
     def scope(self, rows: int) -> str:
-        """Tells who reads a compiled program how many of a round's rows there are, of balanced routing: kernels
-        declare products of them all (ahead/hlo_costs.py)."""
+        """Name scope with the filled share of a round under balanced routing, for ahead/hlo_costs.py: kernels declare
+        matmuls of all rows."""
         return f"rows_{rows}_of_{self.axis.size * self.capacity}"
 
-    def send(self, number: jax.Array, route: Route, arrays: tuple[jax.Array, ...]) -> Sent:
-        """The rows that this device gets in a round, sorted by its experts."""
-        offset_C = number * self.capacity + jnp.arange(self.capacity, dtype=jnp.int32)
-        row_PC = jnp.clip(route.begin_P[:, None] + offset_C[None], 0, len(arrays[0]) - 1)
-        come = [self.axis.all_to_all(array[row_PC]).reshape(-1, *array.shape[1:]) for array in arrays]
-        # A row's expert is the first whose rows end behind it; past the last there is nothing.
-        expert_PC = jax.vmap(lambda ends_e: jnp.searchsorted(ends_e, offset_C, side="right"))(route.ends_Pe)
-        own = route.ends_Pe.shape[1]
-        sorting = sort_rows(expert_PC.reshape(-1, 1), own + 1)
-        return Sent(tuple(array[sorting.order_R] for array in come), sorting.counts_E[:own], sorting.place_R)
+    def dispatch(self, index: jax.Array, plan: SendPlan, arrays: tuple[jax.Array, ...]) -> ReceivedRows:
+        """Returns the rows that this device receives in a round, sorted by local expert."""
+        offset_C = index * self.capacity + jnp.arange(self.capacity, dtype=jnp.int32)
+        row_PC = jnp.clip(plan.begin_P[:, None] + offset_C[None], 0, len(arrays[0]) - 1)
+        received = [self.axis.all_to_all(array[row_PC]).reshape(-1, *array.shape[1:]) for array in arrays]
+        # The expert of a row is the first whose rows end after it; rows past the last are unused capacity.
+        expert_PC = jax.vmap(lambda ends_e: jnp.searchsorted(ends_e, offset_C, side="right"))(plan.ends_Pe)
+        num_local = plan.ends_Pe.shape[1]
+        sorting = sort_rows(expert_PC.reshape(-1, 1), num_local + 1)
+        return ReceivedRows(
+            tuple(array[sorting.order_R] for array in received), sorting.counts_E[:num_local], sorting.inverse_R
+        )
 
-    def receive(self, number: jax.Array, route: Route, so_far: jax.Array, back: jax.Array) -> jax.Array:
-        """so_far [R, ...] with the results of a round in their places. back: in the order in which rows had come."""
-        parts = self.axis.all_to_all(back.reshape(self.axis.size, self.capacity, *back.shape[1:]))
-        row_R = jnp.arange(len(so_far), dtype=jnp.int32)
-        device_R = jnp.searchsorted(jnp.cumsum(route.count_P), row_R, side="right").astype(jnp.int32)
-        offset_R = row_R - route.begin_P[device_R]
-        now_R = offset_R // self.capacity == number
-        found = parts.reshape(-1, *back.shape[1:])[device_R * self.capacity + offset_R % self.capacity]
-        return jnp.where(now_R.reshape(-1, *[1] * (so_far.ndim - 1)), found.astype(so_far.dtype), so_far)
+    def combine(self, index: jax.Array, plan: SendPlan, out: jax.Array, results: jax.Array) -> jax.Array:
+        """Returns out [R, ...] with the results of a round written to their rows. results: in order of arrival."""
+        parts = self.axis.all_to_all(results.reshape(self.axis.size, self.capacity, *results.shape[1:]))
+        row_R = jnp.arange(len(out), dtype=jnp.int32)
+        device_R = jnp.searchsorted(jnp.cumsum(plan.count_P), row_R, side="right").astype(jnp.int32)
+        offset_R = row_R - plan.begin_P[device_R]
+        mask_R = offset_R // self.capacity == index
+        new = parts.reshape(-1, *results.shape[1:])[device_R * self.capacity + offset_R % self.capacity]
+        return jnp.where(mask_R.reshape(-1, *[1] * (out.ndim - 1)), new.astype(out.dtype), out)

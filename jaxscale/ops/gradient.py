@@ -9,8 +9,8 @@ P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
 
-class WithGradient(Protocol[P, R]):
-    """A function with a gradient of its own."""
+class CustomVjp(Protocol[P, R]):
+    """A function with a custom gradient."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
@@ -19,6 +19,6 @@ class WithGradient(Protocol[P, R]):
         ...
 
 
-def custom_vjp(f: Callable[P, R], nondiff_argnums: tuple[int, ...] = ()) -> WithGradient[P, R]:
+def custom_vjp(f: Callable[P, R], nondiff_argnums: tuple[int, ...] = ()) -> CustomVjp[P, R]:
     """Returns jax.custom_vjp(f), typed as `f`: jax's own type loses the parameters and the result."""
-    return cast(WithGradient[P, R], jax.custom_vjp(f, nondiff_argnums=nondiff_argnums))
+    return cast(CustomVjp[P, R], jax.custom_vjp(f, nondiff_argnums=nondiff_argnums))

@@ -1,4 +1,4 @@
-"""Products of activations with weights, as einsum writes them and as XLA:CPU runs them fast, and their precision.
+"""Projections (activation times weight) by einsum and by a form that is fast on XLA:CPU, and matmul precision.
 
 M rows of x  C contracted size  O output size of the weight
 """
@@ -13,14 +13,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 Project = Callable[[str, jax.Array, jax.Array], jax.Array]  # (einsum spec, activation, weight) -> activation
-PRECISIONS = {"tf32": "tensorfloat32", "highest": "highest"}  # of settings, as jax has them
-PRODUCT = "product"  # the name of every projection's result, for remat policies
+PRECISIONS = {"tf32": "tensorfloat32", "highest": "highest"}  # setting -> jax_default_matmul_precision
+PRODUCT = "product"  # checkpoint_name of every projection, for remat policies
 
 
 def einsum_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum of x with w cast to x.dtype, in x.dtype. The gradient of w is summed and returned in w's own dtype.
+    """einsum of x with w cast to x.dtype, in x.dtype. The gradient of w is accumulated and returned in w's dtype.
 
-    jax's own rule would round it to x.dtype first, before the devices' parts of it are summed.
+    JAX's rule would round it to x.dtype before the sum over devices.
     """
     return checkpoint_name(_einsum(spec, x, w), PRODUCT)
 
@@ -46,31 +46,32 @@ _einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 def cpu_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """What einsum_project returns, 2 times as fast forward and 2.2 backward for bfloat16 on XLA:CPU (2026-11-20).
+    """einsum_project, in bfloat16 on XLA:CPU 2 times as fast forward and 2.2 times backward (2026-11-20).
 
-    Every product is one of two matrices whose left operand contracts its last axis and whose result is float32: only
-    that form reaches the fast library, with bfloat16 operands as they are. (A float32 gradient of w is another, see
-    weight_gradient.) So the gradient of w is accumulated and returned in float32 where w is float32. The contracted
-    axes must end x and begin w, in one order.
+    XLA:CPU calls its fast library with bfloat16 operands only for a matmul of two matrices that contracts the last axis
+    of the left one and has a float32 result. (weight_gradient() has an exception for float32.) The gradient of w is
+    accumulated in float32. The contracted axes must be the last of x and the first of w, in one order.
     """
     return checkpoint_name(_project(contracted_axes(spec), x, w), PRODUCT)
 
 
 @functools.cache
 def contracted_axes(spec: str) -> int:
-    """How many axes `spec` contracts: 2 for "BTNH,NHD->BTD". Asserts that they end x and begin w."""
+    """Number of axes that `spec` contracts: 2 for "BTNH,NHD->BTD". Asserts that they end x and begin w."""
     inputs, output = spec.replace(" ", "").split("->")
     x_axes, w_axes = inputs.split(",")
     count = sum(axis in x_axes for axis in w_axes)
-    kept, contracted = x_axes[: len(x_axes) - count], x_axes[len(x_axes) - count :]
-    assert count and w_axes[:count] == contracted and output == kept + w_axes[count:], f"{spec} is no projection"
+    batch_axes, contracted = x_axes[: len(x_axes) - count], x_axes[len(x_axes) - count :]
+    assert count and w_axes[:count] == contracted and output == batch_axes + w_axes[count:], (
+        f"{spec} is not a projection"
+    )
     return count
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(count, x, w):
     x_MC, w_CO = flatten(count, x, w)
-    y_MO = separate_on_cpu(jnp.matmul(x_MC, w_CO, preferred_element_type=jnp.float32))
+    y_MO = barrier_on_cpu(jnp.matmul(x_MC, w_CO, preferred_element_type=jnp.float32))
     return y_MO.astype(x.dtype).reshape(x.shape[: x.ndim - count] + w.shape[count:])
 
 
@@ -82,7 +83,7 @@ def _backward(count, saved, dy):
     x, w = saved
     x_MC, w_CO = flatten(count, x, w)
     dy_MO, x_ABC = dy.reshape(-1, w_CO.shape[1]), x_MC.reshape(x.shape[0], -1, x_MC.shape[1])
-    dx_MC = separate_on_cpu(matmul_transposed(dy_MO, w_CO))
+    dx_MC = barrier_on_cpu(matmul_transposed(dy_MO, w_CO))
     return dx_MC.astype(x.dtype).reshape(x.shape), weight_gradient(x_ABC, dy_MO).astype(w.dtype).reshape(w.shape)
 
 
@@ -90,7 +91,7 @@ _project.defvjp(_forward, _backward)
 
 
 def flatten(count: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x as [M, C] and w, cast to x.dtype, as [C, O]."""
+    """Returns x as [M, C] and w, cast to x.dtype, as [C, O]."""
     size = math.prod(w.shape[:count])
     return x.reshape(-1, size), w.astype(x.dtype).reshape(size, -1)
 
@@ -103,39 +104,39 @@ def matmul_transposed(left_MC: jax.Array, right_OC: jax.Array) -> jax.Array:
 def weight_gradient(x_ABC: jax.Array, dy_MO: jax.Array) -> jax.Array:
     """x.T @ dy, float32 [C, O], where the rows M are A and B of x in order."""
     if x_ABC.dtype == dy_MO.dtype == jnp.float32:
-        # XLA:CPU turns x as it packs it for the product, and writes no turned copy of it.
+        # XLA:CPU transposes x while it packs the operand, without a copy.
         x_MC = x_ABC.reshape(-1, x_ABC.shape[-1])
         return lax.dot_general(x_MC, dy_MO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     dw_CO = jnp.matmul(transposed(x_ABC), dy_MO, preferred_element_type=jnp.float32)
-    return separate_on_cpu(dw_CO)  # a transpose folded into a bfloat16 product is one XLA:CPU cannot run
+    return barrier_on_cpu(dw_CO)  # XLA:CPU cannot run a bfloat16 matmul with a folded transpose
 
 
 def transposed(x_ABC: jax.Array) -> jax.Array:
-    """x as [C, A * B], written out in memory. Without the barrier XLA folds it into the product: half the speed,
-    of bfloat16.
+    """Returns x as [C, A * B], materialised: with the transpose folded into it, a bfloat16 matmul has half the speed.
 
-    Turned before the rows are joined: a plain x.T is still folded, and rows sharded along A stay where they are.
+    Transposed before the reshape: x.T of the reshaped array is folded despite the barrier, and rows sharded along A
+    would move.
     """
     C = x_ABC.shape[-1]
-    return separate_on_cpu(x_ABC.transpose(2, 0, 1).reshape(C, -1))
+    return barrier_on_cpu(x_ABC.transpose(2, 0, 1).reshape(C, -1))
 
 
-def separate_on_cpu(x: jax.Array) -> jax.Array:
-    """x computed apart from what reads it, on a CPU; elsewhere as XLA likes, which adds a sum to the product before it.
+def barrier_on_cpu(x: jax.Array) -> jax.Array:
+    """Optimization barrier on a CPU. Elsewhere XLA may fuse x with its consumers.
 
-    On TPUs a barrier costs the product's own array: 0.5 GiB in the loss of a 7B (libtpu 0.0.51 for v5e, 2026-11-21).
+    On TPUs a barrier materialises the result: 0.5 GiB in the loss of a 7B (libtpu 0.0.51 for v5e, 2026-11-21).
     """
     return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
 
-def with_precision(name: str, f: Callable) -> Callable:
-    """f, traced so that float32 products have this precision, 'default', 'tf32' or 'highest': backward passes too."""
+def with_matmul_precision(name: str, f: Callable) -> Callable:
+    """Traces f, and its backward pass, with float32 matmul precision 'default', 'tf32' or 'highest'."""
     if name == "default":
         return f
 
     @functools.wraps(f)
-    def precise(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         with jax.default_matmul_precision(PRECISIONS[name]):
             return f(*args, **kwargs)
 
-    return precise
+    return wrapper

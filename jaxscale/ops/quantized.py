@@ -1,8 +1,7 @@
-"""Products of activations with weights in 8 bits, by qwix: the operands are rounded, the sums are not.
+"""Quantized projections by qwix: 8-bit operands, float32 accumulation.
 
-Each row of the left operand and each column of the right one has a scale of its own, the largest magnitude in the
-device's part of it (so that with mesh tensor > 1 the rounding differs a little), taken anew at every step; nothing is
-calibrated beforehand. Weights stay float32 in the train state.
+Scales are dynamic: the absolute maximum of each row of the left operand and each column of the right one, in the local
+shard (so that rounding differs slightly with mesh tensor > 1). Weights stay float32 in the train state.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The types of the operands of the three products of a training step; None: as they come."""
+    """Operand dtypes of the three matmuls of a training step; None: unquantized."""
 
     forward: Any  # of x and w, in y = x w
     dx: tuple[Any, Any]  # of dy and w, in dx = dy w'
@@ -30,7 +29,7 @@ class Recipe:
 
 
 RECIPES = {
-    # The gradient of weights stays in the compute type: a scale for all tokens would follow the one outlier among them.
+    # Weight gradients are unquantized: an outlier token would set the scale for all tokens.
     "int8": Recipe(jnp.int8, (jnp.int8, jnp.int8), (None, None)),
     # arXiv:2209.05433: four bits of exponent forward, five for gradients, which span more powers of two.
     "fp8": Recipe(jnp.float8_e4m3fn, (jnp.float8_e5m2, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.float8_e5m2)),
@@ -38,7 +37,7 @@ RECIPES = {
 
 
 def with_matmul_dtype(kernels: Kernels, name: MatmulDtype) -> Kernels:
-    """The kernels with the blocks' projections in this type. Raises BadInput where the library is missing."""
+    """Returns kernels whose projections have this operand dtype. Raises BadInput without qwix."""
     if name == "none":
         return kernels
     if not packages.is_installed("qwix"):
@@ -47,7 +46,7 @@ def with_matmul_dtype(kernels: Kernels, name: MatmulDtype) -> Kernels:
 
 
 def project(recipe: Recipe, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """What einsum_project returns, but for the rounding of its operands, and with gradients rounded alike."""
+    """einsum_project with quantized operands, forward and backward."""
     return checkpoint_name(_project(recipe, contracted_axes(spec), x, w), PRODUCT)
 
 
@@ -62,9 +61,9 @@ def _forward(recipe, count, x, w):
 
 def _backward(recipe, count, saved, dy):
     x, w = saved
-    kept = x.ndim - count  # axes of x that y has too
-    dx = product(dy, w, range(kept, dy.ndim), range(count, w.ndim), recipe.dx, x.dtype)
-    dw = product(x, dy, range(kept), range(kept), recipe.dw, w.dtype)
+    batch_ndim = x.ndim - count
+    dx = product(dy, w, range(batch_ndim, dy.ndim), range(count, w.ndim), recipe.dx, x.dtype)
+    dw = product(x, dy, range(batch_ndim), range(batch_ndim), recipe.dw, w.dtype)
     return dx, dw
 
 
@@ -72,18 +71,18 @@ _project.defvjp(_forward, _backward)
 
 
 def product(left: jax.Array, right: jax.Array, left_axes, right_axes, types: tuple[Any, Any], dtype: Any) -> jax.Array:
-    """The product of both operands rounded to `types`, summed over left_axes and right_axes, in dtype."""
+    """Contracts left_axes with right_axes, operands quantized to `types`, result in dtype."""
     import qwix
 
-    def rounded(array, axes, kind):
+    def quantize(array, axes, kind):
         if kind is None:
             return array.astype(left.dtype)
-        apart = [axis for axis in range(array.ndim) if axis not in axes]
-        return qwix.quantize(array, kind, channelwise_axes=apart, scale_dtype=jnp.float32)
+        channel_axes = [axis for axis in range(array.ndim) if axis not in axes]
+        return qwix.quantize(array, kind, channelwise_axes=channel_axes, scale_dtype=jnp.float32)
 
     return qwix.dot_general(
-        rounded(left, left_axes, types[0]),
-        rounded(right, right_axes, types[1]),
+        quantize(left, left_axes, types[0]),
+        quantize(right, right_axes, types[1]),
         ((tuple(left_axes), tuple(right_axes)), ((), ())),
         preferred_element_type=jnp.float32,
     ).astype(dtype)

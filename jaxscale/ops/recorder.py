@@ -1,10 +1,10 @@
-"""Intermediates of a model: what the statistics program records of activations as they pass. A training step has no
-recorder and no trace of one, but for the largest scores that a clip of them needs (optim.qk_clip).
+"""Recorders of a model's intermediates, for the statistics program. The training step has none, except of the largest
+attention logits with optim.qk_clip.
 
-A model hands each array to sow(), which returns it as it is. Numbers of a layer leave the function that computes it,
-which may be a loop or be run again for the backward pass, as results beside the residual stream: run_stack() of
-models.layers takes them from end_layer() and hands those of all its layers to end_stack(). A recorder that carries
-something into each layer, as a cache of keys does (sampling/cache.py), has it from layers() by the same way.
+A model passes each array to sow(), which returns it unchanged. Since a layer may be scanned or rematerialised, its
+records are outputs of the layer next to the residual stream: run_stack() of models.layers takes them from end_layer()
+and passes those of all layers to end_stack(). Inputs of each layer, such as a KV cache (sampling/cache.py), come from
+layer_inputs() in the same way.
 
 B batch  T position  D embed  L layers of a stack
 """
@@ -16,53 +16,53 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.ops.attention.xla import Scope, as_scope
+from jaxscale.ops.attention.xla import MaskSpec, as_mask_spec
 from jaxscale.sharding.tensor_axis import TensorAxis
 
-ATTENTION, ACROSS, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # what is recorded of a layer
-POSITIONS = "positions"  # how many hold text: what the sums are divided by
-SCORES = "scores"  # the largest of each head
-SOWN = "sown"  # under this name a loss returns the intermediates, beside its named sums
+ATTENTION, CROSS_ATTENTION, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # records of a layer
+POSITIONS = "positions"  # number of non-padding positions, the denominator of the sums
+MAX_LOGITS = "scores"  # largest logit of each head
+SOWN = "sown"  # key of the intermediates among the sums that a loss returns
 
 
 class Intermediates(NamedTuple):
-    """Of a layer on this device, float32[]; of a stack of layers, float32[L]."""
+    """Records of a layer on this device, float32[]; of a stack of layers, float32[L]."""
 
-    sums: dict[str, jax.Array]  # over the positions with text, of the mean square of an array's entries
-    maxima: dict[str, jax.Array]  # largest scores of attention; float32[L, N] where they are of each head
+    sums: dict[str, jax.Array]  # over non-padding positions, of an array's mean square
+    maxima: dict[str, jax.Array]  # largest attention logits; float32[L, N] if per head
 
 
 class Recorder:
     """Records nothing."""
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`attend`, with its queries and keys recorded."""
+        """Returns `attend`, which also records its queries and keys."""
         return attend
 
     def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`attend` of latent attention, whose keys and values are not expanded yet (models/latent.py)."""
+        """Wraps the attention of latent keys and values, before their expansion (models/latent.py)."""
         return attend
 
     def sow(self, name: str, x_BTD: jax.Array) -> jax.Array:
-        """x_BTD, of the device's own positions."""
+        """Records x_BTD, of local positions, and returns it."""
         return x_BTD
 
-    def layers(self) -> Any:
-        """What each layer of the next stack is given: a tree with a leading axis of layers, or None."""
+    def layer_inputs(self) -> Any:
+        """Returns inputs of the layers of the next stack: a tree with a leading axis of layers, or None."""
         return None
 
-    def begin_layer(self, held: Any) -> None:
-        """Takes what layers() has for the layer that begins."""
+    def begin_layer(self, layer_input: Any) -> None:
+        """Receives the slice of layer_inputs() of the layer that begins."""
 
     def end_layer(self, x_BTD: jax.Array) -> Any:
-        """The intermediates of the layer; x_BTD: the residual stream after it."""
+        """Returns the records of the layer. x_BTD: the residual stream after it."""
         return None
 
-    def end_stack(self, seen: Any) -> None:
-        """Takes the intermediates of each layer of a stack."""
+    def end_stack(self, stacked: Any) -> None:
+        """Receives the records of all layers of a stack."""
 
-    def parts(self) -> dict[str, tuple[Intermediates, ...]]:
-        """The intermediates of all stacks, in their order, under the name SOWN; {} where nothing is recorded."""
+    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Returns the records of all stacks, in order, under the key SOWN; {} if nothing is recorded."""
         return {}
 
 
@@ -70,82 +70,81 @@ NO_RECORDER = Recorder()
 
 
 class StatisticsRecorder(Recorder):
-    """Records one trace of one model. Nothing that is recorded has a gradient.
+    """Records one trace of one model, without gradients. Padding, known from attention's segments, is excluded.
 
-    largest: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[], of the device's own rows and heads; name: of
-    that number. Attention also tells which positions of a layer hold text: padding is left out.
+    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[], of local rows and heads; name: of its metric.
     """
 
-    def __init__(self, name: str, largest: Callable[..., jax.Array], tensor: TensorAxis):
-        self.name, self.largest, self.tensor = name, largest, tensor
+    def __init__(self, name: str, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
+        self.name, self.logit_stat, self.tensor = name, logit_stat, tensor
         self.layer, self.stacks = Intermediates({}, {}), []
-        self.text_BT: jax.Array | None = None
+        self.mask_BT: jax.Array | None = None
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`attend`, with its queries and keys recorded."""
+        """Returns `attend`, which also records its queries and keys."""
 
-        def seen_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | Scope, **how):
-            self.text_BT = self.tensor.local(as_scope(segments).segment_ids_BT > 0)
-            found = self.largest(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **how)
-            self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), found)
-            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **how)
+        def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
+            self.mask_BT = self.tensor.local(as_mask_spec(segments).segment_ids_BT > 0)
+            logit_stat = self.logit_stat(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **kwargs)
+            self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), logit_stat)
+            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **kwargs)
 
-        return seen_attend
+        return recorded_attend
 
     def sow(self, name: str, x_BTD: jax.Array) -> jax.Array:
-        """x_BTD, of the device's own positions."""
-        assert self.text_BT is not None, "a layer's attention comes before anything else that is recorded of it"
+        """Records x_BTD, of local positions, and returns it."""
+        assert self.mask_BT is not None, "attention must be recorded before the other arrays of a layer"
         mean_BT = jnp.mean(jnp.square(lax.stop_gradient(x_BTD).astype(jnp.float32)), axis=-1)
-        self.layer.sums[name] = jnp.sum(mean_BT, where=self.text_BT)
+        self.layer.sums[name] = jnp.sum(mean_BT, where=self.mask_BT)
         return x_BTD
 
     def end_layer(self, x_BTD: jax.Array) -> Intermediates:
-        """The intermediates of the layer; x_BTD: the residual stream after it."""
+        """Returns the records of the layer. x_BTD: the residual stream after it."""
         self.sow(ACTIVATION, x_BTD)
-        assert self.text_BT is not None  # as sow() has found
-        self.layer.sums[POSITIONS] = jnp.sum(self.text_BT, dtype=jnp.float32)
-        seen, self.layer, self.text_BT = self.layer, Intermediates({}, {}), None
-        return seen
+        assert self.mask_BT is not None  # checked by sow()
+        self.layer.sums[POSITIONS] = jnp.sum(self.mask_BT, dtype=jnp.float32)
+        layer, self.layer, self.mask_BT = self.layer, Intermediates({}, {}), None
+        return layer
 
-    def end_stack(self, seen: Intermediates) -> None:
-        """Takes the intermediates of each layer of a stack."""
-        self.stacks.append(seen)
+    def end_stack(self, stacked: Intermediates) -> None:
+        """Receives the records of all layers of a stack."""
+        self.stacks.append(stacked)
 
-    def parts(self) -> dict[str, tuple[Intermediates, ...]]:
-        """The intermediates of all stacks, in their order, under the name SOWN."""
+    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Returns the records of all stacks, in order, under the key SOWN."""
         return {SOWN: tuple(self.stacks)}
 
 
-class ScoreRecorder(Recorder):
-    """Records the largest score of each head, and nothing else. It has no gradient.
+class MaxLogitRecorder(Recorder):
+    """Records only the largest logit of each head, without a gradient.
 
-    largest: (q, k, segments, causal=, scale=) -> float32[N], of the device's own rows and heads.
+    logit_stat: (q, k, segments, causal=, scale=) -> float32[N], of local rows and heads.
     """
 
-    def __init__(self, largest: Callable[..., jax.Array], tensor: TensorAxis):
-        self.largest, self.tensor = largest, tensor
+    def __init__(self, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
+        self.logit_stat, self.tensor = logit_stat, tensor
         self.layer_N: jax.Array | None = None
         self.stacks: list[Intermediates] = []
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`attend`, with its queries and keys recorded."""
+        """Returns `attend`, which also records its queries and keys."""
 
-        def seen_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | Scope, **how):
-            self.layer_N = self.largest(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **how)
-            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **how)
+        def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
+            self.layer_N = self.logit_stat(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **kwargs)
+            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **kwargs)
 
-        return seen_attend
+        return recorded_attend
 
     def end_layer(self, x_BTD: jax.Array) -> Intermediates:
-        """The largest scores of the layer, of all heads: those of other devices are -inf."""
-        found_N, self.layer_N = self.layer_N, None
-        assert found_N is not None, "a layer ends without attention"
-        return Intermediates({}, {SCORES: self.tensor.pad_remote(found_N, -jnp.inf)})
+        """Returns the largest logit of each head, -inf for heads of other devices."""
+        logit_max_N, self.layer_N = self.layer_N, None
+        assert logit_max_N is not None, "layer without attention"
+        return Intermediates({}, {MAX_LOGITS: self.tensor.pad_remote(logit_max_N, -jnp.inf)})
 
-    def end_stack(self, seen: Intermediates) -> None:
-        """Takes the scores of each layer of a stack."""
-        self.stacks.append(seen)
+    def end_stack(self, stacked: Intermediates) -> None:
+        """Receives the records of all layers of a stack."""
+        self.stacks.append(stacked)
 
-    def parts(self) -> dict[str, tuple[Intermediates, ...]]:
-        """Those of all stacks, in their order, under the name SOWN."""
+    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Returns the records of all stacks, in order, under the key SOWN."""
         return {SOWN: tuple(self.stacks)}

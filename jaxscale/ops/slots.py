@@ -1,11 +1,10 @@
-"""Products of experts where no kernel visits the rows of each: the same number of rows of every one, its slots.
+"""Expert matmuls without a grouped kernel: every expert has the same number of rows, its slots.
 
-Each expert has a product of its own, of fixed size: XLA:CPU then runs it as fast as one of a dense model, and copies no
-weight. An expert's rows past its slots follow in visits of a few rows, as many as there are left: what is computed is
-exactly what is asked for, whatever a router says. Where a slot has no row lie zeros, forward and backward, so that no
-expert's rows touch another's.
+Each expert has a matmul of fixed size, which XLA:CPU runs as fast as that of a dense model, without a copy of the
+weights. Rows of an expert beyond its slots run in chunks of a few rows, so that no row is dropped. Unused slots are
+zeros, forward and backward.
 
-E experts  R rows, sorted by expert  S slots of an expert, or rows of a visit  D embed  F width of an expert
+E experts  R rows, sorted by expert  S slots of an expert, or rows of an overflow chunk  D embed  F width of an expert
 C contracted size  O output size
 """
 
@@ -23,224 +22,228 @@ from jaxscale.ops.project import cpu_project
 
 F32 = jnp.float32
 TILE = 16  # slots are a multiple
-FEWEST = 16  # rows of an equal share: with fewer, most slots would be empty, and visits do all
-APART = 16  # experts: so many have products of their own; of more it is one batched product, which is slower
+MIN_ROWS = 16  # per expert on average; with fewer most slots would be empty, so that all rows run in overflow chunks
+MAX_UNROLLED = 16  # experts with a matmul each; more share one batched matmul, which is slower
 
 
-class Sizes(NamedTuple):
-    """Empty slots cost every step, rows past slots only the steps that have some; visits cost what they have room for,
-    and each a little for itself."""
+class SlotSizes(NamedTuple):
+    """Unused slots cost time in every step, overflow chunks only where rows overflow, plus a little for each chunk."""
 
-    spare: Callable[[int], int]  # slots over an equal share of so many rows
-    visit: int  # rows of a visit, at most
+    spare: Callable[[int], int]  # average rows of an expert -> slots beyond them
+    max_chunk: int  # rows of an overflow chunk
 
 
-# The fastest by `jaxscale bench experts` on 2 cores of an EPYC, jax 0.10.2, 2026-11-26: 8 experts of 512 x 768 in
-# bfloat16 with shares of 128 to 1,024 rows, the busiest at 1.1 and 1.4 times. Visits of 32 and 128 were no faster.
-ON_CPU = Sizes(lambda share: 0 if share >= 1024 else TILE, 64)
-ON_GPU = Sizes(lambda share: share // 16, 128)  # random routing of 4,096 tokens stays about within; nothing else timed
+# The fastest by `python -m benchmarks.experts` on 2 cores of an EPYC, jax 0.10.2, 2026-11-26: 8 experts of 512 x 768 in
+# bfloat16, 128 to 1,024 rows each on average, at most 1.1 and 1.4 times that. Chunks of 32 and 128 were not faster.
+ON_CPU = SlotSizes(lambda average: 0 if average >= 1024 else TILE, 64)
+ON_GPU = SlotSizes(lambda average: average // 16, 128)  # random routing of 4,096 tokens about fits; nothing else timed
 
 # (weights of an expert, x_SD, weight_S, None) -> y_SD
 RunExpert = Callable[[Any, jax.Array, jax.Array, Any], jax.Array]
-Weigh = Callable[[Callable, jax.Array, jax.Array, jax.Array], jax.Array]  # (activate, gate, up, weight) -> h
-# (RunExpert, weights of all, x_RD, weight_R, counts_E) -> y_RD
-LayRows = Callable[[RunExpert, Any, jax.Array, jax.Array, jax.Array], jax.Array]
+# (activate, gate, up, weight) -> h
+WeightedActivation = Callable[[Callable, jax.Array, jax.Array, jax.Array], jax.Array]
+# (RunExpert, weights of all experts, x_RD, weight_R, counts_E) -> y_RD
+MapExperts = Callable[[RunExpert, Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def project_rows(x_SC: jax.Array, w_CO: jax.Array, counts: Any = None, *, turned: bool = False) -> jax.Array:
-    """A GroupedProject of one expert: y_SO."""
+def project_expert(x_SC: jax.Array, w_CO: jax.Array, counts: Any = None, *, transposed: bool = False) -> jax.Array:
+    """A GroupedProject for one expert: y_SO."""
     return cpu_project("SC,CO->SO", x_SC, w_CO)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
-def weigh(activate: Callable, gate_SF: jax.Array, up_SF: jax.Array, weight_S: jax.Array) -> jax.Array:
-    """activate(gate, up) times the rows' weights, computed in float32. The backward keeps only what is given."""
+def weighted_activation_f32(activate: Callable, gate_SF: jax.Array, up_SF: jax.Array, weight_S: jax.Array) -> jax.Array:
+    """activate(gate, up) * weight, computed in float32. Only the arguments are saved for the backward pass."""
     return (activate(gate_SF.astype(F32), up_SF.astype(F32)) * weight_S[..., None]).astype(gate_SF.dtype)
 
 
-def _weigh_backward(activate, saved, dh_SF):
+def _weighted_activation_backward(activate, saved, dh_SF):
     gate_SF, up_SF, weight_S = saved
-    h_SF, pull = jax.vjp(activate, gate_SF.astype(F32), up_SF.astype(F32))
+    h_SF, vjp = jax.vjp(activate, gate_SF.astype(F32), up_SF.astype(F32))
     dh_SF = dh_SF.astype(F32)
-    dgate_SF, dup_SF = pull(dh_SF * weight_S[..., None])
+    dgate_SF, dup_SF = vjp(dh_SF * weight_S[..., None])
     dweight_S = jnp.sum(dh_SF * h_SF, axis=-1).astype(weight_S.dtype)
     return dgate_SF.astype(gate_SF.dtype), dup_SF.astype(up_SF.dtype), dweight_S
 
 
-weigh.defvjp(lambda activate, *given: (weigh(activate, *given), given), _weigh_backward)
+weighted_activation_f32.defvjp(
+    lambda activate, *args: (weighted_activation_f32(activate, *args), args), _weighted_activation_backward
+)
 
 
-class Place(NamedTuple):
-    """Rows of one expert among all: S in a row, of which some are its own."""
+class RowSpan(NamedTuple):
+    """S consecutive rows, of which mask_S marks those of one expert."""
 
-    first: jax.Array
-    own_S: jax.Array
+    begin: jax.Array
+    mask_S: jax.Array
 
-    def take(self, bits_R: jax.Array, dtype: Any) -> jax.Array:
-        """[S, ...] in their dtype: its own rows, zeros for others."""
-        found = lax.dynamic_slice_in_dim(bits_R, self.first, len(self.own_S))
-        return from_bits(jnp.where(self.like(found), found, jnp.zeros_like(found)), dtype)
+    def read(self, bits_R: jax.Array, dtype: Any) -> jax.Array:
+        """Returns [S, ...] in dtype, zeros where masked."""
+        bits_S = lax.dynamic_slice_in_dim(bits_R, self.begin, len(self.mask_S))
+        return bitcast_from_uint(jnp.where(self.mask_like(bits_S), bits_S, jnp.zeros_like(bits_S)), dtype)
 
-    def put(self, bits_R: jax.Array, new_S: jax.Array) -> jax.Array:
-        """bits_R with its own rows in it."""
-        old = lax.dynamic_slice_in_dim(bits_R, self.first, len(self.own_S))
-        new = jnp.where(self.like(old), bits(new_S), old)
-        return lax.dynamic_update_slice_in_dim(bits_R, new, self.first, 0)
+    def write(self, bits_R: jax.Array, new_S: jax.Array) -> jax.Array:
+        """Returns bits_R with the unmasked rows replaced."""
+        old = lax.dynamic_slice_in_dim(bits_R, self.begin, len(self.mask_S))
+        new = jnp.where(self.mask_like(old), bitcast_to_uint(new_S), old)
+        return lax.dynamic_update_slice_in_dim(bits_R, new, self.begin, 0)
 
-    def like(self, array_S: jax.Array) -> jax.Array:
-        """own_S with as many axes as the array."""
-        return self.own_S.reshape(-1, *[1] * (array_S.ndim - 1))
+    def mask_like(self, array_S: jax.Array) -> jax.Array:
+        """Returns mask_S with as many axes as the array."""
+        return self.mask_S.reshape(-1, *[1] * (array_S.ndim - 1))
 
 
-def bits(array: jax.Array) -> jax.Array:
-    """The array as integers: to move a few rows of bfloat16, XLA:CPU would turn all of them into float32 and back."""
+def bitcast_to_uint(array: jax.Array) -> jax.Array:
+    """Reinterprets as unsigned integers: to move rows of bfloat16, XLA:CPU would convert all to float32 and back."""
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
-def from_bits(array: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of bits()."""
+def bitcast_from_uint(array: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of bitcast_to_uint()."""
     return lax.bitcast_convert_type(array, dtype)
 
 
-def place_rows(begin: jax.Array, end: jax.Array, rows: int, size: int) -> Place:
-    """The place of the rows from begin up to end, of which there may be more than `size`."""
+def make_row_span(begin: jax.Array, end: jax.Array, rows: int, size: int) -> RowSpan:
+    """Returns the span of the first `size` of the rows from begin to end."""
     first = jnp.minimum(begin, rows - size)
     row_S = first + jnp.arange(size, dtype=jnp.int32)
-    return Place(first, (row_S >= begin) & (row_S < end))
+    return RowSpan(first, (row_S >= begin) & (row_S < end))
 
 
-class Layout(NamedTuple):
-    """How rows are taken, by their number, that of experts, and what a platform likes."""
+class SlotLayout(NamedTuple):
+    """Slots and overflow chunks for a number of rows and experts."""
 
     rows: int
     experts: int
-    sizes: Sizes
+    sizes: SlotSizes
 
     @property
     def slots(self) -> int:
-        """Of an expert; 0 where there are too few rows."""
-        if self.rows < FEWEST * self.experts:
+        """Slots per expert; 0 with fewer than MIN_ROWS per expert."""
+        if self.rows < MIN_ROWS * self.experts:
             return 0
-        share = -(-self.rows // self.experts)
-        return min(self.rows, -(-(share + self.sizes.spare(share)) // TILE) * TILE)
+        average = -(-self.rows // self.experts)
+        return min(self.rows, -(-(average + self.sizes.spare(average)) // TILE) * TILE)
 
     @property
-    def visit(self) -> int:
-        """Rows of a visit: about half an equal share, a power of 2."""
-        share = max(self.rows // (2 * self.experts), 8)
-        return min(self.sizes.visit, 1 << (share.bit_length() - 1), self.rows)
+    def chunk(self) -> int:
+        """Rows of an overflow chunk: about half the average of an expert, a power of 2."""
+        half = max(self.rows // (2 * self.experts), 8)
+        return min(self.sizes.max_chunk, 1 << (half.bit_length() - 1), self.rows)
 
-    def places(self, counts_E: jax.Array) -> list[Place]:
-        """Those of slots, as split() gives weights."""
+    def spans(self, counts_E: jax.Array) -> list[RowSpan]:
+        """Returns the spans of the slots, split as by split()."""
         ends_E = jnp.cumsum(counts_E).astype(jnp.int32)
-        of_one = lambda begin, end: place_rows(begin, end, self.rows, self.slots)
-        return self.split(jax.vmap(of_one)(ends_E - counts_E, ends_E)) if self.slots else []
+        make_span = lambda begin, end: make_row_span(begin, end, self.rows, self.slots)
+        return self.split(jax.vmap(make_span)(ends_E - counts_E, ends_E)) if self.slots else []
 
     def split(self, tree: Any) -> list[Any]:
-        """What all experts have, expert by expert; of many together, for each() to run."""
-        if self.experts > APART:
+        """Splits arrays of all experts by expert; more than MAX_UNROLLED stay together."""
+        if self.experts > MAX_UNROLLED:
             return [tree]
         return [jax.tree.map(operator.itemgetter(expert), tree) for expert in range(self.experts)]
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The inverse of split()."""
-        return parts[0] if self.experts > APART else jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
+        return parts[0] if self.experts > MAX_UNROLLED else jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
 
-    def each(self, f: Callable) -> Callable:
-        """A function of one expert, as one of a part."""
-        return jax.vmap(f) if self.experts > APART else f
+    def over_parts(self, f: Callable) -> Callable:
+        """Lifts a function of one expert to a part of split()."""
+        return jax.vmap(f) if self.experts > MAX_UNROLLED else f
 
-    def put(self, places: list[Place], bits_R: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
-        """bits_R with what lies in slots in its rows."""
-        for place, part in zip(places, parts, strict=True):
-            if self.experts > APART:
-                bits_R = lax.scan(lambda so_far, new: (new[0].put(so_far, new[1]), None), bits_R, (place, part))[0]
+    def write(self, spans: list[RowSpan], bits_R: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+        """Returns bits_R with the slots written to their rows."""
+        for span, part in zip(spans, parts, strict=True):
+            if self.experts > MAX_UNROLLED:
+                bits_R = lax.scan(lambda bits_R, new: (new[0].write(bits_R, new[1]), None), bits_R, (span, part))[0]
             else:
-                bits_R = place.put(bits_R, part)
+                bits_R = span.write(bits_R, part)
         return bits_R
 
-    def past_slots(self, f: Callable, counts_E: jax.Array, so_far: Any) -> Any:
-        """f(expert, visits, so_far) for each expert that has rows past its slots. visits(g, so_far) is then g(Place,
-        so_far) for run after run of them."""
+    def fold_overflow(self, f: Callable, counts_E: jax.Array, carry: Any) -> Any:
+        """Folds carry = f(expert, fold_chunks, carry) over the experts with more rows than slots.
+
+        fold_chunks(g, carry) folds carry = g(RowSpan, carry) over the overflow chunks of the expert.
+        """
         ends_E = jnp.cumsum(counts_E).astype(jnp.int32)
-        left_E = jnp.maximum(counts_E - self.slots, 0).astype(jnp.int32)
-        full_E = jnp.nonzero(left_E, size=self.experts)[0]
+        overflow_E = jnp.maximum(counts_E - self.slots, 0).astype(jnp.int32)
+        overflowing_E = jnp.nonzero(overflow_E, size=self.experts)[0]
 
-        def of_one(place_in_E, so_far):
-            expert = full_E[place_in_E]
-            end, left = ends_E[expert], left_E[expert]
-            place = lambda visit: place_rows(end - left + visit * self.visit, end, self.rows, self.visit)
-            number = -(-left // self.visit)
-            visits = lambda g, so_far: lax.fori_loop(0, number, lambda n, so_far: g(place(n), so_far), so_far)
-            return f(expert, visits, so_far)
+        def one_expert(index, carry):
+            expert = overflowing_E[index]
+            end, overflow = ends_E[expert], overflow_E[expert]
+            span = lambda n: make_row_span(end - overflow + n * self.chunk, end, self.rows, self.chunk)
+            chunks = -(-overflow // self.chunk)
+            fold_chunks = lambda g, carry: lax.fori_loop(0, chunks, lambda n, carry: g(span(n), carry), carry)
+            return f(expert, fold_chunks, carry)
 
-        return lax.fori_loop(0, jnp.sum(left_E > 0), of_one, so_far)
+        return lax.fori_loop(0, jnp.sum(overflow_E > 0), one_expert, carry)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def in_slots(
-    sizes: Sizes, run: RunExpert, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
+def run_in_slots(
+    sizes: SlotSizes, run: RunExpert, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
-    """A LayRows: y_RD, 0 behind the last expert's rows. Going back, what run() names or keeps is that of slots; rows
-    past them are computed again."""
+    """A MapExperts: y_RD, 0 for rows after those of the last expert. Residuals, also those that run() names for remat,
+    are those of slots; overflow chunks are recomputed."""
     return _forward(sizes, run, weights, x_RD, weight_R, counts_E)[0]
 
 
 def _forward(sizes, run, weights, x_RD, weight_R, counts_E):
-    layout = Layout(len(x_RD), len(counts_E), sizes)
-    places, parts, pulls = layout.places(counts_E), [], []
-    given = bits(x_RD), bits(weight_R)
-    take = lambda place: (place.take(given[0], x_RD.dtype), place.take(given[1], weight_R.dtype))
-    of_rows = lambda own, x_SD, weight_S: run(own, x_SD, weight_S, None)
-    for own, place in zip(layout.split(weights), places):
-        part, pull = jax.vjp(layout.each(of_rows), own, *layout.each(take)(place))
-        parts, pulls = [*parts, part], [*pulls, pull]
+    layout = SlotLayout(len(x_RD), len(counts_E), sizes)
+    spans, parts, vjps = layout.spans(counts_E), [], []
+    x_bits, weight_bits = bitcast_to_uint(x_RD), bitcast_to_uint(weight_R)
+    read = lambda span: (span.read(x_bits, x_RD.dtype), span.read(weight_bits, weight_R.dtype))
+    run_rows = lambda w, x_SD, weight_S: run(w, x_SD, weight_S, None)
+    for w, span in zip(layout.split(weights), spans):
+        part, vjp = jax.vjp(layout.over_parts(run_rows), w, *layout.over_parts(read)(span))
+        parts, vjps = [*parts, part], [*vjps, vjp]
 
-    def past(expert, visits, y_R):
-        own = of_expert(weights, expert)
-        return visits(lambda place, y_R: place.put(y_R, of_rows(own, *take(place))), y_R)
+    def run_overflow(expert, fold_chunks, y_R):
+        w = select_expert(weights, expert)
+        return fold_chunks(lambda span, y_R: span.write(y_R, run_rows(w, *read(span))), y_R)
 
-    y_R = layout.put(places, jnp.zeros_like(given[0]), parts)
-    y_RD = from_bits(layout.past_slots(past, counts_E, y_R), x_RD.dtype)
-    return y_RD, (weights, x_RD, weight_R, counts_E, pulls)
+    y_R = layout.write(spans, jnp.zeros_like(x_bits), parts)
+    y_RD = bitcast_from_uint(layout.fold_overflow(run_overflow, counts_E, y_R), x_RD.dtype)
+    return y_RD, (weights, x_RD, weight_R, counts_E, vjps)
 
 
 def _backward(sizes, run, saved, dy_RD):
-    weights, x_RD, weight_R, counts_E, pulls = saved
-    layout = Layout(len(x_RD), len(counts_E), sizes)
-    places = layout.places(counts_E)
-    given, dy_R = (bits(x_RD), bits(weight_R)), bits(dy_RD)
-    take_dy = lambda place: place.take(dy_R, dy_RD.dtype)
-    dx_R, dweight_R = jax.tree.map(jnp.zeros_like, given)
-    if places:
-        parts = [pull(layout.each(take_dy)(place)) for pull, place in zip(pulls, places)]
+    weights, x_RD, weight_R, counts_E, vjps = saved
+    layout = SlotLayout(len(x_RD), len(counts_E), sizes)
+    spans = layout.spans(counts_E)
+    x_bits, weight_bits, dy_bits = bitcast_to_uint(x_RD), bitcast_to_uint(weight_R), bitcast_to_uint(dy_RD)
+    read_dy = lambda span: span.read(dy_bits, dy_RD.dtype)
+    run_rows = lambda w, x_SD, weight_S: run(w, x_SD, weight_S, None)
+    dx_R, dweight_R = jnp.zeros_like(x_bits), jnp.zeros_like(weight_bits)
+    if spans:
+        parts = [vjp(layout.over_parts(read_dy)(span)) for vjp, span in zip(vjps, spans)]
         dweights, dx, dweight = zip(*parts)
-        found = layout.join(dweights), layout.put(places, dx_R, dx), layout.put(places, dweight_R, dweight)
+        grads = layout.join(dweights), layout.write(spans, dx_R, dx), layout.write(spans, dweight_R, dweight)
     else:
-        found = jax.tree.map(jnp.zeros_like, weights), dx_R, dweight_R
+        grads = jax.tree.map(jnp.zeros_like, weights), dx_R, dweight_R
 
-    def past(expert, visits, found):
-        own = of_expert(weights, expert)
-        run_own = lambda own, x_SD, weight_S: run(own, x_SD, weight_S, None)
+    def backward_overflow(expert, fold_chunks, grads):
+        w = select_expert(weights, expert)
 
-        def back(place, found):
-            dw, dx_R, dweight_R = found
-            of_rows = place.take(given[0], x_RD.dtype), place.take(given[1], weight_R.dtype)
-            more, dx, dweight = jax.vjp(run_own, own, *of_rows)[1](take_dy(place))
-            return jax.tree.map(jnp.add, dw, more), place.put(dx_R, dx), place.put(dweight_R, dweight)
+        def backward_chunk(span, grads):
+            dw, dx_R, dweight_R = grads
+            rows = span.read(x_bits, x_RD.dtype), span.read(weight_bits, weight_R.dtype)
+            chunk_dw, dx, dweight = jax.vjp(run_rows, w, *rows)[1](read_dy(span))
+            return jax.tree.map(jnp.add, dw, chunk_dw), span.write(dx_R, dx), span.write(dweight_R, dweight)
 
-        dweights, *of_rows = found
-        dw, *of_rows = visits(back, (of_expert(dweights, expert), *of_rows))
-        put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, expert, 0)
-        return jax.tree.map(put, dweights, dw), *of_rows
+        dweights, *row_grads = grads
+        dw, *row_grads = fold_chunks(backward_chunk, (select_expert(dweights, expert), *row_grads))
+        update = lambda all_dw, new: lax.dynamic_update_index_in_dim(all_dw, new, expert, 0)
+        return jax.tree.map(update, dweights, dw), *row_grads
 
-    dweights, dx_R, dweight_R = layout.past_slots(past, counts_E, found)
-    return dweights, from_bits(dx_R, x_RD.dtype), from_bits(dweight_R, weight_R.dtype), None
-
-
-in_slots.defvjp(_forward, _backward)
+    dweights, dx_R, dweight_R = layout.fold_overflow(backward_overflow, counts_E, grads)
+    return dweights, bitcast_from_uint(dx_R, x_RD.dtype), bitcast_from_uint(dweight_R, weight_R.dtype), None
 
 
-def of_expert(weights: Any, expert: jax.Array) -> Any:
-    """Those of one."""
+run_in_slots.defvjp(_forward, _backward)
+
+
+def select_expert(weights: Any, expert: jax.Array) -> Any:
+    """Returns the weights of one expert."""
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False), weights)

@@ -12,7 +12,7 @@ from jaxscale.data.checks import check_data
 from jaxscale.hardware import Device, find_chip, host_memory_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.monitor.sinks import missing_packages
-from jaxscale.ops.kernels import choose_kernels
+from jaxscale.ops.kernels import resolve_kernels
 from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.memory import MemoryNeed, least_memory, memory_need
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -85,7 +85,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
             f"kernel: model.matmul_precision='tf32' exists on NVIDIA GPUs, and this is {platform}; use 'default'"
         )
     try:
-        choose_kernels(platform, model.attention, model.attention_needs(prefix=prefix))
+        resolve_kernels(platform, model.attention, model.attention_needs(prefix=prefix))
     except BadInput as error:
         findings.append(f"kernel: {error}")
     return findings

@@ -12,7 +12,7 @@ from jaxscale.model_on_mesh import parallel_request
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.sharded import expert_work
-from jaxscale.ops.expert_all_to_all import SPARE, round_size
+from jaxscale.ops.expert_all_to_all import CAPACITY_FACTOR, round_capacity
 from jaxscale.sharding.batch_axes import LANES
 from jaxscale.sharding.compiler_options import PIPELINE, PIPELINED_GATHER
 from jaxscale.sharding.expert_axis import AXIS, ExpertExchange, resolve_expert_exchange
@@ -90,7 +90,7 @@ def device_rows(program: Program) -> int:
 def round_rows(program: Program, parts: int) -> int:
     """Rows that a device sends in one round, and gets, of one of `parts` parts of its tokens."""
     devices, own = program.mesh.shape[AXIS], known_experts(program.cfg.model)
-    return devices * round_size(router_tokens(program) * own.chosen // parts, devices)
+    return devices * round_capacity(router_tokens(program) * own.chosen // parts, devices)
 
 
 def rows_sent(program: Program, width: int) -> float:
@@ -185,7 +185,7 @@ def routing_text(program: Program) -> str:
             "neither memory nor bytes"
         )
     return (
-        f"each expert has as many rows as the others, and one round of {SPARE:g} times an equal share takes them all. "
-        "Of uneven routing memory is the same, each further round sends as much again, and all devices wait for the "
-        "busiest"
+        f"each expert has as many rows as the others, and one round of {CAPACITY_FACTOR:g} times an equal share takes "
+        "them all. Of uneven routing memory is the same, each further round sends as much again, and all devices wait "
+        "for the busiest"
     )

@@ -7,7 +7,7 @@ from jaxscale.build import Program
 from jaxscale.model_on_mesh import parallel_request
 from jaxscale.models.config import SAVED_NAMES
 from jaxscale.models.sharded import context_work
-from jaxscale.ops.attention.context_exchange import choose_sharing
+from jaxscale.ops.attention.context_exchange import resolve_context_exchange
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.stages import compute_bytes
 
@@ -20,7 +20,7 @@ def attention_way(program: Program) -> str:
     """How devices reach each other's keys: 'gather', 'ulysses' or 'ring'; '' where they need not."""
     cfg, model = program.cfg, program.model
     work = context_work(cfg.model, program.mesh, parallel_request(cfg, program.mesh))
-    return choose_sharing(cfg.context.attention, model.kernels.attention, model.needs, work).form
+    return resolve_context_exchange(cfg.context.attention, model.kernels.attention, model.needs, work).form
 
 
 def near_share(program: Program) -> float:
@@ -28,7 +28,7 @@ def near_share(program: Program) -> float:
     needs, size = program.model.needs, program.mesh.shape[CONTEXT]
     if needs.window is None or needs.window - 1 > program.cfg.row_lengths.row // (2 * size):
         return 0.0
-    return needs.mixed.near / needs.mixed.layers if needs.mixed else 1.0
+    return needs.window_layers.windowed / needs.window_layers.total if needs.window_layers else 1.0
 
 
 def key_value_bytes(program: Program) -> float:

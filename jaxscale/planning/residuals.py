@@ -78,7 +78,7 @@ def attention_residuals(
     sizes = number_bytes(model, tpu)
     width, operand = sizes["compute"], sizes["operand"]
     N, H, K = model.num_heads // tensor, model.head_dim, model.key_width // model.head_dim // tensor
-    V = model.attention_needs().of_values
+    V = model.attention_needs().v_dim
     per_head = [(B, N, T, H), (B, K, S, H), (B, K, S, V), (B, N, T, V)]  # query, key, value, result
     before_norm = [Residual("before its norm", shape, width) for shape in per_head[:2]] if model.qk_norm else []
     if latent := model.latent_width:

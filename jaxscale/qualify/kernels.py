@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.ops.activation import geglu_tanh, swiglu
-from jaxscale.ops.attention import BEST, HOMES, LONG_ROW, choose_attention, xla
+from jaxscale.ops.attention import BLOCKWISE_MAX_LEN, HARDWARE, PLATFORM_DEFAULT, resolve_attention, xla
 from jaxscale.ops.config import AttentionName, AttentionNeeds, MatmulDtype
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy
-from jaxscale.ops.kernels import PLAIN, choose_kernels
+from jaxscale.ops.kernels import XLA_KERNELS, resolve_kernels
 from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.rope import frequencies, make_rotation
@@ -123,7 +123,7 @@ def near(dtype: str) -> tuple[float, float]:
 def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     """Every form that this platform has: rows of several documents, grouped heads; a window; a softcap; odd lengths."""
     device = jax.local_devices()[0]
-    lengths = (256, LONG_ROW + 76) if machine.on_cpu else (2048, 1100)  # on a CPU long rows take another form
+    lengths = (256, BLOCKWISE_MAX_LEN + 76) if machine.on_cpu else (2048, 1100)  # on a CPU long rows take flash.py
     heads = (4, 2) if machine.on_cpu else (8, 2)
     needs_of = functools.partial(AttentionNeeds, head_dim=64 if machine.on_cpu else 128, dtype=dtype)
     variants = [(needs_of(), "", length) for length in lengths]
@@ -132,12 +132,12 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
         (needs_of(softcap=20.0), ", softcap", lengths[0]),
     ]
     for form in ATTENTIONS:
-        if form in HOMES and BEST.get(machine.platform) != form:
+        if form in HARDWARE and PLATFORM_DEFAULT.get(machine.platform) != form:
             continue
         for needs, words, length in variants:
             name = f"{form} attention of {length}{words}"
             try:
-                attend, *_ = choose_attention(form, machine.platform, needs, device)
+                attend, *_ = resolve_attention(form, machine.platform, needs, device)
             except BadInput as error:
                 yield f"{name}: left out, {error}"
                 continue
@@ -197,7 +197,7 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
     B, T, H = 2, shape[1], 64
     positions_BT = jnp.arange(T)[None] * jnp.ones((B, 1), jnp.int32)
     rotation = make_rotation(positions_BT, H, ROPE_BASE)
-    turn = choose_kernels(machine.platform, "xla", AttentionNeeds(head_dim=H, dtype=dtype)).rotate
+    turn = resolve_kernels(machine.platform, "xla", AttentionNeeds(head_dim=H, dtype=dtype)).rotate
     exact_turn = functools.partial(turned, positions_BT)
     yield Case("rotary positions", lambda x: turn(x, rotation), exact_turn, (normal(12, B, T, 4, H),), dtype, *allowed)
 
@@ -217,7 +217,7 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     spec, operands = "BTD,DF->BTF", (normal(13, B, T, D), normal(14, D, F) * D**-0.5)
     exact = exactly(functools.partial(jnp.einsum, spec))
     needs = AttentionNeeds(head_dim=64, dtype=dtype)
-    kernels = choose_kernels(machine.platform, "xla", needs)
+    kernels = resolve_kernels(machine.platform, "xla", needs)
     yield Case("projection", functools.partial(kernels.project, spec), exact, operands, dtype, *near(dtype))
     has: dict[MatmulDtype, Any] = {"int8": machine.on_cpu or (machine.chip and machine.chip.int8_flops)}
     has["fp8"] = machine.on_cpu or (machine.chip and machine.chip.fp8_flops)
@@ -227,6 +227,6 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
         elif not packages.is_installed("qwix"):
             yield f"projection in {name}: left out, qwix is not installed: pip install 'jaxscale[quant]'"
         else:
-            project = with_matmul_dtype(PLAIN, name).project
+            project = with_matmul_dtype(XLA_KERNELS, name).project
             kernel = functools.partial(project, spec)
             yield Case(f"projection in {name}", kernel, exact, operands, dtype, *EIGHT_BIT[name])

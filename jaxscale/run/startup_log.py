@@ -41,7 +41,7 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     """Logs model, mesh, horizon and parameters."""
     cfg, mesh = program.cfg, program.mesh
     device = mesh.devices.flat[0]
-    reason = f" ({program.why_plain})" if program.why_plain else ""
+    reason = f" ({program.attention_fallback})" if program.attention_fallback else ""
     log(
         f"{cfg.model.name}: {count_params(cfg.model)}, {cfg.model.compute_dtype}, "
         f"{program.attention} attention{reason}; {mesh.size} x {device.device_kind}"

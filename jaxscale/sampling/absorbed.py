@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.models.latent import Latents
-from jaxscale.ops.attention.xla import HIDDEN
+from jaxscale.ops.attention.xla import MASK_VALUE
 
 F32 = jnp.float32
 
@@ -39,7 +39,7 @@ def attend_absorbed(
     if softcap is not None:
         score_BNS = softcap * jnp.tanh(score_BNS / softcap)
     seen_B1S = jnp.pad(seen_BR, ((0, 0), (0, 1)), constant_values=True)[:, None]
-    probs_BNS = jax.nn.softmax(jnp.where(seen_B1S, score_BNS, HIDDEN), axis=-1).astype(dtype)
+    probs_BNS = jax.nn.softmax(jnp.where(seen_B1S, score_BNS, MASK_VALUE), axis=-1).astype(dtype)
     mean_BNC = product("BNS,BSC->BNC", probs_BNS[..., :-1], cached.kv_BSC)
     mean_BNC += probs_BNS[..., -1:].astype(F32) * new.kv_BSC.astype(F32)
     return product("BNC,CNV->BNV", mean_BNC.astype(dtype), w_CNV).astype(dtype)[:, None]

@@ -20,7 +20,7 @@ import numpy as np
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.latent import Latents
 from jaxscale.models.lora import merged_weight
-from jaxscale.ops.attention.xla import HIDDEN
+from jaxscale.ops.attention.xla import MASK_VALUE
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.recorder import Recorder
 from jaxscale.sampling.absorbed import attend_absorbed
@@ -46,7 +46,7 @@ def one_head(latents: Latents) -> tuple[jax.Array, jax.Array]:
 
 def num_slots(needs: AttentionNeeds, longest: int) -> int:
     """Returns the slots of a cache for texts of at most `longest` tokens."""
-    return longest if needs.window is None or needs.mixed else min(longest, needs.window)
+    return longest if needs.window is None or needs.window_layers else min(longest, needs.window)
 
 
 def slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
@@ -126,7 +126,7 @@ class CacheReader(Recorder):
         self.new: tuple | None = None
         self.stacks: list = []
 
-    def layers(self) -> Cache:
+    def layer_inputs(self) -> Cache:
         """Returns the cache of the next stack."""
         begin, end = [0, *self.ends][len(self.stacks) :][:2]
         return self.cache if len(self.ends) == 1 else Cache(*(stacked[begin:end] for stacked in self.cache))
@@ -204,7 +204,7 @@ def attend_one(q_B1NH, k_B1KH, v_B1KH, keys_BRKH, values_BRKH, seen_BR, softcap:
     if softcap is not None:
         score = softcap * jnp.tanh(score / softcap)
     seen_BS = jnp.pad(seen_BR, ((0, 0), (0, 1)), constant_values=True)
-    probs = jax.nn.softmax(jnp.where(seen_BS[:, None, None], score, HIDDEN), axis=-1).astype(values_BRKH.dtype)
+    probs = jax.nn.softmax(jnp.where(seen_BS[:, None, None], score, MASK_VALUE), axis=-1).astype(values_BRKH.dtype)
     cached_BKGH = jnp.einsum("BKGR,BRKH->BKGH", probs[..., :-1], values_BRKH, preferred_element_type=jnp.float32)
     new_BKGH = probs[..., -1:].astype(jnp.float32) * v_B1KH.reshape(B, K, 1, H).astype(jnp.float32)
     return (cached_BKGH + new_BKGH).astype(q_B1NH.dtype).reshape(B, 1, N, H)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.models.model import unembed
 from jaxscale.models.sharded import ShardedModel
-from jaxscale.ops.project import with_precision
+from jaxscale.ops.project import with_matmul_precision
 from jaxscale.sampling.cache import Cache, CacheReader, CacheRecorder, cache_axes, fill_cache, num_slots
 from jaxscale.sampling.config import Sampling
 from jaxscale.sharding.rules import partition_spec
@@ -154,7 +154,7 @@ class Engine:
     def functions(self, sampling: Sampling, stop_ids: tuple[int, ...]) -> tuple[Callable, Callable]:
         """Returns jitted (prefill(params, tokens_BT, ...), decode(params, state)), both -> (state, tokens_B)."""
         sharded, rows, state_spec = self.sharded, self.rows_spec, self.state_spec(sampling)
-        with_model_precision = functools.partial(with_precision, sharded.cfg.matmul_precision)
+        with_model_precision = functools.partial(with_matmul_precision, sharded.cfg.matmul_precision)
 
         def prefill(params: Any, tokens_BT, lengths_B, number_B, seed):
             B, T = tokens_BT.shape

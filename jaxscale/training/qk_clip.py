@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.ops.recorder import SCORES, Intermediates
+from jaxscale.ops.recorder import MAX_LOGITS, Intermediates
 
 LARGEST, CLIPPED = "attention_logit_max", "qk_clipped"  # metrics: the largest score; heads above the limit
 
@@ -28,7 +28,7 @@ def clip_heads(
     params: dict, seen: Sequence[Intermediates], *, limit: float, stacks: Sequence[str]
 ) -> tuple[dict, dict[str, jax.Array]]:
     """(the parameters, with heads above the limit clipped; {metric: number}). seen: of each stack, in their order."""
-    tops = [of.maxima[SCORES] for of in seen]
+    tops = [of.maxima[MAX_LOGITS] for of in seen]
     for name, top_LN in zip(stacks, tops, strict=True):
         factor_LN = jnp.where(top_LN > limit, limit / top_LN, 1.0)  # of -inf, a head without text: 1
         params = params | {name: clip_stack(params[name], factor_LN)}

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.ahead.hlo import read_hlo
 from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.roofline import roofline
-from jaxscale.ops.attention import either
-from jaxscale.ops.config import Mix
+from jaxscale.ops.attention import windowed_or_full
+from jaxscale.ops.config import WindowLayers
 from jaxscale.planning.links import make_torus
 from jaxscale.planning.stages import Stages
 from jaxscale.planning.topology import link_domains, open_topology
@@ -133,7 +133,7 @@ def test_attention_in_cudnn_counts_as_its_products():
 def test_each_kind_of_attention_counts_as_often_as_it_runs(flags):
     """Forward and backward: each product of a layer that is run, and none of the kind that it is not."""
     near, far = (lambda x, w: x @ (w @ w)), (lambda x, w: x @ w)
-    attend = either(near, far, Mix(sum(flags), len(flags)))
+    attend = windowed_or_full(near, far, WindowLayers(sum(flags), len(flags)))
 
     def loss(x, w):
         step = lambda x, local: (attend(x, w, local=local), None)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import experts
-from jaxscale.ops.slots import project_rows
+from jaxscale.ops.slots import project_expert
 
 ragged_dot = jax.lax.ragged_dot
 TINY = [
@@ -51,7 +51,7 @@ def test_a_model_without_experts_is_refused():
 def test_jaxs_ragged_dot_is_what_is_timed_as_such():
     keys, counts = jax.random.split(jax.random.key(0)), [3, 0, 5]
     x_RC, w_ECO = jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (3, 4, 6))
-    right = jnp.concatenate([project_rows(x_RC[:3], w_ECO[0]), project_rows(x_RC[3:], w_ECO[2])])
+    right = jnp.concatenate([project_expert(x_RC[:3], w_ECO[0]), project_expert(x_RC[3:], w_ECO[2])])
     np.testing.assert_allclose(experts.ragged_project(x_RC, w_ECO, jnp.asarray(counts)), right, rtol=1e-5)
 
 

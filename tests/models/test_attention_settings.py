@@ -12,13 +12,13 @@ from jaxscale import schema
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.kernels import choose_kernels
+from jaxscale.ops.kernels import resolve_kernels
 
 
 def made(form, **settings):
     """(graphdef, parameters) of a new model, to be traced."""
     cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | {"num_layers": 1} | settings)
-    kernels = choose_kernels("cpu", form, cfg.attention_needs())
+    kernels = resolve_kernels("cpu", form, cfg.attention_needs())
     return split_model(make_model(cfg, key=jax.random.key(0), kernels=kernels))[:2]
 
 

@@ -18,8 +18,8 @@ from jaxscale.models.experts import SparseMlp
 from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERTS_DROPPED, ExpertsConfig
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import token_losses
-from jaxscale.ops.kernels import PLAIN
-from jaxscale.ops.routing import within_capacity
+from jaxscale.ops.kernels import XLA_KERNELS
+from jaxscale.ops.routing import capacity_mask
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.training.expert_use import ExpertUse
 
@@ -51,7 +51,7 @@ def test_an_expert_takes_the_first_tokens_of_each_row_and_what_is_no_text_takes_
     rng = np.random.default_rng(0)
     expert_BTk = rng.permuted(np.broadcast_to(np.arange(5, dtype=np.int32), (3, 12, 5)), axis=2)[:, :, :2]
     text_BT = np.arange(12)[None] < np.array([[12], [7], [0]])
-    kept = np.asarray(within_capacity(jnp.asarray(expert_BTk), jnp.asarray(text_BT), 5, 3))
+    kept = np.asarray(capacity_mask(jnp.asarray(expert_BTk), jnp.asarray(text_BT), 5, 3))
     np.testing.assert_array_equal(kept, taken_in_turn(expert_BTk, text_BT, 3))
     assert not kept[0].all() and kept[2].all()
 
@@ -67,7 +67,7 @@ def test_a_capacity_is_the_factor_times_an_equal_share_rounded_up():
 def limited():
     own = ExpertsConfig(**EXPERTS | {"capacity_factor": 0.75})
     cfg = LlamaConfig(**{k: v for k, v in tiny.LLAMA.items() if k != "name"}, experts=own)
-    kernels = dataclasses.replace(PLAIN, limits=True)
+    kernels = dataclasses.replace(XLA_KERNELS, use_capacity=True)
     return SparseMlp(cfg, rngs=nnx.Rngs(params=0), kernels=kernels, tensor=NO_TENSOR_AXIS, shared=None)
 
 

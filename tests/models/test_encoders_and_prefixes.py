@@ -20,8 +20,8 @@ from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import hidden_states, logits, make_model
 from jaxscale.models.t5_config import T5Config
-from jaxscale.ops.attention.xla import Scope
-from jaxscale.ops.kernels import PLAIN
+from jaxscale.ops.attention.xla import MaskSpec
+from jaxscale.ops.kernels import XLA_KERNELS
 
 T = 16
 DECODERS = {"llama": LlamaConfig(**tiny.LLAMA), "gpt2": Gpt2Config(**tiny.GPT2)}
@@ -31,7 +31,7 @@ READERS = {"encoder": EncoderConfig(**tiny.ENCODER), "t5": T5Config(**tiny.T5)}
 @functools.cache
 def parts(cfg):
     """(graphdef, parameters larger than at the start, to show differences)."""
-    graphdef, params, _ = split_model(make_model(cfg, key=jax.random.key(3), kernels=PLAIN))
+    graphdef, params, _ = split_model(make_model(cfg, key=jax.random.key(3), kernels=XLA_KERNELS))
     return graphdef, jax.tree.map(lambda leaf: 3 * leaf, params)
 
 
@@ -42,7 +42,7 @@ def forward(cfg):
 
 
 def scoped(cfg, tokens_BT, batch, prefix_BT):
-    segments = batch.segment_ids if prefix_BT is None else Scope(batch.segment_ids, prefix_BT)
+    segments = batch.segment_ids if prefix_BT is None else MaskSpec(batch.segment_ids, prefix_BT)
     return np.asarray(forward(cfg)(tokens_BT, batch.positions, segments))
 
 
@@ -77,7 +77,7 @@ def test_the_loss_reads_the_prefix_of_its_batch():
         lambda: [
             hidden_states(model, batch, None),
             hidden_states(model, batch._replace(prefix=prefix_BT), None),
-            model.hidden(batch.tokens, batch.positions, Scope(jnp.asarray(batch.segment_ids), prefix_BT)),
+            model.hidden(batch.tokens, batch.positions, MaskSpec(jnp.asarray(batch.segment_ids), prefix_BT)),
         ]
     )()
     np.testing.assert_array_equal(ours, told)
@@ -137,7 +137,7 @@ def test_dropout_of_a_reader_acts_only_with_a_key(name):
 
 
 def arrays(cfg):
-    model = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=PLAIN), jax.random.key(0))
+    model = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split_model(model)[1]))
 
 

@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.layers import constant, make_stack, param, run_stack
-from jaxscale.ops.embed import lookup_shared
+from jaxscale.ops.embed import lookup_sharded
 from jaxscale.schema import setting
 
 
@@ -76,7 +76,7 @@ class Mine(nnx.Module):
         """The normalised residual stream."""
         cfg = self.cfg
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
+        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
         run = lambda block, x_BTD, _: block(x_BTD, segment_ids_BT)
         x_BTD, _ = run_stack(self.blocks, run, x_BTD, None, cfg, self.gather, self.kernels)
         return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)

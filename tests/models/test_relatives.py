@@ -16,9 +16,9 @@ from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.activation import geglu_tanh
-from jaxscale.ops.attention import either
-from jaxscale.ops.config import Mix, RopeScaling
-from jaxscale.ops.kernels import choose_kernels, make_recorder, with_recorder
+from jaxscale.ops.attention import windowed_or_full
+from jaxscale.ops.config import RopeScaling, WindowLayers
+from jaxscale.ops.kernels import make_recorder, resolve_kernels, with_recorder
 from jaxscale.ops.norm import rms_norm, rms_norm_heads
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 
@@ -31,7 +31,7 @@ def config(**changes):
 
 def parts(cfg):
     """(graphdef, random parameters, large enough that all of them show)."""
-    kernels, rng = choose_kernels("cpu", "xla", cfg.attention_needs()), np.random.default_rng(3)
+    kernels, rng = resolve_kernels("cpu", "xla", cfg.attention_needs()), np.random.default_rng(3)
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, shapes, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     return graphdef, jax.tree.map(lambda leaf: rng.normal(scale=0.4, size=leaf.shape).astype(np.float32), shapes)
@@ -77,18 +77,18 @@ def test_each_nth_layer_is_global():
 def test_the_first_layers_can_be_global_alone_and_beside_each_nth():
     alone = config(num_layers=4, global_every=None, global_first=2)
     assert alone.local_layers.tolist() == [False, False, True, True]
-    assert alone.attention_needs().mixed == Mix(2, 4)
+    assert alone.attention_needs().window_layers == WindowLayers(2, 4)
     assert config(num_layers=6, global_every=4, global_first=1).local_layers.tolist() == [0, 1, 1, 0, 1, 1]
-    assert config().attention_needs().mixed == Mix(2, 3)
+    assert config().attention_needs().window_layers == WindowLayers(2, 3)
     windowed = config(global_every=None, local_rope_base=None)
-    assert windowed.attention_needs().mixed is None and windowed.local_layers.all()
+    assert windowed.attention_needs().window_layers is None and windowed.local_layers.all()
 
 
 def test_flops_are_counted_over_the_keys_that_each_layer_sees():
     per_key = 12 * 4 * 8  # heads, head_dim
     full = config(global_every=None, local_rope_base=None, attention_window=None).flops_per_token(100)
-    mixed = config().flops_per_token(100)  # 2 of 3 layers have the window of 5
-    assert full - mixed == pytest.approx(per_key * 2 * (50 - (5 - 25 / 200)), rel=1e-12)
+    window_layers = config().flops_per_token(100)  # 2 of 3 layers have the window of 5
+    assert full - window_layers == pytest.approx(per_key * 2 * (50 - (5 - 25 / 200)), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_settings_that_do_not_go_together_are_refused(changes, told):
 
 @pytest.mark.parametrize("local", [True, np.True_, jnp.asarray(True), False, jnp.asarray(False)], ids=repr)
 def test_one_of_two_is_computed_with_its_gradient(local):
-    both = either(lambda x, y: x * y, lambda x, y: x + y, Mix(1, 2))
+    both = windowed_or_full(lambda x, y: x * y, lambda x, y: x + y, WindowLayers(1, 2))
     found = jax.value_and_grad(lambda x: both(x, 3.0, local=local))(2.0)
     assert tuple(map(float, found)) == ((6.0, 3.0) if local else (5.0, 1.0))
 
@@ -138,7 +138,7 @@ def test_statistics_see_each_layer_as_it_is_scanned_or_not():
     found = []
     for scan in (True, False):
         cfg = config(scan_layers=scan, num_layers=2)
-        kernels, needs = choose_kernels("cpu", "xla", cfg.attention_needs()), cfg.attention_needs()
+        kernels, needs = resolve_kernels("cpu", "xla", cfg.attention_needs()), cfg.attention_needs()
         _, params = parts(config(num_layers=2))
         if not scan:
             layers = [jax.tree.map(operator.itemgetter(layer), params["blocks"]) for layer in range(2)]
@@ -150,7 +150,7 @@ def test_statistics_see_each_layer_as_it_is_scanned_or_not():
             graphdef = split_model(jax.eval_shape(make, jax.random.key(0)))[0]
             places = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
             merge_model(graphdef, params).hidden(rows(2), places, jnp.ones((2, T), jnp.int32))
-            return recorder.parts()["sown"][0]
+            return recorder.sown()["sown"][0]
 
         found.append(jax.jit(watch)(params))
     (scanned, unrolled), name = found, "attention_logit_max"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import blockwise, choose_attention, flash, splash, what_lacks, xla
+from jaxscale.ops.attention import blockwise, flash, resolve_attention, splash, unsupported_reason, xla
 from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds
 
 SHAPES = {  # B, T, N, K, H, block
@@ -115,7 +115,7 @@ def test_splash_attention_equals_plain_attention(shape, settings):
 @pytest.mark.parametrize("form", ["blockwise", "long", "splash", "cudnn"])
 def test_values_may_have_another_size_than_keys(form):
     if form == "cudnn":
-        assert "cudnn takes values as wide as keys" in what_lacks(
+        assert "cudnn takes values as wide as keys" in unsupported_reason(
             form, AttentionNeeds(head_dim=8, dtype="bfloat16", value_dim=16), None
         )
         return
@@ -200,21 +200,21 @@ def test_rows_are_taken_together_as_long_as_their_scores_stay_in_the_cache(heads
         return 2 * x_BKTGH
 
     x_BKTGH = jnp.arange(6 * heads * length, dtype=jnp.float32).reshape(6, heads, length, 1, 1)
-    np.testing.assert_array_equal(blockwise.over_rows(double, 128, x_BKTGH), 2 * x_BKTGH)
+    np.testing.assert_array_equal(blockwise.map_batch_chunks(double, 128, x_BKTGH), 2 * x_BKTGH)
     assert set(seen) == {together}
 
 
 def test_long_rows_get_few_blocks_that_cover_every_position_once():
     for length in (1, 128, 129, 512, 1000, 4096, 5000):
-        pieces = blockwise.blocks(length, blockwise.default_block(length))
-        assert len(pieces) <= blockwise.MOST_BLOCKS
+        pieces = blockwise.block_ranges(length, blockwise.default_block(length))
+        assert len(pieces) <= blockwise.MAX_BLOCKS
         assert [i for begin, end in pieces for i in range(begin, end)] == list(range(length))
 
 
 def test_splash_pads_rows_little_and_never_cuts_them_into_small_blocks():
     for length in (1, 128, 129, 512, 1000, 1152, 4096, 4097, 5000, 32768):
         padded = splash.padded_length(length)
-        block = splash.block_size(padded, splash.ANY_CHIP.fwd[0])
+        block = splash.block_size(padded, splash.DEFAULT_BLOCKS.fwd[0])
         assert length <= padded < length + 256 and padded % block == 0 and block % 128 == 0
         assert block >= min(256, padded)
     assert splash.padded_length(4096) == 4096 and splash.block_size(4096, 512) == 512
@@ -222,16 +222,16 @@ def test_splash_pads_rows_little_and_never_cuts_them_into_small_blocks():
 
 def test_a_chips_own_blocks_are_used_where_they_fit():
     v6e = splash.blocks_for("TPU v6 lite")
-    assert splash.blocks_for("TPU v4") == splash.blocks_for(None) == splash.ANY_CHIP != v6e
+    assert splash.blocks_for("TPU v4") == splash.blocks_for(None) == splash.DEFAULT_BLOCKS != v6e
     sizes = lambda length, most, itemsize=2, head_dim=128, **more: splash.block_sizes(
         length, most, itemsize, head_dim, **more
     )
     chosen = sizes(4096, v6e)
     assert (chosen.block_q, chosen.block_kv, chosen.block_q_dkv, chosen.block_kv_dkv) == (1024, 512, 1024, 1024)
-    any_chips = sizes(4096, splash.ANY_CHIP)
+    any_chips = sizes(4096, splash.DEFAULT_BLOCKS)
     assert sizes(4096, v6e, itemsize=4) == sizes(4096, v6e, head_dim=256) == any_chips  # they would not fit
     assert sizes(4096, v6e, window=2048) == any_chips  # most of a large block would be hidden
-    assert sizes(2048, v6e) == sizes(2048, splash.ANY_CHIP)
+    assert sizes(2048, v6e) == sizes(2048, splash.DEFAULT_BLOCKS)
 
 
 def needs(**settings):
@@ -254,7 +254,7 @@ def needs(**settings):
     ],
 )
 def test_auto_attention_is_the_platforms_own_and_says_why_when_it_is_not(platform, asked, chosen):
-    assert choose_attention("auto", platform, asked)[1:] == chosen
+    assert resolve_attention("auto", platform, asked)[1:] == chosen
 
 
 def test_auto_attention_leaves_cards_older_than_ampere_without_cudnn():
@@ -263,29 +263,29 @@ def test_auto_attention_leaves_cards_older_than_ampere_without_cudnn():
             self.compute_capability = compute_capability
 
     told = "cudnn needs compute capability 8.0 (Ampere), and this card has 7.5"
-    assert what_lacks("cudnn", needs(dtype="float16"), Card("7.5")) == told
-    assert [what_lacks("cudnn", needs(), Card(text)) for text in ("8.0", "9.0", "10.0")] == [""] * 3
+    assert unsupported_reason("cudnn", needs(dtype="float16"), Card("7.5")) == told
+    assert [unsupported_reason("cudnn", needs(), Card(text)) for text in ("8.0", "9.0", "10.0")] == [""] * 3
 
 
 @pytest.mark.parametrize(
     "name, platform, dtype, words",
     [
-        ("splash", "cpu", "bfloat16", "made for TPUs, not for cpu; use 'auto' or 'xla'"),
-        ("cudnn", "tpu", "bfloat16", "made for NVIDIA GPUs, not for tpu"),
+        ("splash", "cpu", "bfloat16", "needs TPUs, not cpu; use 'auto' or 'xla'"),
+        ("cudnn", "tpu", "bfloat16", "needs NVIDIA GPUs, not tpu"),
         ("splash", "tpu", "float16", "not in float16; use 'auto' or 'xla'"),
         ("cudnn", "gpu", "float32", "not in float32; use 'auto' or 'xla'"),
-        ("flash", "cpu", "bfloat16", "not known; use auto, xla, splash, cudnn or blockwise"),
+        ("flash", "cpu", "bfloat16", "unknown attention=.flash.; use auto, xla, splash, cudnn or blockwise"),
     ],
 )
 def test_an_attention_that_the_platform_lacks_is_an_error_with_a_way_out(name, platform, dtype, words):
     with pytest.raises(ValueError, match=words) as error:
-        choose_attention(name, platform, needs(dtype=dtype))
+        resolve_attention(name, platform, needs(dtype=dtype))
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
 def test_blockwise_attention_takes_the_form_that_is_linear_in_memory_for_long_rows():
     traced = lambda platform, T: str(
-        jax.make_jaxpr(choose_attention("blockwise", platform, needs())[0])(*make_inputs((1, T, 2, 2, 8, 0))[:4])
+        jax.make_jaxpr(resolve_attention("blockwise", platform, needs())[0])(*make_inputs((1, T, 2, 2, 8, 0))[:4])
     )
     assert "dynamic_update_slice" not in traced("cpu", 1024)
     assert "dynamic_update_slice" in traced("cpu", 1025) and "dynamic_update_slice" in traced("tpu", 64)

@@ -19,10 +19,10 @@ from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.roofline import roofline
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
-from jaxscale.ops.attention.context_exchange import Sharing
+from jaxscale.ops.attention import cudnn_packed, resolve_attention, splash
+from jaxscale.ops.attention.context_exchange import ContextExchange
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import choose_kernels, share_rows
+from jaxscale.ops.kernels import resolve_kernels, with_context_parallelism
 from jaxscale.ops.rope import make_rotation
 from jaxscale.planning.links import make_torus
 from jaxscale.planning.topology import link_domains, open_topology
@@ -53,11 +53,11 @@ def compile_attention(devices, mesh, needs, seq_len=256):
     """(text of the compiled value and gradients, the name of what was chosen): 8 rows, 4 heads, 2 key-value heads."""
     mesh = make_mesh(MeshConfig(**mesh), devices)
     platform = devices[0].platform
-    attend, chosen, _ = choose_attention("auto", platform, needs, mesh.devices.flat[0])
+    attend, chosen, _ = resolve_attention("auto", platform, needs, mesh.devices.flat[0])
     rows_spec = partition_spec(("act_batch", "act_seq"), RULE_TABLE)
     heads_spec = partition_spec(("act_batch", "act_seq", "heads", "head_dim"), RULE_TABLE)
     make = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    heads = lambda num, size=needs.of_values: make((8, seq_len, num, size), needs.dtype, heads_spec)
+    heads = lambda num, size=needs.v_dim: make((8, seq_len, num, size), needs.dtype, heads_spec)
     ids = make((8, seq_len), jnp.int32, rows_spec)
 
     def own(q, k, v, ids, dout):
@@ -94,7 +94,7 @@ def test_splash_attention_compiles_for_any_head_dim_with_a_chips_own_blocks(
 ):
     needs = AttentionNeeds(head_dim=head_dim, dtype=dtype, softcap=softcap, value_dim=value_dim)
     devices = devices_of(topology)
-    assert splash.blocks_for(devices[0].device_kind) != splash.ANY_CHIP
+    assert splash.blocks_for(devices[0].device_kind) != splash.DEFAULT_BLOCKS
     text, chosen = compile_attention(devices, dict(fsdp=4), needs, seq_len=4096)
     assert chosen == "splash" and custom_calls(text) == {"tpu_custom_call": 3}
 
@@ -123,8 +123,8 @@ def compile_shared(devices, form, seq_len, window=None):
     """(compiled value and gradients of a row that all devices share, the mesh): 8 heads, 2 key-value heads."""
     mesh = make_mesh(MeshConfig(fsdp=1, context=len(devices)), devices)
     needs, context = AttentionNeeds(head_dim=128, dtype="bfloat16", window=window), make_context_axis(mesh)
-    kernels = choose_kernels("tpu", "auto", needs, devices[0])
-    attend = share_rows(kernels, Sharing(form, "a test"), needs, context, devices[0]).attend
+    kernels = resolve_kernels("tpu", "auto", needs, devices[0])
+    attend = with_context_parallelism(kernels, ContextExchange(form, "a test"), needs, context, devices[0]).attend
     spec = PartitionSpec(None, "context")
     make = lambda *more, dtype="bfloat16": jax.ShapeDtypeStruct(
         (1, seq_len, *more), dtype, sharding=NamedSharding(mesh, spec)
@@ -168,7 +168,7 @@ def test_a_ring_visits_the_same_blocks_while_keys_go_round_and_its_memory_does_n
 
 def test_heads_are_rotated_whole_in_bfloat16_and_in_the_order_of_the_kernel(devices_of):
     device = devices_of("v6e:2x2")[0]
-    kernels = choose_kernels("tpu", "auto", AttentionNeeds(head_dim=128, dtype="bfloat16"), device)
+    kernels = resolve_kernels("tpu", "auto", AttentionNeeds(head_dim=128, dtype="bfloat16"), device)
 
     def heads(x_BTD, w_DNH, positions_BT):
         q_BTNH = kernels.project("BTD,DNH->BTNH", x_BTD, w_DNH)
@@ -208,7 +208,7 @@ def test_packed_attention_is_the_call_that_jax_makes(devices_of):
     place = SingleDeviceSharding(devices_of("h100:1x8")[0])
     make = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     x, statistics = make((2, 64, 4, 128), jnp.bfloat16), make((2 * 16, 4, 64), jnp.float32)
-    spans = cudnn_packed.Spans(make((2, 16), jnp.int32), make((2, 17), jnp.int32))
+    spans = cudnn_packed.DocumentSpans(make((2, 16), jnp.int32), make((2, 17), jnp.int32))
     how = dict(scale=128**-0.5, seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=0)
     how |= dict(mask_type=jax_cudnn.MaskType.PADDING_CAUSAL, sliding_window_length=9)
     none = lambda: (jnp.zeros(0, jnp.bfloat16),)
@@ -246,7 +246,7 @@ def cudnn_call(compiled):
 
 def test_what_cudnn_keeps_is_not_a_mask_for_each_layer(devices_of):
     needs = AttentionNeeds(head_dim=128, dtype="bfloat16")
-    attend, _, _ = choose_attention("cudnn", "gpu", needs)
+    attend, _, _ = resolve_attention("cudnn", "gpu", needs)
     devices_of("h100:8")  # cuDNN's version is asked for while tracing
     x = jnp.ones((1, 64, 2, 128), jnp.bfloat16)
     ids = np.ones((1, 64), np.int32)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import assert_equal_to_plain
 
-from jaxscale.ops.attention import choose_attention, cudnn_packed
-from jaxscale.ops.attention.cudnn_packed import Call, Kernel, document_numbers, find_spans
+from jaxscale.ops.attention import cudnn_packed, resolve_attention
+from jaxscale.ops.attention.cudnn_packed import CudnnCall, Kernel, document_numbers, find_spans
 from jaxscale.ops.config import AttentionNeeds
 
 
@@ -21,8 +21,10 @@ def plain_kernel(window=None):
 
     def lay_out(q, k, spans):
         """(arrays to documents [D, T, N, H], documents to arrays, seen by whom [D, 1, T, T])"""
-        call = Call(*q.shape, dtype=q.dtype, documents=spans.lengths_BC.shape[1], window=window)
-        lengths, _, *places = (place.reshape(-1)[: spans.lengths_BC.size] for place in call.places(spans, k))
+        call = CudnnCall(*q.shape, dtype=q.dtype, documents=spans.lengths_BC.shape[1], window=window)
+        lengths, _, *places = (
+            place.reshape(-1)[: spans.lengths_BC.size] for place in call.lengths_and_offsets(spans, k)
+        )
         own_T, K = np.arange(call.T), k.shape[2]
         kept_DT = own_T[None] < lengths[:, None]
         token_DT = {n: place[:, None] // (n * call.H) + own_T[None] for n, place in zip((K, call.N), reversed(places))}
@@ -113,9 +115,9 @@ def test_more_numbers_than_the_kernel_counts_are_taken_in_parts(rows, calls):
 
 def test_a_row_with_more_numbers_than_the_kernel_counts_is_one_line_with_a_way_out():
     with pytest.raises(
-        ValueError, match=r"rows of 524288 tokens .* are 2\^31 numbers or more; use a larger mesh.tensor"
+        ValueError, match=r"rows of 524288 tokens .* have 2\^31 or more elements; use a larger mesh.tensor"
     ):
-        Call(1, 524_288, 32, 128, dtype=jnp.bfloat16, documents=16, window=None)
+        CudnnCall(1, 524_288, 32, 128, dtype=jnp.bfloat16, documents=16, window=None)
 
 
 def test_hopper_and_newer_read_packed_documents_and_older_cards_a_bias():
@@ -128,7 +130,7 @@ def test_hopper_and_newer_read_packed_documents_and_older_cards_a_bias():
     inputs = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in draw_inputs(ROWS, H=128)]
     inputs[3] = jax.ShapeDtypeStruct((2, 12), jnp.int32)
     for capability in ("9.0", "10.0"):
-        attend = choose_attention("auto", "gpu", needs, Card(capability))[0]
+        attend = resolve_attention("auto", "gpu", needs, Card(capability))[0]
         trace = str(jax.make_jaxpr(attend)(*inputs[:4]))
         assert "__cudnn$fmhaSoftmax" in trace and "2,1,12,12" not in trace
-    assert choose_attention("auto", "gpu", needs, Card("8.0"))[0].__module__.endswith(".cudnn")
+    assert resolve_attention("auto", "gpu", needs, Card("8.0"))[0].__module__.endswith(".cudnn")

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import choose_attention, xla
-from jaxscale.ops.attention.xla import Scope
+from jaxscale.ops.attention import resolve_attention, xla
+from jaxscale.ops.attention.xla import MaskSpec
 from jaxscale.ops.config import AttentionNeeds
 
 B, T, S, N, K, H = 2, 9, 7, 4, 2, 8
@@ -38,7 +38,7 @@ def test_a_prefix_is_seen_by_all_of_its_document_and_by_no_other():
     seen = same & (np.tri(T, dtype=bool)[None] | (PREFIX_BT[:, None, :] > 0))
     inputs = arrays(T)
     np.testing.assert_allclose(
-        xla.make_attend()(*inputs, Scope(IDS_BT, PREFIX_BT)), by_hand(*inputs, seen), rtol=1e-4, atol=1e-5
+        xla.make_attend()(*inputs, MaskSpec(IDS_BT, PREFIX_BT)), by_hand(*inputs, seen), rtol=1e-4, atol=1e-5
     )
 
 
@@ -46,7 +46,7 @@ def test_without_a_prefix_a_scope_is_plain_causal_attention():
     inputs = arrays(T)
     plain = xla.make_attend()(*inputs, jnp.asarray(IDS_BT))
     for prefix_BT in (None, np.zeros_like(IDS_BT)):
-        np.testing.assert_array_equal(xla.make_attend()(*inputs, Scope(jnp.asarray(IDS_BT), prefix_BT)), plain)
+        np.testing.assert_array_equal(xla.make_attend()(*inputs, MaskSpec(jnp.asarray(IDS_BT), prefix_BT)), plain)
 
 
 def test_in_both_directions_a_query_sees_its_whole_document():
@@ -57,13 +57,13 @@ def test_in_both_directions_a_query_sees_its_whole_document():
 
 def test_across_rows_a_query_sees_the_keys_of_its_own_document():
     inputs, seen = arrays(S), IDS_BT[:, :, None] == IDS_BS[:, None, :]
-    out = xla.make_attend()(*inputs, Scope(IDS_BT, key_segment_ids_BS=IDS_BS), causal=False)
+    out = xla.make_attend()(*inputs, MaskSpec(IDS_BT, key_segment_ids_BS=IDS_BS), causal=False)
     np.testing.assert_allclose(out, by_hand(*inputs, seen), rtol=1e-4, atol=1e-5)
 
 
 def test_across_rows_a_query_without_any_key_gets_nothing():
     nobody_BS = np.where(IDS_BS == 2, 7, IDS_BS)
-    out = np.asarray(xla.make_attend()(*arrays(S), Scope(IDS_BT, key_segment_ids_BS=nobody_BS), causal=False))
+    out = np.asarray(xla.make_attend()(*arrays(S), MaskSpec(IDS_BT, key_segment_ids_BS=nobody_BS), causal=False))
     assert not out[IDS_BT == 2].any() and out[IDS_BT != 2].all()
 
 
@@ -76,20 +76,20 @@ def test_a_bias_is_added_to_the_scores_of_each_head(scale):
     np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-5)
 
 
-WANTED = {"prefix": "a prefix", "bidirectional": "a row in both directions", "bias": "a bias"}
+WANTED = {"prefix": "a bidirectional prefix", "bidirectional": "bidirectional attention", "bias": "a bias"}
 
 
 @pytest.mark.parametrize("need", WANTED)
 @pytest.mark.parametrize(("platform", "best"), [("cpu", "blockwise"), ("gpu", "cudnn"), ("tpu", "splash")])
 def test_a_kernel_that_cannot_is_an_error_and_auto_says_why_it_took_another(platform, best, need):
     needs = AttentionNeeds(head_dim=64, dtype="bfloat16", **{need: True})
-    attend, name, why = choose_attention("auto", platform, needs)
+    attend, name, why = resolve_attention("auto", platform, needs)
     if name == best:
         pytest.skip(f"{best} can")
     assert name == "xla" and best in why and WANTED[need] in why
     with pytest.raises(ValueError, match=best):
-        choose_attention(best, platform, needs)
-    assert choose_attention("xla", platform, needs)[1:] == ("xla", "")
+        resolve_attention(best, platform, needs)
+    assert resolve_attention("xla", platform, needs)[1:] == ("xla", "")
 
 
 def test_gradients_of_a_biased_score_reach_the_bias():

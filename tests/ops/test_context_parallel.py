@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from twins import twins
 
 from jaxscale.ops.attention import context_parallel, flash, ring_flash, ring_splash, splash, splash_tables, xla
-from jaxscale.ops.attention.context_exchange import SharedWork, choose_sharing
-from jaxscale.ops.attention.logit_max import largest_score, score_bound
-from jaxscale.ops.config import AttentionNeeds, Mix
+from jaxscale.ops.attention.context_exchange import ContextLoad, resolve_context_exchange
+from jaxscale.ops.attention.logit_max import attention_logit_bound, attention_logit_max
+from jaxscale.ops.config import AttentionNeeds, WindowLayers
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.context_axis import ContextAxis, make_context_axis
 from jaxscale.sharding.mesh import make_mesh
@@ -25,7 +25,7 @@ from jaxscale.system.exits import BadInput
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(flash, "BLOCK", 8)
-    monkeypatch.setattr(context_parallel, "LEAST_BLOCK", 2)
+    monkeypatch.setattr(context_parallel, "MIN_BLOCK", 2)
 
 
 def make_inputs(B, T, N, K, H, V=None, num_segments=3):
@@ -55,17 +55,21 @@ def plain(inputs, **how):
 
 
 FORMS = {
-    "gather, plain": lambda context, **how: context_parallel.gathered(context_parallel.plain_standing(**how), context),
-    "gather, blocks": lambda context, **how: context_parallel.gathered(context_parallel.long_standing(**how), context),
-    "neighbours, plain": lambda context, **how: near(context_parallel.plain_standing(**how), context, **how),
-    "neighbours, blocks": lambda context, **how: near(context_parallel.long_standing(**how), context, **how),
-    "ulysses": lambda context, **how: context_parallel.by_heads(xla.make_attend(**how), context),
+    "gather, plain": lambda context, **how: context_parallel.all_gather_kv(
+        context_parallel.make_xla_positioned(**how), context
+    ),
+    "gather, blocks": lambda context, **how: context_parallel.all_gather_kv(
+        context_parallel.make_flash_positioned(**how), context
+    ),
+    "neighbours, plain": lambda context, **how: near(context_parallel.make_xla_positioned(**how), context, **how),
+    "neighbours, blocks": lambda context, **how: near(context_parallel.make_flash_positioned(**how), context, **how),
+    "ulysses": lambda context, **how: context_parallel.ulysses(xla.make_attend(**how), context),
     "ring": lambda context, **how: ring_flash.make_attend(**how, context=context),
 }
 
 
 def near(standing, context, *, window, softcap):
-    return context_parallel.with_neighbours(standing, None, window, context)  # None: it must not be needed
+    return context_parallel.with_neighbour_chunks(standing, None, window, context)  # None: it must not be needed
 
 
 CASES = {  # devices, (B, T, N, K, H, V of values), softcap, window
@@ -112,9 +116,9 @@ def test_splash_of_shared_rows_is_plain_attention(form):
         if "ring" in form:
             attend = ring_splash.make_attend(**how, blocks=blocks, context=context, interpret=True)
             return value_and_gradients(attend, *own)
-        standing = splash.make_attend_standing(**how, blocks=blocks, interpret=True)
-        gathered = context_parallel.gathered(standing, context)
-        attend = gathered if window is None else context_parallel.with_neighbours(standing, None, window, context)
+        standing = splash.make_positioned_attend(**how, blocks=blocks, interpret=True)
+        gathered = context_parallel.all_gather_kv(standing, context)
+        attend = gathered if window is None else context_parallel.with_neighbour_chunks(standing, None, window, context)
         return value_and_gradients(attend, *own)
 
     inputs = make_inputs(1, 1600, 2, 1, 16, 24)  # chunks of 200 positions, which are filled up
@@ -134,7 +138,7 @@ def test_a_splash_ring_is_no_further_from_the_truth_in_bfloat16_than_gathered_ke
         return np.array([np.sqrt(np.mean(x**2)) for x in off])
 
     in_ring = errors(lambda context: ring_splash.make_attend(**how, context=context))
-    gathered = errors(lambda context: context_parallel.gathered(splash.make_attend_standing(**how), context))
+    gathered = errors(lambda context: context_parallel.all_gather_kv(splash.make_positioned_attend(**how), context))
     print(in_ring, gathered)
     assert (in_ring < 1.1 * gathered).all()
 
@@ -146,10 +150,10 @@ def test_splash_visits_as_many_blocks_on_each_device(size, length):
     sizes = splash.block_sizes(chunk, splash.BLOCKS["TPU v5"], 2, 128, keys=length)
     starts_Cc = ContextAxis(size).chunk_starts(chunk)
     for block_q, block_kv in ((sizes.block_q, sizes.block_kv), (sizes.block_q_dkv, sizes.block_kv_dkv)):
-        spans = splash_tables.key_spans(starts_Cc, chunk, length, None, block_q, block_kv)
+        spans = splash_tables.key_block_ranges(starts_Cc, chunk, length, None, block_q, block_kv)
         tables = splash_tables.by_queries(*spans), splash_tables.by_keys(*spans, length // block_kv)
         for table in tables:
-            counts_C = table.visited.reshape(size, -1).sum(axis=1, dtype=np.int64)
+            counts_C = table.active.reshape(size, -1).sum(axis=1, dtype=np.int64)
             assert len(set(counts_C.tolist())) == 1
             pairs = counts_C[0] * size * block_q * block_kv
             assert 1 <= pairs / (length * (length + 1) / 2) < 1 + 2 * block_kv / chunk  # no more than the diagonal
@@ -167,16 +171,17 @@ def seen_blocks(starts_C, chunk, length, window, block_q, block_kv):
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (8, 8)])
 @pytest.mark.parametrize("keys", [96, 16], ids=["a row", "a chunk"])
 def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, blocks, window):
-    # the window hides all keys of some chunks
-    starts_Cc = ContextAxis(3).chunk_starts(16) if keys == 96 else np.arange(6)[:, None] * 16
-    oldest, newest = splash_tables.key_spans(starts_Cc, 16, keys, window, *blocks)
+    starts_Cc = (
+        ContextAxis(3).chunk_starts(16) if keys == 96 else np.arange(6)[:, None] * 16
+    )  # of some the window hides all
+    oldest, newest = splash_tables.key_block_ranges(starts_Cc, 16, keys, window, *blocks)
     tables = splash_tables.by_queries(oldest, newest), splash_tables.by_keys(oldest, newest, keys // blocks[1])
     for device, starts_c in enumerate(starts_Cc):
         right = seen_blocks(starts_c, 16, keys, window, *blocks)
         found = np.zeros_like(right), np.zeros_like(right)
         for table, seen, axis in zip(tables, (found[0], found[1].T), (0, 1)):
-            block, visited = (np.moveaxis(x[device, 0], axis, 0) for x in table)
-            for number, (others, there) in enumerate(zip(block, visited)):
+            block, active = (np.moveaxis(x[device, 0], axis, 0) for x in table)
+            for number, (others, there) in enumerate(zip(block, active)):
                 assert len(set(others[there > 0])) == there.sum()
                 assert (others >= 0).all() and (others < seen.shape[1]).all()
                 seen[number, others[there > 0]] = True
@@ -186,11 +191,11 @@ def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, bl
 
 def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the_ring():
     starts_Cc = ContextAxis(4).chunk_starts(16)
-    pairs_CP2 = context_parallel.standing_pairs(starts_Cc, 16, 8, None)
+    pairs_CP2 = context_parallel.positioned_block_pairs(starts_Cc, 16, 8, None)
     assert [len(set(map(tuple, pairs_P2))) for pairs_P2 in pairs_CP2.tolist()] == [pairs_CP2.shape[1]] * 4 == [34] * 4
     assert sum(len(pairs_P2) for pairs_P2 in pairs_CP2) == 16 * 17 // 2  # the whole triangle, once
-    away_XP2, _ = ring_flash.met_pairs(4, 16, 8, None, at_home=False)
-    home_XP2, _ = ring_flash.met_pairs(4, 16, 8, None, at_home=True)
+    away_XP2, _ = ring_flash.ring_block_pairs(4, 16, 8, None, is_local=False)
+    home_XP2, _ = ring_flash.ring_block_pairs(4, 16, 8, None, is_local=True)
     assert [len(set(map(tuple, table))) for table in away_XP2.tolist()] == [8, 8]  # two pairs of chunks, whole
     assert [len(set(map(tuple, table))) for table in home_XP2.tolist()] == [10]
 
@@ -212,27 +217,29 @@ def test_a_prefix_is_seen_by_its_document_on_other_devices_too(form):
     prefix = (np.arange(32) % 11 < 4).astype(np.int32)[None]
 
     def f(context, q, k, v, ids, prefix):
-        return FORMS[form](context, softcap=None, window=None)(q, k, v, xla.Scope(ids, prefix))
+        return FORMS[form](context, softcap=None, window=None)(q, k, v, xla.MaskSpec(ids, prefix))
 
     got = on_devices(f, 4, (q, k, v, ids, prefix), zigzag=form != "ulysses")
-    right = xla.make_attend()(q, k, v, xla.Scope(ids, jnp.asarray(prefix)))
+    right = xla.make_attend()(q, k, v, xla.MaskSpec(ids, jnp.asarray(prefix)))
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
     assert np.abs(got - np.asarray(xla.make_attend()(q, k, v, ids))).max() > 1e-2
 
 
-@pytest.mark.parametrize("largest", [functools.partial(largest_score, window=9), score_bound], ids=["exact", "bound"])
+@pytest.mark.parametrize(
+    "largest", [functools.partial(attention_logit_max, window=9), attention_logit_bound], ids=["exact", "bound"]
+)
 def test_the_largest_score_is_that_of_one_device(largest):
     q, k, _, ids, _ = make_inputs(2, 64, 4, 2, 8)
 
     def f(context, q, k, ids):
-        found = context_parallel.of_all_keys(largest, context)(q, k, ids)
+        found = context_parallel.over_all_keys(largest, context)(q, k, ids)
         return jnp.broadcast_to(context.max(found), (1, q.shape[1]))
 
     np.testing.assert_allclose(on_devices(f, 4, (q, k, ids))[0, 0], largest(q, k, ids), rtol=1e-6)
 
 
 NEEDS = AttentionNeeds(head_dim=128, dtype="bfloat16")
-LONG = SharedWork(devices=8, kv_heads=8, rows=1, row_length=1 << 20, memory_bytes=95 << 30)
+LONG = ContextLoad(devices=8, kv_heads=8, rows=1, row_length=1 << 20, memory_bytes=95 << 30)
 
 
 @pytest.mark.parametrize(
@@ -247,20 +254,20 @@ LONG = SharedWork(devices=8, kv_heads=8, rows=1, row_length=1 << 20, memory_byte
             NEEDS,
             LONG._replace(kv_heads=4, in_pipeline=True, rows=8),
             "gather",
-            "cannot be shared among 8, and a ring's sends wait",
+            "cannot be split over 8, and a ring's sends wait",
         ),
         ("auto", "splash", NEEDS, LONG._replace(kv_heads=20), "ring", "20 key-value heads of a device cannot"),
         ("auto", "splash", NEEDS, LONG._replace(devices=64), "gather", "take 8.0 GiB on a device"),
         ("auto", "splash", NEEDS, LONG._replace(devices=64, memory_bytes=32 << 30), "ring", "1/8 of its 32.0 GiB"),
         ("auto", "cudnn", NEEDS, LONG, "ulysses", "cudnn reads whole rows only"),
-        ("ring", "splash", NEEDS, LONG, "ring", "as context.attention says"),
+        ("ring", "splash", NEEDS, LONG, "ring", "set by context.attention"),
         ("auto", "splash", NEEDS, LONG._replace(kv_heads=20, in_pipeline=True), "gather", "take 20.0 GiB on a device"),
         ("auto", "splash", AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096), LONG, "gather", "4095"),
         ("auto", "blockwise", NEEDS, LONG._replace(rows=None), "gather", "very long rows"),
     ],
 )
 def test_the_rule_chooses_and_says_why(wish, attention, needs, work, form, told):
-    sharing = choose_sharing(wish, attention, needs, work)
+    sharing = resolve_context_exchange(wish, attention, needs, work)
     assert sharing.form == form and told in str(sharing)
 
 
@@ -272,7 +279,7 @@ def test_the_rule_chooses_and_says_why(wish, attention, needs, work, form, told)
             "splash",
             NEEDS,
             LONG._replace(kv_heads=4),
-            "4 key-value heads of a device cannot be shared among 8",
+            "4 key-value heads of a device cannot be split over 8",
         ),
         ("gather", "cudnn", NEEDS, LONG, "context.attention='gather': cudnn reads whole rows only; use context"),
         ("auto", "cudnn", NEEDS, LONG._replace(kv_heads=4), "model.attention='blockwise'"),
@@ -281,17 +288,17 @@ def test_the_rule_chooses_and_says_why(wish, attention, needs, work, form, told)
             "xla",
             AttentionNeeds(head_dim=8, dtype="float32", bias=True),
             LONG,
-            "mesh.context=8: this model adds",
+            "mesh.context=8: the bias",
         ),
-        ("ring", "xla", AttentionNeeds(head_dim=8, dtype="float32", prefix=True), LONG, "reads in both directions"),
+        ("ring", "xla", AttentionNeeds(head_dim=8, dtype="float32", prefix=True), LONG, "is bidirectional"),
         ("ring", "splash", NEEDS, LONG._replace(in_pipeline=True), "all stages of mesh.pipeline"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(wish, attention, needs, work, told):
     with pytest.raises(BadInput, match=told):
-        choose_sharing(wish, attention, needs, work)
+        resolve_context_exchange(wish, attention, needs, work)
 
 
 def test_a_stack_of_which_some_layers_have_a_window_is_not_taken_for_one_of_windows():
-    mixed = AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096, mixed=Mix(5, 6))
-    assert choose_sharing("auto", "splash", mixed, LONG._replace(kv_heads=32)).form == "ulysses"
+    window_layers = AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096, window_layers=WindowLayers(5, 6))
+    assert resolve_context_exchange("auto", "splash", window_layers, LONG._replace(kv_heads=32)).form == "ulysses"

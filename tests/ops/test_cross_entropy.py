@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from twins import twins
 
-from jaxscale.ops.cross_entropy import LossSettings, chunked, summed_cross_entropy, token_nats, unchunked
+from jaxscale.ops.cross_entropy import LossSettings, merge_chunks, split_chunks, summed_cross_entropy, token_nats
 
 B, T, D, V = 3, 10, 8, 33
 
@@ -114,9 +114,9 @@ def test_tokens_of_weight_zero_change_nothing():
 @pytest.mark.parametrize("chunk_tokens", [1, 9, 12, 1000])
 def test_chunks_hold_at_most_the_tokens_asked_for_and_join_again(chunk_tokens):
     h = make_inputs()[0]
-    pieces = chunked(h, chunk_tokens)
+    pieces = split_chunks(h, chunk_tokens)
     assert pieces.shape[1] * pieces.shape[2] <= max(chunk_tokens, B)
-    np.testing.assert_array_equal(unchunked(pieces, T), h)
+    np.testing.assert_array_equal(merge_chunks(pieces, T), h)
 
 
 def test_no_array_of_all_logits_exists():

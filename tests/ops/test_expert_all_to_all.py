@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.models.experts import run_experts
 from jaxscale.ops.activation import swiglu
-from jaxscale.ops.expert_all_to_all import exchanged, round_size
-from jaxscale.ops.slots import ON_CPU, in_slots, project_rows, weigh
+from jaxscale.ops.expert_all_to_all import all_to_all_experts, round_capacity
+from jaxscale.ops.slots import ON_CPU, project_expert, run_in_slots, weighted_activation_f32
 from jaxscale.sharding.expert_axis import ExpertAxis
 
 DEVICES, EXPERTS, ROWS, EMBED, WIDTH = 4, 8, 32, 8, 16  # rows of a device
@@ -27,12 +27,12 @@ COUNTS = {  # rows of each device for each expert: (counts, rounds that they nee
 @functools.cache
 def both_ways():
     """f(weights, x_RD, weight_R, counts_PE, dy_RD) -> (values and gradients sent, those of one device, rounds)."""
-    axis, gated = ExpertAxis(DEVICES), functools.partial(weigh, swiglu)
-    run = functools.partial(in_slots, ON_CPU, functools.partial(run_experts, project_rows, gated))
+    axis, gated = ExpertAxis(DEVICES), functools.partial(weighted_activation_f32, swiglu)
+    run = functools.partial(run_in_slots, ON_CPU, functools.partial(run_experts, project_expert, gated))
     on_mesh = functools.partial(jax.shard_map, mesh=Mesh(jax.devices()[:DEVICES], "expert"), check_vma=False)
 
     def one_device(weights, x_RD, weight_R, counts_1E):
-        y_RD, needed = exchanged(axis, run, weights, x_RD, weight_R, counts_1E[0])
+        y_RD, needed = all_to_all_experts(axis, run, weights, x_RD, weight_R, counts_1E[0])
         return y_RD, needed[None]
 
     sent = on_mesh(one_device, in_specs=P("expert"), out_specs=P("expert"))
@@ -62,5 +62,5 @@ def test_values_and_gradients_are_those_of_one_device_however_many_rounds(counts
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-4)
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_right), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-3)
-    assert (needed == -(-counts_PE.reshape(DEVICES, DEVICES, -1).sum(-1).max() // round_size(ROWS, DEVICES))).all()
+    assert (needed == -(-counts_PE.reshape(DEVICES, DEVICES, -1).sum(-1).max() // round_capacity(ROWS, DEVICES))).all()
     assert (needed >= rounds).all() and (rounds > 1) == bool((needed > 1).all())

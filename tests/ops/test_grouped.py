@@ -1,4 +1,4 @@
-"""Products by group, against each row with its own copy of its matrix."""
+"""GroupedMatmuls by group, against each row with its own copy of its matrix."""
 
 import functools
 
@@ -10,7 +10,7 @@ import tiny
 
 from jaxscale.ops import grouped
 
-project = functools.partial(grouped.grouped_project, grouped.kernel_products(interpret=True))
+project = functools.partial(grouped.grouped_project, grouped.megablox_matmuls(interpret=True))
 ROWS, CONTRACTED, WIDTH = 250, 128, 128  # no multiple of a tile
 COUNTS = {
     "some of each": [70, 3, 100, 77],
@@ -45,8 +45,8 @@ def test_weights_that_lie_turned_in_memory_give_the_same():
     dy_RO = jnp.arange(ROWS)[:, None] < 190
     dy_RO = jnp.where(dy_RO, jax.random.normal(keys[2], (ROWS, 2 * WIDTH)), 0.0)
     results = []
-    for turned in (False, True):
-        f = functools.partial(project, counts_E=counts_E, turned=turned)
+    for transposed in (False, True):
+        f = functools.partial(project, counts_E=counts_E, transposed=transposed)
         results.append([array[:190] for array in tiny.values_and_gradients(f, dy_RO, x_RC, w_ECO)])
     for one, other in zip(*results):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)

@@ -18,17 +18,17 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.ops import grouped, grouped_hopper
+from jaxscale.ops import grouped, grouped_hopper, slots
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.compiler_options import SLICE_FUSION
 
 PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
-from jaxscale.ops.grouped import hopper_products, is_hopper
+from jaxscale.ops.grouped import hopper_matmuls, is_hopper
 
 if not is_hopper(jax.devices()[0]):
     raise SystemExit(3)
-products = hopper_products()
+products = hopper_matmuls()
 for rows, contracted, width, counts in (
     (1000, 192, 320, [70, 0, 130, 400, 1, 0, 399]), (504, 64, 64, [1] * 400), (777, 100, 72, [300, 477]),
 ):
@@ -43,8 +43,8 @@ for rows, contracted, width, counts in (
     np.add.at(dw, groups, np.einsum("rc,ro->rco", exact[0], exact[2]))
     for got, right, most in (
         (products.forward(x, w, counts)[:own], np.einsum("rc,rco->ro", exact[0], exact[1][groups]), 3e-3),
-        (products.back(dy, w, counts)[:own], np.einsum("ro,rco->rc", exact[2], exact[1][groups]), 3e-3),
-        (products.of_weights(x, dy, counts, jnp.float32), dw, 1e-5),
+        (products.input_grad(dy, w, counts)[:own], np.einsum("ro,rco->rc", exact[2], exact[1][groups]), 3e-3),
+        (products.weight_grad(x, dy, counts, jnp.float32), dw, 1e-5),
     ):
         error = np.linalg.norm(np.asarray(got, np.float64) - right) / np.linalg.norm(right)
         assert error < most, (rows, contracted, width, error)
@@ -79,16 +79,16 @@ def test_values_and_gradients_are_those_of_rows_with_their_own_matrices(interpre
     plain = lambda x, w: jnp.einsum("RC,RCO->RO", x[:own].astype(F32), w[groups_R])
     right, pull = jax.vjp(plain, x_RC.astype(F32), w_ECO.astype(F32))
     dx, dw = pull(dy_RO[:own].astype(F32))
-    products = grouped.hopper_products()
+    products = grouped.hopper_matmuls()
     rounding = dict(rtol=2**-8, atol=2**-6)
     np.testing.assert_allclose(products.forward(x_RC, w_ECO, counts_E)[:own].astype(F32), right, **rounding)
-    np.testing.assert_allclose(products.back(dy_RO, w_ECO, counts_E)[:own].astype(F32), dx[:own], **rounding)
-    np.testing.assert_allclose(products.of_weights(x_RC, dy_RO, counts_E, F32), dw, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(products.input_grad(dy_RO, w_ECO, counts_E)[:own].astype(F32), dx[:own], **rounding)
+    np.testing.assert_allclose(products.weight_grad(x_RC, dy_RO, counts_E, F32), dw, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("counts", [COUNTS, [0, 0, 300], [128, 128, 44], [1] * 300, [0, 0, 0]])
 def test_tiles_hold_each_row_of_a_group_once(counts):
-    tiles, most = grouped_hopper.tiles_of_groups(jnp.asarray(counts), 300)
+    tiles, most = grouped_hopper.group_tiles(jnp.asarray(counts), 300)
     taken = [
         (group, row) for group, tile, begin, end in np.asarray(tiles).T for row in range(begin, end)
         if tile == row // grouped_hopper.TILE_R
@@ -110,14 +110,14 @@ def test_a_card_gives_what_float64_gives():
 
 def test_hopper_cards_have_kernels_in_16_bits_and_others_say_why_not():
     hopper, ampere = (types.SimpleNamespace(compute_capability=version) for version in ("9.0", "8.0"))
-    kernels = grouped.choose_expert_kernels("gpu", hopper, "bfloat16")
-    assert kernels.lay_rows is grouped.all_rows and not kernels.why_slots
+    kernels = grouped.resolve_expert_kernels("gpu", hopper, "bfloat16")
+    assert kernels.map_experts is grouped.run_grouped and not kernels.fallback_reason
     for device, dtype in ((hopper, "float32"), (ampere, "bfloat16"), (None, "bfloat16")):
-        kernels = grouped.choose_expert_kernels("gpu", device, dtype)
-        assert kernels.lay_rows.func is grouped.in_slots and kernels.lay_rows.args == (grouped.ON_GPU,)
-        assert "Hopper" in kernels.why_slots and not kernels.as_bits
-    on_cpu = grouped.choose_expert_kernels("cpu", None, "float32")
-    assert not on_cpu.why_slots and on_cpu.lay_rows.args == (grouped.ON_CPU,)
+        kernels = grouped.resolve_expert_kernels("gpu", device, dtype)
+        assert kernels.map_experts.func is slots.run_in_slots and kernels.map_experts.args == (slots.ON_GPU,)
+        assert "Hopper" in kernels.fallback_reason and not kernels.as_bits
+    on_cpu = grouped.resolve_expert_kernels("cpu", None, "float32")
+    assert not on_cpu.fallback_reason and on_cpu.map_experts.args == (slots.ON_CPU,)
 
 
 needs_plugin = pytest.mark.skipif(
@@ -134,9 +134,9 @@ def test_the_cards_compiler_takes_them(dtype):
     device = SingleDeviceSharding(open_topology("h200:1x1").devices[0])
     make = lambda shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
     x, w, dy, counts = make((4096, 512)), make((8, 512, 768)), make((4096, 768)), make((8,), jnp.int32)
-    products = grouped.hopper_products()
-    of_weights = lambda x, dy, counts: products.of_weights(x, dy, counts, dtype)
-    for f, given in ((products.forward, (x, w)), (products.back, (dy, w)), (of_weights, (x, dy))):
+    products = grouped.hopper_matmuls()
+    weight_grad = lambda x, dy, counts: products.weight_grad(x, dy, counts, dtype)
+    for f, given in ((products.forward, (x, w)), (products.input_grad, (dy, w)), (weight_grad, (x, dy))):
         compiled = jax.jit(f).lower(*given, counts).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 

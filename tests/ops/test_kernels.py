@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import PLAIN, choose_kernels
+from jaxscale.ops.kernels import XLA_KERNELS, resolve_kernels
 from jaxscale.ops.rope import make_rotation
 
 B, T, D, N, H, F = 2, 20, 8, 2, 4, 12
@@ -33,13 +33,13 @@ def test_cpu_kernels_give_the_loss_and_gradients_of_the_plain_ones():
     segment_ids_BT = jnp.asarray([[1] * 12 + [2] * 8, [1] * 18 + [0] * 2], jnp.int32)
     step = jax.value_and_grad(lambda params, kernels: layer_loss(kernels, params, x, segment_ids_BT))
     step = jax.jit(step, static_argnums=1)
-    for kernels in (choose_kernels("cpu", "auto", NEEDS), choose_kernels("tpu", "xla", NEEDS)):
-        for got, right in zip(jax.tree.leaves(step(params, kernels)), jax.tree.leaves(step(params, PLAIN))):
+    for kernels in (resolve_kernels("cpu", "auto", NEEDS), resolve_kernels("tpu", "xla", NEEDS)):
+        for got, right in zip(jax.tree.leaves(step(params, kernels)), jax.tree.leaves(step(params, XLA_KERNELS))):
             np.testing.assert_allclose(
                 got, right, rtol=1e-5, atol=2e-5
             )  # float32 sums in another order, 5 products deep
 
 
 def test_kernels_name_their_attention():
-    chosen = [choose_kernels(platform, "auto", NEEDS).attention for platform in ("cpu", "gpu", "tpu")]
+    chosen = [resolve_kernels(platform, "auto", NEEDS).attention for platform in ("cpu", "gpu", "tpu")]
     assert chosen == ["blockwise", "xla", "splash"]  # cudnn computes in narrower types only

@@ -8,16 +8,16 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.ops.config import RouterForm
+from jaxscale.ops.config import RouterConfig
 from jaxscale.ops.routing import (
-    in_order,
+    combine,
+    dispatch,
+    gather_scores,
     route,
     router_logits,
-    scores_of,
     sort_rows,
+    sort_weights,
     stable_order,
-    to_rows,
-    to_tokens,
 )
 
 TOKENS, EXPERTS, CHOSEN = 20, 5, 2
@@ -28,19 +28,19 @@ def chosen(form, logits, bias=None):
 
 
 def test_ties_go_to_the_lower_expert():
-    routes = chosen(RouterForm(chosen=2), [[0.0, 1.0, 1.0, 1.0], [0.0] * 4])
+    routes = chosen(RouterConfig(chosen=2), [[0.0, 1.0, 1.0, 1.0], [0.0] * 4])
     np.testing.assert_array_equal(routes.expert_nk, [[1, 2], [0, 1]])
 
 
 def test_weights_are_shares_normalised_or_not_and_scaled():
     shares = np.array([[0.5, 0.25, 0.125, 0.125]])
-    plain = chosen(RouterForm(chosen=2, normalised=False, scale=2.0), np.log(shares))
+    plain = chosen(RouterConfig(chosen=2, normalised=False, scale=2.0), np.log(shares))
     np.testing.assert_allclose(plain.weight_nk, [[1.0, 0.5]], rtol=1e-6)
-    np.testing.assert_allclose(chosen(RouterForm(chosen=2), np.log(shares)).weight_nk, [[2 / 3, 1 / 3]], rtol=1e-6)
+    np.testing.assert_allclose(chosen(RouterConfig(chosen=2), np.log(shares)).weight_nk, [[2 / 3, 1 / 3]], rtol=1e-6)
 
 
 def test_a_bias_changes_the_choice_and_no_weight():
-    form = RouterForm(chosen=1, score="sigmoid", normalised=False)
+    form = RouterConfig(chosen=1, score="sigmoid", normalised=False)
     routes = chosen(form, [[2.0, 0.0]], jnp.asarray([0.0, 1.0]))
     np.testing.assert_array_equal(routes.expert_nk, [[1]])
     np.testing.assert_allclose(routes.weight_nk, [[0.5]])
@@ -49,7 +49,7 @@ def test_a_bias_changes_the_choice_and_no_weight():
 @pytest.mark.parametrize(("best", "experts"), [(1, [[0, 1]]), (2, [[2, 3]])])
 def test_experts_come_from_the_best_groups(best, experts):
     # The first group has the best expert, the second the best two.
-    form = RouterForm(chosen=2, score="sigmoid", groups=2, groups_chosen=1, group_best=best)
+    form = RouterConfig(chosen=2, score="sigmoid", groups=2, groups_chosen=1, group_best=best)
     np.testing.assert_array_equal(chosen(form, [[3.0, -9.0, 2.0, 1.0]]).expert_nk, experts)
 
 
@@ -60,13 +60,13 @@ def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen, a
     rows = sort_rows(expert_nk, experts)
     flat_R = expert_nk.reshape(-1)
     assert (jnp.diff(flat_R[rows.order_R]) >= 0).all()
-    np.testing.assert_array_equal(rows.order_R[rows.place_R], np.arange(20 * chosen))
+    np.testing.assert_array_equal(rows.order_R[rows.inverse_R], np.arange(20 * chosen))
     np.testing.assert_array_equal(rows.counts_E, np.bincount(flat_R, minlength=experts))
     x_nD, weight_nk = jnp.asarray(rng.normal(size=(20, 5))), jnp.asarray(rng.normal(size=(20, chosen)))
 
     def ours(x_nD, weight_nk):
-        x_RD = to_rows(chosen, x_nD, rows, as_bits)
-        return to_tokens(chosen, x_RD**2 * in_order(weight_nk, rows)[:, None], rows, as_bits)
+        x_RD = dispatch(chosen, x_nD, rows, as_bits)
+        return combine(chosen, x_RD**2 * sort_weights(weight_nk, rows)[:, None], rows, as_bits)
 
     def plain(x_nD, weight_nk):
         return x_nD**2 * jnp.sum(weight_nk, axis=1, keepdims=True)
@@ -86,21 +86,21 @@ choices = st.permutations(range(EXPERTS + 2)).map(lambda order: [min(e, EXPERTS)
 def test_rows_go_to_their_experts_and_back_by_inverse_permutations(experts, as_bits):
     """Also choices without room, which have the number past the last expert and lie behind all others."""
     rows = sort_rows(jnp.asarray(experts, jnp.int32), EXPERTS)
-    np.testing.assert_array_equal(rows.order_R[rows.place_R], np.arange(TOKENS * CHOSEN))
-    np.testing.assert_array_equal(rows.place_R[rows.order_R], np.arange(TOKENS * CHOSEN))
+    np.testing.assert_array_equal(rows.order_R[rows.inverse_R], np.arange(TOKENS * CHOSEN))
+    np.testing.assert_array_equal(rows.inverse_R[rows.order_R], np.arange(TOKENS * CHOSEN))
     np.testing.assert_array_equal(rows.order_R, np.argsort(np.ravel(experts), kind="stable"))
     np.testing.assert_array_equal(rows.counts_E, np.bincount(np.ravel(experts), minlength=EXPERTS + 1)[:EXPERTS])
     x_nD = jnp.arange(3.0 * TOKENS).reshape(TOKENS, 3)
-    there = to_rows(CHOSEN, x_nD, rows, as_bits)
+    there = dispatch(CHOSEN, x_nD, rows, as_bits)
     np.testing.assert_array_equal(there, np.repeat(x_nD, CHOSEN, axis=0)[rows.order_R])
-    np.testing.assert_array_equal(to_tokens(CHOSEN, there, rows, as_bits), CHOSEN * x_nD)
+    np.testing.assert_array_equal(combine(CHOSEN, there, rows, as_bits), CHOSEN * x_nD)
 
 
 def test_gradients_of_weights_are_those_of_taking_them_out():
     rng = np.random.default_rng(0)
     score_nE, dweight_nk = jnp.asarray(rng.normal(size=(30, 7))), jnp.asarray(rng.normal(size=(30, 3)))
     expert_nk = jax.lax.top_k(score_nE, 3)[1]
-    forms = (lambda s: scores_of(s, expert_nk), lambda s: jnp.take_along_axis(s, expert_nk, axis=1))
+    forms = (lambda s: gather_scores(s, expert_nk), lambda s: jnp.take_along_axis(s, expert_nk, axis=1))
     for got, right in zip(*(tiny.values_and_gradients(f, dweight_nk, score_nE) for f in forms), strict=True):
         np.testing.assert_array_equal(got, right)
 
@@ -110,8 +110,8 @@ def test_a_token_that_is_no_number_changes_no_other():
     x_nD, w_DE, dweight_nk = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((16, 8), (8, 4), (16, 2)))
 
     def run(x_nD):
-        weights = lambda x_nD: route(RouterForm(chosen=2), router_logits(x_nD, w_DE)).weight_nk
-        routes = route(RouterForm(chosen=2), router_logits(x_nD, w_DE))
+        weights = lambda x_nD: route(RouterConfig(chosen=2), router_logits(x_nD, w_DE)).weight_nk
+        routes = route(RouterConfig(chosen=2), router_logits(x_nD, w_DE))
         return routes.expert_nk, routes.weight_nk, jax.vjp(weights, x_nD)[1](dweight_nk)[0]
 
     usual = run(x_nD)

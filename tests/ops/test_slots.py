@@ -29,8 +29,8 @@ COUNTS = {
     "few rows of each of many": [1] * 329 + [0],
     "a batched product": [40, 0, 1, 1, 120, 2, 0, 9] + [10] * 8 + [7],
 }
-run = functools.partial(run_experts, slots.project_rows, functools.partial(slots.weigh, swiglu))
-laid, laid_on_gpu = (functools.partial(slots.in_slots, sizes, run) for sizes in (slots.ON_CPU, slots.ON_GPU))
+run = functools.partial(run_experts, slots.project_expert, functools.partial(slots.weighted_activation_f32, swiglu))
+laid, laid_on_gpu = (functools.partial(slots.run_in_slots, sizes, run) for sizes in (slots.ON_CPU, slots.ON_GPU))
 
 
 def plain(weights, x_RD, weight_R, counts_E):
@@ -88,18 +88,18 @@ def test_what_is_no_number_stays_with_its_expert_and_behind_the_last_row_anythin
 @hypothesis.given(
     counts=st.lists(st.integers(0, 130), min_size=5, max_size=5).filter(lambda counts: sum(counts) <= ROWS),
     spare=st.sampled_from([0, 16, 64]),
-    most=st.sampled_from([8, 32, 128]),
+    max_chunk=st.sampled_from([8, 32, 128]),
 )
-def test_visits_are_of_one_expert_each_and_take_what_slots_leave(counts, spare, most):
-    layout = slots.Layout(ROWS, 5, slots.Sizes(lambda share: spare, most))
+def test_overflow_chunks_have_the_rows_of_one_expert_beyond_its_slots(counts, spare, max_chunk):
+    layout = slots.SlotLayout(ROWS, 5, slots.SlotSizes(lambda average: spare, max_chunk))
 
-    def mark(expert, visits, met_R):
-        more = lambda place, met_R: place.put(met_R, place.take(met_R, jnp.int32) + 1 + expert)
-        return visits(more, met_R)
+    def mark(expert, fold_chunks, marks_R):
+        add = lambda span, marks_R: span.write(marks_R, span.read(marks_R, jnp.int32) + 1 + expert)
+        return fold_chunks(add, marks_R)
 
-    met_R = layout.past_slots(mark, jnp.asarray(counts), jnp.zeros(ROWS, jnp.uint32))
-    left = [np.where(np.arange(count) < layout.slots, 0, 1 + expert) for expert, count in enumerate(counts)]
-    np.testing.assert_array_equal(met_R, np.pad(np.concatenate(left), (0, ROWS - sum(counts))))
+    marks_R = layout.fold_overflow(mark, jnp.asarray(counts), jnp.zeros(ROWS, jnp.uint32))
+    expected = [np.where(np.arange(count) < layout.slots, 0, 1 + expert) for expert, count in enumerate(counts)]
+    np.testing.assert_array_equal(marks_R, np.pad(np.concatenate(expected), (0, ROWS - sum(counts))))
 
 
 def test_a_bfloat16_product_is_summed_in_float32_and_its_gradient_of_weights_is_in_their_dtype():

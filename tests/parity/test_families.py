@@ -15,7 +15,7 @@ from jaxscale.interop import families
 from jaxscale.interop.joined import start_of_load
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.kernels import choose_kernels
+from jaxscale.ops.kernels import resolve_kernels
 
 HERE = pathlib.Path(__file__).parent
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
@@ -69,7 +69,7 @@ def load(parity, name, folder=HERE, **changes):
 
 def check(parity, reference, cfg, found, form="xla", gradients=True):
     """Fails unless our model with the tensors of this reference computes what is in it."""
-    kernels = choose_kernels("cpu", form, cfg.attention_needs())
+    kernels = resolve_kernels("cpu", form, cfg.attention_needs())
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     load_pairs, load = start_of_load(cfg)

@@ -17,7 +17,7 @@ from jaxscale.models import AnyModelConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.models.sharded import shard_model
-from jaxscale.ops.kernels import PLAIN, choose_kernels
+from jaxscale.ops.kernels import XLA_KERNELS, resolve_kernels
 from jaxscale.sampling.cache import Cache
 from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.sampling.generator import (
@@ -67,7 +67,7 @@ def config(name):
 @functools.cache
 def params_of(name):
     """Larger than at the start, so that the likeliest token is clear and attention is not even."""
-    _, params, _ = split_model(make_model(config(name), key=jax.random.key(3), kernels=PLAIN))
+    _, params, _ = split_model(make_model(config(name), key=jax.random.key(3), kernels=XLA_KERNELS))
     return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, params)
 
 
@@ -89,7 +89,7 @@ def uncached(name):
     """All logits of rows of LONGEST tokens, by the definition of attention, on one device."""
     cfg = config(name)
     needs = cfg.attention_needs()
-    kernels = choose_kernels("gpu", "xla", needs)
+    kernels = resolve_kernels("gpu", "xla", needs)
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, _, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     return jax.jit(lambda tokens_BT: logits(merge_model(graphdef, params_of(name)), tokens_BT))

@@ -18,7 +18,7 @@ from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats
-from jaxscale.ops.embed import lookup, lookup_shared
+from jaxscale.ops.embed import lookup, lookup_sharded
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
@@ -88,7 +88,7 @@ def test_a_shared_table_is_looked_up_like_a_whole_one():
     dx_BTD = RNG.normal(size=(2, 8, 4)).astype(np.float32)
 
     def f(tensor, table_VD, dx_BTD):
-        x_BTD, pull = jax.vjp(lambda table_VD: lookup_shared(table_VD, ids_BT, "float32", tensor), table_VD)
+        x_BTD, pull = jax.vjp(lambda table_VD: lookup_sharded(table_VD, ids_BT, "float32", tensor), table_VD)
         return x_BTD, *pull(dx_BTD)
 
     x_BTD, dtable_VD = on_four(f, (P("tensor"), CUT), (CUT, P("tensor")))(table_VD, dx_BTD)

@@ -8,7 +8,7 @@ from jaxscale.interop.families.settings import FAR, NEAR, number
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.config import BY_LENGTH, RopeName, RopeScaling
-from jaxscale.ops.rope import factors_by_length, stretched_base
+from jaxscale.ops.rope import dynamic_ntk_base, longrope_factors
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 from jaxscale.units import or_list
@@ -195,8 +195,8 @@ def frozen(cfg: AnyModelConfig) -> AnyModelConfig:
     if not isinstance(cfg, LlamaConfig) or scaling is None or scaling.row_len is None or scaling.name not in BY_LENGTH:
         return cfg
     if scaling.name == "dynamic":
-        base = stretched_base(cfg.rope_dim, cfg.rope_base, scaling)
+        base = dynamic_ntk_base(cfg.rope_dim, cfg.rope_base, scaling)
         return dataclasses.replace(cfg, rope_base=base, rope_scaling=None)
-    chosen = factors_by_length(scaling)
+    chosen = longrope_factors(scaling)
     one = dataclasses.replace(scaling, short_factor=chosen, long_factor=chosen, row_len=None)
     return dataclasses.replace(cfg, rope_scaling=one)

@@ -1,4 +1,4 @@
-"""Which attention runs where. Every form promises the values of `xla`."""
+"""Selects the attention kernel of a platform. Every kernel returns the values of `xla`."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -9,44 +9,43 @@ from jax import lax
 
 from jaxscale.hardware import Device, compute_capability
 from jaxscale.ops.attention import blockwise, cudnn, cudnn_packed, flash, splash, xla
-from jaxscale.ops.config import AttentionName, AttentionNeeds, Mix
+from jaxscale.ops.config import AttentionName, AttentionNeeds, WindowLayers
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
-# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H). All but
-# cuDNN take values of another size than keys, which their results then have.
-# Only `xla` takes a Scope in place of the segments, and the keywords of its attend: other forms refuse the needs.
-# A model with AttentionNeeds.mixed also says `local=`: whether this layer has the window.
-# What its backward pass needs of its results bears the name ATTENTION_OUT, for remat policies.
+# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal within segments, scale 1/sqrt(H). All kernels but
+# cuDNN accept values with another head dim than keys.
+# Only `xla` accepts a MaskSpec and the keywords of its attend; unsupported_reason() rejects models that need them.
+# With AttentionNeeds.window_layers, attend has a keyword `local`: True for a layer with the window.
+# Results that the backward pass reads have the checkpoint_name ATTENTION_OUT, for remat policies.
 Attend = Callable[..., jax.Array]
-BEST = {"tpu": "splash", "gpu": "cudnn", "cpu": "blockwise"}
-HOMES = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # forms that run on one kind of machine only
-# Longer rows than this take the form that is linear in memory on a CPU too: from here on the other's blocks grow. At
-# 4096 it was no slower and its step took 25 MiB, not 617 (4 heads of 64, 2 busy cores, 2026-11-21).
-LONG_ROW = 1024
+PLATFORM_DEFAULT = {"tpu": "splash", "gpu": "cudnn", "cpu": "blockwise"}
+HARDWARE = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # kernels of one kind of hardware
+# On a CPU longer rows use flash.py, since the blocks of blockwise.py grow from here on. At 4096 it was no slower, and
+# its step took 25 MiB instead of 617 (4 heads of 64, 2 busy cores, 2026-11-21).
+BLOCKWISE_MAX_LEN = 1024
 
 
-def choose_attention(
+def resolve_attention(
     name: AttentionName, platform: str, needs: AttentionNeeds, device: Device | None = None
 ) -> tuple[Attend, str, str]:
-    """(attend, the name that "auto" became, why "auto" had to be content with xla or "").
+    """Returns (attend, resolved name, why "auto" fell back to xla or "").
 
-    Each device computes its own rows and heads. device: one of them, where that is known.
-    Raises BadInput for a form that the platform lacks, or that cannot do what the model needs.
+    device: one of the mesh; None if unknown. Raises BadInput for a kernel that the platform or the model rules out.
     """
-    resolved = BEST.get(platform, "xla") if name == "auto" else name
+    resolved = PLATFORM_DEFAULT.get(platform, "xla") if name == "auto" else name
     if resolved not in get_args(AttentionName):
-        raise BadInput(f"attention={name!r} is not known; use {or_list(get_args(AttentionName))}")
-    if resolved in HOMES and BEST.get(platform) != resolved:
-        raise BadInput(f"attention={name!r} is made for {HOMES[resolved]}, not for {platform}; use 'auto' or 'xla'")
-    if lack := what_lacks(resolved, needs, device):
+        raise BadInput(f"unknown attention={name!r}; use {or_list(get_args(AttentionName))}")
+    if resolved in HARDWARE and PLATFORM_DEFAULT.get(platform) != resolved:
+        raise BadInput(f"attention={name!r} needs {HARDWARE[resolved]}, not {platform}; use 'auto' or 'xla'")
+    if reason := unsupported_reason(resolved, needs, device):
         if name != "auto":
-            raise BadInput(f"attention={name!r}: {lack}; use 'auto' or 'xla'")
+            raise BadInput(f"attention={name!r}: {reason}; use 'auto' or 'xla'")
         resolved = "xla"
     make = {
         "xla": xla.make_attend,
         "splash": splash.make_attend,
-        "cudnn": cudnn_packed.make_attend if reads_packed_rows(device) else cudnn.make_attend,
+        "cudnn": cudnn_packed.make_attend if supports_packed_documents(device) else cudnn.make_attend,
         "blockwise": make_blockwise,
     }
     settings: dict[str, Any] = {}
@@ -57,30 +56,30 @@ def choose_attention(
     if resolved == "blockwise":
         settings["platform"] = platform
     attend = make[resolved](window=needs.window, **settings)
-    if needs.mixed is not None:
-        attend = either(attend, make[resolved](window=None, **settings), needs.mixed)
-    return attend, resolved, lack
+    if needs.window_layers is not None:
+        attend = windowed_or_full(attend, make[resolved](window=None, **settings), needs.window_layers)
+    return attend, resolved, reason
 
 
 def make_blockwise(*, softcap: float | None, window: int | None, platform: str) -> Attend:
-    """The form that suits a CPU's cache; for long rows, and on other platforms, the one whose memory grows with T."""
-    linear = flash.make_attend(softcap=softcap, window=window)
+    """Returns blockwise.py's attention for short rows on a CPU, else flash.py's, whose memory is linear in T."""
+    flash_attend = flash.make_attend(softcap=softcap, window=window)
     if platform != "cpu":
-        return linear
-    cached = blockwise.make_attend(softcap=softcap, window=window)
-    return lambda q_BTNH, *rest: (cached if q_BTNH.shape[1] <= LONG_ROW else linear)(q_BTNH, *rest)
+        return flash_attend
+    block_attend = blockwise.make_attend(softcap=softcap, window=window)
+    return lambda q_BTNH, *args: (block_attend if q_BTNH.shape[1] <= BLOCKWISE_MAX_LEN else flash_attend)(q_BTNH, *args)
 
 
-def what_lacks(name: str, needs: AttentionNeeds, device: Device | None) -> str:
-    """Why this form cannot serve these needs on this device, or ""."""
+def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) -> str:
+    """Why this kernel cannot serve the model on this device, or ""."""
     if name != "xla":
-        for needed, what in (
-            (needs.prefix, "reads a prefix in both directions"),
-            (needs.bidirectional, "reads a row in both directions"),
-            (needs.bias, "adds a bias to its scores"),
+        for needed, feature in (
+            (needs.prefix, "a bidirectional prefix"),
+            (needs.bidirectional, "bidirectional attention"),
+            (needs.bias, "a bias of the scores"),
         ):
             if needed:
-                return f"{name} is causal and plain, and this model {what}"
+                return f"{name} does not support {feature}"
     dtypes = {"splash": splash.DTYPES, "cudnn": cudnn.DTYPES}.get(name, (needs.dtype,))
     if needs.dtype not in dtypes:
         return f"{name} computes in {' or '.join(dtypes)}, not in {needs.dtype}"
@@ -88,38 +87,36 @@ def what_lacks(name: str, needs: AttentionNeeds, device: Device | None) -> str:
         return ""
     if needs.softcap is not None:
         return "cudnn has no softcap"
-    if needs.of_values != needs.head_dim:
-        return f"cudnn takes values as wide as keys, and here they have {needs.of_values} and {needs.head_dim} numbers"
-    if needs.head_dim > cudnn.MOST_HEAD_DIM or needs.head_dim % 8:
-        return f"cudnn takes a head_dim of at most {cudnn.MOST_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
-    if (capability := capability_of(device)) < cudnn.LEAST_CAPABILITY:
-        return f"cudnn needs compute capability {cudnn.LEAST_CAPABILITY} (Ampere), and this card has {capability}"
+    if needs.v_dim != needs.head_dim:
+        return f"cudnn takes values as wide as keys, and here they have {needs.v_dim} and {needs.head_dim} numbers"
+    if needs.head_dim > cudnn.MAX_HEAD_DIM or needs.head_dim % 8:
+        return f"cudnn takes a head_dim of at most {cudnn.MAX_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
+    if (capability := capability_of(device)) < cudnn.MIN_CAPABILITY:
+        return f"cudnn needs compute capability {cudnn.MIN_CAPABILITY} (Ampere), and this card has {capability}"
     return ""
 
 
 def capability_of(device: Device | None) -> float:
-    """The compute capability of an NVIDIA GPU; where it is unknown, the least that cuDNN's attention runs on."""
-    return compute_capability(device) or cudnn.LEAST_CAPABILITY
+    """The compute capability of an NVIDIA GPU; if unknown, the minimum of cuDNN's attention."""
+    return compute_capability(device) or cudnn.MIN_CAPABILITY
 
 
-def reads_packed_rows(device: Device | None) -> bool:
-    """Whether cuDNN reads packed documents on this card; it is given a mask on others."""
-    return capability_of(device) >= cudnn_packed.LEAST_CAPABILITY
+def supports_packed_documents(device: Device | None) -> bool:
+    """True where cuDNN supports packed documents; other GPUs use a mask."""
+    return capability_of(device) >= cudnn_packed.MIN_CAPABILITY
 
 
-def either(near: Callable[..., Any], far: Callable[..., Any], mix: Mix) -> Callable[..., Any]:
-    """f(*arrays, local=) with the values of near(*arrays) where `local` is true, else of far(*arrays).
+def windowed_or_full(windowed: Callable, full: Callable, layers: WindowLayers) -> Callable[..., Any]:
+    """Returns f(*arrays, local=): windowed(*arrays) where `local` is true, else full(*arrays).
 
-    For a stack of which some layers have a window. Where one compiled layer serves them all, which of the two a layer
-    is becomes known only as the program runs.
+    `local` is traced where layers are scanned: one compiled layer then has both branches.
     """
-    # The program's text says how often each runs, for who counts its work (ahead.hlo_trips).
-    scope = f"taken_{mix.near}_of_{mix.layers}"
+    scope = f"taken_{layers.windowed}_of_{layers.total}"  # ahead.hlo_trips reads how often each branch runs
 
     def run(*arrays: jax.Array, local: bool | np.bool_ | jax.Array) -> Any:
         if isinstance(local, (bool, np.bool_)):
-            return near(*arrays) if local else far(*arrays)
+            return windowed(*arrays) if local else full(*arrays)
         with jax.named_scope(scope):
-            return lax.cond(local, near, far, *arrays)
+            return lax.cond(local, windowed, full, *arrays)
 
     return run

@@ -1,4 +1,4 @@
-"""Which way devices that share a row attend to each other's keys, by a rule that gives its reason."""
+"""Selects how devices of the context axis exchange keys and values, with the reason."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,132 +9,138 @@ from jaxscale.sharding.context_axis import ContextAxis
 from jaxscale.system.exits import BadInput
 from jaxscale.units import size
 
-# Of a device's memory, for the gathered keys and values of a layer and their gradients. Beside them are weights,
-# moments and activations, of which a plan knows more.
-MOST_GATHERED = 1 / 8
+# Largest share of a device's memory for the gathered keys and values of a layer and their gradients. Weights, moments
+# and activations need the rest.
+MAX_GATHERED = 1 / 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Sharing(NamedTuple):
-    """How the keys of a row are met, and why so."""
+class ContextExchange(NamedTuple):
+    """The selected exchange and the reason for it."""
 
-    form: str = ""  # "gather", "ulysses" or "ring"; "" where no row is shared
+    form: str = ""  # "gather", "ulysses" or "ring"; "" without context parallelism
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{WORDS[self.form]}: {self.reason}" if self.form else ""
+        return f"{DESCRIPTIONS[self.form]}: {self.reason}" if self.form else ""
 
 
-WORDS = {
+DESCRIPTIONS = {
     "gather": "keys and values are gathered (gather)",
     "ulysses": "positions are exchanged for heads (ulysses)",
     "ring": "keys and values go round (ring)",
 }
 
 
-class SharedWork(NamedTuple):
-    """What the rule looks at. None: not known."""
+class ContextLoad(NamedTuple):
+    """Sizes that the decision depends on; None: unknown."""
 
-    devices: int  # that share a row
-    kv_heads: int  # of a device, those of the other parts of the tensor axis left out
-    rows: int | None = None  # that a device works on at a time
+    devices: int  # size of the context axis
+    kv_heads: int  # local, after tensor parallelism
+    rows: int | None = None  # local rows of a microbatch
     row_length: int | None = None
     memory_bytes: int | None = None  # of a device
-    in_pipeline: bool = False  # whether these devices are in one stage of several
+    in_pipeline: bool = False  # True with more than one pipeline stage
 
 
-def choose_sharing(wish: str, attention: str, needs: AttentionNeeds, work: SharedWork) -> Sharing:
-    """The way that `wish` names, or for "auto" one that suits; of one device, none.
+def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> ContextExchange:
+    """Returns the requested exchange, for "auto" a suitable one, and an empty one for a single device.
 
-    attention: the name of the kernel. Raises BadInput for a way that this model, kernel or mesh has not.
+    attention: the name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh rules out.
     """
-    if work.devices == 1:
-        return Sharing()
-    context = f"mesh.context={work.devices}"
+    if load.devices == 1:
+        return ContextExchange()
+    context = f"mesh.context={load.devices}"
     if needs.bias:
-        raise BadInput(f"{context}: this model adds a bias to its scores, which is of whole rows; use mesh.context=1")
-    lacks = {form: lack for form in WORDS if (lack := what_lacks(form, attention, needs, work))}
-    if wish != "auto":
-        if wish in lacks:
-            others = [f"context.attention={form!r}" for form in WORDS if form not in lacks]
-            raise BadInput(f"context.attention={wish!r}: {lacks[wish]}; use {' or '.join([*others, 'mesh.context=1'])}")
-        return Sharing(wish, "as context.attention says")
-    if "gather" not in lacks:
-        return beyond_gather(needs, work, lacks)
-    if "ulysses" not in lacks:
-        return Sharing("ulysses", lacks["gather"])
-    raise BadInput(f"{context}: {lacks['gather']}, and {lacks['ulysses']}; use model.attention='blockwise'")
+        raise BadInput(f"{context}: the bias that this model adds to its scores needs whole rows; use mesh.context=1")
+    reasons = {form: unsupported_reason(form, attention, needs, load) for form in DESCRIPTIONS}
+    unsupported = {form: reason for form, reason in reasons.items() if reason}
+    if name != "auto":
+        if name in unsupported:
+            fixes = [f"context.attention={form!r}" for form in DESCRIPTIONS if form not in unsupported] + [
+                "mesh.context=1"
+            ]
+            raise BadInput(f"context.attention={name!r}: {unsupported[name]}; use {' or '.join(fixes)}")
+        return ContextExchange(name, "set by context.attention")
+    if "gather" not in unsupported:
+        return gather_if_it_fits(needs, load, unsupported)
+    if "ulysses" not in unsupported:
+        return ContextExchange("ulysses", unsupported["gather"])
+    raise BadInput(f"{context}: {unsupported['gather']}, and {unsupported['ulysses']}; use model.attention='blockwise'")
 
 
-def what_lacks(form: str, attention: str, needs: AttentionNeeds, work: SharedWork) -> str:
-    """Why attention cannot be shared in this form, or ""."""
+def unsupported_reason(form: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> str:
+    """Why this exchange is not possible, or ""."""
     if form == "ulysses":
-        if work.kv_heads % work.devices:
-            return f"{work.kv_heads} key-value heads of a device cannot be shared among {work.devices}"
+        if load.kv_heads % load.devices:
+            return f"{load.kv_heads} key-value heads of a device cannot be split over {load.devices}"
         return ""
     if attention == "cudnn":
         return "cudnn reads whole rows only"
     if form == "ring" and (needs.prefix or needs.bidirectional):
-        return "a ring is causal, and this model reads in both directions"
-    if form == "ring" and work.in_pipeline:
+        return "a ring is causal, and this model is bidirectional"
+    if form == "ring" and load.in_pipeline:
         return "a ring's sends wait for the devices of all stages of mesh.pipeline, and some of those are idle"
     return ""
 
 
-def beyond_gather(needs: AttentionNeeds, work: SharedWork, lacks: dict[str, str]) -> Sharing:
-    """gather where it fits, else what takes less memory: the ring last.
+def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dict[str, str]) -> ContextExchange:
+    """Returns gather unless its memory exceeds MAX_GATHERED, then ulysses, then ring.
 
-    Round the ring results are joined in device memory: on v5p up to 0.50 s of a step of 8.9 s beyond what gathering
-    needs (Llama 3 8B, rows of 131,072, context 8), 4.3 of 56 (1,048,576, context 64), at the memory's published rate.
-    To wait for links gathering takes 0.10 and 0.7 s, ulysses 0.23 of the former (compiled, libtpu 0.0.51, 2026-11-24).
+    A ring merges partial results in HBM: on v5p up to 0.50 s of a step of 8.9 s more than gather (Llama 3 8B, rows of
+    131,072, context 8), 4.3 of 56 (1,048,576, context 64), at the published memory bandwidth. Gather waits 0.10 and
+    0.7 s for links, ulysses 0.23 s of the former (compiled, libtpu 0.0.51, 2026-11-24).
     """
-    if work.rows is None or work.row_length is None:
-        return Sharing("gather", "it suits all but very long rows")
-    chunk = work.row_length // (2 * work.devices)
-    if needs.window is not None and needs.mixed is None and needs.window - 1 <= chunk:
-        return Sharing("gather", f"of others' keys no more than the {needs.window - 1} that a window reaches are sent")
-    widths = needs.head_dim + needs.of_values
-    held = 2 * work.rows * work.row_length * work.kv_heads * widths * ITEM_BYTES[needs.dtype]
-    what = f"those of a layer and their gradients take {size(held)} on a device"
-    if work.memory_bytes is None or held <= MOST_GATHERED * work.memory_bytes:
-        return Sharing("gather", what)
-    too_much = f"gathered, {what}, more than 1/{1 / MOST_GATHERED:g} of its {size(work.memory_bytes)}"
-    if "ulysses" not in lacks:
-        return Sharing("ulysses", too_much)
-    if "ring" not in lacks:
-        return Sharing("ring", f"{too_much}, and {lacks['ulysses']}")
-    return Sharing("gather", f"{too_much}; but {lacks['ulysses']}, and {lacks['ring']}")
+    if load.rows is None or load.row_length is None:
+        return ContextExchange("gather", "the default for all but very long rows")
+    chunk = load.row_length // (2 * load.devices)
+    if needs.window is not None and needs.window_layers is None and needs.window - 1 <= chunk:
+        return ContextExchange("gather", f"devices receive only the {needs.window - 1} remote keys within the window")
+    head_dims = needs.head_dim + needs.v_dim
+    gathered_bytes = 2 * load.rows * load.row_length * load.kv_heads * head_dims * ITEM_BYTES[needs.dtype]
+    memory = f"those of a layer and their gradients take {size(gathered_bytes)} on a device"
+    if load.memory_bytes is None or gathered_bytes <= MAX_GATHERED * load.memory_bytes:
+        return ContextExchange("gather", memory)
+    too_large = f"gathered, {memory}, more than 1/{1 / MAX_GATHERED:g} of its {size(load.memory_bytes)}"
+    if "ulysses" not in unsupported:
+        return ContextExchange("ulysses", too_large)
+    if "ring" not in unsupported:
+        return ContextExchange("ring", f"{too_large}, and {unsupported['ulysses']}")
+    return ContextExchange("gather", f"{too_large}; but {unsupported['ulysses']}, and {unsupported['ring']}")
 
 
-def share_attention(
-    sharing: Sharing,
+def make_context_attention(
+    exchange: ContextExchange,
     attention: str,
-    whole_rows: Any,
+    whole_row_attend: Any,
     *,
     needs: AttentionNeeds,
     context: ContextAxis,
     window: int | None,
     device_kind: str | None = None,
 ):
-    """attend(q_BtNH, k_BtKH, v_BtKH, segments, **how) -> out_BtNH, of the device's own positions.
+    """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH, of local positions.
 
-    whole_rows: the kernel for whole rows.
+    whole_row_attend: the kernel for unsharded rows, which only ulysses uses.
     """
-    if sharing.form == "ulysses":
-        return context_parallel.by_heads(whole_rows, context)
-    how: dict[str, Any] = dict(softcap=needs.softcap, window=window)
-    blocks: dict[str, Any] = {"blocks": splash.blocks_for(device_kind)} if attention == "splash" else {}
-    standing = STANDING[attention](**how, **blocks)
-    if sharing.form == "ring":
-        walk = functools.partial(ring_flash.make_attend, unrolled=device_kind == "cpu")
-        far = (ring_splash.make_attend if attention == "splash" else walk)(**how, **blocks, context=context)
+    if exchange.form == "ulysses":
+        return context_parallel.ulysses(whole_row_attend, context)
+    settings: dict[str, Any] = dict(softcap=needs.softcap, window=window)
+    if attention == "splash":
+        settings["blocks"] = splash.blocks_for(device_kind)
+    positioned_attend = POSITIONED_ATTEND[attention](**settings)
+    if exchange.form == "ring":
+        flash_ring = functools.partial(ring_flash.make_attend, unrolled=device_kind == "cpu")
+        attend = (ring_splash.make_attend if attention == "splash" else flash_ring)(**settings, context=context)
     else:
-        far = context_parallel.gathered(standing, context)
-    return far if window is None else context_parallel.with_neighbours(standing, far, window, context)
+        attend = context_parallel.all_gather_kv(positioned_attend, context)
+    if window is None:
+        return attend
+    return context_parallel.with_neighbour_chunks(positioned_attend, attend, window, context)
 
 
-STANDING = {
-    "xla": context_parallel.plain_standing,
-    "blockwise": context_parallel.long_standing,
-    "splash": splash.make_attend_standing,
+POSITIONED_ATTEND = {
+    "xla": context_parallel.make_xla_positioned,
+    "blockwise": context_parallel.make_flash_positioned,
+    "splash": splash.make_positioned_attend,
 }

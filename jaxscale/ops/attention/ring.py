@@ -1,11 +1,10 @@
-"""Attention of devices that share a row, whose keys and values go round (arXiv:2310.01889): none holds all of them.
+"""Ring attention (arXiv:2310.01889): devices that share a row pass their keys and values round a ring.
 
-Each device passes on what it has while it looks at it. The softmax is kept between one device's keys and the next.
-Going back, keys and values go round once more with the logarithm of the sums over all of them, and their gradients
-travel with them, from device to device, until they are home. How a device looks at the keys of one of them is left to
-ring_flash.py, for any platform, and ring_splash.py, the kernel of TPUs.
+Each device attends to the shard that it has while it sends that shard on; the softmax is accumulated over shards. In
+the backward pass keys and values go round again, and their gradients travel with them until they are back at their own
+device. A RingKernel attends to one shard: ring_flash.py on any platform, ring_splash.py on TPUs.
 
-B batch  T position of a device's own, of queries and of keys  K key-value heads  H head dim
+B batch  T local position, of queries and of keys  K key-value heads  H head dim
 """
 
 import dataclasses
@@ -23,134 +22,134 @@ from jaxscale.ops.gradient import custom_vjp
 from jaxscale.sharding.context_axis import ContextAxis
 
 
-class Held(NamedTuple):
-    """Of one device, on its way round."""
+class KVShard(NamedTuple):
+    """Keys and values of one device, as sent round the ring."""
 
     k_BKTH: jax.Array
     v_BKTH: jax.Array
     segment_ids_BT: jax.Array
 
 
-class Look(Protocol):
-    """How a device's own queries look at the keys of one device, in an order of dimensions of its own.
+class RingKernel(Protocol):
+    """Attention of local queries to the keys of one device; each implementation has its own order of dimensions.
 
-    step: how many devices before it that one is; an int where it is known to the compiler, as 0, the device itself, is.
-    Seen: all that was seen so far. The logsumexp and the drift, the part of a score's gradient that all keys of a query
-    share, are float32.
+    step: the keys are those of the device `step` before this one; a Python int where it is static (0: local keys).
+    state: the softmax over the keys so far. logsumexp and delta, sum(out * dout) of each query, are float32.
     """
 
-    def nothing_seen(self, q: jax.Array, /) -> Any:
-        """What queries have seen before their first key."""
+    def init(self, q: jax.Array, /) -> Any:
+        """Returns the state before the first key."""
         ...
 
-    def visit(self, seen: Any, q: jax.Array, held: Held, ids_BT: jax.Array, step: int | jax.Array, /) -> Any:
-        """What queries have seen with these keys too. ids_BT: the queries' segments."""
+    def accumulate(self, state: Any, q: jax.Array, kv: KVShard, ids_BT: jax.Array, step: int | jax.Array, /) -> Any:
+        """Returns the state with these keys added. ids_BT: segments of the queries."""
         ...
 
-    def settle(self, seen: Any, q: jax.Array, /) -> tuple[jax.Array, jax.Array]:
-        """(out like q, logsumexp) of queries that have seen all keys."""
+    def finalize(self, state: Any, q: jax.Array, /) -> tuple[jax.Array, jax.Array]:
+        """Returns (out like q, logsumexp) from the state after all keys."""
         ...
 
-    def drift(self, out: jax.Array, dout: jax.Array, /) -> jax.Array:
-        """The drift of each query."""
+    def delta(self, out: jax.Array, dout: jax.Array, /) -> jax.Array:
+        """Returns sum(out * dout) of each query."""
         ...
 
-    def pull(
+    def accumulate_grads(
         self,
         dq: jax.Array,
         q: jax.Array,
-        held: Held,
+        kv: KVShard,
         ids_BT: jax.Array,
         step: int | jax.Array,
         logsumexp: jax.Array,
-        drift: jax.Array,
+        delta: jax.Array,
         dout: jax.Array,
         /,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(dq with these keys' part, their own dk_BKTH, dv_BKTH), float32. logsumexp: of all keys."""
+        """Returns (dq with the part of these keys added, dk_BKTH, dv_BKTH), float32. logsumexp: over all keys."""
         ...
 
 
-def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look], *, unrolled: bool = False):
-    """attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, in zigzag order. look_of(q): how q looks at keys.
+def make_ring_attend(
+    context: ContextAxis, make_kernel: Callable[[jax.Array], RingKernel], *, unrolled: bool = False
+) -> Callable[..., jax.Array]:
+    """Returns attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, in zigzag order.
 
-    unrolled: compiled one step after the other, without a loop, as XLA:CPU needs it. There nothing keeps a collective
-    of a loop and one beside it in one order on all devices (jaxlib 0.10.2 as it is by default, 2026-11-24: with the
-    loop, one layer on 8 devices crashed or stood still in 12 of 12 runs; without it none of 8 did).
+    unrolled: XLA:CPU needs the steps without a loop. It does not order a collective in a loop and one outside of it
+    alike on all devices (jaxlib 0.10.2 with default flags, 2026-11-24: with the loop, one layer on 8 devices crashed or
+    hung in 12 of 12 runs; without it none of 8 did).
     """
 
     @custom_vjp
     def attend(q, k_BKTH, v_BKTH, segment_ids_BT):
-        return keep(q, k_BKTH, v_BKTH, segment_ids_BT)[0]
+        return forward(q, k_BKTH, v_BKTH, segment_ids_BT)[0]
 
-    def keep(q, *held):
-        results = Ring(context, look_of(q), unrolled).forward(q, Held(*held))
+    def forward(q, *kv):
+        results = Ring(context, make_kernel(q), unrolled).forward(q, KVShard(*kv))
         out, logsumexp = (checkpoint_name(result, ATTENTION_OUT) for result in results)
-        return out, (q, Held(*held), out, logsumexp)
+        return out, (q, KVShard(*kv), out, logsumexp)
 
     def backward(saved, dout):
-        q, held, out, logsumexp = saved
-        return *Ring(context, look_of(q), unrolled).backward(q, held, out, logsumexp, dout), None
+        q, kv, out, logsumexp = saved
+        return *Ring(context, make_kernel(q), unrolled).backward(q, kv, out, logsumexp, dout), None
 
-    attend.defvjp(keep, backward)
+    attend.defvjp(forward, backward)
     return attend
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The way of keys and values past all devices."""
+    """The passes of all keys and values past this device."""
 
     context: ContextAxis
-    look: Look
+    kernel: RingKernel
     unrolled: bool
 
-    def forward(self, q: jax.Array, held: Held) -> tuple[jax.Array, jax.Array]:
-        """(out like q, logsumexp)."""
-        ids_BT = held.segment_ids_BT
+    def forward(self, q: jax.Array, kv: KVShard) -> tuple[jax.Array, jax.Array]:
+        """Returns (out like q, logsumexp)."""
+        ids_BT = kv.segment_ids_BT
 
-        def look(step, seen, held):
-            return self.look.visit(seen, q, held, ids_BT, step)
+        def attend_step(step, state, kv):
+            return self.kernel.accumulate(state, q, kv, ids_BT, step)
 
-        seen = self.look.nothing_seen(q)
-        for first, last in self.runs():
-            seen, held = self.go_round(look, seen, held, first, last)
-        return self.look.settle(seen, q)
+        state = self.kernel.init(q)
+        for begin, end in self.step_ranges():
+            state, kv = self.run_steps(attend_step, state, kv, begin, end)
+        return self.kernel.finalize(state, q)
 
-    def backward(self, q: jax.Array, held: Held, out, logsumexp, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Gradients (dq, dk_BKTH, dv_BKTH) in the dtypes of q, k, v."""
-        ids_BT, above = held.segment_ids_BT, (logsumexp, self.look.drift(out, dout), dout)
+    def backward(self, q: jax.Array, kv: KVShard, out, logsumexp, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (dq, dk_BKTH, dv_BKTH) in the dtypes of q, k, v."""
+        ids_BT, residuals = kv.segment_ids_BT, (logsumexp, self.kernel.delta(out, dout), dout)
 
-        def look(step, grads, held):
+        def backward_step(step, grads, kv):
             dq, dkv = grads
             if dkv is not None:
-                dkv = self.context.ppermute_next(dkv)  # overlaps the products below
-            dq, *own = self.look.pull(dq, q, held, ids_BT, step, *above)
-            return dq, tuple(own if dkv is None else map(jnp.add, dkv, own))
+                dkv = self.context.ppermute_next(dkv)  # sent during the matmuls, whose results are added on arrival
+            dq, *local_dkv = self.kernel.accumulate_grads(dq, q, kv, ids_BT, step, *residuals)
+            return dq, tuple(local_dkv if dkv is None else map(jnp.add, dkv, local_dkv))
 
-        dtypes = [x.dtype for x in held[:2]]
+        dtypes = [x.dtype for x in kv[:2]]
         grads = jnp.zeros(q.shape, F32), None
-        for first, last in self.runs():
-            grads, held = self.go_round(look, grads, held, first, last)
+        for begin, end in self.step_ranges():
+            grads, kv = self.run_steps(backward_step, grads, kv, begin, end)
         dq, dkv = grads
-        assert dkv is not None  # the first of runs() takes the device's own keys
+        assert dkv is not None  # set by step 0
         return dq.astype(q.dtype), *self.context.ppermute_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Steps (from, up to) that are compiled together: a device's own keys, those of most others, of the last."""
+    def step_ranges(self) -> list[tuple[int, int]]:
+        """Returns (begin, end) of the steps that are compiled together: the local keys, a loop, the last device."""
         size = self.context.size
-        return [run for run in ((0, 1), (1, size - 1), (size - 1, size)) if run[0] < run[1]]
+        return [steps for steps in ((0, 1), (1, size - 1), (size - 1, size)) if steps[0] < steps[1]]
 
-    def go_round(self, look: Any, so_far: Any, held: Any, first: int, last: int) -> tuple[Any, Any]:
-        """look(step, so_far, held) -> so_far in each step; what is held is on its way to the next device meanwhile."""
-        if first == self.context.size - 1:
-            return look(first, so_far, held), held
+    def run_steps(self, f: Callable, carry: Any, kv: KVShard, begin: int, end: int) -> tuple[Any, KVShard]:
+        """Runs carry = f(step, carry, kv) for each step while kv is sent to the next device."""
+        if begin == self.context.size - 1:
+            return f(begin, carry, kv), kv
 
-        def step(carry, number):
-            so_far, held = carry
-            arriving = self.context.ppermute_next(held)
-            return (look(number, so_far, held), arriving), None
+        def body(carry_kv, step):
+            carry, kv = carry_kv
+            next_kv = self.context.ppermute_next(kv)
+            return (f(step, carry, kv), next_kv), None
 
-        if last - first == 1:
-            return step((so_far, held), first)[0]
-        numbers = jnp.arange(first, last, dtype=jnp.int32)
-        return lax.scan(step, (so_far, held), numbers, unroll=self.unrolled)[0]
+        if end - begin == 1:
+            return body((carry, kv), begin)[0]
+        return lax.scan(body, (carry, kv), jnp.arange(begin, end, dtype=jnp.int32), unroll=self.unrolled)[0]

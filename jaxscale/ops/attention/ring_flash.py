@@ -1,7 +1,7 @@
-"""How a device of a ring (ring.py) looks at keys on any platform: in pairs of blocks (flash.py).
+"""A RingKernel (ring.py) for any platform: FlashAttention over pairs of blocks (flash.py).
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim  C devices
-R = T * G: the queries that share a key-value head
+R = T * G: the queries of a key-value head
 """
 
 import dataclasses
@@ -11,22 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.ops.attention.blockwise import F32, group_heads, ungroup_heads
-from jaxscale.ops.attention.context_parallel import block_of, filled_up
-from jaxscale.ops.attention.flash import Pulled, Sight, Softmax, Walk
-from jaxscale.ops.attention.ring import Held, make_ring
+from jaxscale.ops.attention.context_parallel import chunk_block_size, pad_block_pairs
+from jaxscale.ops.attention.flash import BlockMask, FlashAttention, Gradients, OnlineSoftmax
+from jaxscale.ops.attention.ring import KVShard, make_ring_attend
 from jaxscale.sharding.context_axis import ContextAxis
 
 
 def make_attend(*, softcap: float | None, window: int | None, context: ContextAxis, unrolled: bool = False):
-    """attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, of the device's own positions in zigzag order."""
+    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, of local positions in zigzag order."""
 
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
-        def look_of(q_BKTGH) -> WalkLook:
+        def make_kernel(q_BKTGH) -> FlashRingKernel:
             _, _, T, G, _ = q_BKTGH.shape
             chunk = T // context.chunks
-            return WalkLook(context, chunk, Walk(G, v_BTKH.shape[3], block_of(chunk), softcap, window))
+            flash = FlashAttention(G, v_BTKH.shape[3], chunk_block_size(chunk), softcap, window)
+            return FlashRingKernel(context, chunk, flash)
 
-        ring = make_ring(context, look_of, unrolled=unrolled)
+        ring = make_ring_attend(context, make_kernel, unrolled=unrolled)
         q_BKTGH = group_heads(q_BTNH, k_BTKH.shape[2])
         return ungroup_heads(ring(q_BKTGH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segment_ids_BT))
 
@@ -34,67 +35,69 @@ def make_attend(*, softcap: float | None, window: int | None, context: ContextAx
 
 
 @dataclasses.dataclass(frozen=True)
-class WalkLook:
-    """A ring.Look, of queries [B, K, T, G, H]."""
+class FlashRingKernel:
+    """A RingKernel for queries [B, K, T, G, H]."""
 
     context: ContextAxis
     chunk: int
-    walk: Walk
+    flash: FlashAttention
 
-    def nothing_seen(self, q_BKTGH) -> Softmax:
-        """The softmax of queries before their first key."""
-        return self.walk.nothing_seen(q_BKTGH)
+    def init(self, q_BKTGH) -> OnlineSoftmax:
+        """Returns the softmax before the first key."""
+        return self.flash.init(q_BKTGH)
 
-    def visit(self, seen: Softmax, q_BKTGH, held: Held, ids_BT, step) -> Softmax:
-        """The softmax with these keys in it too."""
-        return self.walk.visit(seen, q_BKTGH, *held[:2], self.sight(step, ids_BT, held.segment_ids_BT))
+    def accumulate(self, state: OnlineSoftmax, q_BKTGH, kv: KVShard, ids_BT, step) -> OnlineSoftmax:
+        """Returns the softmax with these keys added."""
+        return self.flash.accumulate(state, q_BKTGH, *kv[:2], self.block_mask(step, ids_BT, kv.segment_ids_BT))
 
-    def settle(self, seen: Softmax, q_BKTGH):
-        """(out_BKTGH, logsumexp_BKR)."""
-        return self.walk.settle(seen, q_BKTGH, q_BKTGH.dtype)
+    def finalize(self, state: OnlineSoftmax, q_BKTGH):
+        """Returns (out_BKTGH, logsumexp_BKR)."""
+        return self.flash.finalize(state, q_BKTGH, q_BKTGH.dtype)
 
-    def drift(self, out_BKTGH, dout_BKTGH):
-        """float32[B, K, R]"""
-        return self.walk.drift(out_BKTGH, dout_BKTGH)
+    def delta(self, out_BKTGH, dout_BKTGH):
+        """float32[B, K, R]: sum(out * dout) of each query."""
+        return self.flash.delta(out_BKTGH, dout_BKTGH)
 
-    def pull(self, dq_BKTGH, q_BKTGH, held: Held, ids_BT, step, *above):
-        """(dq_BKTGH with these keys' part, their own dk_BKTH, dv_BKTH), float32. above: logsumexp, drift, dout."""
-        zeros = Pulled(self.walk.rows(dq_BKTGH), *(jnp.zeros(x.shape, F32) for x in held[:2]))
-        sight = self.sight(step, ids_BT, held.segment_ids_BT)
-        dq_BKRH, dk_BKTH, dv_BKTH = self.walk.pull(zeros, q_BKTGH, *held[:2], sight, *above)
+    def accumulate_grads(self, dq_BKTGH, q_BKTGH, kv: KVShard, ids_BT, step, *residuals):
+        """Returns (dq_BKTGH with the part of these keys added, dk_BKTH, dv_BKTH); residuals: lse, delta, dout."""
+        zeros = Gradients(self.flash.rows(dq_BKTGH), *(jnp.zeros(x.shape, F32) for x in kv[:2]))
+        block_mask = self.block_mask(step, ids_BT, kv.segment_ids_BT)
+        dq_BKRH, dk_BKTH, dv_BKTH = self.flash.accumulate_grads(zeros, q_BKTGH, *kv[:2], block_mask, *residuals)
         return dq_BKRH.reshape(q_BKTGH.shape), dk_BKTH, dv_BKTH
 
-    def sight(self, step: int | jax.Array, ids_BT, key_ids_BT) -> Sight:
-        """What own queries see of the keys of the device that many steps before."""
+    def block_mask(self, step: int | jax.Array, ids_BT, key_ids_BT) -> BlockMask:
+        """Returns the mask of local queries and the keys of the device `step` before this one."""
         device, size = self.context.index(), self.context.size
-        other = (device - step) % size
-        at_home = isinstance(step, int) and step == 0
-        tables_XP2, which_CC = met_pairs(size, self.chunk, self.walk.block, self.walk.window, at_home=at_home)
-        pairs_P2 = jnp.asarray(tables_XP2)[jnp.asarray(which_CC)[device, other]]
+        source = (device - step) % size
+        is_local = isinstance(step, int) and step == 0
+        block, window = self.flash.block, self.flash.window
+        tables_XP2, table_CC = ring_block_pairs(size, self.chunk, block, window, is_local=is_local)
+        pairs_P2 = jnp.asarray(tables_XP2)[jnp.asarray(table_CC)[device, source]]
         starts_Cc = jnp.asarray(self.context.chunk_starts(self.chunk))
-        places = lambda n: (starts_Cc[n][:, None] + jnp.arange(self.chunk, dtype=jnp.int32)[None]).reshape(-1)
-        return Sight(pairs_P2, ids_BT, key_ids_BT, places(device), places(other))
+        positions = lambda n: (starts_Cc[n][:, None] + jnp.arange(self.chunk, dtype=jnp.int32)[None]).reshape(-1)
+        return BlockMask(pairs_P2, ids_BT, key_ids_BT, positions(device), positions(source))
 
 
-def met_pairs(size: int, chunk: int, block: int, window: int | None, *, at_home: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[X, P, 2] different tables of the blocks that may see each other, in the devices' own order of positions,
-    int32[C, C] the table for a device of queries and a device of keys).
+def ring_block_pairs(size: int, chunk: int, block: int, window: int | None, *, is_local: bool):
+    """Returns (int32[X, P, 2]: distinct tables of visible (query block, key block), in local block numbers;
+    int32[C, C]: the index of the table for each device of queries and device of keys).
 
-    at_home: of each device with itself, else with others. In zigzag order one sees two pairs of chunks of any other.
+    is_local: for each device with itself, else for each pair of different devices.
     """
     starts_Cc = ContextAxis(size).chunk_starts(chunk // block)
     blocks = [np.concatenate([start + np.arange(chunk // block) for start in starts_c]) for starts_c in starts_Cc]
-    reach = np.inf if window is None else window - 1
-    met = {}
-    for one, queries in enumerate(blocks):
-        for two, keys in enumerate(blocks):
-            if (one == two) == at_home:
-                behind = (queries[:, None] - keys[None, :]) * block  # of the first positions
-                met[one, two] = np.argwhere((behind >= 0) & (behind - block + 1 <= reach)).astype(np.int32)
-    different = {pairs.tobytes(): pairs for pairs in met.values()}
-    numbers = {key: number for number, key in enumerate(different)}
-    which_CC = np.zeros((size, size), np.int32)
-    for pair, pairs in met.items():
-        which_CC[pair] = numbers[pairs.tobytes()]
-    late = 2 * (chunk // block) - 1
-    return np.stack(filled_up(list(different.values()), [late] * len(different))), which_CC
+    max_distance = np.inf if window is None else window - 1
+    pairs_of_devices = {}
+    for query_device, queries in enumerate(blocks):
+        for key_device, keys in enumerate(blocks):
+            if (query_device == key_device) == is_local:
+                distance = (queries[:, None] - keys[None, :]) * block  # between the first positions of the blocks
+                visible = (distance >= 0) & (distance - block + 1 <= max_distance)
+                pairs_of_devices[query_device, key_device] = np.argwhere(visible).astype(np.int32)
+    tables = {pairs.tobytes(): pairs for pairs in pairs_of_devices.values()}
+    index = {key: number for number, key in enumerate(tables)}
+    table_CC = np.zeros((size, size), np.int32)
+    for devices, pairs in pairs_of_devices.items():
+        table_CC[devices] = index[pairs.tobytes()]
+    last_block = 2 * (chunk // block) - 1
+    return np.stack(pad_block_pairs(list(tables.values()), [last_block] * len(tables))), table_CC

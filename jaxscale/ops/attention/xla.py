@@ -1,7 +1,7 @@
-"""Attention as XLA compiles it from the definition: the reference for every other form.
+"""Attention as plain einsums and softmax: the reference for every other kernel.
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
-N = K * G query heads  V of values and results, H but for latent attention
+N = K * G query heads  V value and output head dim: H, except in latent attention
 """
 
 from typing import NamedTuple
@@ -12,42 +12,40 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.config import ATTENTION_OUT
 
-HIDDEN = -1e30  # a score that softmax turns into exactly 0, finite so that no row becomes nan
+MASK_VALUE = -1e30  # softmax gives exactly 0; finite, so that a fully masked row is not nan
 
 
-class Scope(NamedTuple):
-    """What an attention takes in the place of segment_ids_BT, if it can do more than read one row causally."""
+class MaskSpec(NamedTuple):
+    """A mask that segment ids alone do not define; passed in place of segment_ids_BT."""
 
     segment_ids_BT: jax.Array
-    prefix_BT: jax.Array | None = None  # int32: 1 for a key that every query of its document sees; none: there is none
-    key_segment_ids_BS: jax.Array | None = None  # of keys from another row than the queries; none: of the same
-    places_T: jax.Array | None = (
-        None  # of the queries among the keys, where they are some of a row's; none: all, in order
-    )
+    prefix_BT: jax.Array | None = None  # int32: 1 for a key visible to every query of its document
+    key_segment_ids_BS: jax.Array | None = None  # None: keys come from the same row as the queries
+    query_positions_T: jax.Array | None = None  # index of each query among the keys; None: arange(T)
 
 
-def as_scope(segments: jax.Array | Scope) -> Scope:
-    """Segment numbers as the scope that says no more."""
-    return segments if isinstance(segments, Scope) else Scope(segments)
+def as_mask_spec(segments: jax.Array | MaskSpec) -> MaskSpec:
+    """Wraps bare segment ids in a MaskSpec."""
+    return segments if isinstance(segments, MaskSpec) else MaskSpec(segments)
 
 
-def narrowed(segment_ids_BT: jax.Array, prefix_BT: jax.Array | None) -> jax.Array | Scope:
-    """The plainest form of the two, which every kernel takes where there is no prefix."""
-    return segment_ids_BT if prefix_BT is None else Scope(segment_ids_BT, prefix_BT)
+def make_mask_spec(segment_ids_BT: jax.Array, prefix_BT: jax.Array | None) -> jax.Array | MaskSpec:
+    """Returns a MaskSpec, or the bare segment ids, which every kernel accepts, without a prefix."""
+    return segment_ids_BT if prefix_BT is None else MaskSpec(segment_ids_BT, prefix_BT)
 
 
 def make_attend(*, softcap: float | None = None, window: int | None = None):
-    """attend(q_BTNH, k_BSKH, v_BSKV, segments) -> out_BTNV: causal, within the segment, scale 1/sqrt(H).
+    """Returns attend(q_BTNH, k_BSKH, v_BSKV, segments) -> out_BTNV: causal, within the segment, scale 1/sqrt(H).
 
     softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118).
-    window: a query sees the newest `window` keys up to its own (arXiv:2310.06825); None: all of them.
+    window: a query sees its own and the window - 1 keys before it (arXiv:2310.06825); None: all keys before it.
     """
 
     def attend(
         q_BTNH,
         k_BSKH,
         v_BSKV,
-        segments: jax.Array | Scope,
+        segments: jax.Array | MaskSpec,
         *,
         causal: bool = True,
         bias_NTS: jax.Array | None = None,
@@ -55,10 +53,10 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
     ) -> jax.Array:
         """Softmax attention with float32 scores and probabilities rounded to v.dtype before the product; in q.dtype.
 
-        segments: of the queries, or a Scope. causal: a query sees no later key, but for those of a prefix. bias_NTS:
-        added to the scores. scale: of the products of queries and keys, in place of 1/sqrt(H).
+        segments: segment ids of the queries, or a MaskSpec. causal: later keys are masked, except those of a prefix.
+        bias_NTS: added to the scores. scale: of q @ k, instead of 1/sqrt(H).
         """
-        scope = as_scope(segments)
+        spec = as_mask_spec(segments)
         B, T, N, H = q_BTNH.shape
         S, K = k_BSKH.shape[1:3]
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -69,29 +67,29 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
             score_BKGTS = softcap * jnp.tanh(score_BKGTS / softcap)
         if bias_NTS is not None:
             score_BKGTS += bias_NTS.astype(jnp.float32).reshape(1, K, N // K, T, S)
-        seen_B11TS = seen(scope, T, S, causal, window)[:, None, None]
-        share_BKGTS = jax.nn.softmax(jnp.where(seen_B11TS, score_BKGTS, HIDDEN), axis=-1).astype(v_BSKV.dtype)
-        if scope.key_segment_ids_BS is not None:  # a query may have no key in another row, as padding has none
-            share_BKGTS = jnp.where(seen_B11TS, share_BKGTS, 0)
-        out_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", share_BKGTS, v_BSKV)
+        mask_B11TS = attention_mask(spec, T, S, causal, window)[:, None, None]
+        prob_BKGTS = jax.nn.softmax(jnp.where(mask_B11TS, score_BKGTS, MASK_VALUE), axis=-1).astype(v_BSKV.dtype)
+        if spec.key_segment_ids_BS is not None:  # padding has no key in another row
+            prob_BKGTS = jnp.where(mask_B11TS, prob_BKGTS, 0)
+        out_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", prob_BKGTS, v_BSKV)
         return checkpoint_name(out_BTKGV.reshape(B, T, N, -1), ATTENTION_OUT)
 
     return attend
 
 
-def seen(scope: Scope, T: int, S: int, causal: bool, window: int | None) -> jax.Array:
-    """bool[B, T, S]: whether a query may look at a key."""
-    key_ids_BS = scope.segment_ids_BT if scope.key_segment_ids_BS is None else scope.key_segment_ids_BS
-    same_BTS = scope.segment_ids_BT[:, :, None] == key_ids_BS[:, None, :]
+def attention_mask(spec: MaskSpec, T: int, S: int, causal: bool, window: int | None) -> jax.Array:
+    """bool[B, T, S]: True where a query attends to a key."""
+    key_ids_BS = spec.segment_ids_BT if spec.key_segment_ids_BS is None else spec.key_segment_ids_BS
+    same_segment_BTS = spec.segment_ids_BT[:, :, None] == key_ids_BS[:, None, :]
     if not causal:
-        return same_BTS
-    if scope.places_T is None:
-        seen_TS = jnp.tri(T, S, dtype=bool)
+        return same_segment_BTS
+    if spec.query_positions_T is None:
+        mask_TS = jnp.tri(T, S, dtype=bool)
         if window is not None:
-            seen_TS &= ~jnp.tri(T, S, k=-window, dtype=bool)
+            mask_TS &= ~jnp.tri(T, S, k=-window, dtype=bool)
     else:
-        behind_TS = scope.places_T[:, None] - jnp.arange(S, dtype=jnp.int32)[None, :]
-        seen_TS = (behind_TS >= 0) & (behind_TS < (S if window is None else window))
-    if scope.prefix_BT is None:
-        return same_BTS & seen_TS[None]
-    return same_BTS & (seen_TS[None] | (scope.prefix_BT[:, None, :] > 0))
+        distance_TS = spec.query_positions_T[:, None] - jnp.arange(S, dtype=jnp.int32)[None, :]
+        mask_TS = (distance_TS >= 0) & (distance_TS < (S if window is None else window))
+    if spec.prefix_BT is None:
+        return same_segment_BTS & mask_TS[None]
+    return same_segment_BTS & (mask_TS[None] | (spec.prefix_BT[:, None, :] > 0))
