@@ -15,7 +15,7 @@ from jaxscale.data.config import DataConfig
 from jaxscale.interop import hub, tokenizer_files
 from jaxscale.interop.exporting import FORMATS, Format, config_of, export_step, open_step
 from jaxscale.interop.importing import import_tensors, prepare_workdir
-from jaxscale.interop.incoming import Incoming, open_incoming
+from jaxscale.interop.source_model import Incoming, open_incoming
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput

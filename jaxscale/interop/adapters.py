@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from jaxscale.checkpoint.storage_errors import stop_if_unreachable
-from jaxscale.interop import adapter_config, reading
+from jaxscale.interop import adapter_config, hf_checkpoint
 from jaxscale.interop.adapter_config import AdapterConfig
 from jaxscale.interop.config import HUB_NAME
 from jaxscale.interop.families import Family, TensorPair, some, tensors
 from jaxscale.interop.families.family import matches_any
+from jaxscale.interop.hf_checkpoint import PICKLED, read_object
 from jaxscale.interop.ranges import look_at, names_in
-from jaxscale.interop.reading import PICKLED, read_object
 from jaxscale.interop.safetensors import Tensor, read_header, same_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
@@ -270,8 +270,8 @@ def where_base_is(adapter: Adapter, given: str | None) -> str:
     base = given or adapter.config.base
     if base is None:
         raise BadInput(f"{adapter.folder} is an adapter and does not say of which model; give --base=FOLDER")
-    model = next((name for name in (reading.WEIGHTS, reading.INDEX) if name in adapter.files), None)
-    if given is None and model and reading.CONFIG in adapter.files and not is_folder_of(adapter, base):
+    model = next((name for name in (hf_checkpoint.WEIGHTS, hf_checkpoint.INDEX) if name in adapter.files), None)
+    if given is None and model and hf_checkpoint.CONFIG in adapter.files and not is_folder_of(adapter, base):
         raise BadInput(
             f"the adapter in {adapter.folder} is for {base[:200]}, and there is also {model} in its folder: "
             "transformers 5 reads it with the one, transformers 4 and PEFT with the other; give --base=FOLDER"

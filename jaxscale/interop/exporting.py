@@ -21,12 +21,12 @@ from jaxscale.checkpoint.record import digest, weight_leaves
 from jaxscale.checkpoint.restore import newest_readable_step
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, stop_if_unwritable
 from jaxscale.interop import adapter_config, adapters, families
+from jaxscale.interop.chunking import array_shapes, in_order
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.families.rope import LONGEST, frozen
+from jaxscale.interop.hf_checkpoint import CONFIG, INDEX, WEIGHTS
 from jaxscale.interop.journal import Journal, open_journal
-from jaxscale.interop.leaves import Leaves
-from jaxscale.interop.pieces import array_shapes, in_order
-from jaxscale.interop.reading import CONFIG, INDEX, WEIGHTS
+from jaxscale.interop.layer_reader import Leaves
 from jaxscale.interop.safetensors import DTYPES, encode_header
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig

@@ -7,7 +7,7 @@ import re
 import urllib.parse
 from typing import Any
 
-from jaxscale.interop import adapter_config, reading, tokenizer_files
+from jaxscale.interop import adapter_config, hf_checkpoint, tokenizer_files
 from jaxscale.interop.config import HUB_NAME, check_hub_name
 from jaxscale.system import packages, paths
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -17,7 +17,7 @@ from jaxscale.system.storage import is_loopback
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 PRIVATE = ".*"  # files that are ours alone, such as the journal
 WANTED = (  # of a repository: what is read here, and nothing that is pickled
-    reading.CONFIG, reading.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
+    hf_checkpoint.CONFIG, hf_checkpoint.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
     f"{tokenizer_files.MORE_TEMPLATES}/*.jinja",
 )  # fmt: skip
 UNWANTED = ("consolidated*", "*/*.safetensors")  # the same weights again, as their maker keeps them; of subfolders

@@ -20,9 +20,9 @@ from jaxscale.checkpoint.read_back import DamagedCheckpoint, verify_leaves
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.checkpoint.verify import write_main_list
+from jaxscale.interop.chunking import OURS, PREFIX, array_shapes, chunk_shapes, in_order, plan_units
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal, open_journal
-from jaxscale.interop.pieces import OURS, PREFIX, array_shapes, chunk_shapes, in_order, plan_units
 from jaxscale.interop.safetensors import DTYPES, Tensor
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop

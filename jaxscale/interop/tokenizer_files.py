@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.interop.hf_checkpoint import check_end_ids
 from jaxscale.interop.post_processor import begin_with
 from jaxscale.interop.ranges import names_in
-from jaxscale.interop.reading import check_end_ids
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short

@@ -8,7 +8,7 @@ from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_file, shap
 
 from jaxscale.cli import convert
 from jaxscale.interop import hub, tokenizer_files
-from jaxscale.interop.reading import INDEX, WEIGHTS, open_checkpoint
+from jaxscale.interop.hf_checkpoint import INDEX, WEIGHTS, open_checkpoint
 from jaxscale.system.exits import BadInput
 
 SHARDS = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]

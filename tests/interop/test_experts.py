@@ -24,7 +24,7 @@ from jaxscale.checkpoint.record import nest
 from jaxscale.cli import convert
 from jaxscale.interop import families
 from jaxscale.interop.adapters import of_run
-from jaxscale.interop.pieces import PIECE_BYTES, array_shapes, chunk_shapes, plan_units
+from jaxscale.interop.chunking import PIECE_BYTES, array_shapes, chunk_shapes, plan_units
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.lora import A, B

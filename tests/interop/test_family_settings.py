@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale.config_file import load_config
 from jaxscale.interop import families
-from jaxscale.interop.families.others import OTHERS
+from jaxscale.interop.families.unsupported import OTHERS
 from jaxscale.ops.config import RopeScaling
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxscale.interop import tokenizer_files
-from jaxscale.interop.incoming import open_incoming
+from jaxscale.interop.source_model import open_incoming
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import open_saved

@@ -34,8 +34,8 @@ SCRIPT = """
 import os, sys
 from jaxscale.checkpoint import array_store
 from jaxscale.cli import convert
-from jaxscale.interop import pieces
-pieces.PIECE_BYTES = 32 << 10  # as if the model were larger
+from jaxscale.interop import chunking
+chunking.PIECE_BYTES = 32 << 10  # as if the model were larger
 array_store.COMMIT_BYTES = 64 << 10
 
 def start(point, argv):

@@ -17,8 +17,8 @@ from jaxscale.checkpoint.record import nest
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import convert
 from jaxscale.interop import families
+from jaxscale.interop.chunking import array_shapes
 from jaxscale.interop.exporting import origin_of
-from jaxscale.interop.pieces import array_shapes
 from jaxscale.run.opening import open_run
 from jaxscale.system.exits import Exit, Stop
 

@@ -15,7 +15,7 @@ import pytest
 from jaxscale.checkpoint.record import nest
 from jaxscale.data.batch import Batch
 from jaxscale.interop import families
-from jaxscale.interop.pieces import array_shapes
+from jaxscale.interop.chunking import array_shapes
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model, summed_loss
 from jaxscale.ops.kernels import XLA_KERNELS

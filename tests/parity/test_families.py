@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxscale.interop import families
-from jaxscale.interop.joined import start_of_load
+from jaxscale.interop.fused_experts import start_of_load
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import resolve_kernels

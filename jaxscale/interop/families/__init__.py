@@ -19,9 +19,9 @@ from jaxscale.interop.families.family import Family, Row, Stack, TensorPair, mat
 from jaxscale.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.interop.families.gpt2 import GPT2
 from jaxscale.interop.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
-from jaxscale.interop.families.others import OTHERS
 from jaxscale.interop.families.phi3 import PHI3
 from jaxscale.interop.families.settings import KEPT, refuse_unread, unread
+from jaxscale.interop.families.unsupported import OTHERS
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.layers import split_model

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.interop import adapters, families, tokenizer_files
+from jaxscale.interop.chunking import check_tensors
 from jaxscale.interop.families import Family, Match, TensorPair
-from jaxscale.interop.joined import experts_apart, start_of_load
-from jaxscale.interop.pieces import check_tensors
-from jaxscale.interop.reading import INDEX, WEIGHTS, check_counts, check_end_ids, open_checkpoint
+from jaxscale.interop.fused_experts import experts_apart, start_of_load
+from jaxscale.interop.hf_checkpoint import INDEX, WEIGHTS, check_counts, check_end_ids, open_checkpoint
 from jaxscale.interop.safetensors import Tensor, same_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import NO_LORA, LoraConfig

@@ -22,7 +22,7 @@ from jaxscale.checkpoint.array_store import (
     stored_name,
 )
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.interop.pieces import OURS
+from jaxscale.interop.chunking import OURS
 from jaxscale.interop.ranges import File, look_at
 
 READ_BYTES = 32 << 20  # of float32 in memory at one time, beside the result
