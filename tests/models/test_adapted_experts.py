@@ -14,7 +14,7 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.merge import with_adapter
 from jaxscale.models.config import lora_flops, lora_params
 from jaxscale.models.lora import A, Adapted, B, is_adapter, make_lora_grouped_project
-from jaxscale.ops.slots import ON_CPU, in_slots, project_rows
+from jaxscale.ops.slots import ON_CPU, project_expert, run_in_slots
 from jaxscale.optim.groups import dotted
 
 ALL = (r"attention\.w[qo]$", r"mlp\.(gate|up|down)$", r"shared\.up$")
@@ -37,8 +37,8 @@ def test_a_product_with_adapters_is_that_with_the_merged_matrices_and_so_are_its
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
     x, w, a, b = draw(0, 60, 8), draw(1, 3, 8, 8), draw(2, 3, 8, 2), draw(3, 3, 2, 8)
     counts_E, expert_R = jnp.array([46, 0, 14]), np.repeat(np.arange(3), [46, 0, 14])
-    run = lambda own, x, _, counts: make_lora_grouped_project(project_rows)(x, own, counts)
-    beside = lambda x, a, b: in_slots(ON_CPU, run, Adapted(w, a, b, 0.5), x, jnp.ones(60), counts_E)
+    run = lambda own, x, _, counts: make_lora_grouped_project(project_expert)(x, own, counts)
+    beside = lambda x, a, b: run_in_slots(ON_CPU, run, Adapted(w, a, b, 0.5), x, jnp.ones(60), counts_E)
     merged = lambda x, a, b: jnp.einsum("RC,RCO->RO", x, (w + 0.5 * jnp.einsum("ECr,ErO->ECO", a, b))[expert_R])
     (one, *grads), (other, *wanted) = (tiny.values_and_gradients(f, jnp.cos(x), x, a, b) for f in (beside, merged))
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
