@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.matrices import Dims, matrix_dims
-from jaxscale.optim.streamed import is_masked
+from jaxscale.optim.offload import is_masked
 
 DECAY_EXPONENT = 0.8  # of 1 - step**-0.8, the decay rate of the means: section 7.2
 LARGEST_RMS = 1.0  # of an update: section 6

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from jaxscale.optim.matrices import Dims
-from jaxscale.optim.streamed import is_masked
+from jaxscale.optim.offload import is_masked
 
 
 def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jaxscale.optim.exchange import Place, on_whole_matrices
-from jaxscale.optim.streamed import is_masked
+from jaxscale.optim.offload import is_masked
+from jaxscale.optim.whole_matrices import Place, on_whole_matrices
 
 Iterate = Callable[[jax.Array], jax.Array]
 Coefficients = Sequence[tuple[float, float, float]]  # (a, b, c) of each step: a s + b s**3 + c s**5

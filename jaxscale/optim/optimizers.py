@@ -13,14 +13,14 @@ import optax
 
 from jaxscale.optim.adafactor import FactoredState, factored_axes, scale_by_factored
 from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.exchange import make_place
 from jaxscale.optim.groups import Group, dotted, frozen_mask
 from jaxscale.optim.lamb import scale_by_trust
+from jaxscale.optim.low_precision_moments import Blocks, is_blocks, scale_axes, stored
 from jaxscale.optim.matrices import is_hidden_matrix, tree_dims
 from jaxscale.optim.muon import orthogonalised
+from jaxscale.optim.offload import is_masked, renewed, streamed
 from jaxscale.optim.schedules import Schedule, make_schedule
-from jaxscale.optim.stored import Blocks, is_blocks, scale_axes, stored
-from jaxscale.optim.streamed import is_masked, renewed, streamed
+from jaxscale.optim.whole_matrices import make_place
 
 UNCUT = "norm"  # a logical axis that no mesh cuts
 

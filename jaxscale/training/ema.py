@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.optim.offload import is_masked
 from jaxscale.optim.optimizers import combine
-from jaxscale.optim.streamed import is_masked
 from jaxscale.training.config import EmaConfig
 from jaxscale.training.state import TrainState
 

@@ -14,7 +14,7 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.optim.groups import dotted
-from jaxscale.optim.streamed import DEVICE, HOST, streamed
+from jaxscale.optim.offload import DEVICE, HOST, streamed
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.offload import check_host_memory

@@ -13,7 +13,7 @@ from stacks import losses, on_mesh, trained
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.stored import from_blocks, random_bits, stored, to_bfloat16, to_blocks
+from jaxscale.optim.low_precision_moments import from_blocks, random_bits, stored, to_bfloat16, to_blocks
 from jaxscale.planning.memory import memory_need, memory_rows
 
 RUNS = 400

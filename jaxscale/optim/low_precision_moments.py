@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxscale.optim.streamed import is_masked
+from jaxscale.optim.offload import is_masked
 
 FIELDS = ("mu", "nu", "trace")  # of optax's states: those that are moments
 POSITIVE = "nu"
