@@ -35,7 +35,7 @@ from jaxscale.ops.kernels import make_max_logit_recorder, make_recorder
 from jaxscale.ops.project import with_matmul_precision
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.optim.groups import assign_groups, group_table
-from jaxscale.optim.optimizers import Layout, combine, make_optimizer, moment_axes, optim_schedule, trainable
+from jaxscale.optim.optimizers import ParamLayout, combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options, fast_compile_options
 from jaxscale.sharding.mesh import crossed_groups, make_mesh
@@ -284,7 +284,7 @@ def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
     specs = jax.tree.map(lambda place: place.spec, tree_shardings(model.mesh, model.axes, model.rules.moments))
     slow = tuple(axis for axis, number in crossed_groups(model.mesh)[1].items() if number > 1)
-    layout = Layout(model.axes, specs, model.mesh, slow)
+    layout = ParamLayout(model.axes, specs, model.mesh, slow)
     return Updates(make_optimizer(optim, schedule, groups, is_stacked, layout), schedule, groups)
 
 

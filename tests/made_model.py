@@ -10,7 +10,7 @@ from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.optim.offload import is_masked
+from jaxscale.optim.groups import is_masked
 from jaxscale.system import paths
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.saved import save_tokenizer

@@ -9,7 +9,7 @@ import tiny
 
 from jaxscale.optim.config import OptimConfig
 from jaxscale.optim.groups import assign_groups
-from jaxscale.optim.optimizers import Layout, make_optimizer
+from jaxscale.optim.optimizers import ParamLayout, make_optimizer
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES
@@ -52,7 +52,7 @@ def ours(mesh, rules="zero3", leaves=(), **settings):
     cfg = OptimConfig(**{"clip_norm": 0.0, **settings})
     axes = some(AXES, leaves)
     shardings = tree_shardings(mesh, axes, RULES[rules].moments)
-    layout = Layout(axes, jax.tree.map(lambda place: place.spec, shardings), mesh)
+    layout = ParamLayout(axes, jax.tree.map(lambda place: place.spec, shardings), mesh)
     groups = assign_groups(axes, (), cfg.weight_decay, cfg.weight_decay_all)
     return make_optimizer(cfg, lambda step: RATE, groups, layout=layout), shardings
 

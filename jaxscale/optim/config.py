@@ -1,4 +1,4 @@
-"""The optimizer, its learning rate, and groups of parameters with settings of their own."""
+"""Settings of the optimizer, its learning rate and parameter groups."""
 
 import dataclasses
 import re
@@ -10,30 +10,30 @@ from jaxscale.system.exits import BadInput
 
 Decay = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt", "piecewise"]
 DecayShape = Literal["linear", "one_minus_sqrt"]
-STABLE = ("wsd", "constant")  # of these the rate stays at the peak until a decay begins
+STABLE = ("wsd", "constant")  # the rate stays at the peak until a decay begins
 ARROW = "=>"
-EARLY = "limit.on_overrun=decay"  # then a constant rate may end as one of wsd does
+EARLY = "limit.on_overrun=decay"  # with it, a constant rate may decay as wsd does
 FACTORS = ("80%=>0.316", "90%=>0.1")  # the multi-step schedule of arXiv:2401.02954, section 2.3
-WHOLE_TENSORS = ("muon", "adafactor", "lamb")  # rules by which what a number gets hangs on others of its tensor
-NEED_PARAMETERS = ("adafactor", "lamb")  # and on how large that is
+WHOLE_TENSORS = ("muon", "adafactor", "lamb")  # update rules that are not elementwise
+NEED_PARAMETERS = ("adafactor", "lamb")  # update rules that scale by the norm or RMS of the parameter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """Settings for the parameters whose dotted path a regular expression finds; the first that matches counts."""
+    """Settings for the parameters whose dotted path matches a regular expression; the first matching group applies."""
 
     pattern: str = setting(help="regular expression searched in paths such as 'blocks.attention.wq' or 'embedding'")
     lr_multiplier: float = setting(1.0, "multiplies the learning rate", read_if=".frozen=false")
     weight_decay: float | None = setting(
         None, "replaces optim.weight_decay; none: as without a group", read_if=".frozen=false"
     )
-    frozen: bool = setting(False, "true: these parameters never change and keep no moments")
+    frozen: bool = setting(False, "true: these parameters never change and have no moments")
 
     def __post_init__(self):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise BadInput(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+            raise BadInput(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
         if self.lr_multiplier < 0:
             raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; frozen=true stops a group")
         if self.weight_decay is not None and self.weight_decay < 0:
@@ -42,12 +42,12 @@ class GroupConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with warmup and cosine unless told otherwise."""
+    """AdamW with warmup and cosine decay by default."""
 
     name: Literal["adamw", "lion", "sgd", "muon", "adafactor", "lamb"] = setting(
         "adamw",
-        "update rule: arXiv:1711.05101; arXiv:2302.06675; plain; arXiv:2502.16982, momentum of the blocks' matrices "
-        "orthogonalised and AdamW for all else; arXiv:1804.04235, without momentum; arXiv:1904.00962",
+        "update rule: arXiv:1711.05101; arXiv:2302.06675; plain; arXiv:2502.16982, orthogonalized momentum for the "
+        "matrices of the blocks and AdamW for other parameters; arXiv:1804.04235, without momentum; arXiv:1904.00962",
     )
     peak_lr: float = setting(3e-4, "learning rate at the end of the warmup")
     min_lr: float = setting(
@@ -57,47 +57,48 @@ class OptimConfig:
     decay: Decay = setting("cosine", "shape after the warmup")
     decay_fraction: float = setting(
         0.2,
-        "wsd only: part of all steps that decays",
+        "wsd only: fraction of all steps that the decay takes",
         read_if=f"optim.decay=wsd and not optim.decay_tokens or {EARLY} and not optim.decay_tokens",
     )
     decay_tokens: units.Tokens | None = setting(
         None,
-        "wsd only: how long its decay is, in place of decay_fraction: tokens, '2000 steps' or '10%' of train_tokens",
+        "wsd only: length of the decay, instead of decay_fraction: tokens, '2000 steps' or '10%' of train_tokens",
         read_if=f"optim.decay=wsd or {EARLY}",
     )
     decay_shape: DecayShape = setting(
-        "linear", "wsd only: its decay is linear, or 1 - sqrt (arXiv:2405.18392)", read_if=f"optim.decay=wsd or {EARLY}"
+        "linear", "wsd only: linear, or 1 - sqrt (arXiv:2405.18392)", read_if=f"optim.decay=wsd or {EARLY}"
     )
     factors: tuple[str, ...] = setting(
         FACTORS,
         "piecewise only: 'WHEN=>FACTOR' in order: tokens, steps or percents of train_tokens after which the rate is "
-        "peak_lr times the factor; the default is that of arXiv:2401.02954",
+        "peak_lr times the factor; the default is from arXiv:2401.02954",
         read_if="optim.decay=piecewise",
     )
     b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd", read_if="optim.name!=adafactor")
     b2: float = setting(0.95, "decay rate of the second moment", read_if="optim.name=adamw|lion|muon|lamb")
     eps: float = setting(1e-8, "added to the root of the second moment", read_if="optim.name=adamw|muon|lamb")
-    muon_momentum: float = setting(0.95, "of matrices, Nesterov's", read_if="optim.name=muon")
+    muon_momentum: float = setting(0.95, "Nesterov momentum of the matrices", read_if="optim.name=muon")
     muon_heads: Literal["fused", "each"] = setting(
         "fused",
-        "orthogonalised is attention's whole [D, heads x head_dim], as in the source, or each head's [D, head_dim]",
+        "fused: orthogonalize attention's whole [D, heads x head_dim], as in the source; each: the [D, head_dim] of "
+        "each head",
         read_if="optim.name=muon",
     )
     muon_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "float32",
-        "in which matrices go to the device that orthogonalises them, and back; auto: bfloat16 where "
-        "model.compute_dtype is, else float32",
+        "dtype of the all-to-all and the orthogonalization of matrices; auto: bfloat16 if model.compute_dtype is "
+        "bfloat16, else float32",
         read_if="optim.name=muon",
     )
     muon_steps: Literal[2, 3, 4] | None = setting(
         None,
-        "of the orthogonalisation, with the coefficients that are optimal for so few (arXiv:2505.16932); none: the "
-        "source's 5, whose coefficients are all the same",
+        "iterations of the orthogonalization, with coefficients that are optimal for that number (arXiv:2505.16932); "
+        "none: the source's 5, with constant coefficients",
         read_if="optim.name=muon",
     )
     scale_by_parameter: bool = setting(
         False,
-        "true: updates times the parameter's root mean square, as the source has it, and peak_lr about 1e-2; false: "
+        "true: multiply updates by the parameter's root mean square, as in the source, with peak_lr about 1e-2; false: "
         "AdamW's rates carry over",
         read_if="optim.name=adafactor",
     )
@@ -108,25 +109,25 @@ class OptimConfig:
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
     qk_clip: float | None = setting(
         None,
-        "the largest attention score that a head may reach: after a step in which it was larger, its query and key "
-        "weights shrink until it is this one (arXiv:2507.20534: 100); null: none",
+        "largest attention score of a head: after a step that exceeds it, the head's query and key weights are scaled "
+        "down to reach it (arXiv:2507.20534: 100); null: none",
     )
     moment_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "float32",
-        "in which moments are kept between steps, rounded up or down at random; int8: in blocks that share a scale",
+        "dtype of moments between steps, with stochastic rounding; int8: in blocks that share a scale",
         read_if="optim.name!=adafactor",
     )
     offload_moments: bool = setting(
-        False, "true: moments live in the host's memory and visit the device layer by layer", may_change=True
+        False, "true: keep moments in host memory and copy them to the device layer by layer", may_change=True
     )
     offload_params: bool = setting(
-        False, "true: parameters live in the host's memory and visit the device layer by layer", may_change=True
+        False, "true: keep parameters in host memory and copy them to the device layer by layer", may_change=True
     )
     groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
 
     def __post_init__(self):
         if self.decay in ("cosine", "linear", "wsd") and not 0 <= self.min_lr <= self.peak_lr:
-            raise BadInput(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
+            raise BadInput(f"min_lr={self.min_lr:g} must be between 0 and peak_lr={self.peak_lr:g}")
         for name in ("b1", "b2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0 and below 1")
@@ -139,7 +140,7 @@ class OptimConfig:
             raise BadInput(f"moment_dtype={self.moment_dtype!r}: sgd with b1=0 has no moments; leave it out")
         if self.moment_dtype != "float32" and self.offload_moments:
             raise BadInput(
-                f"moment_dtype={self.moment_dtype!r} cannot go with offload_moments=true; leave one of them out"
+                f"moment_dtype={self.moment_dtype!r} cannot be combined with offload_moments=true; leave one out"
             )
         for name, rules in (("offload_moments", WHOLE_TENSORS), ("offload_params", NEED_PARAMETERS)):
             if getattr(self, name) and self.name in rules:
@@ -151,7 +152,7 @@ class OptimConfig:
                 raise BadInput(f"{name}={getattr(self, name)} must not be negative")
 
     def parse_factors(self) -> list[tuple[str, float]]:
-        """factors as (amount of training, factor). Raises BadInput for one that is not written so."""
+        """Returns factors as (amount of training, factor). Raises BadInput for one in another form."""
         found = []
         for rule in self.factors:
             when, arrow, factor = rule.partition(ARROW)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.optim.offload import is_masked
+from jaxscale.optim.groups import is_masked
 from jaxscale.optim.optimizers import combine
 from jaxscale.training.config import EmaConfig
 from jaxscale.training.state import TrainState

@@ -19,7 +19,7 @@ import optax
 
 from jaxscale.data.batch import Batch
 from jaxscale.ops.recorder import POSITIONS, SOWN, Intermediates
-from jaxscale.optim.offload import is_masked
+from jaxscale.optim.groups import is_masked
 from jaxscale.sharding.batch_axes import BatchAxes
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.sharding.shardings import is_axes

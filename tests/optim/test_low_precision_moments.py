@@ -13,7 +13,7 @@ from stacks import losses, on_mesh, trained
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.low_precision_moments import from_blocks, random_bits, stored, to_bfloat16, to_blocks
+from jaxscale.optim.low_precision_moments import cast_moments, dequantize, quantize, random_bits, to_bfloat16
 from jaxscale.planning.memory import memory_need, memory_rows
 
 RUNS = 400
@@ -23,8 +23,8 @@ def through_bfloat16(x, step):
     return to_bfloat16(x, random_bits(x.shape, step, 0)).astype(jnp.float32)
 
 
-def through_int8(x, step, positive=False):
-    return from_blocks(to_blocks(x, 1, random_bits(x.shape, step, 0), positive=positive), 1)
+def through_int8(x, step, non_negative=False):
+    return dequantize(quantize(x, 1, random_bits(x.shape, step, 0), non_negative=non_negative), 1)
 
 
 def wide(positive):
@@ -39,7 +39,7 @@ def wide(positive):
     [
         (through_bfloat16, False, 2**-7),
         (through_int8, False, 0.35),
-        (functools.partial(through_int8, positive=True), True, 0.35),
+        (functools.partial(through_int8, non_negative=True), True, 0.35),
     ],
     ids=["bfloat16", "int8", "uint8"],
 )
@@ -56,7 +56,7 @@ def test_a_moment_comes_back_near_and_in_the_mean_right(through, positive, apart
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_second_moment_falls_at_its_rate_however_slow(dtype):
-    tx = stored(optax.scale_by_adam(0.9, 0.999), dtype, {"w": ("embed", "mlp")})
+    tx = cast_moments(optax.scale_by_adam(0.9, 0.999), dtype, {"w": ("embed", "mlp")})
     grads = {"w": jnp.ones((64, 128))}
     state = tx.init(grads)
 
@@ -65,7 +65,7 @@ def test_a_second_moment_falls_at_its_rate_however_slow(dtype):
         return tx.update({"w": zero}, state, step=number)[1], None
 
     state, _ = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(1000)))(state)
-    second = state.nu["w"].astype(jnp.float32) if dtype == "bfloat16" else from_blocks(state.nu["w"], 1)
+    second = state.nu["w"].astype(jnp.float32) if dtype == "bfloat16" else dequantize(state.nu["w"], 1)
     wanted = 0.001 * 0.999**999
     np.testing.assert_allclose(np.mean(second[:, 1:]), wanted, rtol=0.03)  # 8,128 walks of their own
 
@@ -150,7 +150,7 @@ def test_moments_in_8_bits_are_saved_and_a_run_goes_on_from_them(tmp_path):
     ("settings", "message"),
     [
         (dict(name="sgd", b1=0.0), "moment_dtype='int8': sgd with b1=0 has no moments"),
-        (dict(offload_moments=True), "moment_dtype='int8' cannot go with offload_moments=true"),
+        (dict(offload_moments=True), "moment_dtype='int8' cannot be combined with offload_moments=true"),
     ],
 )
 def test_what_cannot_be_kept_so_is_refused(settings, message):

@@ -88,5 +88,5 @@ def test_settings_out_of_range_are_refused_by_name(name):
 
 
 def test_a_smallest_rate_above_the_peak_is_refused():
-    with pytest.raises(ValueError, match="min_lr=3e-05 must lie between 0 and peak_lr=1e-06"):
+    with pytest.raises(ValueError, match="min_lr=3e-05 must be between 0 and peak_lr=1e-06"):
         OptimConfig(peak_lr=1e-6)

@@ -14,7 +14,7 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.optim.groups import dotted
-from jaxscale.optim.offload import DEVICE, HOST, streamed
+from jaxscale.optim.offload import DEVICE, HOST, offload_moments
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.offload import check_host_memory
@@ -148,7 +148,7 @@ def test_a_step_that_is_not_ok_leaves_parameters_on_the_host_as_they_were():
 
 
 def test_a_step_that_is_not_ok_leaves_moments_on_the_host_as_they_were():
-    tx = streamed(optax.scale_by_adam(), {"stacked": True, "single": False})
+    tx = offload_moments(optax.scale_by_adam(), {"stacked": True, "single": False})
     grads = {"stacked": jnp.ones((2, 3)), "single": jnp.ones(3)}
     there = lambda state: jax.tree.map(lambda leaf: jax.device_put(leaf, HOST) if leaf.ndim else leaf, state)
     state = there(tx.init(grads))
