@@ -17,7 +17,7 @@ from jaxscale.config import RunConfig
 from jaxscale.help_text import command
 from jaxscale.qualify.step import read_config
 from jaxscale.qualify.timing import seconds_of
-from jaxscale.training.statistics import named
+from jaxscale.training.statistics import flatten_statistics
 
 WANTED = 0.02  # of the time of all steps
 DEFAULT_EVERY = 100  # reported for a config that never measures statistics
@@ -38,7 +38,7 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
             compile_seconds[what], compiled[what] = seconds_of(lowered.compile)
         waited = lambda what, state: seconds_of(lambda: jax.block_until_ready(compiled[what](state, batch)))
         _, (state, _) = waited("step", run.state)
-        seen = named(jax.device_get(compiled["statistics"](state, batch)))
+        seen = flatten_statistics(jax.device_get(compiled["statistics"](state, batch)))
         alone: dict[str, list[float]] = {"step": [], "statistics": []}
         for _ in range(rounds):
             seconds, (state, _) = waited("step", state)

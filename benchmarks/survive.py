@@ -85,13 +85,13 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
 def timed_guard(cfg: GuardConfig, rounds: int) -> float:
     """Seconds of the guard's judgement as a program of its own, which in a step is fused with the rest."""
     calls = 100
-    inspect = jax.jit(functools.partial(guard.inspect, cfg))
+    check = jax.jit(functools.partial(guard.check, cfg))
     state, one = guard.init_guard(cfg.window_steps), jnp.float32(1)
 
     def run() -> None:
         held = state
         for _ in range(calls):
-            _, _, held = inspect(held, one, one)
+            _, _, held = check(held, one, one)
         jax.block_until_ready(held)
 
     run()

@@ -1,6 +1,6 @@
-"""RunConfig -> mesh, sharded model, optimizer and the step that is compiled.
+"""RunConfig -> mesh, sharded model, optimizer and the compiled step.
 
-It needs no data and no work folder, so that other tools can compile the very same; run/opening.py adds those.
+Needs no data and no work folder, so that other tools can compile the same program; run/opening.py adds those.
 """
 
 import dataclasses
@@ -32,7 +32,6 @@ from jaxscale.models.mup_config import learning_rate_multiplier, mup_scales
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.grouped import resolve_expert_kernels
 from jaxscale.ops.kernels import make_max_logit_recorder, make_recorder
-from jaxscale.ops.project import with_matmul_precision
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import ParamLayout, combine, make_optimizer, moment_axes, optim_schedule, trainable
@@ -45,37 +44,37 @@ from jaxscale.sharding.schedules import Schedule as StageSchedule
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings, with_shardings
 from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
-from jaxscale.training.balance import is_balance, rebalanced
+from jaxscale.training.balance import is_balance_param, update_balance
 from jaxscale.training.ema import init_ema
-from jaxscale.training.injected import corrupt_gradients
+from jaxscale.training.fault_injection import corrupt_gradients
 from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
 from jaxscale.training.qk_clip import make_qk_clip
 from jaxscale.training.state import TrainState, is_dynamic, state_axes
-from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
-from jaxscale.training.step import Gradients, at_state, make_gradient_norms, make_train_step
+from jaxscale.training.statistics import StatisticsStep, make_statistics_step, reduce_intermediates, statistics_groups
+from jaxscale.training.step import Gradients, gradients_of_state, make_gradient_norms, make_train_step
 
 LocalGradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]  # of one device
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a config compiles to on a mesh."""
+    """Compiled functions, shardings and shapes of a config on a mesh."""
 
     cfg: RunConfig
     model: ShardedModel
-    unstaged: ShardedModel  # the model without a pipeline's stages, for all that does not train
-    init: Callable[[], TrainState]  # the whole state is born sharded
+    unstaged: ShardedModel  # the model without pipeline stages, for everything except training
+    init: Callable[[], TrainState]  # returns a sharded state
     abstract_state: TrainState  # shapes, dtypes and shardings
-    abstract_grads: Any  # the same, of gradients summed over all devices
+    abstract_grads: Any  # of gradients reduced over all devices
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
-    gradient_norms: Callable  # jitted: (state, batch) -> {name: norm} of each gradient; compiled if it is ever called
-    statistics: StatisticsStep  # jitted, the state is not donated; compiled if it is ever called
+    gradient_norms: Callable  # jitted: (state, batch) -> {name: norm} of each gradient
+    statistics: StatisticsStep  # jitted; the state is not donated
     schedule: Schedule
     batch_sharding: NamedSharding
     batch_shards: int
     parameter_table: list[tuple[str, str, str, str, str]]
-    compiler_options: CompilerOptions  # that train_step is compiled with
-    smaller: tuple["Program", ...] = ()  # for batches of fewer tokens and shorter rows, in the order of the stages
+    compiler_options: CompilerOptions  # of train_step
+    smaller: tuple["Program", ...] = ()  # for earlier batch stages with fewer tokens or shorter rows, in order
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,49 +83,49 @@ class Program:
 
     @property
     def configs(self) -> list[RunConfig]:
-        """The config of the program of each stage, in order; the last is its own."""
-        return [one.cfg for one in (*self.smaller, self)]
+        """Configs of the programs of all batch stages, in order; the last is cfg."""
+        return [program.cfg for program in (*self.smaller, self)]
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The device mesh."""
         return self.model.mesh
 
     @property
     def attention(self) -> str:
-        """The name of the attention kernel that was chosen."""
+        """Name of the attention kernel."""
         return self.model.kernels.attention
 
     @property
     def attention_fallback(self) -> str:
-        """What kept it from the platform's own attention, or ''."""
+        """Reason why the platform's fastest attention is not used, or ''."""
         return self.model.kernels.attention_fallback
 
     @property
     def sharing(self) -> str:
-        """How devices meet the keys of a row that they share, and why so, or ''."""
+        """Context-parallel exchange of keys and values, and the reason, or ''."""
         return str(self.model.kernels.context_exchange)
 
     @property
     def exchange(self) -> str:
-        """How tokens and experts meet on the devices of mesh.expert, and why so, or ''."""
+        """Dispatch of tokens to the experts over mesh.expert, and the reason, or ''."""
         return str(self.model.exchange)
 
     @property
     def stages(self) -> str:
-        """How the stages of a pipeline go through the microbatches of a step, or ''."""
+        """Description of the pipeline schedule, or ''."""
         return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
 
     def by_size(self, name: str) -> Callable:
-        """The compiled function of this name, (state, batch) -> ...: for each batch the one for its shape."""
+        """Returns (state, batch) -> ..., which calls the function of this name of the program for the batch's shape."""
         if not self.smaller:
             return getattr(self, name)
-        functions = {one.shape: getattr(one, name) for one in (*self.smaller, self)}
+        functions = {program.shape: getattr(program, name) for program in (*self.smaller, self)}
         return lambda state, batch: functions[batch.tokens.shape](state, batch)
 
     @property
     def abstract_batch(self) -> Batch:
-        """The batch that train_step is compiled for."""
+        """Shapes, dtypes and sharding of the batch of train_step."""
         rows, lengths = self.cfg.rows_per_step, self.cfg.row_lengths
         make = lambda length, dtype: jax.ShapeDtypeStruct((rows, length), dtype, sharding=self.batch_sharding)
         ids, encoder = make(lengths.row, jnp.int32), None
@@ -140,25 +139,25 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """How gradients become updates of the parameters."""
+    """The optimizer and its schedule and parameter groups."""
 
     optimizer: optax.GradientTransformationExtraArgs
     schedule: Schedule
-    groups: Any  # a Group for each parameter
+    groups: Any  # a ParamGroup for each parameter
 
 
 @dataclasses.dataclass(frozen=True)
-class Shardings:
-    """Of what goes into a step and comes out of it."""
+class StepShardings:
+    """Shardings of the inputs and outputs of a step."""
 
-    state: TrainState  # between two steps: what is offloaded is in the host's memory
-    grads: Any  # after the reduction, gradients have the moments' sharding; of trainable parameters only
+    state: TrainState  # between steps; offloaded parts are in host memory
+    grads: Any  # of trainable parameters, reduced: the sharding of the moments
     rows: NamedSharding  # of a [rows, T] array of a batch
     whole: NamedSharding  # replicated: metrics
 
 
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None = None) -> Program:
-    """The model, optimizer and step of a config over `devices` (all unless given), for each stage of its budget.
+    """Returns the program of a config over `devices` (default: all), with one for each batch stage of its budget.
 
     Compiles nothing yet. Raises BadInput for a config or a stage that does not fit the devices.
     """
@@ -167,35 +166,36 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[Device] | Non
 
 
 def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -> Program:
-    """The program, and a smaller one for each of these stages that has none yet. Raises BadInput naming the stage."""
-    cfg, made = program.cfg, {one.shape: one for one in (*program.smaller, program)}
+    """Adds a smaller program for each of these batch stages that has none. Raises BadInput naming the stage."""
+    cfg, programs = program.cfg, {program.shape: program for program in (*program.smaller, program)}
     for stage in reversed(stages):
-        one = cfg.with_batch(stage.tokens, stage.row_tokens, program.batch_shards)
-        if (shape := (one.rows_per_step, one.row_lengths.row)) in made:
+        stage_cfg = cfg.with_batch(stage.tokens, stage.row_tokens, program.batch_shards)
+        if (shape := (stage_cfg.rows_per_step, stage_cfg.row_lengths.row)) in programs:
             continue
         try:
-            made[shape] = make_program_on(program.mesh, one, budget.without_ramps, data_row=cfg.seq_len)
+            programs[shape] = make_program_on(program.mesh, stage_cfg, budget.without_ramps, data_row=cfg.seq_len)
         except BadInput as error:
-            name = "batch_ramp" if one.seq_len == cfg.seq_len else f"seq_len_ramp, rows of {one.seq_len} tokens"
+            rows = stage_cfg.seq_len
+            name = "batch_ramp" if rows == cfg.seq_len else f"seq_len_ramp, rows of {rows} tokens"
             raise BadInput(
-                f"{name}, batches of {one.rows_per_step} rows: {error}; a run that resumes at batch {stage.stop} or "
-                "later needs none of these"
+                f"{name}, batches of {stage_cfg.rows_per_step} rows: {error}; a run that resumes at batch {stage.stop} "
+                "or later needs none of these"
             ) from None
-    smaller = [one for shape, one in made.items() if shape != program.shape]
-    smaller.sort(key=lambda one: (one.cfg.tokens_per_step, one.cfg.seq_len))
+    smaller = [other for shape, other in programs.items() if shape != program.shape]
+    smaller.sort(key=lambda other: (other.cfg.tokens_per_step, other.cfg.seq_len))
     return dataclasses.replace(program, smaller=tuple(smaller))
 
 
 def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | None = None) -> Program:
-    """The program of the last stage of a budget, on a mesh.
+    """Returns the program of the last batch stage of a budget, on a mesh.
 
-    data_row: tokens in a row of the data, where the batches have shorter ones cut from these.
+    data_row: tokens in a row of the data if the batches have shorter rows cut from those.
     """
     cfg = for_device(cfg, mesh.devices.flat[0])
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
-    if model.kernels.context_exchange.form == "ring" or model.exchange.form == "send":  # a loop in each layer
+    if model.kernels.context_exchange.form == "ring" or model.exchange.form == "send":
         options = choose_options(cfg, mesh, loops=True)
     for check in DEVICE_CHECKS:
         check(cfg, model)
@@ -213,7 +213,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         dynamic_scale=is_dynamic(cfg.train.loss_scale, cfg.model.compute_dtype),
         clip_norm=cfg.optim.clip_norm,
         count_gated=cfg.data.gate.on,
-        rebalance=make_rebalance(cfg),
+        update_balance=make_balance_update(cfg),
         data_row=data_row,
         qk_clip=qk_clip,
     )
@@ -222,9 +222,9 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
             *unstaged_run(cfg, unstaged), updates.groups, plan_shardings(cfg, unstaged, updates), recorder=make_recorder
         ),
         updates.optimizer,
-        parameter_groups(model.axes, cfg.model.layer_stacks),
+        statistics_groups(model.axes, cfg.model.layer_stacks),
     )
-    precisely = functools.partial(with_matmul_precision, cfg.model.matmul_precision)
+    precise = functools.partial(with_matmul_precision, cfg.model.matmul_precision)
     jit = functools.partial(
         jax.jit, in_shardings=(shardings.state, shardings.rows), compiler_options=options.values or None
     )
@@ -236,9 +236,9 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         init=init,
         abstract_state=abstract_state,
         abstract_grads=with_shardings(trainable(model.shapes, updates.groups), shardings.grads),
-        train_step=jit(precisely(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0),
-        gradient_norms=jit(precisely(make_gradient_norms(gradients)), out_shardings=shardings.whole),
-        statistics=jit(precisely(statistics), out_shardings=shardings.whole, compiler_options=rare or None),
+        train_step=jit(precise(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0),
+        gradient_norms=jit(precise(make_gradient_norms(gradients)), out_shardings=shardings.whole),
+        statistics=jit(precise(statistics), out_shardings=shardings.whole, compiler_options=rare or None),
         schedule=updates.schedule,
         batch_sharding=shardings.rows,
         batch_shards=axis_size("act_batch", model.rules.params, mesh.shape),
@@ -248,7 +248,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
 
 
 def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> CompilerOptions:
-    """What the step is compiled with. loops: whether there is a loop in each layer."""
+    """Returns the compiler options of the step. loops: True if each layer contains a loop."""
     device, model = mesh.devices.flat[0], cfg.model
     branches = model.attention_needs().window_layers is not None
     experts, saved = getattr(model, "experts", None) is not None, saved_names(model)
@@ -265,63 +265,66 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> Compil
 
 
 def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, ShardedModel]:
-    """The config with fewer microbatches, for more devices share the rows of each than in a pipeline; the model."""
-    shards, parts = unstaged.batch_axes.num_shards, cfg.train.num_microbatches
-    fitting = [number for number in units.divisors(parts) if cfg.rows_per_step // number % shards == 0]
-    train = dataclasses.replace(cfg.train, num_microbatches=max(fitting, default=1))
+    """Config and model of the non-pipelined program, with microbatches reduced to fit more data-parallel shards."""
+    num_shards = unstaged.batch_axes.num_shards
+    divisors = units.divisors(cfg.train.num_microbatches)
+    valid = [number for number in divisors if cfg.rows_per_step // number % num_shards == 0]
+    train = dataclasses.replace(cfg.train, num_microbatches=max(valid, default=1))
     return dataclasses.replace(cfg, batch_ramp=(), seq_len_ramp=(), train=train), unstaged
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
-    """The optimizer of a run of this length."""
-    learns = is_adapter if cfg.lora.on else lambda name: not is_balance(name)
-    optim, of_eps = cfg.optim, mup_scales(cfg.model).eps
-    if of_eps != 1.0:
-        optim = dataclasses.replace(optim, eps=optim.eps * of_eps)
-    rate = functools.partial(learning_rate_multiplier, cfg.model, optim.name)
-    groups = assign_groups(model.axes, optim.groups, optim.weight_decay, optim.weight_decay_all, learns, rate)
+    """Returns the optimizer, schedule and parameter groups of a run with this budget."""
+    is_trainable = is_adapter if cfg.lora.on else lambda name: not is_balance_param(name)
+    optim, eps_scale = cfg.optim, mup_scales(cfg.model).eps
+    if eps_scale != 1.0:
+        optim = dataclasses.replace(optim, eps=optim.eps * eps_scale)
+    multiplier = functools.partial(learning_rate_multiplier, cfg.model, optim.name)
+    groups = assign_groups(
+        model.axes, optim.groups, optim.weight_decay, optim.weight_decay_all, is_trainable, multiplier
+    )
     schedule = optim_schedule(optim, **budget.schedule_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
-    specs = jax.tree.map(lambda place: place.spec, tree_shardings(model.mesh, model.axes, model.rules.moments))
+    specs = jax.tree.map(lambda sharding: sharding.spec, tree_shardings(model.mesh, model.axes, model.rules.moments))
     slow = tuple(axis for axis, number in crossed_groups(model.mesh)[1].items() if number > 1)
     layout = ParamLayout(model.axes, specs, model.mesh, slow)
     return Updates(make_optimizer(optim, schedule, groups, is_stacked, layout), schedule, groups)
 
 
-def make_rebalance(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:
-    """What moves the balance of experts, where the model has any and is learned."""
+def make_balance_update(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:
+    """Returns the update of router loads and biases; None without experts or for adapters."""
     experts = getattr(cfg.model, "experts", None)
-    return None if experts is None or cfg.lora.on else functools.partial(rebalanced, rate=experts.bias_rate)
+    return None if experts is None or cfg.lora.on else functools.partial(update_balance, rate=experts.bias_rate)
 
 
-def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Shardings:
-    """Shardings of state, gradients and batch by the rule tables; what is offloaded goes to the host's memory."""
+def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> StepShardings:
+    """Returns shardings of state, gradients and batch by the rule tables; offloaded parts are in host memory."""
     mesh, rules = model.mesh, model.rules
     grads = trainable(tree_shardings(mesh, model.axes, rules.moments), updates.groups)
-    parts = lambda axis: axis_size(axis, rules.moments, mesh.shape)
-    opt_axes = moment_axes(updates.optimizer, model.shapes, model.axes, parts)
+    num_shards = lambda axis: axis_size(axis, rules.moments, mesh.shape)
+    opt_axes = moment_axes(updates.optimizer, model.shapes, model.axes, num_shards)
     state = tree_shardings(mesh, state_axes((), ()), rules.params)._replace(
         params=model.shardings,
         opt_state=tree_shardings(mesh, opt_axes, rules.moments),
-        ema=init_ema(cfg.train.ema, grads),  # nothing but the step reads it
+        ema=init_ema(cfg.train.ema, grads),  # like the moments, because only the step reads it
     )
     for setting, field in OFFLOADED.items():
         if getattr(cfg.optim, setting):
-            state = state._replace(**{field: on_host(getattr(state, field), exclude=is_balance)})
-    return Shardings(state, grads, model.rows_sharding, replicated(mesh))
+            state = state._replace(**{field: on_host(getattr(state, field), exclude=is_balance_param)})
+    return StepShardings(state, grads, model.rows_sharding, replicated(mesh))
 
 
 def make_gradients(
     cfg: RunConfig,
     model: ShardedModel,
     groups: Any,
-    shardings: Shardings,
+    shardings: StepShardings,
     *,
     recorder: Callable[..., Recorder] | None = None,
 ) -> Gradients:
-    """(state, batch) -> (mean of each named loss, gradients), each device of the mesh on its own rows.
+    """Returns (state, batch) -> (means of each named loss, gradients), where each device computes on its rows.
 
-    recorder: makes one for each trace, whose intermediates the means hold too.
+    recorder: makes a recorder for each trace, whose intermediates are added to the means.
     """
     axes, num_sources = model.batch_axes, len(mixture_names(cfg.data.mixture))
     reduction = Reduction(
@@ -341,44 +344,44 @@ def make_gradients(
             recording = NO_RECORDER
             if recorder is not None:
                 recording = recorder(model.kernels, model.needs, model.tensor, model.context)
-            whole = model.merge(params, combine(trained, variables), recorder=recording, training=True)
-            total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
-            return total, parts | recording.sown()
+            module = model.merge(params, combine(trained, variables), recorder=recording, training=True)
+            total, sums = summed_loss(module, batch, keys_B, cfg.train.aux_losses, num_sources)
+            return total, sums | recording.sown()
 
         means, grads = accumulate(
             loss_fn,
-            trainable(variables, groups),  # the clip norm is that of what learns
+            trainable(variables, groups),  # frozen parameters do not enter the gradient norm
             model.context.local(batch),
             key,
             num_microbatches=cfg.train.num_microbatches,
             scale=scale,
             reduction=reduction,
         )
-        return joined(means, axes, model.tensor), grads
+        return reduce_intermediates(means, axes, model.tensor), grads
 
     return on_mesh(model, shardings, gradients)
 
 
 def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction: Reduction) -> LocalGradients:
-    """What make_gradients() computes on a device, by the stages of a pipeline."""
+    """Returns the gradients of make_gradients() on one device, computed by the stages of a pipeline."""
     functions = model.stage_functions(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture)))
     pipeline = Pipeline(functions, model.pipeline, stage_schedule(cfg, model), groups)
-    reduction = reduction._replace(last=model.stage_gradients)
+    reduction = reduction._replace(total_grads=model.stage_gradients)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
-        weights, own_batch = model.stage_weights(params), model.context.local(batch)
-        return accumulate_pipelined(pipeline, weights, own_batch, key, scale=scale, reduction=reduction)
+        weights, local_batch = model.stage_weights(params), model.context.local(batch)
+        return accumulate_pipelined(pipeline, weights, local_batch, key, scale=scale, reduction=reduction)
 
     return gradients
 
 
 def stage_schedule(cfg: RunConfig, model: ShardedModel) -> StageSchedule:
-    """What the stages of a pipeline do, one tick after the other."""
+    """Returns the schedule of the pipeline stages."""
     return model.pipeline.schedule(cfg.pipeline.schedule, cfg.train.num_microbatches)
 
 
-def on_mesh(model: ShardedModel, shardings: Shardings, gradients: LocalGradients) -> Gradients:
-    """The function of a state and a batch, from that of one device."""
+def on_mesh(model: ShardedModel, shardings: StepShardings, gradients: LocalGradients) -> Gradients:
+    """Applies shard_map to the gradients of one device, and takes their arguments from a state."""
     grads_specs = jax.tree.map(lambda sharding: sharding.spec, shardings.grads)
     in_specs, out_specs = (model.specs, shardings.rows.spec, P(), P()), (P(), grads_specs)
-    return corrupt_gradients(at_state(model.batch_axes.shard_map(gradients, in_specs, out_specs)))
+    return corrupt_gradients(gradients_of_state(model.batch_axes.shard_map(gradients, in_specs, out_specs)))

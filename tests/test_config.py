@@ -137,7 +137,7 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is not a regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),
         ({"sample.temperature": 0}, "sample: "),
-        ({"train.loss_scale.initial": 0.5}, "train.loss_scale: initial=0.5 must lie between min=1"),
+        ({"train.loss_scale.initial": 0.5}, "train.loss_scale: initial=0.5 must be between min=1"),
     ],
 )  # fmt: skip
 def test_an_impossible_combination_is_one_line(overrides, told):

@@ -24,7 +24,7 @@ from jaxscale.sampling.config import SampleConfig
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.training import loop
-from jaxscale.training.ema import averaged
+from jaxscale.training.ema import ema_params
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 WIDE = {"model.vocab_size": 264, "seq_len": 32, "batch_tokens": "8 rows"}
@@ -178,7 +178,7 @@ def test_the_average_of_adapters_is_opened_with_the_base_that_has_none(base, tmp
     run = tuned(tmp_path / "tuned", base, steps=2, **settings)
     model = open_model(str(tmp_path / "tuned"), what="ema", say=lambda line: None)
     state = restored(run, 2, settings)
-    tiny.assert_same_bits(tiny.host(model.params), tiny.host(averaged(state)))
+    tiny.assert_same_bits(tiny.host(model.params), tiny.host(ema_params(state)))
     ends = {
         name for name, leaf in leaves(tiny.host(model.params)).items() if (leaf != leaves(state.params)[name]).any()
     }

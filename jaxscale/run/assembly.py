@@ -41,8 +41,8 @@ from jaxscale.system.redact import redacted
 from jaxscale.text.tokenizer.saved import save_tokenizer
 from jaxscale.training.autopilot import Pilot
 from jaxscale.training.expert_use import ExpertUse
+from jaxscale.training.fault_injection import corrupt_batches
 from jaxscale.training.feed import Feed
-from jaxscale.training.injected import corrupt_batches
 from jaxscale.training.loop import NamedEvaluate, Run
 from jaxscale.training.replicas import ReplicaWatch, coverage, flip_bits, make_replica_check
 from jaxscale.training.services import Services

@@ -19,7 +19,7 @@ from jaxscale.sampling.generator import Engine, Generator, NotFinite
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system import paths
 from jaxscale.system.redact import redact
-from jaxscale.training.ema import averaged
+from jaxscale.training.ema import ema_params
 from jaxscale.training.state import TrainState
 
 Log = Callable[[str], None]
@@ -135,7 +135,7 @@ def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) 
     sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
 
     def sample(state: TrainState) -> str:
-        generator = Generator(engine, averaged(state) if cfg.sample.ema else state.params)
+        generator = Generator(engine, ema_params(state) if cfg.sample.ema else state.params)
         ids, total, rows = list(prompt), len(prompt) + cfg.sample.num_tokens, 0
         while len(ids) < total:
             row = ids if len(ids) < longest else ids[-(longest // 2) :]

@@ -1,4 +1,4 @@
-"""What keeps experts equally busy without a gradient: numbers among the parameters that a step moves by its counts.
+"""Auxiliary-loss-free load balancing (arXiv:2408.15664): router biases updated from token counts, without gradients.
 
 L layers  E experts
 """
@@ -13,29 +13,29 @@ from jaxscale.models.experts_config import EXPERT_COUNTS
 ROUTER_BIAS, ROUTER_LOAD = "router_bias", "router_load"
 
 
-def is_balance(name: str) -> bool:
-    """True for the dotted name of a parameter that rebalanced() moves."""
+def is_balance_param(name: str) -> bool:
+    """True for the dotted name of a parameter that update_balance() sets."""
     return name.rpartition(".")[2] in (ROUTER_BIAS, ROUTER_LOAD)
 
 
-def rebalanced(params: dict, means: dict[str, Any], rate: float) -> dict:
-    """The parameters after a step in which experts were chosen so often (arXiv:2408.15664).
+def update_balance(params: dict, means: dict[str, Any], rate: float) -> dict:
+    """Returns the parameters with ROUTER_LOAD of this step and, if there are any, updated router biases.
 
-    Integers decide: the same on every mesh, whatever the microbatches.
+    The direction depends on integer counts only, so it is the same on every mesh and for any microbatches.
     """
     counts_LE = means[EXPERT_COUNTS]
     rows_L1 = jnp.sum(counts_LE, axis=1, keepdims=True)
-    fewer_LE = jnp.sign(rows_L1 - counts_LE.shape[1] * counts_LE)  # than the mean
-    moved = {ROUTER_LOAD: counts_LE / jnp.maximum(rows_L1, 1)}
-    if ROUTER_BIAS in mlp_of(params["blocks"]):
-        moved[ROUTER_BIAS] = rate * fewer_LE
-    return params | {"blocks": with_moved(params["blocks"], moved)}
+    direction_LE = jnp.sign(rows_L1 - counts_LE.shape[1] * counts_LE)  # positive for fewer tokens than the mean
+    updates = {ROUTER_LOAD: counts_LE / jnp.maximum(rows_L1, 1)}
+    if ROUTER_BIAS in moe_params(params["blocks"]):
+        updates[ROUTER_BIAS] = rate * direction_LE
+    return params | {"blocks": apply_router_updates(params["blocks"], updates)}
 
 
-def bias_ends(params: dict) -> dict[str, jax.Array]:
-    """{ROUTER_BIAS: float32[L, 2], the lowest and the highest of each layer}; {} where there are none."""
+def bias_range(params: dict) -> dict[str, jax.Array]:
+    """Returns {ROUTER_BIAS: float32[L, 2], the minimum and maximum of each layer}; {} without router biases."""
     blocks = params["blocks"]
-    if ROUTER_BIAS not in mlp_of(blocks):
+    if ROUTER_BIAS not in moe_params(blocks):
         return {}
     if "mlp" in blocks:
         bias_LE = blocks["mlp"][ROUTER_BIAS]
@@ -44,15 +44,15 @@ def bias_ends(params: dict) -> dict[str, jax.Array]:
     return {ROUTER_BIAS: jnp.stack([jnp.min(bias_LE, axis=1), jnp.max(bias_LE, axis=1)], axis=1)}
 
 
-def mlp_of(blocks: dict) -> dict:
-    """The parameters of experts, of all layers or of the first where each is by itself."""
+def moe_params(blocks: dict) -> dict:
+    """Returns the MoE parameters of all layers if they are stacked, else of the first layer."""
     return blocks["mlp"] if "mlp" in blocks else blocks["0"]["mlp"]
 
 
-def with_moved(blocks: dict, moved: dict[str, Any]) -> dict:
-    """The layers with their load put in, and their biases moved."""
-    if "mlp" not in blocks:  # each by itself
-        own = lambda layer: {name: values_LE[int(layer)] for name, values_LE in moved.items()}
-        return {layer: with_moved(block, own(layer)) for layer, block in blocks.items()}
-    bias = {name: blocks["mlp"][name] + moved[name] for name in moved if name == ROUTER_BIAS}
-    return blocks | {"mlp": blocks["mlp"] | {ROUTER_LOAD: moved[ROUTER_LOAD]} | bias}
+def apply_router_updates(blocks: dict, updates: dict[str, Any]) -> dict:
+    """Replaces the load of each layer and adds to its biases."""
+    if "mlp" not in blocks:  # not stacked
+        layer_updates = lambda layer: {name: values_LE[int(layer)] for name, values_LE in updates.items()}
+        return {layer: apply_router_updates(block, layer_updates(layer)) for layer, block in blocks.items()}
+    bias = {name: blocks["mlp"][name] + updates[name] for name in updates if name == ROUTER_BIAS}
+    return blocks | {"mlp": blocks["mlp"] | {ROUTER_LOAD: updates[ROUTER_LOAD]} | bias}

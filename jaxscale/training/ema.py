@@ -1,4 +1,4 @@
-"""A running average of the parameters beside them: smoother than they are, and often better on held-out text."""
+"""Exponential moving average (EMA) of the parameters, which often has a lower validation loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,31 +15,31 @@ Evaluate = Callable[[Any], dict[str, float]]
 
 
 def init_ema(cfg: EmaConfig, params: Any) -> Any:
-    """The average before the first step, equal to the parameters; None, which has no arrays, where it is off."""
+    """Returns the EMA before the first step, equal to the parameters; None, a tree without arrays, if it is off."""
     return params if cfg.on else None
 
 
 def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
-    """The average after the step number `step` (from 0) has given these parameters; None stays None.
+    """Returns the EMA after step number `step` (from 0) with these new parameters; None if it is off.
 
-    One that equals its parameter stays so bit for bit: the difference is what is scaled.
+    An average equal to its parameter stays so bit for bit, because the difference is scaled.
     """
     if ema is None:
         return None
-    begun = step >= cfg.start_step
-    renew = lambda new, old: jnp.where(begun, old + (1 - cfg.decay) * (new - old), new)
-    return jax.tree.map(lambda new, old: old if is_masked(old) else renew(new, old), params, ema)
+    started = step >= cfg.start_step
+    update = lambda new, old: jnp.where(started, old + (1 - cfg.decay) * (new - old), new)
+    return jax.tree.map(lambda new, old: old if is_masked(old) else update(new, old), params, ema)
 
 
-def averaged(state: TrainState) -> Any:
-    """All parameters, averages in the place of those that have one."""
+def ema_params(state: TrainState) -> Any:
+    """Returns all parameters, with the average of those that have one."""
     return combine(state.ema, state.params)
 
 
-def evaluated(evaluate: Evaluate, state: TrainState, group: str = "validation") -> dict[str, float]:
-    """Metrics of the parameters and, where there is one, of their average: 'validation/loss', 'validation_ema/loss'."""
+def evaluate_with_ema(evaluate: Evaluate, state: TrainState, group: str = "validation") -> dict[str, float]:
+    """Returns metrics of the parameters and of their EMA if any: 'validation/loss', 'validation_ema/loss'."""
     metrics = evaluate(state.params)
     if state.ema is None:
         return metrics
-    average = evaluate(averaged(state))
-    return metrics | {name.replace(group, f"{group}_ema", 1): v for name, v in average.items()}
+    ema_metrics = evaluate(ema_params(state))
+    return metrics | {name.replace(group, f"{group}_ema", 1): v for name, v in ema_metrics.items()}

@@ -17,14 +17,14 @@ from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 from jaxscale.training.autopilot import Autopilot, Pilot, Rescheduled, Rewound
-from jaxscale.training.ema import evaluated
+from jaxscale.training.ema import evaluate_with_ema
 from jaxscale.training.expert_use import ExpertUse
 from jaxscale.training.feed import Feed
 from jaxscale.training.limits import Limiter, Limits
 from jaxscale.training.report import Reporter, Unread, seconds_since
 from jaxscale.training.services import UNATTENDED, Services
 from jaxscale.training.state import TrainState
-from jaxscale.training.statistics import StatisticsStep, Watch
+from jaxscale.training.statistics import StatisticsRunner, StatisticsStep
 from jaxscale.training.step import TrainStep
 from jaxscale.training.stopping import StopRequest
 
@@ -132,7 +132,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
 def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, last_step: int) -> TrainState:
     """The state after the steps from run.start_step to last_step, with all that is due between them done."""
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
-    statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
+    statistics = StatisticsRunner(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
     pilot, limiter = Autopilot(run.pilot, checkpoints), None if run.limits is None else Limiter(run.limits)
     met = set()  # shapes of batches
 
@@ -150,7 +150,7 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
             batch, n = next(feed)
         waited = seconds_since(began)
         state = pilot.steer(step, state)
-        pending = statistics.begin(now, state, batch)
+        pending = statistics.dispatch(now, state, batch)
         compiles = batch.tokens.shape not in met
         met.add(batch.tokens.shape)
         with phase("compile" if compiles else "step", now):
@@ -159,7 +159,7 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
             checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
         if unread:
             read(unread)  # of the step before: the device is never idle while the host reads
-        unread = Unread(now, metrics, batch, n, waited, compiles, statistics.end(now, pending))
+        unread = Unread(now, metrics, batch, n, waited, compiles, statistics.fetch(now, pending))
         with phase("step", now):
             if run.services.board:
                 run.services.board.refresh()  # once for all that is asked of it
@@ -238,7 +238,7 @@ def validate(run: Run, reporter: Reporter, step: int, state: TrainState) -> dict
         return {}
     began = time.monotonic()
     with run.services.watchdog.phase("eval", step):
-        metrics = evaluated(run.evaluate, state)
+        metrics = evaluate_with_ema(run.evaluate, state)
     reporter.validation(step, metrics, seconds_since(began))
     return metrics
 
@@ -252,7 +252,7 @@ def measure(
     began, metrics = time.monotonic(), {}
     for one in evaluators:
         with run.services.watchdog.phase("eval", step):
-            metrics |= evaluated(one.evaluate, state, "evals")
+            metrics |= evaluate_with_ema(one.evaluate, state, "evals")
     reporter.evaluation(step, metrics, seconds_since(began))
     return metrics
 

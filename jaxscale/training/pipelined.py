@@ -24,11 +24,11 @@ from jaxscale.models.stages import StageFunctions
 from jaxscale.optim.optimizers import combine, trainable
 from jaxscale.sharding.pipeline_axis import PipelineAxis
 from jaxscale.sharding.schedules import IDLE, Backward, Passes, Schedule
-from jaxscale.training.accumulate import Reduction, divided, near_mean, row_keys, split_rows
+from jaxscale.training.accumulate import Reduction, per_token_scale, reduce_and_divide, row_keys, split_microbatches
 
 
-class Parts(NamedTuple):
-    """A tree like the parameters, in parts."""
+class ParamParts(NamedTuple):
+    """A tree like the parameters, split by where the pipeline uses them."""
 
     ends: Any  # outside of layers: embedding, final norm, head
     dense: Any  # {} or {DENSE: the leading layers}
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
 
     @property
     def whole(self) -> dict:
-        """The tree."""
+        """The tree of the parameters."""
         return {**self.ends, **self.dense, BLOCKS: self.blocks}
 
 
@@ -47,9 +47,9 @@ class Carry(NamedTuple):
     cotangents_in_BTD: jax.Array  # from the next stage
     saved_inputs_ScBTD: jax.Array  # inputs of layers, for the microbatches in flight
     pending_cotangents_SBTD: jax.Array  # of the model's last chunk until its backward pass; then the deferred ones
-    grads: Parts  # float32, of the trained parameters
+    grads: ParamParts  # float32, of the trained parameters
     sums: dict[str, jax.Array]  # of the loss
-    metrics: dict[str, jax.Array]  # sums that the layers of this stage return
+    metrics: dict[str, jax.Array]  # sums returned by the layers of this stage
 
 
 class Tick(NamedTuple):
@@ -64,7 +64,7 @@ class Tick(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Runs a batch through the stages."""
+    """Computes loss and gradients of a batch with a pipeline schedule."""
 
     functions: StageFunctions
     axis: PipelineAxis
@@ -89,12 +89,12 @@ class Pipeline:
 
 
 def accumulate_pipelined(
-    pipeline: Pipeline, weights: Any, batch: Batch, key: jax.Array, *, scale: jax.Array, reduction: Reduction
+    pipeline: Pipeline, weights: Any, batch: Batch, key: jax.Array, *, scale: jax.Array | float, reduction: Reduction
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Returns what accumulate() returns. weights: of the stage. reduction.last: takes gradients of those."""
-    near, keys_B = near_mean(scale, batch, reduction), row_keys(key, batch, reduction)
-    split = lambda field: split_rows(field, pipeline.schedule.num_microbatches)
-    return divided(*pipeline.sums(weights, jax.tree.map(split, (batch, keys_B)), near), near, reduction)
+    """Returns what accumulate() returns. weights: of the stage; reduction.total_grads takes their gradients."""
+    scale, keys_B = per_token_scale(scale, batch, reduction), row_keys(key, batch, reduction)
+    split = lambda field: split_microbatches(field, pipeline.schedule.num_microbatches)
+    return reduce_and_divide(*pipeline.sums(weights, jax.tree.map(split, (batch, keys_B)), scale), scale, reduction)
 
 
 class StageWork:
@@ -119,13 +119,13 @@ class StageWork:
         params, first = at(self.blocks, 0), jnp.zeros((), jnp.int32)
         run = lambda x_BTD: self.functions.run_layer(params, self.ends, x_BTD, *rows, number=first)
         _, metrics = jax.eval_shape(run, x_BTD)
-        weights = Parts(self.ends, self.dense, self.blocks)
+        weights = ParamParts(self.ends, self.dense, self.blocks)
         return Carry(
             zeros(),
             zeros(),
             zeros(self.schedule.num_slots, max(self.layers_Vc.shape[1], self.num_first + self.num_dense)),
             zeros(self.schedule.num_pending + self.schedule.num_deferred),
-            Parts(*(zero_grads(trainable(*part)) for part in zip(weights, self.groups, strict=True))),
+            ParamParts(*(zero_grads(trainable(*part)) for part in zip(weights, self.groups, strict=True))),
             zeros_like(sums),
             zeros_like(metrics),
         )
@@ -152,7 +152,7 @@ class StageWork:
         ends = self.add_embedding(ends, dx_BTD, now.returns, returns)
         # Otherwise XLA sends x_BTD between slices at the beginning of the next tick, where it is waited for.
         x_BTD, dx_BTD = lax.optimization_barrier((x_BTD, dx_BTD))
-        return Carry(x_BTD, dx_BTD, saved_ScBTD, pending_SBTD, Parts(ends, dense, blocks), sums, metrics)
+        return Carry(x_BTD, dx_BTD, saved_ScBTD, pending_SBTD, ParamParts(ends, dense, blocks), sums, metrics)
 
     def when(self, active: jax.Array | bool, times: int, f: Callable, *operands: Any) -> Any:
         """Returns f(*operands) if active, else the operands. times: ticks of a step in which f runs."""
@@ -267,7 +267,7 @@ class StageWork:
 
         Returns (gradient of the chunk's input, pending cotangents with dy_BTD), or dx_BTD and pending_SBTD.
         """
-        if not (most := self.schedule.num_deferred):  # of a stage; the first defers none
+        if not (num_deferred := self.schedule.num_deferred):  # the largest of all stages; the first defers none
             return dx_BTD, pending_SBTD
 
         def layer(dy_BTD, i):
@@ -279,7 +279,7 @@ class StageWork:
             pending_SBTD = lax.dynamic_update_index_in_dim(pending_SBTD, dy_BTD, now.defer_to, 0)
             return lax.scan(layer, dy_BTD, jnp.arange(self.layers_Vc.shape[1]), reverse=True)[0], pending_SBTD
 
-        return self.when(deferred, most, run, dx_BTD, pending_SBTD)
+        return self.when(deferred, num_deferred, run, dx_BTD, pending_SBTD)
 
     def backward_dense(
         self, dy_BTD: jax.Array, grads: Any, saved_ScBTD: jax.Array, now: Backward, returns: jax.Array
@@ -321,7 +321,7 @@ class StageWork:
         return x_BTD, jnp.asarray(self.scale * metrics.get("objective", 0.0), jnp.float32)
 
     def layer(self, params: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (residual stream after layer i of the chunk, its metrics); x_BTD and zeros if there is no layer i."""
+        """Returns (residual stream after layer i of the chunk, its metrics); x_BTD and zeros if i is past its last."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
         run = lambda x_BTD: self.functions.run_layer(params, self.ends, x_BTD, *rows, number=number)
         if (self.axis.layers != IDLE).all():
@@ -350,10 +350,10 @@ def added_at(totals: Any, grads: Any, i: jax.Array) -> Any:
     return jax.tree.map(add, totals, grads)
 
 
-def split_params(tree: dict) -> Parts:
+def split_params(tree: dict) -> ParamParts:
     """Splits a tree like the parameters into its parts."""
     ends = {name: subtree for name, subtree in tree.items() if name not in (DENSE, BLOCKS)}
-    return Parts(ends, {DENSE: tree[DENSE]} if DENSE in tree else {}, tree[BLOCKS])
+    return ParamParts(ends, {DENSE: tree[DENSE]} if DENSE in tree else {}, tree[BLOCKS])
 
 
 def stacked_layers(stacks: dict) -> int:

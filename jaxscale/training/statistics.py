@@ -1,9 +1,9 @@
-"""Statistics of each layer and of groups of parameters, by a separate program that runs every so many steps.
+"""Statistics of layers and groups of parameters, from a separate program that runs every few steps.
 
-It takes the gradients of a step's batch once more, with a recorder of the activations, and makes the update without
-applying it: the training step is compiled without a trace of it, and trains to the same bits whether it runs or not.
+It recomputes the gradients of the step's batch while recording activations, and computes the update without applying
+it. The training step does not contain it, so training is the same to the bit with or without it.
 
-L layers, of all stacks in the order that a batch goes through them
+L layers of all stacks, in forward order
 """
 
 import contextlib
@@ -31,61 +31,61 @@ from jaxscale.training.step import Gradients
 DEVICE = jax.memory.Space.Device
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"  # groups of the parameters outside of blocks
 ZERO_GRAD = "zero_grad"
-BLOCK = re.compile(r"(\w*blocks)/(?:(\d+)/)?")  # how the path of a block's parameter begins
+BLOCK = re.compile(r"(\w*blocks)/(?:(\d+)/)?")  # prefix of the path of a block's parameter
 
-# {name: {number of a stack's first layer: float32[its layers], or a group: float32[]}}, and under ZERO_GRAD
-# {path of a parameter: bool[], or bool[layers] of a stacked one}
+# {name: {index of a stack's first layer: float32[its layers], or a group: float32[]}}, and under ZERO_GRAD
+# {path of a parameter: bool[], or bool[layers] if stacked}
 Statistics = dict[str, dict[str, jax.Array]]
 StatisticsStep = Callable[[TrainState, Batch], Statistics]
 
 
-class Groups(NamedTuple):
-    """The group that each parameter's sum of squares is added to: layers come first, then the others."""
+class StatisticsGroups(NamedTuple):
+    """Index of the group of each parameter: the layers come first, then the groups outside of blocks."""
 
     num_layers: int
-    others: tuple[str, ...]
-    places: tuple[np.ndarray | int, ...]  # of each parameter; an array, [layers], for one that is stacked
-    names: tuple[str, ...]  # of each parameter: its path
+    outer_names: tuple[str, ...]
+    indices: tuple[np.ndarray | int, ...]  # of each parameter; an array, [layers], if stacked
+    paths: tuple[str, ...]  # of each parameter
 
 
-def parameter_groups(axes: Any, stacks: Mapping[str, int]) -> Groups:
-    """Each layer, and of what is outside of them EMBEDDING (tables of tokens and of positions), HEAD and NORMS.
+def statistics_groups(axes: Any, stacks: Mapping[str, int]) -> StatisticsGroups:
+    """Groups parameters by layer, and outside of blocks by EMBEDDING (of tokens and positions), HEAD and NORMS.
 
-    axes: the logical axes of the parameters. stacks: as layer_stacks() has them.
+    axes: logical axes of the parameters. stacks: from layer_stacks().
     """
     starts, num_layers = {}, 0
     for name, layers in stacks.items():
         starts[name], num_layers = num_layers, num_layers + layers
     leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
-    paths = [(jax.tree_util.keystr(path, simple=True, separator="/"), names) for path, names in leaves]
-    found = {outer_group(path, names) for path, names in paths if not BLOCK.match(path)}
-    others = tuple(name for name in (EMBEDDING, HEAD, NORMS) if name in found)
+    params = [(jax.tree_util.keystr(path, simple=True, separator="/"), names) for path, names in leaves]
+    present = {outer_group(path, names) for path, names in params if not BLOCK.match(path)}
+    outer_names = tuple(name for name in (EMBEDDING, HEAD, NORMS) if name in present)
 
-    def place(path: str, names: tuple[str, ...]) -> np.ndarray | int:
+    def index(path: str, names: tuple[str, ...]) -> np.ndarray | int:
         block = BLOCK.match(path)
         if not block:
-            return num_layers + others.index(outer_group(path, names))
+            return num_layers + outer_names.index(outer_group(path, names))
         stack, layer = block.groups()
         return starts[stack] + (int(layer) if layer else np.arange(stacks[stack]))
 
-    places = tuple(place(path, names) for path, names in paths)
-    return Groups(num_layers, others, places, tuple(path for path, _ in paths))
+    indices = tuple(index(path, names) for path, names in params)
+    return StatisticsGroups(num_layers, outer_names, indices, tuple(path for path, _ in params))
 
 
 def outer_group(path: str, axes: tuple[str, ...]) -> str:
-    """The group of a parameter outside of blocks."""
+    """Returns the group of a parameter outside of blocks."""
     if path.partition("/")[0] in ("head", "bias_vocab"):
         return HEAD
     return EMBEDDING if {"vocab", "position"} & set(axes) else NORMS
 
 
 def make_statistics_step(
-    gradients: Gradients, optimizer: optax.GradientTransformationExtraArgs, groups: Groups
+    gradients: Gradients, optimizer: optax.GradientTransformationExtraArgs, groups: StatisticsGroups
 ) -> StatisticsStep:
-    """Builds the pure (state, batch) -> Statistics of the step that this state would take on this batch.
+    """Returns the pure function (state, batch) -> Statistics of the next step of this state on this batch.
 
-    gradients: whose means have a SOWN part, as joined() makes it. The update is that of a step which is not refused.
-    Norms are L2.
+    gradients: its means have intermediates under SOWN, from reduce_intermediates(). The update is that of an accepted
+    step. Norms are L2.
     """
 
     def statistics_step(state: TrainState, batch: Batch) -> Statistics:
@@ -101,154 +101,155 @@ def make_statistics_step(
         }
         norms["update_ratio"] = norms["update_norm"] / norms["weight_norm"]
         layers = groups.num_layers
-        by_group = lambda values: {"0": values[:layers]} | dict(zip(groups.others, values[layers:]))
+        by_group = lambda values: {"0": values[:layers]} | dict(zip(groups.outer_names, values[layers:]))
         grouped = {name: by_group(values) for name, values in norms.items()}
         return layer_statistics(means[SOWN]) | grouped | {ZERO_GRAD: zero_gradients(groups, grads)}
 
     return statistics_step
 
 
-def group_norms(groups: Groups, tree: Any, before: Any = None) -> jax.Array:
-    """float32[groups]: the L2 norm of each group of a tree like the parameters.
+def group_norms(groups: StatisticsGroups, tree: Any, before: Any = None) -> jax.Array:
+    """Returns float32[groups], the L2 norm of each group of a tree like the parameters.
 
-    before: the parameters, where the tree is updates: of a parameter on the host, an update is the new parameter.
+    before: the parameters if the tree is updates, because the update of a parameter on the host is the new parameter.
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_masked)
     olds = [None] * len(leaves) if before is None else jax.tree.leaves(before)
-    squares = jnp.zeros(groups.num_layers + len(groups.others), jnp.float32)
-    for leaf, old, place in zip(leaves, olds, groups.places, strict=True):
+    squares = jnp.zeros(groups.num_layers + len(groups.outer_names), jnp.float32)
+    for leaf, old, index in zip(leaves, olds, groups.indices, strict=True):
         if is_masked(leaf):  # frozen: it has neither gradient nor update
             continue
-        squares = squares.at[place].add(reduced(sum_of_squares, leaf, old, stacked=isinstance(place, np.ndarray)))
+        squares = squares.at[index].add(reduce_leaf(sum_of_squares, leaf, old, stacked=isinstance(index, np.ndarray)))
     return jnp.sqrt(squares)
 
 
-def zero_gradients(groups: Groups, grads: Any) -> dict[str, jax.Array]:
-    """{path: True where every entry of the gradient is exactly zero} of the trained parameters, by layer of a stack.
+def zero_gradients(groups: StatisticsGroups, grads: Any) -> dict[str, jax.Array]:
+    """Returns {path: True if the gradient is exactly zero} of the trained parameters, per layer if stacked.
 
-    Entries are compared themselves: the square of a small one underflows.
+    Entries are compared, not their squares: the square of a small one underflows.
     """
-    leaves = zip(groups.names, groups.places, jax.tree.leaves(grads, is_leaf=is_masked), strict=True)
+    leaves = zip(groups.paths, groups.indices, jax.tree.leaves(grads, is_leaf=is_masked), strict=True)
     return {
-        name: reduced(lambda x: jnp.all(x == 0), leaf, stacked=isinstance(place, np.ndarray))
-        for name, place, leaf in leaves
+        path: reduce_leaf(lambda x: jnp.all(x == 0), leaf, stacked=isinstance(index, np.ndarray))
+        for path, index, leaf in leaves
         if not is_masked(leaf)
     }
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
-    """float32[]: the sum of the squared entries."""
+    """Sum of the squared entries, float32[]."""
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def reduced(
+def reduce_leaf(
     reduction: Callable[[jax.Array], jax.Array], leaf: jax.Array, old: jax.Array | None = None, *, stacked: bool
 ) -> jax.Array:
-    """The reduction of a parameter to one number, or to [layers] of a stack. From an array on the host, of which the
-    device never holds more than a layer of a stack, `old` is subtracted."""
+    """Reduces a leaf to a scalar, or to [layers] if stacked.
+
+    `old` is subtracted from a leaf on the host, which is copied to the device layer by layer if stacked.
+    """
     if not is_on_host(leaf):
         return jax.vmap(reduction)(leaf) if stacked else reduction(leaf)
     pair = [leaf] if old is None else [leaf, old]
 
-    def visit(pair):
-        here = jax.device_put(pair, DEVICE)
-        return reduction(here[0] - here[1] if len(here) > 1 else here[0])
+    def reduce_on_device(pair):
+        copied = jax.device_put(pair, DEVICE)
+        return reduction(copied[0] - copied[1] if len(copied) > 1 else copied[0])
 
     if not stacked:
-        return visit(pair)
+        return reduce_on_device(pair)
     at = lambda i: [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in pair]
-    return jax.lax.map(lambda i: visit(at(i)), jnp.arange(leaf.shape[0]))
+    return jax.lax.map(lambda i: reduce_on_device(at(i)), jnp.arange(leaf.shape[0]))
 
 
-def joined(means: dict[str, Any], batch_axes: BatchAxes, tensor: TensorAxis) -> dict[str, Any]:
-    """The means of accumulate() with the intermediates of all devices and microbatches: float32[layers], where it was
-    float32[microbatches, layers] of this device. As they are where nothing was recorded."""
+def reduce_intermediates(means: dict[str, Any], batch_axes: BatchAxes, tensor: TensorAxis) -> dict[str, Any]:
+    """Reduces intermediates of accumulate() over devices and microbatches, from [microbatches, layers] to [layers]."""
     if SOWN not in means:
         return means
     sums = lambda x: tensor.sum(batch_axes.sum(jnp.sum(x, axis=0)))
     maxima = lambda x: tensor.max(batch_axes.max(jnp.max(x, axis=0)))
-    seen = tuple(Intermediates(jax.tree.map(sums, of.sums), jax.tree.map(maxima, of.maxima)) for of in means[SOWN])
-    return means | {SOWN: seen}
+    reduce = lambda stack: Intermediates(jax.tree.map(sums, stack.sums), jax.tree.map(maxima, stack.maxima))
+    return means | {SOWN: tuple(map(reduce, means[SOWN]))}
 
 
 def layer_statistics(stacks: Sequence[Intermediates]) -> Statistics:
-    """Root mean squares over the entries of all positions with text, and the largest scores of attention."""
-    found: Statistics = {}
+    """Returns root mean squares over the entries of all positions with text, and the largest attention scores."""
+    statistics: Statistics = {}
     start = 0
-    for seen in stacks:
-        positions = seen.sums[POSITIONS]
-        for name, total in seen.sums.items():
+    for stack in stacks:
+        positions = stack.sums[POSITIONS]
+        for name, total in stack.sums.items():
             if name != POSITIONS:
-                found.setdefault(f"{name}_rms", {})[str(start)] = jnp.sqrt(total / positions)
-        for name, largest in seen.maxima.items():
-            found.setdefault(name, {})[str(start)] = largest
+                statistics.setdefault(f"{name}_rms", {})[str(start)] = jnp.sqrt(total / positions)
+        for name, maxima in stack.maxima.items():
+            statistics.setdefault(name, {})[str(start)] = maxima
         start += positions.shape[0]
-    return found
+    return statistics
 
 
-def named(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """{'stats/activation_rms/00': number, ..., 'stats/grad_norm/embedding': number} of fetched Statistics.
+def flatten_statistics(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Returns {'stats/activation_rms/00': number, ..., 'stats/grad_norm/embedding': number} of fetched Statistics.
 
-    Numbers of layers have as many digits as the last needs, two at least: the order of the text is that of the layers.
-    Of ZERO_GRAD it has the parameters whose gradient is zero only: 'stats/zero_grad/blocks/1/mlp/up' is 1.0.
+    Layer indices are zero-padded to two digits or more, so that names sort by layer. ZERO_GRAD has only parameters
+    whose gradient is zero: 'stats/zero_grad/blocks/1/mlp/up' is 1.0.
     """
     zero = statistics.get(ZERO_GRAD, {})
     statistics = {name: parts for name, parts in statistics.items() if name != ZERO_GRAD}
     starts = [(int(key), values) for parts in statistics.values() for key, values in parts.items() if key.isdigit()]
     last = max(start + len(values) for start, values in starts) - 1
     digits = max(2, len(str(last)))
-    numbers = {}
+    metrics = {}
     for name, parts in statistics.items():
         for key, values in parts.items():
             if key.isdigit():
                 layers = enumerate(values.tolist(), int(key))
-                numbers |= {f"stats/{name}/{layer:0{digits}}": value for layer, value in layers}
+                metrics |= {f"stats/{name}/{layer:0{digits}}": value for layer, value in layers}
             else:
-                numbers[f"stats/{name}/{key}"] = float(values)
-    numbers |= {f"stats/{ZERO_GRAD}/{name}": 1.0 for path, flags in zero.items() for name in flagged(path, flags)}
-    return dict(sorted(numbers.items()))
+                metrics[f"stats/{name}/{key}"] = float(values)
+    metrics |= {f"stats/{ZERO_GRAD}/{name}": 1.0 for path, flags in zero.items() for name in flagged_paths(path, flags)}
+    return dict(sorted(metrics.items()))
 
 
-def flagged(path: str, flags: np.ndarray) -> list[str]:
-    """The path if its flag is set; of a stacked parameter a path for each layer whose flag is set."""
+def flagged_paths(path: str, flags: np.ndarray) -> list[str]:
+    """Returns the path if its flag is set; for a stacked parameter, the path of each layer whose flag is set."""
     if not flags.ndim:
         return [path] * bool(flags)
-    stack, _, rest = path.partition("/")
-    return [f"{stack}/{layer}/{rest}" for layer in np.flatnonzero(flags)]
+    stack, _, name = path.partition("/")
+    return [f"{stack}/{layer}/{name}" for layer in np.flatnonzero(flags)]
 
 
-class Watch:
-    """Runs the program when it is due, and keeps its seconds out of the throughput. It holds nothing of the state."""
+class StatisticsRunner:
+    """Runs the statistics program when it is due, and excludes its time from the throughput."""
 
     def __init__(
         self, step: StatisticsStep | None, every_steps: int, exclude: Callable[[float], None], phase: Callable
     ):
-        """exclude: takes seconds out of the throughput."""
+        """exclude: subtracts seconds from the time of the throughput."""
         self.step, self.every_steps, self.exclude, self.phase = step, every_steps, exclude, phase
 
-    def begin(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
-        """Sends the program on its way if statistics of this step are due; the first time it is compiled.
+    def dispatch(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
+        """Dispatches the program if statistics of this step are due; the first call compiles.
 
-        Before the step itself, which writes its results in the place of the state.
+        To be called before the training step, which donates the state.
         """
         if self.step is None or not self.every_steps or step % self.every_steps:
             return None
         with self.phase("statistics", step), self.excluded():
             return self.step(state, batch)
 
-    def end(self, step: int, found: Statistics | None) -> dict[str, float]:
-        """The numbers by name, {} if they were not due. Waits for them, while the step itself is on the devices' list.
+    def fetch(self, step: int, statistics: Statistics | None) -> dict[str, float]:
+        """Returns metrics by name, {} if they were not due. Blocks until they are computed.
 
-        To be called when the step before is known to be done: the time until the numbers are there is theirs.
+        To be called when the previous step is done, so that the time waited is that of this program.
         """
-        if found is None:
+        if statistics is None:
             return {}
         with self.phase("statistics", step), self.excluded():
-            return named(jax.device_get(found))
+            return flatten_statistics(jax.device_get(statistics))
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """A block whose seconds are no training time."""
+        """Excludes the time of the block from the throughput."""
         began = time.monotonic()
         yield
         self.exclude(time.monotonic() - began)

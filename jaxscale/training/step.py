@@ -1,4 +1,4 @@
-"""The training step: pure, compiled once, short enough to read at one sight. B batch  T position"""
+"""The training step, a pure function that is compiled once. B batch  T position"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ from jaxscale.ops.recorder import SOWN
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.training import guard
-from jaxscale.training.balance import bias_ends
+from jaxscale.training.balance import bias_range
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.ema import update_ema
 from jaxscale.training.state import TrainState, adjust_loss_scale
 
-Means = dict[str, Any]  # of each named loss, and the scores of attention under SOWN
-Gradients = Callable[[TrainState, Batch], tuple[Means, Any]]  # those of the mean loss
-Rebalance = Callable[[Any, Means], Any]
-QkClip = Callable[[Any, Any], tuple[Any, Means]]  # (parameters, scores) -> (parameters, what is told)
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Means]]
+Metrics = dict[str, Any]  # from Gradients: means of each named loss, and intermediates under SOWN
+Gradients = Callable[[TrainState, Batch], tuple[Metrics, Any]]  # gradients of the mean loss
+UpdateBalance = Callable[[Any, Metrics], Any]  # (parameters, means) -> parameters
+QkClip = Callable[[Any, Any], tuple[Any, Metrics]]  # (parameters, intermediates) -> (parameters, metrics)
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -33,79 +33,78 @@ def make_train_step(
     dynamic_scale: bool = False,
     clip_norm: float = 0.0,
     count_gated: bool = False,
-    rebalance: Rebalance | None = None,
+    update_balance: UpdateBalance | None = None,
     data_row: int | None = None,
     qk_clip: QkClip | None = None,
 ) -> TrainStep:
-    """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
+    """Returns the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
-    clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's row filter left without
-    weight, as gated_rows does. rebalance: what is done to parameters after their update, by the step's counts.
-    data_row: tokens in a row of the data, where those of the batch are cut from these. qk_clip: what is done to
-    parameters after all that, by the largest scores of attention.
+    clip_norm: the optimizer's, for the guard. count_gated: report gated_rows. update_balance: applied to the updated
+    parameters, sets router loads and biases. data_row: tokens in a row of the data if the batch has shorter rows cut
+    from those. qk_clip: applied last, scales query and key weights of heads with large scores.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Means]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         means, grads = gradients(state, batch)
-        scores = means.pop(SOWN, None)
+        intermediates = means.pop(SOWN, None)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
         excused = ~finite & (state.loss_scale.value > cfg.loss_scale.min) if dynamic_scale else False
-        ok, verdict, guard_state = guard.inspect(
+        ok, verdict, guard_state = guard.check(
             cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm, means["real_tokens"] == 0
         )
 
-        lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after recovery has cut it
+        lr_factor = guard.lr_factor(state.guard, state.step)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(
                 grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
             )
-            params = jax.tree.map(add_update, state.params, updates)
-            params = params if rebalance is None else rebalance(params, means)
-            params, clipped = (params, {}) if qk_clip is None else qk_clip(params, scores)
-        # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
-        keep_one = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
-        keep = lambda new, old: jax.tree.map(keep_one, new, old)
+            params = jax.tree.map(apply_update, state.params, updates)
+            params = params if update_balance is None else update_balance(params, means)
+            params, clip_metrics = (params, {}) if qk_clip is None else qk_clip(params, intermediates)
+        # A bad step changes nothing. The optimizer has already applied `ok` to arrays on the host.
+        select_leaf = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
+        select = lambda new, old: jax.tree.map(select_leaf, new, old)
         new_state = state._replace(
             step=state.step + 1,
-            params=keep(params, state.params),
-            opt_state=keep(opt_state, state.opt_state),
+            params=select(params, state.params),
+            opt_state=select(opt_state, state.opt_state),
             loss_scale=adjust_loss_scale(cfg.loss_scale, state.loss_scale, finite)
             if dynamic_scale
             else state.loss_scale,
             guard=guard_state,
-            ema=keep(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
+            ema=select(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
         )
-        rows = batch if data_row is None else joined_rows(batch, data_row)  # whose hash and filter are of whole rows
+        rows = batch if data_row is None else joined_rows(batch, data_row)  # hash and row filter need whole rows
         metrics = means | {
             "grad_norm": grad_norm,
             "lr": schedule(state.step) * lr_factor,
             "loss_scale": state.loss_scale.value,
-            "tokens_seen": tokens_seen(rows),
-            **guard.told(state.guard, guard_state, ok, verdict),
-            **clipped,
+            "tokens_seen": hash_tokens(rows),
+            **guard.guard_metrics(state.guard, guard_state, ok, verdict),
+            **clip_metrics,
         }
         if count_gated:
             metrics["gated_rows"] = gated_rows(rows)
-        if rebalance is not None:
-            metrics |= bias_ends(new_state.params)
+        if update_balance is not None:
+            metrics |= bias_range(new_state.params)
         return new_state, metrics
 
     return train_step
 
 
-def at_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Means, Any]]) -> Gradients:
-    """gradients(params, batch, key, scale) with the parameters, random key and loss scale of a state."""
+def gradients_of_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Metrics, Any]]) -> Gradients:
+    """Returns (state, batch) -> gradients(params, batch, key, scale) with those of the state."""
 
-    def gradients_at(state: TrainState, batch: Batch) -> tuple[Means, Any]:
+    def from_state(state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         return gradients(state.params, batch, key, state.loss_scale.value)
 
-    return gradients_at
+    return from_state
 
 
 def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
-    """(state, batch) -> the norm of each gradient by its parameter's name."""
+    """Returns (state, batch) -> norm of each gradient by parameter name."""
 
     def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
         _, grads = gradients(state, batch)
@@ -115,16 +114,15 @@ def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], d
 
 
 def gated_rows(batch: Batch) -> jax.Array:
-    """int32[]: rows of the whole batch that hold text and weigh nothing, on any mesh.
+    """Number of rows of the global batch with text and zero weight, int32[].
 
-    They are those of the row filter, and the few without a target of their own: only documents of one token, or none to
-    mask.
+    These are rows rejected by the row filter, and the few without targets (documents of one token, nothing to mask).
     """
     return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
 
 
-def add_update(param: jax.Array, update: Any) -> Any:
-    """param + update; itself where it is frozen and has none. For one on the host the update is the new parameter."""
+def apply_update(param: jax.Array, update: Any) -> Any:
+    """Returns param + update; param if it is frozen; the update itself for a parameter on the host."""
     if isinstance(update, optax.MaskedNode):
         return param
     if is_on_host(param):
@@ -133,22 +131,22 @@ def add_update(param: jax.Array, update: Any) -> Any:
 
 
 def leaf_name(path: Any) -> str:
-    """'blocks/mlp/up', as checkpoints name it behind 'params/'."""
+    """Formats a key path as 'blocks/mlp/up', the name in checkpoints after 'params/'."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def tokens_seen(batch: Batch) -> jax.Array:
-    """uint32[2]: what data.batch.tokens_hash gives for the whole batch, on any mesh and for any number of processes.
+def hash_tokens(batch: Batch) -> jax.Array:
+    """Returns data.batch.tokens_hash of the global batch, uint32[2], the same on any mesh.
 
-    Its words are added modulo 2**32, so that neither the sharding nor the order of the sum matters. One process alone
-    could hash only the rows that it has read.
+    Words are added modulo 2**32, so the sum does not depend on sharding or order. A process could only hash the rows
+    that it has read.
     """
-    sums = [summed_words(words_BT, first_column) for words_BT, first_column in hashed_parts(batch)]
+    sums = [sum_hash_words(words_BT, first_column) for words_BT, first_column in hashed_parts(batch)]
     return sum(sums[1:], sums[0])
 
 
-def summed_words(tokens_BT: jax.Array, first_column: int) -> jax.Array:
-    """uint32[2]: the sums for ids whose columns are numbered from first_column on."""
+def sum_hash_words(tokens_BT: jax.Array, first_column: int) -> jax.Array:
+    """Returns the sums, uint32[2], for ids whose columns are numbered from first_column."""
     row_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 0)
     column_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 1) + jnp.uint32(first_column)
     words_BT = tokens_BT.astype(jnp.uint32)

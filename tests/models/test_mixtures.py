@@ -18,7 +18,7 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.optim.groups import dotted
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
-from jaxscale.training.balance import ROUTER_BIAS, is_balance
+from jaxscale.training.balance import ROUTER_BIAS, is_balance_param
 
 EXPERTS = dict(number=8, chosen=2, mlp_dim=16)
 DEEPSEEK = EXPERTS | dict(
@@ -107,7 +107,7 @@ def test_losses_gradients_and_balance_are_those_of_one_device(alone, cut):
     for name in (*LOSSES, "loss", "objective", "grad_norm", ROUTER_ENTROPY, ROUTER_SCORES, ROUTER_BIAS):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-5, err_msg=name)
     for (path, right), got in zip(jax.tree_util.tree_leaves_with_path(one_after), jax.tree.leaves(after), strict=True):
-        if is_balance(dotted(path)):
+        if is_balance_param(dotted(path)):
             np.testing.assert_array_equal(got, right)
         np.testing.assert_allclose(got, right, rtol=1e-3, atol=1e-5 * max(np.abs(right).max(), 1e-2))
 
@@ -145,7 +145,7 @@ def tiny_program(settings):
 def test_parameters_are_counted_in_all_and_those_of_a_token(experts):
     cfg = tiny.config(model(experts, num_layers=3)).model
     shapes = jax.tree_util.tree_leaves_with_path(tiny_program(model(experts, num_layers=3)).model.shapes)
-    sizes = {dotted(path): leaf.size for path, leaf in shapes if not is_balance(dotted(path))}
+    sizes = {dotted(path): leaf.size for path, leaf in shapes if not is_balance_param(dotted(path))}
     assert cfg.num_params == sum(sizes.values())
     of_experts = sum(
         size for name, size in sizes.items() if name in {f"blocks.mlp.{w}" for w in ("gate", "up", "down")}

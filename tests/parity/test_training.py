@@ -16,7 +16,7 @@ from jaxscale.optim.schedules import make_schedule
 from jaxscale.training.accumulate import accumulate
 from jaxscale.training.config import LossScaleConfig, TrainConfig
 from jaxscale.training.state import init_loss_scale, init_state
-from jaxscale.training.step import at_state, make_train_step
+from jaxscale.training.step import gradients_of_state, make_train_step
 
 
 def full_rows(tokens_BU):
@@ -52,7 +52,7 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     loss_fn = lambda params, batch, keys_B: summed_loss(merge_model(graphdef, params), batch, keys_B, {})
     step = jax.jit(
         make_train_step(
-            at_state(
+            gradients_of_state(
                 lambda params, batch, key, scale: accumulate(
                     loss_fn, params, batch, key, num_microbatches=num_microbatches, scale=scale
                 )

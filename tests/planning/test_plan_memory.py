@@ -15,7 +15,7 @@ from jaxscale.planning.memory import host_bytes, memory_need, padding_bytes, sha
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.residuals import residuals_by_stack, tiled_bytes
 from jaxscale.planning.topology import open_topology
-from jaxscale.training.balance import is_balance
+from jaxscale.training.balance import is_balance_param
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ONE_OF_EACH = {f"mesh.{axis}": 1 for axis in ("data", "expert", "tensor")}
@@ -264,7 +264,7 @@ def test_parameters_flops_and_state_are_those_of_the_model(file):
     plan = make_plan(cfg, open_machine("h200:1x1"), Wishes())
     program = ahead_program(cfg, open_machine("h200:1x1"))
     named = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
-    leaves = [leaf for path, leaf in named if not is_balance(dotted(path))]
+    leaves = [leaf for path, leaf in named if not is_balance_param(dotted(path))]
     assert plan.work.params == cfg.model.num_params == sum(leaf.size for leaf in leaves)
     assert plan.work.flops_per_token == cfg.flops_per_token
     rows = {row.kind: row.num_bytes for row in plan.device.memory}

@@ -18,7 +18,7 @@ from jaxscale.optim.offload import DEVICE, HOST, offload_moments
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.offload import check_host_memory
-from jaxscale.training.balance import is_balance
+from jaxscale.training.balance import is_balance_param
 
 
 def run(overrides, num_devices=8, num_steps=3):
@@ -40,7 +40,7 @@ def apart(tree):
     """(all leaves but those that the step moves by its counts, and these, which stay on the device)"""
     found = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        found[is_balance(dotted(path))].append(leaf)
+        found[is_balance_param(dotted(path))].append(leaf)
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.training.accumulate import Reduction, accumulate, split_rows
+from jaxscale.training.accumulate import Reduction, accumulate, split_microbatches
 
 PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(tiny.VOCAB, 5)), jnp.float32)}
 
@@ -92,7 +92,7 @@ def test_each_row_has_a_key_of_its_own_whatever_part_it_is_in(num_microbatches):
 
 def test_row_i_goes_to_part_i_mod_m():
     rows_BT = np.arange(12)[:, None] * 10 + np.arange(3)[None]
-    parts = split_rows(rows_BT, 4)
+    parts = split_microbatches(rows_BT, 4)
     assert parts.shape == (4, 3, 3)
     for row in range(12):
         np.testing.assert_array_equal(parts[row % 4, row // 4], rows_BT[row])
@@ -102,7 +102,11 @@ def test_gradients_are_reduced_in_each_part_and_all_sums_at_the_end():
     twice = lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree)
     means, grads = run(4, uneven_batch())
     # sums are divided by the real tokens, themselves a sum that is doubled here; gradients are not doubled with them
-    for reduction, factor in ((Reduction(each=twice), 2), (Reduction(last=twice), 2), (Reduction(sums=twice), 0.5)):
+    for reduction, factor in (
+        (Reduction(microbatch_grads=twice), 2),
+        (Reduction(total_grads=twice), 2),
+        (Reduction(scalars=twice), 0.5),
+    ):
         reduced_means, reduced_grads = run(4, uneven_batch(), reduction=reduction)
         np.testing.assert_allclose(reduced_grads["w"], factor * grads["w"], rtol=1e-6)
         np.testing.assert_allclose(reduced_means["loss"], means["loss"], rtol=1e-6)

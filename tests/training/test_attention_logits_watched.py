@@ -16,8 +16,7 @@ from jaxscale.build import make_program
 from jaxscale.models.layers import merge_model
 from jaxscale.models.model import summed_loss
 from jaxscale.ops.attention import xla
-from jaxscale.ops.kernels import XLA_KERNELS
-from jaxscale.training.statistics import named
+from jaxscale.training.statistics import flatten_statistics
 
 BATCH = tiny.packed_batch(0)  # rows of several documents, a third of them with padding
 
@@ -59,7 +58,7 @@ def test_the_logits_of_a_run_are_those_of_a_dense_table_in_float64(name):
     cfg = tiny.config({"model": model | {"scan_layers": False, "remat": "none"}})
     program = make_program(cfg, resolve_budget(cfg, None), jax.devices()[:1])
     state = program.init()
-    told = named(jax.device_get(program.statistics(state, tiny.on_mesh(program, BATCH))))
+    told = flatten_statistics(jax.device_get(program.statistics(state, tiny.on_mesh(program, BATCH))))
     how = {name: model.get(f"attention_{name}") for name in ("window", "softcap")}
     expected = largest_scores(cfg.model, tiny.host(state.params), **how)
     found = [value for name, value in told.items() if name.startswith("stats/attention_logit_max/")]

@@ -12,7 +12,7 @@ from jaxscale.config import RunConfig
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.system.exits import BadInput
-from jaxscale.training.statistics import named
+from jaxscale.training.statistics import flatten_statistics
 
 BATCH = tiny.packed_batch(0, seq_len=32)
 BASE = {"seq_len": 32, "batch_tokens": 16 * 32, "model.attention": "blockwise", "optim.name": "sgd", "optim.b1": 1e-30}
@@ -77,7 +77,8 @@ def test_evaluation_has_the_loss_of_every_target_in_its_place(programs):
 @pytest.mark.soak
 def test_statistics_are_those_of_one_device(programs):
     one, many = (
-        named(jax.device_get(program.statistics(program.init(), tiny.on_mesh(program, BATCH)))) for program in programs
+        flatten_statistics(jax.device_get(program.statistics(program.init(), tiny.on_mesh(program, BATCH))))
+        for program in programs
     )
     assert list(one) == list(many) and any(name.startswith("stats/attention_logit_max/") for name in one)
     for name, value in one.items():

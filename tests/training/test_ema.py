@@ -16,7 +16,7 @@ from jaxscale.run.opening import open_run
 from jaxscale.run.startup_log import make_sample
 from jaxscale.text.tokenizer.load import ByteTokenizer
 from jaxscale.training import loop
-from jaxscale.training.ema import evaluated
+from jaxscale.training.ema import evaluate_with_ema
 
 DECAY = 0.75
 ON = {"train.ema.decay": DECAY}
@@ -122,7 +122,7 @@ def test_a_sample_is_of_the_one_that_is_asked_for():
 
 def test_validation_without_it_is_as_before():
     state = tiny.program().abstract_state
-    assert evaluated(lambda params: {"validation/loss": 1.0}, state) == {"validation/loss": 1.0}
+    assert evaluate_with_ema(lambda params: {"validation/loss": 1.0}, state) == {"validation/loss": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jaxscale.training.config import GuardConfig
-from jaxscale.training.guard import APPLY, GOOD, NEW_LEVEL, SKIP, VERDICTS, init_guard, inspect, loss_median, lr_factor
+from jaxscale.training.guard import APPLY, GOOD, NEW_LEVEL, SKIP, VERDICTS, check, init_guard, loss_median, lr_factor
 
 NAN, INF = float("nan"), float("inf")
 
 
 @functools.cache
 def compiled(cfg, excused, clip_norm):
-    return jax.jit(lambda state, loss, norm: inspect(cfg, state, loss, norm, excused, clip_norm=clip_norm))
+    return jax.jit(lambda state, loss, norm: check(cfg, state, loss, norm, excused, clip_norm=clip_norm))
 
 
 def judged(losses, norms=None, state=None, clip_norm=0.0, excused=False, **settings):

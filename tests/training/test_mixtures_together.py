@@ -11,7 +11,7 @@ from jaxscale import main
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.training.replicas import make_replica_check
-from jaxscale.training.statistics import named
+from jaxscale.training.statistics import flatten_statistics
 
 EXPERTS = dict(number=4, chosen=2, mlp_dim=8, bias=True)
 SHARED = {"mesh.expert": 2, "mesh.data": 2, "mesh.fsdp": 1}
@@ -35,7 +35,8 @@ def test_what_else_a_run_has_goes_with_experts(settings):
     alone = make(settings | {"mesh.expert": 1, "mesh.data": 1, "expert.exchange": "auto"}, 1)
     of_one = (alone.init(), tiny.on_mesh(alone, tiny.packed_batch(0)))
     numbers, right = (
-        named(jax.device_get(one.statistics(*given))) for one, given in ((program, (state, batch)), (alone, of_one))
+        flatten_statistics(jax.device_get(one.statistics(*given)))
+        for one, given in ((program, (state, batch)), (alone, of_one))
     )
     assert numbers.keys() == right.keys() and numbers["stats/grad_norm/00"] > 0
     rounding = 1e-2 if settings is HALF else 1e-4

@@ -18,7 +18,7 @@ from jaxscale.monitor.events import read_events
 from jaxscale.run.opening import open_run
 from jaxscale.training import loop
 from jaxscale.training.config import GuardConfig
-from jaxscale.training.guard import ENOUGH, GOOD, NO_TARGETS, SKIP, init_guard, inspect
+from jaxscale.training.guard import GOOD, MIN_WINDOW_STEPS, NO_TARGETS, SKIP, check, init_guard
 
 EMPTY = tiny.packed_batch(0)._replace(weights=np.zeros((tiny.ROWS, tiny.SEQ_LEN), np.float32))
 EXPERTS = {
@@ -59,8 +59,8 @@ def test_a_step_without_targets_leaves_the_state_as_it_was(overrides, num_device
 
 
 def test_steps_without_targets_enter_no_window_and_count_as_no_trouble():
-    state, judge = init_guard(10), jax.jit(functools.partial(inspect, GuardConfig(window_steps=10, spike_sigma=4.0)))
-    for _ in range(2 * ENOUGH):
+    state, judge = init_guard(10), jax.jit(functools.partial(check, GuardConfig(window_steps=10, spike_sigma=4.0)))
+    for _ in range(2 * MIN_WINDOW_STEPS):
         ok, verdict, state = judge(state, jnp.float32(3.0), jnp.float32(1.0))
     for loss, norm in ((0.0, 0.0), (1e6, 1e5)) * 20:  # the second as losses of experts, which no token divides
         ok, verdict, after = judge(state, jnp.float32(loss), jnp.float32(norm), no_targets=jnp.bool(True))

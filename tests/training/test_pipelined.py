@@ -14,7 +14,7 @@ from jaxscale.config import RunConfig
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.system.exits import BadInput
-from jaxscale.training.statistics import named
+from jaxscale.training.statistics import flatten_statistics
 
 BATCH = tiny.packed_batch(0)
 BASE = {"model.remat": "full", "optim.name": "sgd", "optim.b1": 1e-30, "train.num_microbatches": 4}
@@ -140,7 +140,7 @@ def test_evaluation_sampling_and_statistics_need_no_stages(programs):
         )
         engine = Engine(program.unstaged, batch=1, longest=16)
         steps = Generator(engine, state.params).generate([[1, 2, 3]], Sampling(temperature=0.0), 8, seed=0)
-        numbers = named(jax.device_get(program.statistics(state, tiny.on_mesh(program, BATCH))))
+        numbers = flatten_statistics(jax.device_get(program.statistics(state, tiny.on_mesh(program, BATCH))))
         found.append((np.asarray(nats_BT), [int(ids[0]) for ids in steps], numbers))
     (one_nats, one_ids, one_numbers), (nats, ids, numbers) = found
     np.testing.assert_allclose(nats, one_nats, rtol=1e-4, atol=1e-5)
@@ -153,7 +153,7 @@ def test_evaluation_sampling_and_statistics_need_no_stages(programs):
 def test_statistics_where_moments_are_cut_and_parameters_are_not(programs):
     cut = make({"mesh.pipeline": 2, "mesh.fsdp": 2, "rules": "zero2"}, 4)
     wanted, found = (
-        named(jax.device_get(program.statistics(program.init(), tiny.on_mesh(program, BATCH))))
+        flatten_statistics(jax.device_get(program.statistics(program.init(), tiny.on_mesh(program, BATCH))))
         for program in (programs[0], cut)
     )
     assert found.keys() == wanted.keys()

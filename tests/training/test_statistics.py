@@ -17,7 +17,7 @@ from jaxscale.models.model import summed_loss
 from jaxscale.ops.kernels import XLA_KERNELS, with_recorder
 from jaxscale.ops.recorder import NO_RECORDER
 from jaxscale.ops.rope import make_rotation, rotate
-from jaxscale.training.statistics import EMBEDDING, HEAD, NORMS, named, outer_group, parameter_groups
+from jaxscale.training.statistics import EMBEDDING, HEAD, NORMS, flatten_statistics, outer_group, statistics_groups
 
 BATCH = tiny.packed_batch(0)
 
@@ -25,7 +25,7 @@ BATCH = tiny.packed_batch(0)
 def statistics(program, batch=BATCH, state=None):
     """{name: number} at the beginning of a run."""
     found = program.statistics(program.init() if state is None else state, tiny.on_mesh(program, batch))
-    return named(jax.device_get(found))
+    return flatten_statistics(jax.device_get(found))
 
 
 def column(found, name):
@@ -211,9 +211,11 @@ def test_other_models_give_the_same_numbers_on_any_mesh(name, text_file):
 def test_layers_are_numbered_through_all_stacks_and_in_the_order_of_their_text():
     values = np.arange(101.0)
     found = {"mlp_rms": {"100": values[100:], "0": values[:100]}, "grad_norm": {"0": values, "head": np.float32(7)}}
-    names = list(named(found))
+    names = list(flatten_statistics(found))
     assert names == sorted(names) and names[0] == "stats/grad_norm/000" and "stats/grad_norm/head" in names
-    assert named(found)["stats/mlp_rms/100"] == 100 and named(found)["stats/mlp_rms/042"] == 42
+    assert (
+        flatten_statistics(found)["stats/mlp_rms/100"] == 100 and flatten_statistics(found)["stats/mlp_rms/042"] == 42
+    )
 
 
 GROUPS = {
@@ -240,9 +242,9 @@ def test_stacks_follow_each_other_as_a_batch_goes_through_them():
         "encoder_blocks": {"0": {"wq": ("embed",)}, "1": {"wq": ("embed",)}},
         "head": ("embed", "vocab"),
     }
-    groups = parameter_groups(axes, {"encoder_blocks": 2, "decoder_blocks": 3})
-    assert (groups.num_layers, groups.others) == (5, (HEAD,))
-    assert [np.asarray(place).tolist() for place in groups.places] == [[2, 3, 4], 0, 1, 5]
+    groups = statistics_groups(axes, {"encoder_blocks": 2, "decoder_blocks": 3})
+    assert (groups.num_layers, groups.outer_names) == (5, (HEAD,))
+    assert [np.asarray(place).tolist() for place in groups.indices] == [[2, 3, 4], 0, 1, 5]
 
 
 # Training has no trace of it.

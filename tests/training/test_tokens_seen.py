@@ -10,7 +10,7 @@ from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES
 from jaxscale.sharding.shardings import batch_sharding
-from jaxscale.training.step import tokens_seen
+from jaxscale.training.step import hash_tokens
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 1, "data": 8}], ids=str)
@@ -18,7 +18,7 @@ def test_it_does_not_depend_on_the_mesh(mesh):
     batch = tiny.packed_batch(5)
     sharding = batch_sharding(make_mesh(MeshConfig(**mesh)), RULES["zero3"].params)
     placed = jax.tree.map(lambda field: jax.device_put(field, sharding), batch)
-    assert hash_text(np.asarray(jax.jit(tokens_seen)(placed))) == tokens_hash(batch)
+    assert hash_text(np.asarray(jax.jit(hash_tokens)(placed))) == tokens_hash(batch)
 
 
 def test_one_token_or_two_that_change_places_change_both_halves_of_it():

@@ -11,7 +11,7 @@ import tiny
 from jaxscale.monitor.events import read_events
 from jaxscale.run.opening import open_run
 from jaxscale.training import loop
-from jaxscale.training.statistics import named
+from jaxscale.training.statistics import flatten_statistics
 
 ZERO = "stats/zero_grad/"
 LORA = {"lora.rank": 3}
@@ -31,7 +31,7 @@ def without_gradient(state):
 
 def zero_names(program, state, batch=None):
     batch = tiny.on_mesh(program, tiny.packed_batch(0) if batch is None else batch)
-    numbers = named(jax.device_get(program.statistics(state, batch)))
+    numbers = flatten_statistics(jax.device_get(program.statistics(state, batch)))
     assert all(numbers[name] == 1 for name in numbers if name.startswith(ZERO))
     return [name.removeprefix(ZERO) for name in numbers if name.startswith(ZERO)]
 

@@ -1,4 +1,4 @@
-"""The faults of system/faults.py that change numbers, each wrapped once around what it corrupts, if it is asked for."""
+"""Numerical faults of system/faults.py, injected for tests by environment variables."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from jaxscale.training.step import Gradients, leaf_name
 
 
 def corrupt_gradients(gradients: Gradients) -> Gradients:
-    """The gradients, one of them NaN at the step that JAXSCALE_SPOIL_GRADIENT names."""
+    """Sets a gradient to NaN at the step that JAXSCALE_SPOIL_GRADIENT names."""
     if (fault := faults.corrupt_gradient()) is None:
         return gradients
 
@@ -29,7 +29,7 @@ def corrupt_gradients(gradients: Gradients) -> Gradients:
 
 
 def corrupt_batches(read: ReadRows) -> ReadRows:
-    """The rows, those of the batches that JAXSCALE_SPOIL_BATCHES names weighing NaN or holding random tokens."""
+    """Sets NaN weights or random tokens in the batches that JAXSCALE_SPOIL_BATCHES names."""
     if (fault := faults.corrupt_batches()) is None:
         return read
 
@@ -39,8 +39,8 @@ def corrupt_batches(read: ReadRows) -> ReadRows:
             return batch
         if fault.kind == "nan":
             return batch._replace(weights=batch.weights * np.float32(np.nan))
-        most, width = int(batch.tokens.max()) + 1, batch.tokens.shape[1]
-        noise = [np.random.default_rng((n, row)).integers(0, most, (2, width), np.int32) for row in rows]
+        vocab_size, width = int(batch.tokens.max()) + 1, batch.tokens.shape[1]
+        noise = [np.random.default_rng((n, row)).integers(0, vocab_size, (2, width), np.int32) for row in rows]
         tokens_BT, targets_BT = np.stack(noise, axis=1)
         return batch._replace(tokens=tokens_BT, targets=targets_BT)
 
