@@ -110,7 +110,7 @@ class Host:
     def step(self) -> None:
         """What all ask after each step."""
         self.board.refresh()
-        expect(self.reports.news(1) is None and self.stop.leave_after(1) is None)
+        expect(self.reports.news(1) is None and self.stop.stop_after(1) is None)
 
     def save(self) -> None:
         """The agreements of one save."""
@@ -133,7 +133,7 @@ class Host:
         if step == 1 and self.place.process_id == self.place.num_processes // 2:
             self.stop.request("SIGTERM")
         self.board.refresh()
-        return [self.reports.news(step), self.stop.leave_after(step)]
+        return [self.reports.news(step), self.stop.stop_after(step)]
 
     def lost(self) -> int:
         """The last host dies: the exit code of each of the others, once it has ended for that."""

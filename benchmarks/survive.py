@@ -29,7 +29,7 @@ from jaxscale.qualify.step import ModelFlags, read_config
 from jaxscale.qualify.timing import median_seconds
 from jaxscale.training import guard
 from jaxscale.training.config import GuardConfig
-from jaxscale.training.services import UNATTENDED, Services
+from jaxscale.training.services import NO_SERVICES, Services
 
 WANTED = 0.01  # of a step, all parts together
 WANTED_BLOCKED = 0.1  # seconds
@@ -55,7 +55,7 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
             parts["watchdog"] = median_seconds(lambda: pass_phases(dog), CALLS)
             parts["lock"] = median_seconds(lock.poll, CALLS)
             watched = Services(watchdog=dog, may_commit=lock.check, poll=lock.poll)
-            services = {"without": UNATTENDED, "with": watched}
+            services = {"without": NO_SERVICES, "with": watched}
             ways = {kind: dataclasses.replace(run, services=found) for kind, found in services.items()}
             for turn in range(rounds):
                 state, bare, _ = run_bare(run, state, bench.batch, steps)

@@ -20,7 +20,7 @@ from jaxscale.monitor.records import read_records
 from jaxscale.run.resume_checks import recorded_position
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr
-from jaxscale.training.decisions import Decisions, decisions_of
+from jaxscale.training.decisions import Decisions, parse_decisions
 from jaxscale.units import BatchSizes, recorded_sizes
 
 
@@ -47,7 +47,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     written = paths.read_json(folder / "config.json")
     cfg = schema.from_dict(RunConfig, schema.merge(written["config"], overrides))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
-    decisions = decisions_of(read_events(folder))
+    decisions = parse_decisions(read_events(folder))
     pending = decisions.pending  # what lies behind its step is moved away by the next start
     step = newest_readable_step(checkpoints, print_stderr, before=pending.to + 1 if pending else None)
     run = checkpoints.read_run(step) if step is not None else None
@@ -56,7 +56,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
         cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda _: None
     )
     total_steps, sizes = written["budget"]["total_steps"], recorded_sizes(written["budget"], cfg.seq_len)
-    decided = decisions.with_recorded(recorded)
+    decided = decisions.with_recorded_detours(recorded)
     begun = recorded_position(run, step or 0).begun
     skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decided, sizes, begun)
     hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}

@@ -25,7 +25,7 @@ from jaxscale.run.resume_checks import has_begun, recorded_settings
 from jaxscale.run.services import run_services
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import files_as
-from jaxscale.training.stopping import terminated_well
+from jaxscale.training.stopping import raise_on_sigterm
 
 
 def train(
@@ -85,7 +85,7 @@ def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[s
     """Trains in a work folder to completion. flags: cluster.FLAGS; where there are none, the cluster is asked."""
     place = cluster.discover_process(flags)
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
-    with terminated_well(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
+    with raise_on_sigterm(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
         enable_shared_cache(workdir)
         resolved, _ = resolve_run_dtypes(cfg, workdir, options.replay)
         check_machine(resolved, begun=stop_if_unreachable(lambda: has_begun(workdir), workdir))

@@ -140,7 +140,7 @@ def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
 
 
 def loop_pair(
-    bench: Bench, ways: Mapping[str, loop.Run], turn: int, state: TrainState, steps: int
+    bench: Bench, ways: Mapping[str, loop.LoopSpec], turn: int, state: TrainState, steps: int
 ) -> tuple[TrainState, dict[str, float]]:
     """(state, {way: seconds of the loop}), one way after the other: who comes first may find a colder machine."""
     seconds = {}
@@ -150,7 +150,7 @@ def loop_pair(
     return state, seconds
 
 
-def run_bare(run: loop.Run, state: TrainState, batch: Any, steps: int) -> tuple[TrainState, float, float]:
+def run_bare(run: loop.LoopSpec, state: TrainState, batch: Any, steps: int) -> tuple[TrainState, float, float]:
     """(state after `steps` steps on one batch, seconds, processor seconds)."""
     jax.block_until_ready(state)
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -161,7 +161,7 @@ def run_bare(run: loop.Run, state: TrainState, batch: Any, steps: int) -> tuple[
 
 
 def run_loop(
-    bench: Bench, run: loop.Run, name: str, state: TrainState, *, start: int, steps: int
+    bench: Bench, run: loop.LoopSpec, name: str, state: TrainState, *, start: int, steps: int
 ) -> tuple[TrainState, LoopTimes]:
     """(state, times) of train.loop over steps [start, start + steps), into a folder of its own.
 

@@ -39,12 +39,12 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.process import has_huge_pages
 from jaxscale.system.redact import redacted
 from jaxscale.text.tokenizer.saved import save_tokenizer
-from jaxscale.training.autopilot import Pilot
-from jaxscale.training.expert_use import ExpertUse
+from jaxscale.training.autopilot import AutopilotSpec
+from jaxscale.training.expert_load import ExpertLoad
 from jaxscale.training.fault_injection import corrupt_batches
 from jaxscale.training.feed import Feed
-from jaxscale.training.loop import NamedEvaluate, Run
-from jaxscale.training.replicas import ReplicaWatch, coverage, flip_bits, make_replica_check
+from jaxscale.training.loop import LoopEvaluator, LoopSpec
+from jaxscale.training.replicas import ReplicaMonitor, flip_bits, make_replica_check, replica_coverage
 from jaxscale.training.services import Services
 from jaxscale.training.state import TrainState
 
@@ -56,15 +56,15 @@ class Parts:
     corpus: Corpus
     program: Program
     evaluate: Callable[[Any], dict[str, float]] | None
-    evaluators: tuple[NamedEvaluate, ...]
+    evaluators: tuple[LoopEvaluator, ...]
     sample: Sample | None
-    replicas: ReplicaWatch | None
+    replicas: ReplicaMonitor | None
     budget: Budget  # that the program is made for
     make_program: Callable[[RunConfig, Budget], Program]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OpenedRun(Run):
+class OpenedRun(LoopSpec):
     """A run with the parts that a rewind needs."""
 
     folder: RunFolder
@@ -135,17 +135,17 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         sample_prompt=cfg.sample.prompt,
         finish=lambda state: finish(cfg.sample, parts.sample, state, folder.path, writer),
         source_names=mixture_names(cfg.data.mixture),
-        experts=make_expert_use(cfg, start.budget.total_steps),
+        experts=make_expert_load(cfg, start.budget.total_steps),
         limits=make_limits(folder, start, program.mesh, services, writer.say),
     )
 
 
-def make_expert_use(cfg: RunConfig, total_steps: int) -> ExpertUse | None:
+def make_expert_load(cfg: RunConfig, total_steps: int) -> ExpertLoad | None:
     """Returns the counter of tokens per expert; None without experts."""
     if (experts := getattr(cfg.model, "experts", None)) is None:
         return None
-    return ExpertUse(
-        chosen=experts.chosen,
+    return ExpertLoad(
+        experts_per_token=experts.chosen,
         first_layer=experts.first_dense,
         every_steps=cfg.monitor.statistics_every_steps,
         total_steps=total_steps,
@@ -247,30 +247,30 @@ def open_feed(start: Start, batches: Any, program: Program, first: int, stop: in
     )
 
 
-def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services) -> Pilot:
+def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services) -> AutopilotSpec:
     """Returns the autopilot with its settings and history for this start."""
     if parts.replicas:
         parts.replicas.note = services.note  # passes events to this start's health rules
-    return Pilot(
+    return AutopilotSpec(
         recovery=folder.cfg.train.ladder,
         guard=folder.cfg.train.guard,
         note=services.note,
         past=start.decisions.up_to(start.steps_done),
         replayed=folder.replayed,
         start_step=start.steps_done,
-        batch_of=start.batch_of,
+        batch_index=start.batch_of,
         gradient_norms=parts.program.by_size("gradient_norms"),
         replicas=parts.replicas,
     )
 
 
-def make_watch(program: Program, log: Log) -> ReplicaWatch | None:
+def make_watch(program: Program, log: Log) -> ReplicaMonitor | None:
     """Returns the check of replicated state, or None; logs how much of the state is replicated."""
     cfg = program.cfg.train.replicas
     if not cfg.every_steps:
         return None
-    log(f"replicas: {coverage(program.abstract_state, RULES[program.cfg.rules])}")
-    return ReplicaWatch(cfg, make_replica_check(program.mesh, program.abstract_state), say=log)
+    log(f"replicas: {replica_coverage(program.abstract_state, RULES[program.cfg.rules])}")
+    return ReplicaMonitor(cfg, make_replica_check(program.mesh, program.abstract_state), say=log)
 
 
 def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str, float]] | None:
@@ -305,10 +305,10 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
     return evaluators
 
 
-def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[NamedEvaluate, ...]:
+def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[LoopEvaluator, ...]:
     """Returns params -> metrics of each evaluator. All share one program, compiled once per row length."""
     scorer = Scorer.of(program.unstaged, rows_per_pass(program) * program.cfg.seq_len)
-    return tuple(NamedEvaluate(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
+    return tuple(LoopEvaluator(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
 
 
 def rows_per_pass(program: Program) -> int:

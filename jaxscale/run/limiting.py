@@ -1,4 +1,4 @@
-"""Limits of a run (deadline and cost), converted to a point in time for this start."""
+"""TimeLimit of a run (deadline and cost), converted to a point in time for this start."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jaxscale.optim.config import STABLE
 from jaxscale.run.start import RunFolder, Start
 from jaxscale.system.exits import BadInput
 from jaxscale.training.config import LimitConfig
-from jaxscale.training.limits import Limits
+from jaxscale.training.limits import TimeLimit
 from jaxscale.training.services import Services
 from jaxscale.units import or_list
 
@@ -53,7 +53,7 @@ def check_early_decay(cfg: RunConfig, start: Start) -> None:
 
 def make_limits(
     folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Callable[[str], None]
-) -> Limits | None:
+) -> TimeLimit | None:
     """Returns the limits of this start, or None. Call it after the start has been noted."""
     cfg, budget = folder.cfg, start.budget
     if not cfg.limit.on:
@@ -63,7 +63,7 @@ def make_limits(
     known = dict(seq_len=cfg.seq_len, batch_tokens=budget.batch_tokens, train_tokens=budget.train_tokens)
     known |= dict(epoch_tokens=start.corpus.epoch_tokens)
     decays = cfg.limit.on_overrun == "decay" and folder.replayed is None  # a replay makes no decisions
-    return Limits(
+    return TimeLimit(
         ends_at=ends_at,
         name=name,
         total_steps=budget.total_steps,
@@ -71,7 +71,7 @@ def make_limits(
         warmup_steps=budget.warmup_steps,
         decay_steps=functools.partial(decay_steps, cfg.optim, **known) if decays else None,
         decay_start=decay_begin(cfg.optim, budget.total_steps, budget.decay_start),
-        way_out=overrun_advice(cfg),
+        advice=overrun_advice(cfg),
         note=services.note,
         say=say,
         board=services.board,

@@ -18,15 +18,15 @@ from jaxscale.run.changes import changes_of
 from jaxscale.run.resume_checks import check_same_run
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training.decisions import Decisions, GoneBack, deciding, decisions_of
+from jaxscale.training.decisions import Decisions, Rewind, decision_events, parse_decisions
 
 
 def read_decisions(folder: Any) -> Decisions:
     """Returns the decisions of the run in the folder, as read by the first process."""
-    return decisions_of(agreed(lambda: deciding(read_events(folder))))
+    return parse_decisions(agreed(lambda: decision_events(read_events(folder))))
 
 
-def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
+def complete_rewind(rewind: Rewind, folder: Any, checkpoints: Checkpoints) -> None:
     """Sets aside checkpoints and metrics after the step that the run rewinds to. Idempotent; collective."""
     checkpoints.set_aside_after(rewind.to, "rewound")
     agreed(lambda: stop_if_unwritable(lambda: abandon(folder, rewind.to, rewind.number), folder))
@@ -68,7 +68,7 @@ def with_replayed(
     if decisions.decay and decisions.decay.step > (newest or 0):  # no checkpoint is past it
         decisions = decisions._replace(decay=None)
     last = pending.to if pending else max(newest or 0, agreed(lambda: last_measured(old)), *decisions.skipped, 0)
-    decisions = decisions.with_recorded(recorded)._replace(last_step=last)
+    decisions = decisions.with_recorded_detours(recorded)._replace(last_step=last)
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, skip_batches=ranges)), decisions
 
 

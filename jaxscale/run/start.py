@@ -104,7 +104,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     if source is not None and source.whole:
         check_branch(cfg, source)
         before, done = source.record["run"], source.step
-    decisions = read_decisions(folder.path).with_recorded(before and before["data"])
+    decisions = read_decisions(folder.path).with_recorded_detours(before and before["data"])
     corpus = corpus or open_corpus(folder, before)
     position = recorded_position(before, done)
     budget = resolve_budget(cfg, corpus.epoch_tokens, position)

@@ -1,4 +1,4 @@
-"""Rows on the host become global arrays on the devices, by Grain's prefetch thread, two steps ahead of the loop."""
+"""Global batches on the devices, read and transferred by Grain's prefetch thread two steps ahead of the loop."""
 
 import functools
 import threading
@@ -23,12 +23,12 @@ class NumberedBatch(NamedTuple):
 
 
 class Feed:
-    """The global batches of the steps in a range, with their numbers: an iterator to be closed.
+    """Iterator over the global batches of a range of steps, with their indices. Call close() at the end.
 
-    Its position is the step, or the number of the batch, which is arithmetic: no state of Grain is ever saved.
+    Its position is a function of the step, so no state of Grain is saved.
     """
 
-    AHEAD = 2  # one batch in use, one on its way
+    AHEAD = 2  # one batch in use, one in transfer
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class Feed:
         seq_len: int,
         transforms: Sequence[Transform] = (),
     ):
-        """read(n, rows) -> those rows of batch n as numpy, each of seq_len tokens; batch_index(step) -> n; num_rows(n):
-        of the whole batch; row_tokens(n): in a row, as the devices get it."""
-        own_rows = functools.cache(lambda number, length: local_rows(sharding, (number, length)))
+        """read(n, rows) -> these rows of batch n as numpy, of seq_len tokens each; batch_index(step) -> n; num_rows(n):
+        of the global batch, as read; row_tokens(n): in a row on the devices, a divisor of seq_len."""
+        local = functools.cache(lambda number, length: local_rows(sharding, (number, length)))
 
         def element(i: int) -> NumberedBatch:
             n = batch_index(steps[i])
             length = row_tokens(n)
-            parts = seq_len // length  # of a row as it is read
+            parts = seq_len // length  # rows on the devices cut from one that is read
             number = num_rows(n) * parts
-            rows = sorted({row // parts for row in own_rows(number, length)})
+            rows = sorted({row // parts for row in local(number, length)})
             batch = read_batch(read, rows, transforms, n)
             cut = [row * parts + part for row in rows for part in range(parts)]
             return NumberedBatch(put_rows(cut_rows(batch, length) if parts > 1 else batch, cut, number, sharding), n)
@@ -65,7 +65,7 @@ class Feed:
         return next(self.batches)
 
     def close(self) -> None:
-        """Ends the thread; or leaves it behind where it is stuck in a read, to end with the process."""
+        """Ends the thread, or abandons it after CLOSE_SECONDS if a read hangs."""
         closing = threading.Thread(target=self.batches.close, name="feed-close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)

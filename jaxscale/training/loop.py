@@ -16,31 +16,31 @@ from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
-from jaxscale.training.autopilot import Autopilot, Pilot, Rescheduled, Rewound
+from jaxscale.training.autopilot import Autopilot, AutopilotSpec, Rescheduled, Rewound
 from jaxscale.training.ema import evaluate_with_ema
-from jaxscale.training.expert_use import ExpertUse
+from jaxscale.training.expert_load import ExpertLoad
 from jaxscale.training.feed import Feed
-from jaxscale.training.limits import Limiter, Limits
-from jaxscale.training.report import Reporter, Unread, seconds_since
-from jaxscale.training.services import UNATTENDED, Services
+from jaxscale.training.limits import LimitMonitor, TimeLimit
+from jaxscale.training.report import DispatchedStep, Reporter, seconds_since
+from jaxscale.training.services import NO_SERVICES, Services
 from jaxscale.training.state import TrainState
 from jaxscale.training.statistics import StatisticsRunner, StatisticsStep
 from jaxscale.training.step import TrainStep
 from jaxscale.training.stopping import StopRequest
 
-LAST_SECONDS = 5.0  # for a save under way, where its storage has been given up already
+ABANDONED_SAVE_SECONDS = 5.0  # to wait for a save if its storage is lost already
 
 
-class NamedEvaluate(NamedTuple):
-    """A named evaluator."""
+class LoopEvaluator(NamedTuple):
+    """A named evaluator and its interval."""
 
     evaluate: Callable[[Any], dict[str, float]]  # params -> metrics, 'evals/NAME/...'
     every_steps: int  # 0: only at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """All that a run needs, made by run/assembly.py."""
+class LoopSpec:
+    """Inputs of the training loop, made by run/assembly.py."""
 
     state: TrainState
     start_step: int
@@ -52,35 +52,35 @@ class Run:
     eval_every_steps: int
     checkpoints: Checkpoints
     save_every_steps: int
-    position: Callable[[int], dict[str, Any]]  # step -> what a checkpoint holds beside the state
+    position: Callable[[int], dict[str, Any]]  # step -> run record and data position of a checkpoint
     writer: Writer
     throughput: Throughput
-    pilot: Pilot
+    pilot: AutopilotSpec
     finish: Callable[[TrainState], None]  # after the last step
     sample: Callable[[TrainState], str] | None = None  # state -> text; all processes call it together
     sample_every_steps: int = 0
     sample_prompt: str = ""
     statistics: StatisticsStep | None = None  # compiled when it is first due
     statistics_every_steps: int = 0
-    stop_after: int | None = None  # leave after this step, with the horizon as it is
-    services: Services = UNATTENDED
-    source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
-    evaluators: Sequence[NamedEvaluate] = ()
-    local: LocalSaver | None = None  # copies on the hosts themselves
-    experts: ExpertUse | None = None  # of a mixture, since this start
-    limits: Limits | None = None  # of time and money
+    stop_after: int | None = None  # stop after this step, without changing the schedule
+    services: Services = NO_SERVICES
+    source_names: Sequence[str] = ()  # of the mixture, in the order of the step's arrays
+    evaluators: Sequence[LoopEvaluator] = ()
+    local: LocalSaver | None = None  # checkpoints on local disks
+    experts: ExpertLoad | None = None  # of an MoE model, since this start
+    limits: TimeLimit | None = None
 
 
 @contextlib.contextmanager
-def saves_finished(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
-    """Finishes the save that is under way, whatever ends the block: its failure is the outcome of a good end alone."""
+def finish_saves(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
+    """Waits for the save in progress at the end of the block; raises its failure only if the block succeeded."""
     try:
         yield
     except BaseException as error:
-        # A folder that has not answered for lock.outage_seconds, or is another run's, takes no save.
+        # lost storage or a lost lock: the save cannot finish
         in_vain = isinstance(error, Stop) and error.code in (Exit.STORAGE, Exit.LOCK_HELD)
         try:
-            checkpoints.close(most_seconds=LAST_SECONDS if in_vain else None)
+            checkpoints.close(most_seconds=ABANDONED_SAVE_SECONDS if in_vain else None)
         except Stop as failure:
             if failure.code != Exit.STORAGE:
                 raise
@@ -89,39 +89,39 @@ def saves_finished(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
     checkpoints.close()
 
 
-def train(run: Run) -> TrainState | Rewound:
-    """The state after the last step; or Rewound, if the run goes on from a checkpoint, with another schedule or not.
+def train(run: LoopSpec) -> TrainState | Rewound:
+    """Returns the state after the last step; or Rewound, to open the run again from a checkpoint.
 
-    Raises Stop: PREEMPTED after a signal, NON_FINITE after too many bad steps, and what saving and data raise.
+    Raises Stop: PREEMPTED after a signal, NON_FINITE after too many bad steps, and those of saving and data.
     """
-    with saves_finished(run.checkpoints, run.services.note):
+    with finish_saves(run.checkpoints, run.services.note):
         return run_steps(run)
 
 
-def run_steps(run: Run) -> TrainState | Rewound:
-    """As train(), which then waits for the save that is under way."""
+def run_steps(run: LoopSpec) -> TrainState | Rewound:
+    """Runs train() without waiting for the last save."""
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
     reporter = Reporter(
         run.writer, run.throughput, run.tokens_after, run.source_names, Counter(), HostLoad(), run.experts
     )
     if run.start_step == 0:
         validate(run, reporter, 0, run.state)
-        measure(run, reporter, 0, run.state, [one for one in run.evaluators if one.every_steps])
+        run_evaluators(run, reporter, 0, run.state, [ev for ev in run.evaluators if ev.every_steps])
     feed = run.open_feed(run.start_step, last_step)
     run.throughput.start()
     try:
         with StopRequest(run.services.board) as stop:
             state = step_through(run, reporter, feed, stop, last_step)
-        if leaving := asked_anywhere(stop.requested):  # since the last step was told to stay
+        if signal := first_stop_request(stop.requested):  # since the last step's stop_after()
             raise Stop(
-                Exit.PREEMPTED, f"{leaving}: saved step {last_step}, the last of this start; nothing else is done"
+                Exit.PREEMPTED, f"{signal}: saved step {last_step}, the last of this start; nothing else is done"
             )
         with run.services.watchdog.phase("eval"):
             run.finish(state)
     except Rewound as outcome:
-        if leaving := asked_anywhere(stop.requested):  # it would be forgotten with the signal's handler
+        if signal := first_stop_request(stop.requested):  # would be lost with the signal handler
             what = "its decay begins" if isinstance(outcome, Rescheduled) else "going back to an older step"
-            raise Stop(Exit.PREEMPTED, f"{leaving}: {what}; the same command does that") from None
+            raise Stop(Exit.PREEMPTED, f"{signal}: {what}; the same command does that") from None
         return outcome
     finally:
         feed.close()
@@ -129,101 +129,101 @@ def run_steps(run: Run) -> TrainState | Rewound:
     return state
 
 
-def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, last_step: int) -> TrainState:
-    """The state after the steps from run.start_step to last_step, with all that is due between them done."""
-    state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
+def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopRequest, last_step: int) -> TrainState:
+    """Runs the steps from run.start_step to last_step and the work that is due between them."""
+    state, pending, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
     statistics = StatisticsRunner(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
-    pilot, limiter = Autopilot(run.pilot, checkpoints), None if run.limits is None else Limiter(run.limits)
-    met = set()  # shapes of batches
+    pilot, monitor = Autopilot(run.pilot, checkpoints), None if run.limits is None else LimitMonitor(run.limits)
+    compiled_shapes = set()  # of batches
 
-    def read(unread: Unread) -> None:
-        """Fetches and reports a step's metrics: where the host waits for the devices."""
-        # the first step of a size also waits for whichever process compiles the longest
-        with phase("compile" if unread.compiles else "step", unread.step):
-            pilot.read(unread.step, reporter.report(unread), unread.batch)
+    def read(pending: DispatchedStep) -> None:
+        """Fetches and reports a step's metrics; the host waits for the devices here."""
+        # the first step of a shape also waits for the process that compiles longest
+        with phase("compile" if pending.compiles else "step", pending.step):
+            pilot.observe(pending.step, reporter.report(pending), pending.batch)
         if run.local is not None:
-            run.local.confirm(unread.step, pilot.action is None)
+            run.local.confirm(pending.step, pilot.action is None)
 
     for step in range(run.start_step, last_step):
         began, now = time.monotonic(), step + 1
         with phase("data", now):
             batch, n = next(feed)
-        waited = seconds_since(began)
-        state = pilot.steer(step, state)
-        pending = statistics.dispatch(now, state, batch)
-        compiles = batch.tokens.shape not in met
-        met.add(batch.tokens.shape)
+        data_seconds = seconds_since(began)
+        state = pilot.set_order(step, state)
+        step_statistics = statistics.dispatch(now, state, batch)
+        compiles = batch.tokens.shape not in compiled_shapes
+        compiled_shapes.add(batch.tokens.shape)
         with phase("compile" if compiles else "step", now):
             state, metrics = run.train_step(state, batch)
         if step == run.start_step:
-            checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
-        if unread:
-            read(unread)  # of the step before: the device is never idle while the host reads
-        unread = Unread(now, metrics, batch, n, waited, compiles, statistics.fetch(now, pending))
+            checkpoints.prepare(state)  # overlaps with the first step
+        if pending:
+            read(pending)  # one step late, so that the device is never idle while the host reads
+        pending = DispatchedStep(now, metrics, batch, n, data_seconds, compiles, statistics.fetch(now, step_statistics))
         with phase("step", now):
             if run.services.board:
-                run.services.board.refresh()  # once for all that is asked of it
+                run.services.board.refresh()  # one refresh for all readers of this step
             checkpoints.poll(now)
             run.services.poll()
-            leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
-            decay = None if limiter is None else limiter.after(now)
-        due = due_after(run, now, last_step, leaving)
-        decay = None if due.last else decay  # who leaves decides again
+            signal = stop.stop_after(now)  # asked once: a later signal takes effect at a later step
+            decay = None if monitor is None else monitor.decay_after(now)
+        due = due_after(run, now, last_step, signal)
+        decay = None if due.last else decay  # the next start decides again
         due = due._replace(save=due.save or decay is not None)
-        if due.anything or pilot.action:
-            unread = read(unread)
+        if due.reads_state or pilot.action:
+            pending = read(pending)
         with phase("eval", now):
             state = pilot.act(now, state)  # before it is saved
-            state = pilot.repeat(now, state)
-            pilot.check_replicas(now, state, due.save, leaving)
-        found = validate(run, reporter, now, state) if due.validate else {}
-        found |= measure(run, reporter, now, state, due.evaluators)
+            state = pilot.replay_decisions(now, state)
+            pilot.check_replicas(now, state, due.save, signal)
+        eval_metrics = validate(run, reporter, now, state) if due.validate else {}
+        eval_metrics |= run_evaluators(run, reporter, now, state, due.evaluators)
         if due.sample:
             write_sample(run, now, state)
-        if decay and limiter:
-            run.services.note("early_decay", now, until=decay.until, why=limiter.of.name)
+        if decay and monitor:
+            run.services.note("early_decay", now, until=decay.until, why=monitor.limit.name)
         if due.save:
-            save(run, now, state, pilot.health(now), found, due.last or decay is not None)
+            save(run, now, state, pilot.health(now), eval_metrics, due.last or decay is not None)
         elif run.local is not None and pilot.action is None:
             run.local.offer(now, state, run.position, pilot.health(now))
         crash_point("step")
-        if leaving and now < last_step:
-            raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
-        if decay and limiter:
-            run.writer.say(limiter.of.line(decay))
+        if signal and now < last_step:
+            raise Stop(Exit.PREEMPTED, f"{signal}: saved step {now}; the same command continues from there")
+        if decay and monitor:
+            run.writer.say(monitor.limit.line(decay))
             raise Rescheduled
     return state
 
 
-class Due(NamedTuple):
-    """What is due between two steps."""
+class DueWork(NamedTuple):
+    """Work that is due between two steps."""
 
-    last: bool  # no step of this start comes next
+    last: bool  # True if this start takes no further step
     validate: bool
-    evaluators: list[NamedEvaluate]
+    evaluators: list[LoopEvaluator]
     sample: bool
     save: bool
 
     @property
-    def anything(self) -> bool:
-        """Whether anything reads the state: the metrics of its step are read first."""
+    def reads_state(self) -> bool:
+        """True if anything reads the state; the metrics of its step must then be read first."""
         return bool(self.validate or self.evaluators or self.sample or self.save)
 
 
-def due_after(run: Run, step: int, last_step: int, leaving: str | None) -> Due:
-    """What is due after `step` steps; nothing is measured where a signal asks to leave."""
-    last, stays = step == last_step or leaving is not None, leaving is None
-    return Due(
+def due_after(run: LoopSpec, step: int, last_step: int, signal: str | None) -> DueWork:
+    """Returns the work due after `step` steps; only a save if a signal asks to stop."""
+    last, evaluates = step == last_step or signal is not None, signal is None
+    return DueWork(
         last=last,
-        validate=stays and run.evaluate is not None and (last or is_due(step, run.eval_every_steps)),
-        evaluators=[one for one in run.evaluators if stays and (last or is_due(step, one.every_steps))],
-        sample=stays and run.sample is not None and step < run.total_steps and is_due(step, run.sample_every_steps),
+        validate=evaluates and run.evaluate is not None and (last or is_due(step, run.eval_every_steps)),
+        evaluators=[ev for ev in run.evaluators if evaluates and (last or is_due(step, ev.every_steps))],
+        sample=evaluates and run.sample is not None and step < run.total_steps and is_due(step, run.sample_every_steps),
         save=last or is_due(step, run.save_every_steps) or run.checkpoints.retry_due,
     )
 
 
-def asked_anywhere(requested: str | None, gather: Callable[..., Any] = gathered) -> str | None:
-    """The first process's signal of those that have one, or None: the same in all, which call it together."""
+def first_stop_request(requested: str | None, gather: Callable[..., Any] = gathered) -> str | None:
+    """Returns the signal of the first process that has one, or None; all processes call it together."""
     return gather(next_key("leaving"), requested, made_of=lambda names: next(filter(None, names), None))
 
 
@@ -232,8 +232,8 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validate(run: Run, reporter: Reporter, step: int, state: TrainState) -> dict[str, float]:
-    """Measures and writes the held-out losses, of a run that has any. Raises Stop if the loss is not finite."""
+def validate(run: LoopSpec, reporter: Reporter, step: int, state: TrainState) -> dict[str, float]:
+    """Computes and writes validation metrics, if there is validation data. Raises Stop if the loss is not finite."""
     if run.evaluate is None:
         return {}
     began = time.monotonic()
@@ -243,33 +243,33 @@ def validate(run: Run, reporter: Reporter, step: int, state: TrainState) -> dict
     return metrics
 
 
-def measure(
-    run: Run, reporter: Reporter, step: int, state: TrainState, evaluators: Sequence[NamedEvaluate]
+def run_evaluators(
+    run: LoopSpec, reporter: Reporter, step: int, state: TrainState, evaluators: Sequence[LoopEvaluator]
 ) -> dict[str, float]:
-    """What these evaluators find, measured and written; the time does not count as training."""
+    """Computes and writes the metrics of these evaluators; excludes the time from throughput."""
     if not evaluators:
         return {}
     began, metrics = time.monotonic(), {}
-    for one in evaluators:
+    for evaluator in evaluators:
         with run.services.watchdog.phase("eval", step):
-            metrics |= evaluate_with_ema(one.evaluate, state, "evals")
+            metrics |= evaluate_with_ema(evaluator.evaluate, state, "evals")
     reporter.evaluation(step, metrics, seconds_since(began))
     return metrics
 
 
-def write_sample(run: Run, step: int, state: TrainState) -> None:
-    """Samples text after `step` steps; the time does not count as training."""
-    assert run.sample is not None, "due_after() asks for samples only of a run that has them"
+def write_sample(run: LoopSpec, step: int, state: TrainState) -> None:
+    """Writes a text sample after `step` steps; excludes the time from throughput."""
+    assert run.sample is not None, "a sample is due only if there is a sampler"
     began = time.monotonic()
     with run.services.watchdog.phase("eval", step):
         run.writer.sample(step, run.sample_prompt, run.sample(state))
     run.throughput.exclude(seconds_since(began))
 
 
-def save(run: Run, step: int, state: TrainState, health: str, metrics: dict[str, float], last: bool) -> None:
-    """Starts a save of the state after `step` steps in the background; waits for the last, which nobody tries again."""
+def save(run: LoopSpec, step: int, state: TrainState, health: str, metrics: dict[str, float], last: bool) -> None:
+    """Starts a save of the state after `step` steps in the background; waits for the last, which is not retried."""
     began = time.monotonic()
-    run.writer.upload_soon()  # a run that goes on from this checkpoint has its metrics up to here
+    run.writer.upload_soon()  # so that a run resumed from this checkpoint has its metrics
     with run.services.watchdog.phase("save", step):
         run.checkpoints.save(step, state, run.position(step), health=health, metrics=metrics, wait=last)
     run.throughput.exclude(seconds_since(began))

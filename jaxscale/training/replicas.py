@@ -1,9 +1,8 @@
-"""Whether the devices that hold the same bytes still do: a wrong bit in one copy is found, and its device named.
+"""Detection of silent data corruption by comparing replicas: finds a wrong bit in one copy and names the device.
 
-Data parallelism keeps copies of the state and renews each by itself, so that copies that differ are a fault of a
-device: of its memory, or of what it computed for itself. A gradient that one device got wrong is not seen this way, for
-the sum over the devices gives it to all of them alike; and what only one device holds has no copy to compare with.
-A run answers copies that differ with the same steps once more, and then with a verdict.
+Data-parallel replicas of the state are updated independently, so copies that differ are a fault of a device's memory or
+of what it computed alone. A wrong gradient of one device is not detected, because the all-reduce gives it to all; nor
+is a fault in shards without a replica. A run that finds a difference runs the same steps again before it decides.
 """
 
 import dataclasses
@@ -35,35 +34,35 @@ SHOWN_LEAVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """Copies of one piece of a leaf that are not the same."""
+class ReplicaDifference:
+    """Copies of one shard of a leaf that differ."""
 
     leaf: str
-    devices: tuple[int, ...]  # jax's ids of those whose copy is wrong, or of all where no majority says which
-    certain: bool  # whether a majority says which are wrong
+    devices: tuple[int, ...]  # jax ids of those whose copy is wrong, or of all without a majority
+    certain: bool  # True if a majority of copies agrees
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaReport:
-    """What a comparison of all copies found."""
+    """Result of a comparison of all copies."""
 
-    differences: tuple[Difference, ...]
-    places: dict[int, str]  # every device's id -> how people find it
+    differences: tuple[ReplicaDifference, ...]
+    descriptions: dict[int, str]  # by device id: its kind and process
 
     @property
     def same(self) -> bool:
-        """True if every copy is like its others."""
+        """True if all copies agree."""
         return not self.differences
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The ids of the devices that are wrong; where no majority can tell, of those that may be."""
+        """Ids of the devices whose copies are wrong, or may be wrong if no majority agrees."""
         certain = {device for found in self.differences if found.certain for device in found.devices}
         return tuple(sorted(certain or {device for found in self.differences for device in found.devices}))
 
     @property
     def certain(self) -> bool:
-        """True if a majority of copies says which devices are wrong."""
+        """True if a majority of copies agrees for some shard."""
         return any(found.certain for found in self.differences)
 
     @property
@@ -75,7 +74,7 @@ class ReplicaReport:
         """'device 5 (process 0) holds other bits of params/head than the other copies', or that all are the same."""
         if self.same:
             return "all copies are the same"
-        names = ", ".join(f"device {device} ({self.places[device]})" for device in self.devices)
+        names = ", ".join(f"device {device} ({self.descriptions[device]})" for device in self.devices)
         more = f" and {len(self.leaves) - SHOWN_LEAVES} more arrays" if len(self.leaves) > SHOWN_LEAVES else ""
         leaves = ", ".join(self.leaves[:SHOWN_LEAVES]) + more
         if self.certain:
@@ -85,101 +84,101 @@ class ReplicaReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Coverage:
-    """How much of a state a comparison of copies can see."""
+class ReplicaCoverage:
+    """Part of a state that has replicas to compare."""
 
-    copied_bytes: int  # of arrays, each counted once, that more than one device holds
+    copied_bytes: int  # of arrays with replicas, each counted once
     total_bytes: int
-    fewest_copies: int  # of those; 0 where nothing has any
-    renewed: bool = False  # each step takes every parameter anew from the one device that keeps its moments
+    fewest_copies: int  # of those; 0 without replicas
+    regathered: bool = False  # True if each step gathers parameters from the shards that are updated (ZeRO-1, ZeRO-2)
 
     def __str__(self) -> str:
-        """How much of the state has copies, and whether a wrong one can be told from a right one."""
+        """Describes the part of the state with replicas, and if a wrong one can be identified."""
         if not self.copied_bytes:
             return "no part of the state is held by more than one device: no copies to compare"
         share = self.copied_bytes / self.total_bytes
-        told = f"{share:.2g}" if share < 0.01 else f"{share:.0%}"
-        amount = f"{units.size(self.copied_bytes)} of {units.size(self.total_bytes)} of the state ({told})"
+        percent = f"{share:.2g}" if share < 0.01 else f"{share:.0%}"
+        amount = f"{units.size(self.copied_bytes)} of {units.size(self.total_bytes)} of the state ({percent})"
         small = "; the rest has no copy, and a wrong bit there is not seen" if share < 1 else ""
         voice = "a wrong copy is named" if self.fewest_copies > 2 else "of two copies that differ both are named"
         soon = "; each step renews the copies from one of them, so only a bit that flips between the last step and the "
-        soon = f"{soon}comparison is seen" if self.renewed else ""
+        soon = f"{soon}comparison is seen" if self.regathered else ""
         return f"{amount} are held by {self.fewest_copies} devices or more: {voice}{small}{soon}"
 
 
-def coverage(abstract_state: Any, rules: Rules) -> Coverage:
-    """How much of a state with these shardings has copies."""
+def replica_coverage(abstract_state: Any, rules: Rules) -> ReplicaCoverage:
+    """Returns the coverage of a state with these shardings."""
     copied = total = fewest = 0
     for leaf in jax.tree.leaves(abstract_state):
         num_bytes = leaf.size * leaf.dtype.itemsize
         total += num_bytes
-        copies = len(leaf.sharding.device_set) // len(pieces(leaf))
+        copies = len(leaf.sharding.device_set) // len(shard_devices(leaf))
         if copies > 1:
             copied += num_bytes
             fewest = min(fewest or copies, copies)
-    return Coverage(copied, total, fewest, renewed=rules.params != rules.moments)
+    return ReplicaCoverage(copied, total, fewest, regathered=rules.params != rules.moments)
 
 
 def make_replica_check(mesh: Mesh, abstract_state: Any) -> Callable[[Any], ReplicaReport]:
-    """check(state) -> ReplicaReport: all copies compared bit for bit, the same answer in all processes.
+    """Returns check(state) -> ReplicaReport, which compares all copies bit for bit, the same in all processes.
 
-    Each device makes a fingerprint of its own bytes of every array that has copies, one pass over them; what travels
-    between devices is one uint32 an array. The state is not changed and not donated. Compiled at the first call.
+    Each device computes a fingerprint of its shard of every replicated array; one uint32 per array is communicated. The
+    state is not changed and not donated. Compiled at the first call.
     """
     leaves = {name: leaf for name, leaf in named_leaves(abstract_state).items()}
-    groups = {name: [ids for ids in pieces(leaf).values() if len(ids) > 1] for name, leaf in leaves.items()}
+    groups = {name: [ids for ids in shard_devices(leaf).values() if len(ids) > 1] for name, leaf in leaves.items()}
     compared = [name for name, found in groups.items() if found]
     devices = list(mesh.devices.flat)
-    places = {device.id: f"{device.device_kind}, process {device.process_index}" for device in devices}
-    position = {device.id: place for place, device in enumerate(devices)}
+    descriptions = {device.id: f"{device.device_kind}, process {device.process_index}" for device in devices}
+    position = {device.id: i for i, device in enumerate(devices)}
     specs = [leaves[name].sharding.spec for name in compared]
-    one_each = PartitionSpec(mesh.axis_names)
+    per_device = PartitionSpec(mesh.axis_names)
 
     @functools.partial(jax.jit, out_shardings=replicated(mesh))
-    def device_prints(arrays: Sequence[jax.Array]) -> jax.Array:
-        """uint32[devices, arrays]."""
-        # inside, an array is the device's own bytes: nothing says, and nothing may assume, that copies are alike
-        own = lambda *arrays: jnp.stack([fingerprint(array) for array in arrays])[None]
-        return jax.shard_map(own, mesh=mesh, in_specs=tuple(specs), out_specs=one_each, check_vma=False)(*arrays)
+    def device_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
+        """Returns uint32[devices, arrays]."""
+        # In shard_map an array is the device's shard, and XLA cannot assume that replicas are equal.
+        local = lambda *arrays: jnp.stack([fingerprint(array) for array in arrays])[None]
+        return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=per_device, check_vma=False)(*arrays)
 
     def check(state: Any) -> ReplicaReport:
         if not compared:
-            return ReplicaReport((), places)
-        found = named_leaves(state)
-        prints = np.asarray(device_prints([found[name] for name in compared]))
+            return ReplicaReport((), descriptions)
+        arrays = named_leaves(state)
+        fingerprints = np.asarray(device_fingerprints([arrays[name] for name in compared]))
         differences = []
         for column, name in enumerate(compared):
             for ids in groups[name]:
-                seen = {device: int(prints[position[device], column]) for device in ids}
-                if (difference := outvoted(name, seen)) is not None:
+                by_device = {device: int(fingerprints[position[device], column]) for device in ids}
+                if (difference := find_difference(name, by_device)) is not None:
                     differences.append(difference)
-        return ReplicaReport(tuple(differences), places)
+        return ReplicaReport(tuple(differences), descriptions)
 
     return check
 
 
-def outvoted(leaf: str, seen: dict[int, int]) -> Difference | None:
-    """Which devices' fingerprints are not that of more than half of the copies; None if all are the same."""
-    counts = Counter(seen.values())
+def find_difference(leaf: str, fingerprints: dict[int, int]) -> ReplicaDifference | None:
+    """Returns the devices whose fingerprints differ from the majority; None if all agree."""
+    counts = Counter(fingerprints.values())
     if len(counts) == 1:
         return None
     (likeliest, votes), *_ = counts.most_common(1)
-    certain = 2 * votes > len(seen)
-    wrong = tuple(device for device, value in seen.items() if not certain or value != likeliest)
-    return Difference(leaf, wrong, certain)
+    certain = 2 * votes > len(fingerprints)
+    wrong = tuple(device for device, value in fingerprints.items() if not certain or value != likeliest)
+    return ReplicaDifference(leaf, wrong, certain)
 
 
-def pieces(leaf: Any) -> dict[tuple, list[int]]:
-    """{where a piece lies in the array: ids of the devices that hold it}."""
+def shard_devices(leaf: Any) -> dict[tuple, list[int]]:
+    """Returns {index of a shard: ids of the devices that hold it}."""
     found: dict[tuple, list[int]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        where = tuple(part.indices(length) for part, length in zip(index, leaf.shape))
-        found.setdefault(where, []).append(device.id)
+        key = tuple(part.indices(length) for part, length in zip(index, leaf.shape))
+        found.setdefault(key, []).append(device.id)
     return found
 
 
-class ReplicaWatch:
-    """Compares the copies, and remembers a difference while its steps are run again: one object over both."""
+class ReplicaMonitor:
+    """Compares the copies, and remembers a difference across the restart that runs its steps again."""
 
     def __init__(
         self,
@@ -194,83 +193,83 @@ class ReplicaWatch:
         self.passing: Counter[int] = Counter()  # by device
 
     def due(self, step: int, saving: bool) -> bool:
-        """True if the copies are to be compared after `step` steps. Before a save always: what is saved is believed."""
+        """True if the copies are to be compared after `step` steps; always before a save, so that none saves errors."""
         every = self.cfg.every_steps
         return every > 0 and (saving or step % every == 0 or step == self.suspected)
 
-    def agree(self, step: int, state: Any) -> bool:
-        """True if all copies of the state after `step` steps are the same; if not, go back and run these steps again.
+    def check_agreement(self, step: int, state: Any) -> bool:
+        """Returns True if all copies of the state after `step` steps agree; if not, rewind and run the steps again.
 
-        All processes get the same answer. Raises Stop (SILENT_CORRUPTION) naming the device if they differ again, or if
-        one device has had too many faults that passed.
+        The same in all processes. Raises Stop (SILENT_CORRUPTION) naming the device if they differ again, or if a
+        device has had too many transient faults.
         """
         report = self.check(state)
         if report.same:
             if self.suspected is not None and step >= self.suspected:
-                self.tell(step, "passing", "the same steps give the same copies now: a fault that has passed")
+                self.log(step, "passing", "the same steps give the same copies now: a fault that has passed")
                 self.suspected = None
             return True
         if self.suspected is not None:
-            self.end(
+            self.stop(
                 step, report, f"and the steps up to {self.suspected}, run once more, end in different copies again"
             )
         self.passing.update(report.devices)
         often = [device for device in report.devices if self.passing[device] > self.cfg.max_passing]
         if often:
             times = (f"device {device} has had {units.plural(self.passing[device], 'such fault')}" for device in often)
-            self.end(step, report, f"and {', '.join(times)} (train.replicas.max_passing={self.cfg.max_passing})")
+            self.stop(step, report, f"and {', '.join(times)} (train.replicas.max_passing={self.cfg.max_passing})")
         self.suspected = step
-        self.tell(step, "unknown", f"{report}; the same steps are run again from the last checkpoint", report)
+        self.log(step, "unknown", f"{report}; the same steps are run again from the last checkpoint", report)
         return False
 
-    def end(self, step: int, report: ReplicaReport, why: str) -> None:
+    def stop(self, step: int, report: ReplicaReport, reason: str) -> None:
         """Raises the Stop that names the device."""
-        self.tell(step, "lasting", f"{report}: {why}", report)
+        self.log(step, "lasting", f"{report}: {reason}", report)
         raise Stop(
             Exit.SILENT_CORRUPTION,
-            f"after step {step} {report}, {why}; take the device's machine out of the run and start the same command: "
-            "the checkpoints were saved from copies that agreed",
+            f"after step {step} {report}, {reason}; take the device's machine out of the run and start the same "
+            "command: the checkpoints were saved from copies that agreed",
         )
 
-    def tell(self, step: int, verdict: str, text: str, report: ReplicaReport | None = None) -> None:
-        """Reports a difference or its end, to people and as an event."""
+    def log(self, step: int, verdict: str, text: str, report: ReplicaReport | None = None) -> None:
+        """Logs a difference or its end, and records it as an event."""
         facts = {"devices": list(report.devices), "leaves": list(report.leaves)} if report else {}
         self.note("replicas_differ", step, verdict=verdict, **facts)
         self.say(f"replicas, step {step}: {text}")
 
 
 def flip_bit(state: Any, device: int, *, leaf: str | None = None, bit: int = 7) -> Any:
-    """The state with one bit of one device's own bytes of a leaf turned over: a fault on purpose, as memory has them.
+    """Returns the state with one bit flipped in one device's shard of a leaf, to simulate a memory fault.
 
-    Args: device: jax's id. leaf: by its name; unless given the first parameter that other devices hold too, or else the
-    first parameter. bit: counted from the lowest of the first word, modulo the bits that the device has.
+    Args: device: jax id. leaf: a name; default: the first parameter with replicas, or else the first parameter. bit:
+    counted from the lowest of the first byte, modulo the bits of the shard.
     """
     leaves = named_leaves(state)
     names = [name for name in leaves if name.startswith("params/")]
-    copied = [name for name in names if len(holders(leaves[name], device)) > 1]
+    copied = [name for name in names if len(replica_devices(leaves[name], device)) > 1]
     name = leaf or (copied or names)[0]
     array = leaves[name]
     parts = []
     for shard in array.addressable_shards:
         data = shard.data
         if shard.device.id == device:
-            raw = np.array(data)
-            words = raw.reshape(-1).view(np.uint8)
-            place = bit % (words.size * 8)
-            words[place // 8] ^= np.uint8(1 << (place % 8))
-            data = jax.device_put(raw, data.sharding)
+            host = np.array(data)
+            raw_bytes = host.reshape(-1).view(np.uint8)
+            index = bit % (raw_bytes.size * 8)
+            raw_bytes[index // 8] ^= np.uint8(1 << (index % 8))
+            data = jax.device_put(host, data.sharding)
         parts.append(data)
     leaves[name] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
 
-def holders(array: jax.Array, device: int) -> list[int]:
-    """Ids of the devices that hold the same piece of the array as this one."""
-    return next((ids for ids in pieces(array).values() if device in ids), [])
+def replica_devices(array: jax.Array, device: int) -> list[int]:
+    """Returns ids of the devices that hold the same shard of the array as this one."""
+    return next((ids for ids in shard_devices(array).values() if device in ids), [])
 
 
 def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
-    """The step, called first at start_step: a device computes with a wrong bit where JAXSCALE_FLIP_BIT says so."""
+    """Wraps the step, first called at start_step, to flip bits of the state where JAXSCALE_FLIP_BIT asks for it."""
     if faults.flipped_bit() is None:
         return train_step
     steps = itertools.count(start_step)

@@ -1,4 +1,4 @@
-"""Metrics of the loop: training metrics, read one step late, and validation."""
+"""Metrics of the training loop: training metrics, read one step late, and validation."""
 
 import math
 import time
@@ -13,54 +13,54 @@ from jaxscale.monitor.machine import HostLoad, memory_metrics
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training.expert_use import ExpertUse
+from jaxscale.training.expert_load import ExpertLoad
 
-INTERNAL = ("skipped_in_row", "verdict", "loss_median")  # read by the autopilot
+INTERNAL = ("skipped_in_row", "verdict", "loss_median")  # for the autopilot, not written
 
 
-class Unread(NamedTuple):
-    """A dispatched step, whose metrics have not been read yet."""
+class DispatchedStep(NamedTuple):
+    """A dispatched step whose metrics have not been read."""
 
     step: int
     metrics: dict[str, jax.Array]
     batch: Batch
     batch_index: int
-    waited: float  # seconds for its data
-    compiles: bool  # whether it is the first of this start with a batch of its size
-    statistics: Mapping[str, float] = {}  # of it, if they were due
+    data_seconds: float  # waited for its batch
+    compiles: bool  # True for the first step of this start with a batch of its size
+    statistics: Mapping[str, float] = {}
 
 
 class Reporter(NamedTuple):
-    """Writes metrics, and keeps their running totals."""
+    """Writes metrics and accumulates their totals."""
 
     writer: Writer
     throughput: Throughput
     tokens_after: Callable[[int], int]  # step -> tokens of all batches up to it
-    source_names: Sequence[str]  # of the mixture, as the step numbers them
-    sums: Counter[str]  # over the steps since this start; those before it are not in them
+    source_names: Sequence[str]  # of the mixture, in the order of the step's arrays
+    sums: Counter[str]  # over the steps of this start
     load: HostLoad
-    experts: ExpertUse | None = None  # of a mixture
+    experts: ExpertLoad | None = None  # of an MoE model
 
-    def report(self, unread: Unread) -> dict[str, Any]:
-        """The metrics of a step, fetched, added to the sums, and written if they are due."""
-        step = unread.step
-        fetched = jax.device_get(unread.metrics)
-        seen = hash_text(fetched.pop("tokens_seen"))
-        sources = source_losses(self.source_names, fetched)
+    def report(self, pending: DispatchedStep) -> dict[str, Any]:
+        """Fetches the metrics of a step, adds them to the sums, and writes them if they are due."""
+        step = pending.step
+        fetched = jax.device_get(pending.metrics)
+        tokens_hash = hash_text(fetched.pop("tokens_seen"))
+        extra = source_losses(self.source_names, fetched)
         if self.experts is not None:
-            sources |= self.experts.take(fetched)
-            if self.experts.due(step):
+            extra |= self.experts.add_step(fetched)
+            if self.experts.record_due(step):
                 self.writer.experts(step, self.experts.record())
         scalars = {name: value.item() for name, value in fetched.items()}
         values = dict(scalars)
         self.sums["gated_rows"] += values.get("gated_rows", 0)
         tokens = self.tokens_after(step)
-        trained, row_tokens = tokens - self.tokens_after(step - 1), unread.batch.tokens.shape[1]
-        self.throughput.add(trained, unread.waited, excluded=unread.compiles, row_tokens=row_tokens)
+        step_tokens, row_tokens = tokens - self.tokens_after(step - 1), pending.batch.tokens.shape[1]
+        self.throughput.add(step_tokens, pending.data_seconds, excluded=pending.compiles, row_tokens=row_tokens)
         self.writer.tick(step)
-        if not self.writer.due(step) and not unread.statistics:
+        if not self.writer.due(step) and not pending.statistics:
             return scalars
-        if not values["real_tokens"]:  # means over no token
+        if not values["real_tokens"]:  # a mean over zero tokens is undefined
             values |= {"loss": None, "grad_norm": None}
         record = {
             "loss": values.pop("loss"),
@@ -68,8 +68,8 @@ class Reporter(NamedTuple):
             "learning_rate": values.pop("lr"),
             "grad_norm": values.pop("grad_norm"),
             "tokens_seen": tokens,
-            "batch_index": unread.batch_index,
-            "tokens_hash": seen,  # of the global batch, as the devices had it
+            "batch_index": pending.batch_index,
+            "tokens_hash": tokens_hash,  # of the global batch, computed on the devices
             "skipped": int(values.pop("skipped")),
             "skipped_total": values.pop("skipped_total"),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
@@ -79,12 +79,12 @@ class Reporter(NamedTuple):
             record["gated_rows"] = values.pop("gated_rows")
             record["gated_rows_total"] = self.sums["gated_rows"]
         others = {name: value for name, value in values.items() if name not in INTERNAL}
-        record |= {f"train/{name}": value for name, value in (others | sources).items()}
-        self.writer.write(step, {**record, **unread.statistics})
+        record |= {f"train/{name}": value for name, value in (others | extra).items()}
+        self.writer.write(step, {**record, **pending.statistics})
         return scalars
 
     def validation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Writes held-out losses; the time does not count as training. Raises Stop if the loss is not finite."""
+        """Writes validation metrics; excludes the time from throughput. Raises Stop if the loss is not finite."""
         self.writer.write(step, metrics | {"validation_seconds": seconds})
         self.throughput.exclude(seconds)
         if not math.isfinite(metrics.get("validation/loss", 0.0)):
@@ -95,13 +95,13 @@ class Reporter(NamedTuple):
             )
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Writes what the named evaluators found; the time does not count as training."""
+        """Writes metrics of the named evaluators; excludes the time from throughput."""
         self.writer.write(step, metrics | {"evals_seconds": seconds})
         self.throughput.exclude(seconds)
 
 
 def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, float]:
-    """{'NAME/loss': nats per token} of each source that the step had tokens of; taken out of `fetched`."""
+    """Returns {'NAME/loss': nats per token} of each source with tokens in the step; removes them from `fetched`."""
     if "source_nats" not in fetched:
         return {}
     sums = zip(names, fetched.pop("source_nats").tolist(), fetched.pop("source_tokens").tolist())
@@ -109,5 +109,5 @@ def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, fl
 
 
 def seconds_since(began: float) -> float:
-    """Seconds of the monotonic clock."""
+    """Seconds since `began` on the monotonic clock."""
     return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The services that the loop uses: events, watchdog, lock, goodput. By default they do nothing."""
+"""Services of the training loop: events, watchdog, lock, goodput. By default they do nothing."""
 
 import time
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from jaxscale.monitor.goodput import TimeLedger
 
 
 class Services(NamedTuple):
-    """Run services, from the opening of a work folder to its end; run/services.py makes them."""
+    """Services of an open work folder, made by run/services.py."""
 
     note: Note = ignore
     watchdog: Watchdog = UNWATCHED
-    may_commit: Callable[[], None] = lambda: None  # raises if the folder is no longer ours
-    poll: Callable[[], None] = lambda: None  # the same, asked after every step at no cost
-    reports: Any = None  # of saves that failed in any of several processes
-    board: Board | None = None  # of several processes, looked at after every step
-    ledger: TimeLedger | None = None  # of where the time goes
-    vitals: Callable[[], dict[str, Any]] = dict  # for each record: goodput, and what the devices say
+    may_commit: Callable[[], None] = lambda: None  # raises if this process has lost the folder's lock
+    poll: Callable[[], None] = lambda: None  # as may_commit, cheap enough for every step
+    reports: Any = None  # failed saves of all processes
+    board: Board | None = None  # shared by several processes, refreshed after every step
+    ledger: TimeLedger | None = None  # goodput
+    vitals: Callable[[], dict[str, Any]] = dict  # for each record: goodput and device telemetry
     clock: Callable[[], float] = time.time  # seconds since 1970, for limits
-    profiling: Callable[[], bool] = lambda: False  # whether the step that has just finished was slowed by a capture
+    profiling: Callable[[], bool] = lambda: False  # True if a profile was captured during the last step
 
 
-UNATTENDED = Services()
+NO_SERVICES = Services()

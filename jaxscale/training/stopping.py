@@ -1,7 +1,7 @@
-"""Leaving well on SIGTERM and SIGINT: the first asks the loop to save and leave, the second leaves at once.
+"""Graceful stop on SIGTERM and SIGINT: the first asks the loop to save and stop, the second stops at once.
 
-Word from a cloud that the machine is about to be taken away asks for the same. Where there are several processes, all
-leave after the same step, whichever of them was told.
+A preemption or maintenance notice of the cloud asks for the same. With several processes, all stop after the same step,
+whichever of them got the signal.
 """
 
 import contextlib
@@ -15,24 +15,25 @@ from jaxscale.hosts.agree import Board
 from jaxscale.hosts.maintenance import Maintenance
 from jaxscale.system.exits import Exit, Stop, Terminated
 
-# Whoever is signalled after step n, before it begins n + 1, posts the step after which all leave. Another process may
-# have begun n + 1 by then, but when it looks at the board after having begun n + 2 it has read the metrics of n + 1,
-# which do not exist before every process has begun that step: so all see the line in time, and no device waits.
+# A process signalled after step n, before it begins n + 1, posts the step after which all stop. Another process may
+# have begun n + 1 by then, but when it reads the board after beginning n + 2 it has read the metrics of n + 1, which
+# do not exist before every process has begun that step. So all processes see the line in time, and no device waits.
 STEPS_AHEAD = 2
 
 
 @contextlib.contextmanager
-def terminated_well() -> Iterator[None]:
-    """SIGTERM raises Terminated in the block, so that what stands around a run is put away: its lock, its exports.
+def raise_on_sigterm() -> Iterator[None]:
+    """Raises Terminated in the block on SIGTERM, so that the lock is released and exporters are stopped.
 
-    For before the first step and after the last; in between StopRequest takes the signals. A second one ends at once.
+    Used before the first step and after the last; StopRequest handles signals in between. A second signal ends the
+    process at once.
     """
 
-    def note(number: int, frame: types.FrameType | None) -> None:
+    def handle(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     finally:
@@ -40,12 +41,12 @@ def terminated_well() -> Iterator[None]:
 
 
 class StopRequest:
-    """Remembers the first signal while it is entered; `requested` holds its name, else None."""
+    """Context manager that records the first signal; `requested` is its name, or None."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, board: Board | None = None):
-        """board: shared by all processes, and looked at before each question; None where there is one."""
+        """board: shared by all processes and refreshed before each stop_after(); None for one process."""
         self.board = board
         self.requested: str | None = None
         self.posted = self.signalled = False
@@ -53,7 +54,7 @@ class StopRequest:
         self.maintenance = Maintenance(self.request)
 
     def __enter__(self) -> "StopRequest":
-        self.previous = {number: signal.signal(number, self.note) for number in self.SIGNALS}
+        self.previous = {number: signal.signal(number, self.handle_signal) for number in self.SIGNALS}
         self.maintenance.__enter__()
         return self
 
@@ -62,10 +63,10 @@ class StopRequest:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def leave_after(self, step: int) -> str | None:
-        """The signal for which to save and leave after `step` steps, or None: the same answer in every process.
+    def stop_after(self, step: int) -> str | None:
+        """Returns the signal if the run is to save and stop after `step` steps, or None; the same in every process.
 
-        To be asked after each step, when the metrics of the step before it have been read.
+        To be called after each step, when the metrics of the step before it have been read.
         """
         if self.board is None:
             return self.requested
@@ -81,13 +82,13 @@ class StopRequest:
         return name if step == int(last) else None
 
     def request(self, reason: str) -> None:
-        """Asks the loop to save and leave; from any thread."""
+        """Asks the loop to save and stop; from any thread."""
         self.requested = self.requested or reason
 
-    def note(self, number: int, frame: types.FrameType | None) -> None:
-        """The handler. A second signal restores the default action and raises it again.
+    def handle_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """Signal handler. A second signal restores the default action and is raised again.
 
-        The first after word of the machine's end is not yet a second one: the save it asked for is under way.
+        A notice of the cloud does not count as the first signal, because its save is in progress.
         """
         if self.signalled:
             signal.signal(number, signal.SIG_DFL)

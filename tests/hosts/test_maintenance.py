@@ -91,6 +91,6 @@ def test_where_there_is_no_such_server_nobody_asks():
 def test_the_first_signal_after_the_announcement_does_not_kill():
     with StopRequest() as stop:
         stop.request("the machine is about to be taken away (preempted: TRUE)")
-        assert stop.leave_after(3) == "the machine is about to be taken away (preempted: TRUE)"
-        stop.note(15, None)  # SIGTERM, as the machine shuts down
-        assert stop.leave_after(4) == "the machine is about to be taken away (preempted: TRUE)"
+        assert stop.stop_after(3) == "the machine is about to be taken away (preempted: TRUE)"
+        stop.handle_signal(15, None)  # SIGTERM, as the machine shuts down
+        assert stop.stop_after(4) == "the machine is about to be taken away (preempted: TRUE)"

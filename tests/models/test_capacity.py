@@ -21,7 +21,7 @@ from jaxscale.models.model import token_losses
 from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.ops.routing import capacity_mask
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
-from jaxscale.training.expert_use import ExpertUse
+from jaxscale.training.expert_load import ExpertLoad
 
 EXPERTS = dict(number=4, chosen=2, mlp_dim=8)
 BASE = {
@@ -144,7 +144,7 @@ def test_as_many_are_left_out_on_every_mesh_and_losses_are_those_of_one_device(c
 def test_what_is_left_out_is_logged_as_one_number():
     fetched = {EXPERT_COUNTS: np.array([[3, 1], [4, 0]]), EXPERTS_DROPPED: np.array([2, 5], np.int32)}
     fetched |= {"real_tokens": 4, "router_entropy": np.ones(2), "router_scores": np.ones(2)}
-    assert ExpertUse(chosen=1).take(fetched)["experts_dropped"] == 7 and EXPERTS_DROPPED not in fetched
+    assert ExpertLoad(experts_per_token=1).add_step(fetched)["experts_dropped"] == 7 and EXPERTS_DROPPED not in fetched
 
 
 def test_a_row_that_devices_share_has_no_limit():

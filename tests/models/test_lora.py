@@ -122,7 +122,7 @@ def test_statistics_gradient_norms_and_replicas_know_of_adapters_alone():
     sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.ema.decay": 0.9}
     program = tiny.program(LORA | sizes, 8)
     state, batch = program.init(), tiny.on_mesh(program, tiny.packed_batch(0))
-    numbers = statistics.named(jax.device_get(program.statistics(state, batch)))
+    numbers = statistics.flatten_statistics(jax.device_get(program.statistics(state, batch)))
     assert all(np.isfinite(number) for number in numbers.values())
     assert numbers["stats/grad_norm/embedding"] == numbers["stats/update_norm/head"] == 0
     assert numbers["stats/grad_norm/00"] > 0 and numbers["stats/weight_norm/embedding"] > 0

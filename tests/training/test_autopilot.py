@@ -18,7 +18,7 @@ from jaxscale.run.opening import open_run, rewind
 from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import guard, loop
-from jaxscale.training.autopilot import Autopilot, Pilot, Rewound
+from jaxscale.training.autopilot import Autopilot, AutopilotSpec, Rewound
 from jaxscale.training.config import GuardConfig, RecoveryConfig
 
 VALUES = {
@@ -323,17 +323,19 @@ def pilot_that_has_read(*readings, **settings):
     """(an autopilot after these verdicts of steps, each with how many are skipped in a row; its events)"""
     events = []
     note = lambda kind, step, **facts: events.append((kind, step, facts.get("why") or facts.get("what")))
-    pilot = Autopilot(Pilot(RecoveryConfig(rungs=()), GuardConfig(**settings), note), None)
+    pilot = Autopilot(AutopilotSpec(RecoveryConfig(rungs=()), GuardConfig(**settings), note), None)
     for step, (verdict, in_row) in enumerate(readings, 1):
         values = {"objective": 3.0, "grad_norm": 1.0, "loss_median": 3.0, "skipped_in_row": in_row}
-        pilot.read(step, values | {"verdict": verdict, "skipped": verdict not in (guard.GOOD, guard.NEW_LEVEL)}, None)
+        pilot.observe(
+            step, values | {"verdict": verdict, "skipped": verdict not in (guard.GOOD, guard.NEW_LEVEL)}, None
+        )
     return pilot, events
 
 
 def test_a_new_level_is_told_and_an_excused_overflow_is_not_a_bad_step():
     pilot, events = pilot_that_has_read((guard.LOSS_RATIO, 1), (guard.LOSS_SCALE, 1), (guard.NEW_LEVEL, 0))
     assert events == [("skipped", 1, "loss by median"), ("alarm", 3, "new level")]
-    assert pilot.trouble.bad == (1,)
+    assert pilot.state.bad == (1,)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.training.config import LimitConfig
-from jaxscale.training.decisions import EarlyDecay, decisions_of
-from jaxscale.training.limits import Limiter, Limits
+from jaxscale.training.decisions import EarlyDecay, parse_decisions
+from jaxscale.training.limits import LimitMonitor, TimeLimit
 from jaxscale.training.services import Services
 
 LONG = {
@@ -45,7 +45,7 @@ class Clock:
 
     def limiter(self, start_step=0, **limits):
         limits = dict(ends_at=1e9 + 100, name="limit.deadline=100s", total_steps=1000, clock=self) | limits
-        return Limiter(Limits(start_step=start_step, **limits))
+        return LimitMonitor(TimeLimit(start_step=start_step, **limits))
 
 
 def steps_of(limiter, clock, steps, pace=lambda step: 1.0):
@@ -53,7 +53,7 @@ def steps_of(limiter, clock, steps, pace=lambda step: 1.0):
     found = {}
     for step in steps:
         clock.now += pace(step)
-        if decision := limiter.after(step):
+        if decision := limiter.decay_after(step):
             found[step] = decision
             break
     return found
@@ -62,10 +62,10 @@ def steps_of(limiter, clock, steps, pace=lambda step: 1.0):
 def test_a_run_that_will_overrun_says_so_once_and_again_when_it_has():
     clock, said, noted = Clock(), [], []
     note = lambda kind, step, **facts: noted.append((kind, step, facts))
-    limiter = clock.limiter(say=said.append, note=note, way_out="give fewer train_tokens")
+    limiter = clock.limiter(say=said.append, note=note, advice="give fewer train_tokens")
     assert not steps_of(limiter, clock, range(1, 200))
     assert said[0] == (
-        "limit: at 1 s a step this run ends 2001-09-09T02:03 UTC, 15m00s after limit.deadline=100s; it goes on: give "
+        "limit: at 1 s a step this run ends 2001-09-09T02:03 UTC, 15m00s after limit.deadline=100s; it continues: give "
         "fewer train_tokens"
     )
     assert len(said) == 2 and said[1].startswith("limit: limit.deadline=100s has passed, and at 1 s a step")
@@ -105,11 +105,12 @@ def test_where_there_is_no_time_for_a_whole_decay_it_is_shorter_and_says_so():
     limiter = clock.limiter(decay_steps=lambda total: 20, say=said.append)
     pace = lambda step: 80.0 if step == 30 else 1.0  # a long pause, that nothing announced
     assert steps_of(limiter, clock, range(1, 100), pace) == {30: EarlyDecay(30, 32)}
-    line = limiter.of.line(EarlyDecay(30, 32))
+    line = limiter.limit.line(EarlyDecay(30, 32))
     assert (
-        "over 2 steps to step 32; there is no time for the 20 of a whole decay; step 30, at the peak, is saved" in line
+        "over 2 steps to step 32; the time is too short for the 20 of a whole decay; step 30, at the peak, is saved"
+        in line
     )
-    assert "no time" not in limiter.of.line(EarlyDecay(30, 50))
+    assert "too short" not in limiter.limit.line(EarlyDecay(30, 50))
 
 
 class Board:
@@ -136,10 +137,10 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     found, posted_at = {}, []
     for step in range(1, 200):
         clock.now += 1
-        a = first.after(step)
+        a = first.decay_after(step)
         posted_at = [*posted_at, step] if board.lines else []
-        found |= {step: (a, other.after(step))} if a else {}
-        assert step in found or other.after(step) is None
+        found |= {step: (a, other.decay_after(step))} if a else {}
+        assert step in found or other.decay_after(step) is None
         if found:
             break
     ((step, (a, b)),) = found.items()
@@ -147,7 +148,7 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     assert posted_at == [step - 2, step - 1, step], "as far ahead as it takes until all have looked"
     board.lines[board.told("jaxscale/decay/1")] = f"{step - 1} 99"
     with pytest.raises(Stop, match="all were to decay after step") as stop:
-        other.after(step)
+        other.decay_after(step)
     assert stop.value.code is Exit.PEER_LOST
 
 
@@ -220,9 +221,9 @@ def test_replayed_it_decays_at_the_same_step_whatever_the_clock_says(ended, tmp_
 def test_a_decay_that_was_decided_and_not_saved_is_forgotten():
     event = lambda kind, step, **facts: {"event": kind, "step": step} | facts
     events = [event("started", 0), event("early_decay", 21, until=27)]
-    assert decisions_of(events).decay == EarlyDecay(21, 27)
-    assert decisions_of([*events, event("resumed", 21)]).decay == EarlyDecay(21, 27)
-    assert decisions_of([*events, event("resumed", 14)]).decay is None
+    assert parse_decisions(events).decay == EarlyDecay(21, 27)
+    assert parse_decisions([*events, event("resumed", 21)]).decay == EarlyDecay(21, 27)
+    assert parse_decisions([*events, event("resumed", 14)]).decay is None
 
 
 @pytest.mark.parametrize(

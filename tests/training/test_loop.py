@@ -131,7 +131,7 @@ class TestTrain:
         wired = dataclasses.replace(
             run, train_step=train_step, evaluate=evaluate, eval_every_steps=2, save_every_steps=0
         )
-        with pytest.raises(Stop, match="SIGTERM: saved step 3; the same command goes on from there") as stop:
+        with pytest.raises(Stop, match="SIGTERM: saved step 3; the same command continues from there") as stop:
             loop.train(wired)
         assert stop.value.code is Exit.PREEMPTED
         assert run.checkpoints.latest_step() == 3
@@ -150,7 +150,7 @@ def test_a_stop_request_notes_the_first_signal_and_gives_the_old_handlers_back()
 @pytest.mark.parametrize("theirs", [None, "SIGTERM"])
 def test_a_signal_during_a_rewind_is_known_to_all_processes(theirs):
     gather = lambda key, mine, made_of: made_of([mine, theirs])
-    assert loop.asked_anywhere(None, gather) == theirs and loop.asked_anywhere("SIGINT", gather) == "SIGINT"
+    assert loop.first_stop_request(None, gather) == theirs and loop.first_stop_request("SIGINT", gather) == "SIGINT"
 
 
 @pytest.mark.parametrize(("failure", "outcome"), [(Exit.STORAGE, 17), (Exit.CHECKPOINT_CORRUPT, 13)])
@@ -161,11 +161,11 @@ def test_a_save_that_fails_at_the_end_does_not_hide_why_a_run_stopped(failure, o
 
     told = []
     with pytest.raises(Stop) as stop:
-        with loop.saves_finished(Failing(), lambda kind, step=None, **facts: told.append(facts["cause"])):
+        with loop.finish_saves(Failing(), lambda kind, step=None, **facts: told.append(facts["cause"])):
             raise Stop(Exit.NON_FINITE, "5 steps in a row")
     assert stop.value.code == (Exit.NON_FINITE if outcome == 17 else failure)
     assert told == (["no space left"] if outcome == 17 else [])
-    with pytest.raises(Stop, match="no space left"), loop.saves_finished(Failing(), lambda kind, step=None, **facts: 0):
+    with pytest.raises(Stop, match="no space left"), loop.finish_saves(Failing(), lambda kind, step=None, **facts: 0):
         pass
 
 
@@ -173,7 +173,7 @@ def test_a_save_that_fails_at_the_end_does_not_hide_why_a_run_stopped(failure, o
 def test_a_save_is_waited_for_unless_its_storage_was_given_up(code, most_seconds):
     waited = []
     checkpoints = types.SimpleNamespace(close=lambda most_seconds=None: waited.append(most_seconds))
-    with pytest.raises(Stop), loop.saves_finished(checkpoints, lambda *_, **__: None):
+    with pytest.raises(Stop), loop.finish_saves(checkpoints, lambda *_, **__: None):
         raise Stop(code, "")
     assert waited == [most_seconds]
 
@@ -196,20 +196,20 @@ def test_all_processes_leave_after_the_same_step_whichever_was_signalled(ahead):
     board = PaperBoard()
     signalled, other = StopRequest(board), StopRequest(board)
     for step in range(1, 4 + ahead):
-        assert other.leave_after(step) is None  # it may have begun one step more when the signal comes
+        assert other.stop_after(step) is None  # it may have begun one step more when the signal comes
     for step in range(1, 4):
         if step == 3:
-            signalled.note(signal.SIGTERM, None)
-        assert signalled.leave_after(step) is None
+            signalled.handle_signal(signal.SIGTERM, None)
+        assert signalled.stop_after(step) is None
     for request, first in ((signalled, 4), (other, 4 + ahead)):
-        answers = [request.leave_after(step) for step in range(first, 6)]
+        answers = [request.stop_after(step) for step in range(first, 6)]
         assert answers == [None] * (5 - first) + ["SIGTERM"]
 
 
 def test_a_second_signal_elsewhere_does_not_move_the_step():
     board = PaperBoard()
     first, second = StopRequest(board), StopRequest(board)
-    first.note(signal.SIGTERM, None)
-    assert first.leave_after(7) is None
-    second.note(signal.SIGINT, None)
-    assert [second.leave_after(8), second.leave_after(9), first.leave_after(9)] == [None, "SIGTERM", "SIGTERM"]
+    first.handle_signal(signal.SIGTERM, None)
+    assert first.stop_after(7) is None
+    second.handle_signal(signal.SIGINT, None)
+    assert [second.stop_after(8), second.stop_after(9), first.stop_after(9)] == [None, "SIGTERM", "SIGTERM"]

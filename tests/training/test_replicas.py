@@ -15,16 +15,16 @@ from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.sharding.rules import RULES
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training.autopilot import Autopilot, Pilot
+from jaxscale.training.autopilot import Autopilot, AutopilotSpec
 from jaxscale.training.config import GuardConfig, RecoveryConfig, ReplicaConfig
 from jaxscale.training.replicas import (
-    ReplicaWatch,
-    coverage,
+    ReplicaMonitor,
+    find_difference,
     flip_bit,
     flip_bits,
-    holders,
     make_replica_check,
-    outvoted,
+    replica_coverage,
+    replica_devices,
 )
 
 pytestmark = pytest.mark.fault("F25")
@@ -61,7 +61,7 @@ def test_each_of_many_flipped_bits_is_found_in_its_leaf_and_on_its_device(mesh):
     sizes = {name: leaf.addressable_shards[0].data.nbytes * 8 for name, leaf in leaves.items()}
     for _ in range(100):
         device = int(rng.integers(8))
-        name = str(rng.choice([name for name in leaves if len(holders(leaves[name], device)) > 2]))
+        name = str(rng.choice([name for name in leaves if len(replica_devices(leaves[name], device)) > 2]))
         report = check(flip_bit(state, device, leaf=name, bit=int(rng.integers(sizes[name]))))
         found += (report.devices, report.leaves, report.certain) == ((device,), (name,), True)
     assert found == 100
@@ -83,14 +83,16 @@ def test_several_wrong_devices_are_all_named():
 
 def test_of_two_copies_that_differ_both_devices_are_named_unless_a_majority_elsewhere_tells():
     program, state, check = made(PAIRS)
-    pair = holders(state.params["head"], 3)
+    pair = replica_devices(state.params["head"], 3)
     assert len(pair) == 2
     report = check(flip_bit(state, 3, leaf="params/head"))
     assert report.devices == tuple(sorted(pair)) and not report.certain
     assert "too few copies to say which of them is wrong" in str(report)
     report = check(flip_bit(flip_bit(state, 3, leaf="params/head"), 3, leaf="params/final_norm"))
     assert report.devices == (3,) and report.certain
-    assert "of two copies that differ both are named" in str(coverage(program.abstract_state, RULES[program.cfg.rules]))
+    assert "of two copies that differ both are named" in str(
+        replica_coverage(program.abstract_state, RULES[program.cfg.rules])
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,21 +108,21 @@ def test_of_two_copies_that_differ_both_devices_are_named_unless_a_majority_else
     ids=str,
 )
 def test_more_than_half_of_the_copies_are_believed(seen, wrong, certain):
-    found = outvoted("w", seen)
+    found = find_difference("w", seen)
     assert (found and (found.devices, found.certain)) == (wrong and (wrong, certain))
 
 
 def test_what_has_no_copy_is_told_and_a_flip_there_is_not_seen():
     program, state, check = made(SHARDED)
-    told = coverage(program.abstract_state, RULES[program.cfg.rules])
+    told = replica_coverage(program.abstract_state, RULES[program.cfg.rules])
     assert 0 < told.copied_bytes < 0.1 * told.total_bytes and told.fewest_copies == 8
     assert "the rest has no copy, and a wrong bit there is not seen" in str(told)
     assert check(flip_bit(state, 3, leaf="params/head")).same
     assert check(flip_bit(state, 3, leaf="params/final_norm")).devices == (3,)
-    everywhere = coverage(made(DATA)[0].abstract_state, RULES["zero3"])
+    everywhere = replica_coverage(made(DATA)[0].abstract_state, RULES["zero3"])
     assert everywhere.copied_bytes == everywhere.total_bytes and "(100%)" in str(everywhere)
     alone = tiny.program()
-    assert str(coverage(alone.abstract_state, RULES["zero3"])).startswith(
+    assert str(replica_coverage(alone.abstract_state, RULES["zero3"])).startswith(
         "no part of the state is held by more than one device"
     )
     assert make_replica_check(alone.mesh, alone.abstract_state)(alone.init()).same
@@ -160,7 +162,7 @@ def test_where_each_step_renews_the_copies_a_flip_is_seen_before_it_alone_and_th
     flipped = flip_bit(state, 2, bit=20)
     assert check(flipped).devices == (2,)
     assert check(program.train_step(flipped, tiny.on_mesh(program, tiny.packed_batch(0)))[0]).same
-    assert "between the last step and the comparison" in str(coverage(program.abstract_state, RULES[rules]))
+    assert "between the last step and the comparison" in str(replica_coverage(program.abstract_state, RULES[rules]))
 
 
 # What a run does about it.
@@ -174,10 +176,10 @@ class Heard:
         self.state, check = made(DATA)[1:]
         cfg = ReplicaConfig(**{"every_steps": 5} | settings)
         note = lambda kind, step=None, **facts: self.events.append((kind, step, facts["verdict"], facts.get("devices")))
-        self.watch = ReplicaWatch(cfg, check, note=note, say=self.said.append)
+        self.watch = ReplicaMonitor(cfg, check, note=note, say=self.said.append)
 
-    def agree(self, step, wrong=None):
-        return self.watch.agree(step, self.state if wrong is None else flip_bit(self.state, wrong))
+    def check_agreement(self, step, wrong=None):
+        return self.watch.check_agreement(step, self.state if wrong is None else flip_bit(self.state, wrong))
 
 
 def test_copies_are_compared_every_so_many_steps_and_before_each_save():
@@ -188,23 +190,23 @@ def test_copies_are_compared_every_so_many_steps_and_before_each_save():
 
 def test_a_fault_that_is_gone_when_the_steps_are_run_again_is_reported_and_the_run_goes_on():
     heard = Heard()
-    assert heard.agree(5) and heard.events == []
-    assert not heard.agree(13, wrong=2)
+    assert heard.check_agreement(5) and heard.events == []
+    assert not heard.check_agreement(13, wrong=2)
     assert heard.watch.due(13, saving=False)  # the same step again, though it was a save that showed it
-    assert heard.agree(10) and heard.watch.suspected == 13  # not yet there again
-    assert heard.agree(13)
+    assert heard.check_agreement(10) and heard.watch.suspected == 13  # not yet there again
+    assert heard.check_agreement(13)
     assert heard.events == [("replicas_differ", 13, "unknown", [2]), ("replicas_differ", 13, "passing", None)]
-    assert heard.agree(15) and len(heard.events) == 2
+    assert heard.check_agreement(15) and len(heard.events) == 2
     assert "run again from the last checkpoint" in heard.said[0] and "has passed" in heard.said[1]
 
 
 def test_a_fault_that_comes_again_ends_the_run_with_the_name_of_the_device():
     heard = Heard()
-    assert not heard.agree(10, wrong=6)
+    assert not heard.check_agreement(10, wrong=6)
     with pytest.raises(
         Stop, match=r"after step 10 device 6 \(cpu, process 0\) holds other bits .*run once more"
     ) as stop:
-        heard.agree(10, wrong=6)
+        heard.check_agreement(10, wrong=6)
     assert stop.value.code is Exit.SILENT_CORRUPTION == 16
     assert heard.events[-1] == ("replicas_differ", 10, "lasting", [6])
 
@@ -213,10 +215,10 @@ def test_a_fault_that_comes_again_ends_the_run_with_the_name_of_the_device():
 def test_a_device_with_one_passing_fault_too_many_ends_the_run(passing, told):
     heard = Heard(max_passing=passing)
     for step in (5, 15)[:passing]:
-        assert not heard.agree(step, wrong=3) and heard.agree(step)
-    assert not passing or not heard.agree(20, wrong=4) and heard.agree(20)
+        assert not heard.check_agreement(step, wrong=3) and heard.check_agreement(step)
+    assert not passing or not heard.check_agreement(20, wrong=4) and heard.check_agreement(20)
     with pytest.raises(Stop, match=rf", and device 3 {told} \(train.replicas.max_passing={passing}\); take the device"):
-        heard.agree(25, wrong=3)
+        heard.check_agreement(25, wrong=3)
 
 
 @pytest.mark.parametrize(("text", "flips"), [("7:3", [3, None, None]), ("7:3:2", [3, 3, None]), ("", [None] * 3)])
@@ -272,8 +274,8 @@ class TestRun:
         assert Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig()).all_steps() == [4]
 
     def test_told_to_leave_it_leaves_without_saving_what_differs(self):
-        watch = types.SimpleNamespace(due=lambda step, saving: saving, agree=lambda step, state: False)
-        pilot = Autopilot(Pilot(recovery=RecoveryConfig(), guard=GuardConfig(), replicas=watch), None)
-        with pytest.raises(Stop, match="SIGTERM: step 5 was not saved, for copies of the state differ") as stop:
+        watch = types.SimpleNamespace(due=lambda step, saving: saving, check_agreement=lambda step, state: False)
+        pilot = Autopilot(AutopilotSpec(recovery=RecoveryConfig(), guard=GuardConfig(), replicas=watch), None)
+        with pytest.raises(Stop, match="SIGTERM: step 5 was not saved, because copies of the state differ") as stop:
             pilot.check_replicas(5, None, True, "SIGTERM")
         assert stop.value.code is Exit.PREEMPTED

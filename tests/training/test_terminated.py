@@ -14,7 +14,7 @@ from jaxscale.interop.config import ExportConfig
 from jaxscale.interop.periodic import Exporter, exporting
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop, Terminated, verdict
-from jaxscale.training.stopping import terminated_well
+from jaxscale.training.stopping import raise_on_sigterm
 
 STEPS = 8
 VALUES = tiny.VALUES | dict(
@@ -97,7 +97,7 @@ def test_an_export_that_is_waited_for_ends_with_the_run_that_is_told_to(tmp_path
             children.append(self.child)
 
     told = lambda line: threading.Timer(0.3, signal.raise_signal, (signal.SIGTERM,)).start()
-    with pytest.raises(Terminated), terminated_well():
+    with pytest.raises(Terminated), raise_on_sigterm():
         with exporting(
             ExportConfig(every_steps=1), tmp_path, lambda *a, **k: None, told, primary=True, make_exporter=Slow
         ) as note:
