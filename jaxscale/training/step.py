@@ -62,19 +62,7 @@ def make_train_step(
             params = jax.tree.map(apply_update, state.params, updates)
             params = params if update_balance is None else update_balance(params, means)
             params, clip_metrics = (params, {}) if qk_clip is None else qk_clip(params, intermediates)
-        # A bad step changes nothing. The optimizer has already applied `ok` to arrays on the host.
-        select_leaf = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
-        select = lambda new, old: jax.tree.map(select_leaf, new, old)
-        new_state = state._replace(
-            step=state.step + 1,
-            params=select(params, state.params),
-            opt_state=select(opt_state, state.opt_state),
-            loss_scale=adjust_loss_scale(cfg.loss_scale, state.loss_scale, finite)
-            if dynamic_scale
-            else state.loss_scale,
-            guard=guard_state,
-            ema=select(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
-        )
+        new_state = next_state(cfg, state, params, opt_state, guard_state, ok, finite if dynamic_scale else None)
         rows = batch if data_row is None else joined_rows(batch, data_row)  # hash and row filter need whole rows
         metrics = means | {
             "grad_norm": grad_norm,
@@ -91,6 +79,32 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def next_state(
+    cfg: TrainConfig,
+    state: TrainState,
+    params: Any,
+    opt_state: Any,
+    guard_state: guard.GuardState,
+    ok: jax.Array,
+    finite: jax.Array | None,
+) -> TrainState:
+    """Returns the state after a step. A bad step changes only its number, the guard and the loss scale.
+
+    finite: bool[], True for finite gradients; None if the loss scale is constant.
+    """
+    # the optimizer has already applied `ok` to arrays on the host
+    select_leaf = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
+    select = lambda new, old: jax.tree.map(select_leaf, new, old)
+    return state._replace(
+        step=state.step + 1,
+        params=select(params, state.params),
+        opt_state=select(opt_state, state.opt_state),
+        loss_scale=state.loss_scale if finite is None else adjust_loss_scale(cfg.loss_scale, state.loss_scale, finite),
+        guard=guard_state,
+        ema=select(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
+    )
 
 
 def gradients_of_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Metrics, Any]]) -> Gradients:
