@@ -121,7 +121,7 @@ class Autopilot:
         raise self.halt_error(state, no_checkpoint=action.kind == "rewind")
 
     def rewind(self, now: int, action: recovery.Action) -> None:
-        """Records the rewind and raises Rewound; returns if there is no checkpoint to rewind to."""
+        """Records the rewind and raises Rewound; returns if none of the checkpoints can be used."""
         cfg = self.spec.recovery
         before = recovery.rewind_before_step(action.first_bad, cfg.rewind_margin_steps)
         oldest = recovery.oldest_clean_step(action.first_bad, cfg.max_rewind_steps)
@@ -204,7 +204,7 @@ class Autopilot:
         """Compares the devices' copies of the state if that is due.
 
         Raises: Rewound at the first difference, to run the same steps again. Stop (SILENT_CORRUPTION) if they differ
-        again, or there is no checkpoint to rewind to; Stop (PREEMPTED) if the process must stop now.
+        again, or none of the checkpoints is clean; Stop (PREEMPTED) if the process must stop now.
         """
         monitor = self.spec.replicas
         if monitor is None or not monitor.due(now, saving) or monitor.check_agreement(now, state):

@@ -17,6 +17,7 @@ from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 from jaxscale.training.autopilot import Autopilot, AutopilotSpec, Rescheduled, Rewound
+from jaxscale.training.decisions import EarlyDecay
 from jaxscale.training.ema import evaluate_with_ema
 from jaxscale.training.expert_load import ExpertLoad
 from jaxscale.training.feed import Feed
@@ -160,13 +161,7 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
         if pending:
             read(pending)  # one step late, so that the device is never idle while the host reads
         pending = DispatchedStep(now, metrics, batch, n, data_seconds, compiles, statistics.fetch(now, step_statistics))
-        with phase("step", now):
-            if run.services.board:
-                run.services.board.refresh()  # one refresh for all readers of this step
-            checkpoints.poll(now)
-            run.services.poll()
-            signal = stop.stop_after(now)  # asked once: a later signal takes effect at a later step
-            decay = None if monitor is None else monitor.decay_after(now)
+        signal, decay = poll_services(run, stop, monitor, now)
         due = due_after(run, now, last_step, signal)
         decay = None if due.last else decay  # the next start decides again
         due = due._replace(save=due.save or decay is not None)
@@ -176,10 +171,7 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
             state = pilot.act(now, state)  # before it is saved
             state = pilot.replay_decisions(now, state)
             pilot.check_replicas(now, state, due.save, signal)
-        eval_metrics = validate(run, reporter, now, state) if due.validate else {}
-        eval_metrics |= run_evaluators(run, reporter, now, state, due.evaluators)
-        if due.sample:
-            write_sample(run, now, state)
+        eval_metrics = run_due_evaluations(run, reporter, now, state, due)
         if decay and monitor:
             run.services.note("early_decay", now, until=decay.until, why=monitor.limit.name)
         if due.save:
@@ -193,6 +185,22 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
             run.writer.say(monitor.limit.line(decay))
             raise Rescheduled
     return state
+
+
+def poll_services(
+    run: LoopSpec, stop: StopRequest, monitor: LimitMonitor | None, step: int
+) -> tuple[str | None, EarlyDecay | None]:
+    """Polls saves, the lock and the board after a step.
+
+    Returns (signal if the run is to stop now, decay if it is to begin now), the same in every process.
+    """
+    with run.services.watchdog.phase("step", step):
+        if run.services.board:
+            run.services.board.refresh()  # one refresh for all readers of this step
+        run.checkpoints.poll(step)
+        run.services.poll()
+        signal = stop.stop_after(step)  # asked once: a later signal takes effect at a later step
+        return signal, None if monitor is None else monitor.decay_after(step)
 
 
 class DueWork(NamedTuple):
@@ -230,6 +238,17 @@ def first_stop_request(requested: str | None, gather: Callable[..., Any] = gathe
 def is_due(step: int, every: int) -> bool:
     """True every `every` steps; never for 0."""
     return every > 0 and step % every == 0
+
+
+def run_due_evaluations(
+    run: LoopSpec, reporter: Reporter, step: int, state: TrainState, due: DueWork
+) -> dict[str, float]:
+    """Runs validation, evaluators and sampling that are due; returns the metrics."""
+    metrics = validate(run, reporter, step, state) if due.validate else {}
+    metrics |= run_evaluators(run, reporter, step, state, due.evaluators)
+    if due.sample:
+        write_sample(run, step, state)
+    return metrics
 
 
 def validate(run: LoopSpec, reporter: Reporter, step: int, state: TrainState) -> dict[str, float]:
