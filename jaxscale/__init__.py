@@ -38,14 +38,14 @@ __all__ = list(CALLS)
 
 
 def __getattr__(name: str) -> Any:
-    """A call of the Python interface, imported when it is asked for."""
+    """Imports a function of the Python interface at its first use."""
     if name in __all__:
-        if "jax" not in sys.modules:  # else it is set up as its user wants it
+        if "jax" not in sys.modules:  # otherwise the caller has configured jax
             importlib.import_module("jaxscale.system.process").keep_compiled_programs()
         return getattr(importlib.import_module(CALLS[name]), name)
     raise AttributeError(f"module 'jaxscale' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    """What a notebook offers to complete."""
+    """Names for tab completion."""
     return sorted([*globals(), *__all__])

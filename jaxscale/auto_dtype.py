@@ -1,4 +1,4 @@
-"""Settings that are 'auto' become the dtype that suits a device, or the one that a run has recorded."""
+"""Resolves dtypes that are 'auto' for a device, or to the dtype that a run has recorded."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,48 +14,48 @@ COMPUTE_DTYPE, MUON_DTYPE = "model.compute_dtype", "optim.muon_dtype"
 
 
 class Resolved(NamedTuple):
-    """What a setting that was 'auto' has become. recorded: because an earlier start recorded that dtype."""
+    """The dtype of a setting that was 'auto'."""
 
     name: str
     dtype: str
     reason: str
-    recorded: bool = False
+    recorded: bool = False  # True if an earlier start recorded it
 
     def __str__(self) -> str:
         return f"{self.name}=auto: {self.dtype}, {self.reason}"
 
 
 def is_auto(cfg: RunConfig) -> bool:
-    """Whether a dtype of the config is still to be resolved."""
+    """True if a dtype of the config is 'auto'."""
     return cfg.model.compute_dtype == AUTO or (cfg.optim.name == "muon" and cfg.optim.muon_dtype == AUTO)
 
 
 def resolve_dtypes(
     cfg: RunConfig, choice: DtypeChoice, recorded: Mapping[str, Any] | None = None, source: str = ""
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
-    """The config without 'auto', and what each such setting has become.
+    """Returns the config without 'auto', and the dtype of each setting that was 'auto'.
 
-    choice: of choose_compute_dtype, for the devices that run the config. recorded: the config of a run whose dtypes
-    are used instead where it has them. source: the name of that run, for the reason.
+    choice: from choose_compute_dtype, for the devices that run the config. recorded: the config of a run, whose dtypes
+    take precedence. source: the name of that run, for the reason.
     """
-    found = []
+    resolved = []
     if cfg.model.compute_dtype == AUTO:
-        found.append(from_record(COMPUTE_DTYPE, recorded, source, choice) or Resolved(COMPUTE_DTYPE, *choice))
-        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, compute_dtype=found[0].dtype))
+        resolved.append(from_record(COMPUTE_DTYPE, recorded, source, choice) or Resolved(COMPUTE_DTYPE, *choice))
+        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, compute_dtype=resolved[0].dtype))
     if cfg.optim.muon_dtype == AUTO:
         dtype = "bfloat16" if cfg.model.compute_dtype == "bfloat16" else "float32"
         reason = f"as {COMPUTE_DTYPE} is {cfg.model.compute_dtype}"
         muon = from_record(MUON_DTYPE, recorded, source) or Resolved(MUON_DTYPE, dtype, reason)
         cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, muon_dtype=muon.dtype))
         if cfg.optim.name == "muon":
-            found.append(muon)
-    return cfg, tuple(found)
+            resolved.append(muon)
+    return cfg, tuple(resolved)
 
 
 def from_record(
     name: str, recorded: Mapping[str, Any] | None, source: str, choice: DtypeChoice | None = None
 ) -> Resolved | None:
-    """The recorded dtype of a setting; None where none is recorded. choice: what this hardware would get instead."""
+    """Returns the recorded dtype of a setting, or None. choice: the dtype for this hardware."""
     dtype = schema.look_up(recorded or {}, name)
     if dtype is dataclasses.MISSING or dtype == AUTO:
         return None
@@ -70,17 +70,17 @@ def from_record(
 def device_dtypes(
     cfg: RunConfig, device: Device, recorded: Mapping[str, Any] | None = None
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
-    """The same for a device, which may be one that is only planned for. recorded: the config of a run that resumes."""
+    """Resolves dtypes for a device, which may be a planned one. recorded: the config of a run that resumes."""
     return resolve_dtypes(cfg, choose_compute_dtype(device), recorded, "the run") if is_auto(cfg) else (cfg, ())
 
 
 def for_device(cfg: RunConfig, device: Device) -> RunConfig:
-    """The config alone."""
+    """Returns the config with dtypes resolved for a device."""
     return device_dtypes(cfg, device)[0]
 
 
 def model_for_device(model: AnyModelConfig, device: Device) -> AnyModelConfig:
-    """The same of a model alone."""
+    """Returns the model config with its compute dtype resolved for a device."""
     if model.compute_dtype != AUTO:
         return model
     return dataclasses.replace(model, compute_dtype=choose_compute_dtype(device).dtype)

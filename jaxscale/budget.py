@@ -1,4 +1,4 @@
-"""The amounts of a run as numbers: tokens, steps, sizes of batches, where its schedule turns."""
+"""Amounts of a run as numbers: tokens, steps, batch sizes, and the steps of its learning-rate schedule."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from jaxscale.system.exits import BadInput
 
 
 class Position(NamedTuple):
-    """Where a run resumes; of run.resume_checks.recorded_position."""
+    """Position at which a run resumes, from run.resume_checks.recorded_position."""
 
     steps_done: int = 0
     next_batch: int = 0
-    finished: Mapping[str, tuple[tuple[int, int], ...]] = {}  # stages of each ramp that is over, by field of Budget
-    begun: Mapping[str, int] = {}  # first batch of each stage of data.mixture that has begun, by its start as written
+    finished: Mapping[str, tuple[tuple[int, int], ...]] = {}  # stages of each completed ramp, by field of Budget
+    begun: Mapping[str, int] = {}  # first batch of each started stage of data.mixture, by its start as in the config
 
 
 BEGINNING = Position()
@@ -25,20 +25,20 @@ BEGINNING = Position()
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The amounts of a run as numbers."""
+    """Amounts of a run as numbers. Fields are written to run records."""
 
     batch_tokens: int  # of the largest batch, the only size without a ramp
-    train_tokens: int  # as wished; the run does whole steps
+    train_tokens: int  # as requested; a run takes whole steps
     total_steps: int
     warmup_steps: int
-    decay_start: int | None = None  # the step that the decay begins with, where it is not optim.decay_fraction's
+    decay_start: int | None = None  # first step of the decay; None: from optim.decay_fraction
     factors: tuple[tuple[int, float], ...] = ()  # (step, factor) of optim.decay=piecewise
-    ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens) of each size; () where there is one
+    ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens) of each batch size; () for one size
     seq_len_ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens in a row), as ramp
 
     @property
     def schedule_steps(self) -> dict[str, Any]:
-        """What optim_schedule wants beside the settings."""
+        """Arguments of optim_schedule() besides the settings."""
         return schedule_steps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
@@ -55,27 +55,27 @@ class Budget:
         )
 
     def batches(self, row_tokens: int) -> units.BatchSizes:
-        """How many rows of so many tokens each batch has."""
+        """Returns the number of rows of row_tokens tokens of each batch."""
         return units.recorded_sizes(dataclasses.asdict(self), row_tokens)
 
     def row_tokens(self, seq_len: int) -> units.BatchSizes:
-        """How many tokens the rows of each batch have, where those of the data have seq_len."""
+        """Returns the tokens in a row of each batch, for rows of the data of seq_len tokens."""
         return recorded_rows(dataclasses.asdict(self), seq_len)
 
     @property
     def without_ramps(self) -> "Budget":
-        """The budget of the same run if all batches were as in its last stage."""
+        """The budget with all batches as in the last stage."""
         return dataclasses.replace(self, ramp=(), seq_len_ramp=())
 
     def tokens_of(self, steps: int) -> int:
-        """Tokens of the first steps, where no batch is skipped."""
+        """Returns the tokens of the first steps if no batch is skipped."""
         return self.batches(1).begin(steps)
 
 
 def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position = BEGINNING) -> Budget:
-    """The amounts as numbers. Raises BadInput for amounts that contradict each other.
+    """Returns the amounts as numbers. Raises BadInput for contradictory amounts.
 
-    epoch_tokens: tokens of one pass over the data, None where that is unknown.
+    epoch_tokens: tokens of one pass over the data, None if unknown.
     """
     finished = position.finished
     batch = cfg.tokens_per_step
@@ -108,7 +108,7 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
 
 
 def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
-    """The sizes of all batches in tokens. Raises BadInput for a size of batch_ramp that no batch would have."""
+    """Returns the sizes of all batches in tokens. Raises BadInput for a size of batch_ramp that no batch would have."""
     ends = [units.resolve("batch_ramp", until, **known) for _, until in cfg.batch_ramp]
     try:
         return units.BatchSizes.growing(list(zip(cfg.ramp_tokens, ends)), cfg.tokens_per_step)
@@ -117,7 +117,7 @@ def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
 
 
 def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
-    """(first batch, tokens in a row) of each length of seq_len_ramp, each for the fewest batches that reach its end.
+    """Returns (first batch, tokens in a row) of each length of seq_len_ramp, rounded up to whole batches.
 
     sizes: of batches, in tokens. Raises BadInput for a length that no batch would have.
     """
@@ -133,22 +133,22 @@ def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple
 
 
 def recorded_rows(budget: Mapping[str, Any], seq_len: int) -> units.BatchSizes:
-    """How many tokens the rows of each batch have, by a run's record's "budget"; seq_len: those of the data."""
+    """Returns the tokens in a row of each batch, from the "budget" of a run record; seq_len: of rows of the data."""
     stages = tuple((int(first), int(length)) for first, length in budget.get("seq_len_ramp") or ())
     return units.BatchSizes(stages or ((0, seq_len),))
 
 
 class BatchStage(NamedTuple):
-    """A range of batches of one size, with rows of one length: what batch_ramp and seq_len_ramp divide a run into."""
+    """A range of batches of one size and row length, between changes by batch_ramp and seq_len_ramp."""
 
     first: int  # batch
-    stop: int | None  # the first batch of the next stage; None: there is no next stage
+    stop: int | None  # the first batch of the next stage; None for the last
     tokens: int  # of a batch
     row_tokens: int
 
 
 def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
-    """All stages of a run, in order. The last one has the largest batches and the longest rows."""
+    """Returns all stages of a run, in order. The last has the largest batches and the longest rows."""
     sizes, rows = budget.batches(1), budget.row_tokens(seq_len)
     firsts = sorted({first for first, _ in (*sizes.stages, *rows.stages)})
     stops = [*firsts[1:], None]
@@ -158,7 +158,7 @@ def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
 def remaining_stages(
     budget: Budget, seq_len: int, next_batch: int = 0, skipped: Sequence[tuple[int, int]] = ()
 ) -> list[BatchStage]:
-    """The stages that a run still trains on from batch `next_batch` on. skipped: ranges of batches left out."""
+    """Returns the stages with batches left to train on from `next_batch`. skipped: ranges of skipped batches."""
 
     def remains(stage: BatchStage) -> bool:
         batch = max(stage.first, next_batch)
@@ -170,19 +170,19 @@ def remaining_stages(
 
 
 def batch_sizes(configs: Sequence[RunConfig]) -> str:
-    """'2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in 1 microbatch, ...'; '' for one.
+    """Describes several programs: '2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in ...'.
 
     configs: of the programs of a run, in the order of its stages.
     """
     sizes = [
-        f"{one.rows_per_step} rows of {one.seq_len} tokens in {units.plural(one.train.num_microbatches, 'microbatch')}"
-        for one in configs
+        f"{cfg.rows_per_step} rows of {cfg.seq_len} tokens in {units.plural(cfg.train.num_microbatches, 'microbatch')}"
+        for cfg in configs
     ]
     return f"{len(sizes)} programs, each compiled when the run reaches it: {', '.join(sizes)}" if sizes[1:] else ""
 
 
 def train_flops(cfg: RunConfig, budget: Budget) -> float:
-    """Floating-point operations of the run, each batch with rows of its own length."""
+    """Floating-point operations of the run, with the row length of each batch."""
     stages = batch_stages(budget, cfg.seq_len)
     begins = [budget.tokens_of(min(stage.first, budget.total_steps)) for stage in stages]
     begins.append(budget.tokens_of(budget.total_steps))
@@ -191,12 +191,12 @@ def train_flops(cfg: RunConfig, budget: Budget) -> float:
 
 
 def schedule_steps(budget: Mapping[str, Any]) -> dict[str, Any]:
-    """What optim_schedule wants of a budget, be it one that an earlier version recorded."""
+    """Returns arguments of optim_schedule() from a budget, which may be one recorded by an earlier version."""
     return {name: budget[name] for name in SCHEDULE_STEPS if name in budget}
 
 
 def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps: int, **known: Any) -> int | None:
-    """The step that a decay of optim.decay_tokens begins with. Raises BadInput where the run is shorter."""
+    """Returns the first step of a decay of optim.decay_tokens. Raises BadInput if the run is shorter."""
     if optim.decay != "wsd" or optim.decay_tokens is None:
         return None
     tokens = units.resolve("optim.decay_tokens", optim.decay_tokens, **known)
@@ -211,14 +211,14 @@ def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps
 
 
 def decay_steps(optim: OptimConfig, total_steps: int, **known: Any) -> int:
-    """Steps of the decay of a run of so many steps."""
+    """Returns the number of decay steps of a run of total_steps."""
     if optim.decay_tokens is None:
         return round(optim.decay_fraction * total_steps)
     return units.steps(units.resolve("optim.decay_tokens", optim.decay_tokens, **known), known["batch_tokens"])
 
 
 def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -> int | None:
-    """The step that the decay of a stable rate begins with; None for one that has none. decay_start: of the budget."""
+    """Returns the first step of the decay of a stable rate; None without a decay. decay_start: of the budget."""
     if decay_start is not None or optim.decay != "wsd":
         return decay_start
     return total_steps - round(optim.decay_fraction * total_steps)
@@ -227,9 +227,9 @@ def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -
 def resolve_factors(
     optim: OptimConfig, sizes: units.BatchSizes, steps_done: int, **known: Any
 ) -> tuple[tuple[int, float], ...]:
-    """optim.factors of a piecewise schedule by the step that each begins with.
+    """Returns optim.factors of a piecewise schedule as (first step, factor).
 
-    Raises BadInput unless those that begin after `steps_done` rise: of the others, the last one counts.
+    Raises BadInput unless the steps after `steps_done` increase; of earlier ones, the last counts.
     """
     if optim.decay != "piecewise":
         return ()

@@ -32,6 +32,7 @@ from jaxscale.models.mup_config import learning_rate_multiplier, mup_scales
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.grouped import resolve_expert_kernels
 from jaxscale.ops.kernels import make_max_logit_recorder, make_recorder
+from jaxscale.ops.project import with_matmul_precision
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import ParamLayout, combine, make_optimizer, moment_axes, optim_schedule, trainable

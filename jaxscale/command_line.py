@@ -1,4 +1,4 @@
-"""A verb's flags, declared once in a dataclass, and the command line read by them."""
+"""Flags of a verb, declared in a dataclass, and the parser of its command line."""
 
 import dataclasses
 import difflib
@@ -12,7 +12,7 @@ from jaxscale import schema
 from jaxscale.system.exits import BadInput
 
 HIGHEST_PORT = 65_535
-MOST_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300
+MAX_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300
 
 
 def flag(
@@ -26,12 +26,11 @@ def flag(
     name: str = "",
     keys: Collection[str] = (),
 ) -> Any:
-    """A field of a verb's flags: a setting, with what --help shows behind '=', which is the default unless given.
+    """Returns a dataclass field for a flag. value: shown by --help after '=', by default the default.
 
-    The type says how it is given: bool without a value, tuple[str, ...] several times, dict[str, str] as
-    --NAME.KEY=VALUE with one of `keys`. A plain setting is a flag too. help: '' shares the line of the next flag, None
-    is not listed. least: of a whole number. read: (name, text) -> value, where the type does not say enough. bare: the
-    value of the flag alone.
+    The type gives the form: bool without a value, tuple[str, ...] repeated, dict[str, str] as --NAME.KEY=VALUE with one
+    of `keys`. A plain setting is a flag too. help: '' shares the line of the next flag, None is not listed. least: the
+    minimum of an integer. read: (name, text) -> value, a parser. bare: the value of the flag without '='.
     """
     field = schema.setting(default, help or "")
     more = dict(value=value, least=least, read=read, bare=bare, name=name, keys=keys, listed=help is not None)
@@ -40,20 +39,20 @@ def flag(
 
 
 def flag_name(field: dataclasses.Field) -> str:
-    """The flag of a field, without '--'."""
+    """Returns the flag of a field, without '--'."""
     return field.metadata.get("name") or field.name
 
 
 def flags_of(cls: type, only: Collection[str] | None = None) -> dict[str, dataclasses.Field]:
-    """{name: field} of a verb's flags, its own before those that it shares with others."""
-    own = [name for kind in cls.__mro__ for name in kind.__dict__.get("__annotations__", ())]
+    """Returns {name: field} of a verb's flags, those of base classes last."""
+    names = [name for kind in cls.__mro__ for name in kind.__dict__.get("__annotations__", ())]
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    return {flag_name(fields[name]): fields[name] for name in own if only is None or name in only}
+    return {flag_name(fields[name]): fields[name] for name in names if only is None or name in only}
 
 
 @dataclasses.dataclass(frozen=True)
 class NoFlags:
-    """A command line of settings alone."""
+    """Flags of a command line with settings only."""
 
     config: str = flag("", "", "FILE")
     settings: dict[str, str] = flag(dict, "", "VALUE", name="config.NAME")
@@ -61,32 +60,32 @@ class NoFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """A command line taken apart."""
+    """A parsed command line."""
 
-    config: str  # path, with ':argument' where the file takes one
+    config: str  # path, with ':argument' if the file takes one
     overrides: dict[str, str]  # dotted name to text
-    options: dict[str, str]  # the flags that were given, as text; the last value of one that was given several times
+    options: dict[str, str]  # the flags that were given, as text; the last value of a repeated flag
     flags: Any = None  # of the verb's dataclass
     help: bool = False
-    topic: str = ""  # what is asked of it: the word behind --help
-    subverb: str = ""  # the first word, of a verb that has verbs of its own
-    words: tuple[str, ...] = ()  # all of this, as it was written
-    behind: tuple[str, ...] = ()  # words behind --, which are for another program
+    topic: str = ""  # the word after --help
+    subverb: str = ""  # the first word, for verbs with subverbs
+    words: tuple[str, ...] = ()  # the unparsed words
+    behind: tuple[str, ...] = ()  # words after --, for another program
 
 
 def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None = None) -> Arguments:
-    """The flags of `cls`, each as --name=value or --name value; '-' may be '_'.
+    """Parses flags of `cls`, each as --name=value or --name value; '-' may be '_'.
 
-    only: the fields of `cls` that may be given here. Raises BadInput for anything else, with the nearest flag there is
-    or, for a --config that nothing reads, with `cls.no_config`; and for an invalid value.
+    only: the fields of `cls` that are allowed. Raises BadInput for other flags, with the nearest name or, for a
+    --config that is not read, with `cls.no_config`; and for an invalid value.
     """
-    known, given, rest = flags_of(cls, only), {}, list(argv)
-    while rest:
-        word = rest.pop(0)
+    known, given, remaining = flags_of(cls, only), {}, list(argv)
+    while remaining:
+        word = remaining.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if word in ("-h", "--help", "--helpfull"):
-            topic = rest[0] if rest and not rest[0].startswith("-") else ""
-            return taken_apart(given, None, help=True, topic=topic)
+            topic = remaining[0] if remaining and not remaining[0].startswith("-") else ""
+            return make_arguments(given, None, help=True, topic=topic)
         name, field = known_flag(name, known) if word.startswith("--") else (name, None)
         if field is None:
             raise BadInput(f"{word} is not a flag of this command{hint_for(word, cls, only)}")
@@ -97,38 +96,38 @@ def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None
         elif field.metadata.get("bare") and not equals:
             value = field.metadata["bare"]
         elif not equals:
-            value = rest.pop(0) if rest else ""
+            value = remaining.pop(0) if remaining else ""
             if value.startswith("--"):
                 raise BadInput(f"--{name} needs a value: --{name}=VALUE (=true for a switch), not {value}")
         if not value and not name.startswith("config."):
             raise BadInput(f"--{name} needs a value: --{name}={field.metadata.get('value') or 'VALUE'}")
         given.setdefault(name, []).append(value)
-    return taken_apart(given, converted(cls, known, given))
+    return make_arguments(given, convert_flags(cls, known, given))
 
 
-def taken_apart(given: dict[str, list[str]], flags: Any, **how: Any) -> Arguments:
-    """The texts of a command line by what they are for."""
+def make_arguments(given: dict[str, list[str]], flags: Any, **fields: Any) -> Arguments:
+    """Sorts the texts of a command line into config, overrides and options."""
     last = {name: texts[-1] for name, texts in given.items()}
     overrides = {name.removeprefix("config."): text for name, text in last.items() if name.startswith("config.")}
     options = {name: text for name, text in last.items() if name != "config" and not name.startswith("config.")}
-    return Arguments(last.get("config", ""), overrides, options, flags, **how)
+    return Arguments(last.get("config", ""), overrides, options, flags, **fields)
 
 
 def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any]:
-    """(the name as it is declared, its field, or None). --mesh.AXIS may be given as in training, --config.mesh.AXIS."""
+    """Returns (declared name, field or None). --mesh.AXIS may also be written as in training, --config.mesh.AXIS."""
     for declared, field in known.items():
         family, dot, _ = declared.partition(".")
-        own = name.removeprefix("config.") if dot and family != "config" else name
+        plain = name.removeprefix("config.") if dot and family != "config" else name
         keys = field.metadata.get("keys")
-        if dot and own.startswith(f"{family}.") and (not keys or own.removeprefix(f"{family}.") in keys):
-            return own, field
+        if dot and plain.startswith(f"{family}.") and (not keys or plain.removeprefix(f"{family}.") in keys):
+            return plain, field
         if not dot and declared.replace("-", "_") == name.replace("-", "_"):
             return declared, field
     return name, None
 
 
 def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
-    """What to write instead of what is no flag."""
+    """Returns a suggestion for a word that is not a flag."""
     name, known = word.removeprefix("--").partition("=")[0], flags_of(cls, only)
     settings = "; settings are written --config.NAME=VALUE" if "config.NAME" in known else ""
     if not word.startswith("--"):
@@ -144,12 +143,12 @@ def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
 
 
 def kind_of(cls: type, field: dataclasses.Field) -> Any:
-    """The type of a flag's value, without the None of one that is not given."""
+    """Returns the type of a flag's value, without None."""
     return next(kind for kind in schema.options(typing.get_type_hints(cls)[field.name]) if kind is not type(None))
 
 
-def converted(cls: type, known: dict[str, dataclasses.Field], given: dict[str, list[str]]) -> Any:
-    """The verb's dataclass with what was given. Raises BadInput for a value of another type."""
+def convert_flags(cls: type, known: dict[str, dataclasses.Field], given: dict[str, list[str]]) -> Any:
+    """Returns the verb's dataclass with the given flags. Raises BadInput for a value of another type."""
     values = {}
     for name, field in known.items():
         kind, family = kind_of(cls, field), name.partition(".")[0]
@@ -160,31 +159,31 @@ def converted(cls: type, known: dict[str, dataclasses.Field], given: dict[str, l
         elif name in given:
             texts = given[name]
             several = typing.get_origin(kind) is tuple and not field.metadata.get("read")
-            values[field.name] = tuple(texts) if several else value_of(kind, field, texts[-1])
+            values[field.name] = tuple(texts) if several else parse_value(kind, field, texts[-1])
     return cls(**values)
 
 
-def value_of(kind: Any, field: dataclasses.Field, text: str) -> Any:
-    """The value of a flag."""
-    name, how = flag_name(field), field.metadata
-    if how.get("read"):
-        return how["read"](name, text)
-    if kind is int and how.get("least") is not None:
-        return whole_number(f"--{name}", text, how["least"])
+def parse_value(kind: Any, field: dataclasses.Field, text: str) -> Any:
+    """Parses the value of a flag."""
+    name, metadata = flag_name(field), field.metadata
+    if metadata.get("read"):
+        return metadata["read"](name, text)
+    if kind is int and metadata.get("least") is not None:
+        return whole_number(f"--{name}", text, metadata["least"])
     if typing.get_origin(kind) is Literal and text not in (choices := typing.get_args(kind)):
         raise BadInput(f"--{name}={text} must be {', '.join(choices[:-1])} or {choices[-1]}")
     return text if kind is str else schema.convert(text, kind, f"--{name}")
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The text as an integer. Raises BadInput, with the name as it is given, if it is not one, or too small."""
-    if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS) or int(text) < least:
+    """Parses an integer. Raises BadInput naming `name` if the text is not one, or below `least`."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS) or int(text) < least:
         raise BadInput(f"{name}={text} must be a whole number, {least} or more")
     return int(text)
 
 
 def file_to_write(name: str, text: str) -> pathlib.Path:
-    """The file that --name is to be written to. Raises BadInput, before anything is computed, where it cannot be."""
+    """Returns the output file of --name. Raises BadInput, before anything is computed, if it cannot be written."""
     file = pathlib.Path(text).expanduser()
     if file.is_dir() or not file.parent.is_dir():
         raise BadInput(f"--{name}={file} must be a file in a folder that exists")
@@ -192,7 +191,7 @@ def file_to_write(name: str, text: str) -> pathlib.Path:
 
 
 def port_of(name: str, text: str) -> int:
-    """A port of this machine, 0 for any free one. Raises BadInput if the text is not a port."""
+    """Parses a port of this machine, 0 for any free one. Raises BadInput if the text is not a port."""
     port = whole_number(f"--{name}", text, 0)
     if port > HIGHEST_PORT:
         raise BadInput(f"--{name}={text} is not a port; give 0 (any free one) to {HIGHEST_PORT}")
@@ -200,6 +199,6 @@ def port_of(name: str, text: str) -> int:
 
 
 def flag_list(names: Collection[str]) -> str:
-    """'flags are --config, --config.NAME, --workdir'."""
+    """Returns 'flags are --config, --config.NAME, --workdir'."""
     listed = sorted(names, key=lambda name: not name.startswith("config"))
     return f"flags are {', '.join(f'--{name}' for name in listed)}" if listed else "it has no flags"

@@ -1,8 +1,8 @@
-"""What must hold of other settings for a setting to be read: text beside the setting, taken apart here.
+"""Conditions on other settings under which a setting is read (`read_if` of a setting).
 
-`data.name=files|hf and data.mixture or not data.val_files`: of the alternatives between 'or' one must hold, and of each
-all clauses between 'and'. A clause is NAME=A|B (its value, or one of its values, is A or B), NAME!=A|B (none is), NAME
-(it is on: not 0, false, none or empty) or `not NAME`. A name that begins with a dot is of a setting in the same group.
+`data.name=files|hf and data.mixture or not data.val_files`: 'or' separates alternatives, 'and' their clauses. A clause
+is NAME=A|B (its value, or one of its values, is A or B), NAME!=A|B (none is), NAME (it is on: not 0, false, none or
+empty) or `not NAME`. A name that begins with a dot is of a setting in the same group.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ class Clause:
     values: tuple[str, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """Whether the setting's value is as the clause wants it."""
+        """True if the setting's value satisfies the clause."""
         if self.sign in ("on", "off"):
             return bool(value) == (self.sign == "on")
-        found = value if isinstance(value, (tuple, list)) else (value,)
-        return any(as_text(one) in self.values for one in found) == (self.sign == "=")
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        return any(as_text(item) in self.values for item in items) == (self.sign == "=")
 
     def __str__(self) -> str:
         named = {"on": self.name, "off": f"no {self.name}"}
@@ -36,29 +36,29 @@ class Clause:
 
 
 def as_text(value: Any) -> str:
-    """The value as a condition has it: 'true', 'none', and all else as it is."""
+    """Formats the value as in a condition: 'true', 'none', other values by str()."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def parse(condition: str) -> list[list[Clause]]:
-    """The alternatives, of each its clauses. Asserts that it is written as it must be."""
+    """Returns the alternatives, each a list of clauses. Asserts that the syntax is correct."""
     return [[parse_clause(text) for text in part.split(" and ")] for part in condition.split(" or ")]
 
 
 def parse_clause(text: str) -> Clause:
-    """One clause."""
+    """Parses one clause."""
     found = CLAUSE.fullmatch(text)
-    assert found and not (found["off"] and found["sign"]), f"{text!r} is no clause of a condition"
+    assert found and not (found["off"] and found["sign"]), f"{text!r} is not a clause of a condition"
     sign = "off" if found["off"] else found["sign"] or "on"
     return Clause(found["name"], sign, tuple((found["values"] or "").split("|")) if found["sign"] else ())
 
 
 def whole_condition(condition: str, path: str) -> str:
-    """The condition with whole names for those of the group at `path`."""
+    """Returns the condition with full names for those relative to the group at `path`."""
     return re.sub(r"(?<![\w\]])\.(?=\w)", f"{path}." if path else "", condition)
 
 
 def in_words(conditions: Sequence[str]) -> str:
-    """'read if data.name=files or hf'; '' for a setting that is always read."""
-    told = [" or ".join(" and ".join(map(str, clauses)) for clauses in parse(one)) for one in conditions]
-    return f"read if {' and '.join(dict.fromkeys(told))}" if told else ""
+    """Returns 'read if data.name=files or hf'; '' for a setting that is always read."""
+    texts = [" or ".join(" and ".join(map(str, clauses)) for clauses in parse(text)) for text in conditions]
+    return f"read if {' and '.join(dict.fromkeys(texts))}" if texts else ""

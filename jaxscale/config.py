@@ -1,4 +1,4 @@
-"""RunConfig: the rooms' own settings side by side, and the checks that span them."""
+"""RunConfig: the settings of all packages, and checks that span several of them."""
 
 import dataclasses
 from typing import Literal
@@ -25,7 +25,7 @@ from jaxscale.units import divisors, or_list
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A run. Everything but where arrays live, how long it goes on and when it reports is fixed once it has begun."""
+    """Settings of a run. Once it has begun, only shardings, the run length and reporting may change."""
 
     model: AnyModelConfig = setting(help="the model")
     seq_len: int = setting(1024, "tokens in a row")
@@ -77,7 +77,7 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """batch_tokens as a number."""
+        """Tokens of a step."""
         return units.resolve("batch_tokens", self.batch_tokens, seq_len=self.seq_len)
 
     @property
@@ -87,7 +87,7 @@ class RunConfig:
 
     @property
     def ramp_tokens(self) -> tuple[int, ...]:
-        """The sizes of batch_ramp in tokens."""
+        """Batch sizes of batch_ramp in tokens."""
         return tuple(units.resolve("batch_ramp", size, seq_len=self.seq_len) for size, _ in self.batch_ramp)
 
     def with_batch(self, tokens: int, row_tokens: int | None = None, batch_shards: int = 1) -> "RunConfig":
@@ -105,12 +105,12 @@ class RunConfig:
 
     @property
     def row_lengths(self) -> Lengths:
-        """Of the rows that the model reads: the objective makes them of rows of seq_len tokens."""
+        """Lengths of the rows that the model reads, which the objective makes of rows of seq_len tokens."""
         return row_lengths(self.data.objective, self.seq_len)
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of one training step per token of text, recomputation left out."""
+        """Floating-point operations of one training step per token of text, without recomputation."""
         rows = self.row_lengths
         flops = self.model.flops_per_token(rows.row, rows.encoder) * rows.row / self.seq_len
         return flops + lora_flops(self.model, self.lora) if self.lora.on else flops
@@ -132,9 +132,9 @@ def check_row_length(cfg: RunConfig) -> None:
 
 
 def check_batch(cfg: RunConfig) -> None:
-    """Raises BadInput unless a batch is whole rows, and a microbatch too."""
-    rows, rest = divmod(cfg.tokens_per_step, cfg.seq_len)
-    if rest or not rows:
+    """Raises BadInput unless batches and microbatches are whole rows."""
+    rows, remainder = divmod(cfg.tokens_per_step, cfg.seq_len)
+    if remainder or not rows:
         nearest = max(1, round(cfg.tokens_per_step / cfg.seq_len)) * cfg.seq_len
         raise BadInput(
             f"batch_tokens={cfg.batch_tokens} is not a whole number of rows of seq_len={cfg.seq_len}; try {nearest}"
@@ -164,7 +164,7 @@ def check_ramp(cfg: RunConfig) -> None:
 
 
 def check_seq_len_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless the lengths of seq_len_ramp grow up to seq_len and rows of text can be cut into them."""
+    """Raises BadInput unless the lengths of seq_len_ramp increase, divide seq_len and suit the objective."""
     lengths = [length for length, _ in cfg.seq_len_ramp]
     for before, length in zip((1, *lengths), (*lengths, cfg.seq_len) if lengths else ()):
         if length <= before:
@@ -215,7 +215,7 @@ def check_amounts(cfg: RunConfig) -> None:
 
 
 def check_objective(cfg: RunConfig) -> None:
-    """Raises BadInput for a model that cannot learn what data.objective asks for."""
+    """Raises BadInput for a model that does not support data.objective."""
     objective, model = cfg.data.objective, cfg.model
     needed, way_out = "decoder", f"a decoder: {or_list(names_of('decoder'))}"
     if isinstance(objective, MaskedLmConfig):
@@ -236,7 +236,7 @@ def check_objective(cfg: RunConfig) -> None:
 
 
 def check_lora(cfg: RunConfig) -> None:
-    """Raises BadInput for adapters on a model that takes none, and where parameters are kept off the devices."""
+    """Raises BadInput for adapters on a model without support for them, or with offloaded parameters."""
     if cfg.lora.on and cfg.model.kind != "decoder":
         decoders = " and ".join(names_of("decoder"))
         raise BadInput(f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; {decoders} do")
@@ -254,7 +254,7 @@ def check_clean_source(cfg: RunConfig) -> None:
 
 
 def check_export(cfg: RunConfig) -> None:
-    """Raises BadInput for an export of steps that are never saved, of an average that is not kept, or of adapters."""
+    """Raises BadInput for an export of steps that are not saved, of an EMA that does not exist, or of adapters."""
     every, saved = cfg.export.every_steps, cfg.checkpoint.save_every_steps
     if every and (not saved or every % saved):
         raise BadInput(
@@ -271,7 +271,7 @@ def check_export(cfg: RunConfig) -> None:
 
 
 def check_limit(cfg: RunConfig) -> None:
-    """Raises BadInput for a decay that shall begin early in a schedule that has none to begin."""
+    """Raises BadInput for an early decay in a schedule without one."""
     optim, limit = cfg.optim, cfg.limit
     if not limit.on or limit.on_overrun != "decay":
         return
@@ -285,7 +285,7 @@ def check_limit(cfg: RunConfig) -> None:
 
 
 def check_ema(cfg: RunConfig) -> None:
-    """Raises BadInput where something needs the average of the parameters that is not kept, or cannot be."""
+    """Raises BadInput if something needs an EMA of the parameters that does not exist, or is not possible."""
     if cfg.train.ema.on and cfg.optim.offload_params:
         raise BadInput(
             "train.ema.decay keeps an average on the devices, and optim.offload_params keeps the parameters off them; "
@@ -296,7 +296,7 @@ def check_ema(cfg: RunConfig) -> None:
 
 
 def check_evals(cfg: RunConfig) -> None:
-    """Raises BadInput for an evaluator of a model that does not read from left to right, or with a name of no use."""
+    """Raises BadInput for an evaluator of a model that is not causal, or with an invalid name."""
     check_names(cfg.evals)
     if cfg.evals and cfg.model.kind != "decoder":
         decoders = or_list(names_of("decoder"))
@@ -304,7 +304,7 @@ def check_evals(cfg: RunConfig) -> None:
 
 
 def check_experts(cfg: RunConfig) -> None:
-    """Raises BadInput for what experts alone have, and for what they have not."""
+    """Raises BadInput for MoE settings of a dense model, and for settings that MoE models do not support."""
     experts, model = getattr(cfg.model, "experts", None), cfg.model
     if experts is None and cfg.mesh.expert != 1:
         raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and another axis")
@@ -321,7 +321,7 @@ def check_experts(cfg: RunConfig) -> None:
 
 
 def check_qk_clip(cfg: RunConfig) -> None:
-    """Raises BadInput for optim.qk_clip beside what it cannot go with."""
+    """Raises BadInput for optim.qk_clip with settings that it does not support."""
     model, optim = cfg.model, cfg.optim
     if optim.qk_clip is None:
         return
@@ -330,7 +330,7 @@ def check_qk_clip(cfg: RunConfig) -> None:
         "model.qk_norm=true, which sets the lengths of queries and keys whatever the size of the weights": getattr(
             model, "qk_norm", False
         ),
-        f"lora.rank={cfg.lora.rank}, which leaves the weights that it shrinks as they are": cfg.lora.on,
+        f"lora.rank={cfg.lora.rank}, which freezes the weights that it shrinks": cfg.lora.on,
         "optim.offload_params=true, whose weights are not on the device after their update": optim.offload_params,
         "optim.groups with frozen=true, whose weights it might shrink": any(one.frozen for one in optim.groups),
         f"mesh.pipeline={cfg.mesh.pipeline}, whose stages record no scores": cfg.mesh.pipeline != 1,
@@ -341,7 +341,7 @@ def check_qk_clip(cfg: RunConfig) -> None:
 
 
 def check_scales(cfg: RunConfig) -> None:
-    """Raises BadInput for muP beside what it has no rule for."""
+    """Raises BadInput for muP with settings that it has no rule for."""
     check_mup(cfg.model, cfg.optim.name, cfg.lora.on)
 
 

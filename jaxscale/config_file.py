@@ -1,6 +1,6 @@
-"""A config file and a command line become a checked RunConfig.
+"""Makes a checked RunConfig from a config file and a command line.
 
-A config is code: it is run, so it must be a local file.
+A config is executed, so it must be a local file.
 """
 
 import contextlib
@@ -16,27 +16,27 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxscale import schema
-from jaxscale.command_line import MOST_DIGITS, Arguments
+from jaxscale.command_line import MAX_DIGITS, Arguments
 from jaxscale.config import RunConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import is_secret, redacted
 from jaxscale.unread import as_read, refuse_unread
 
-LONGEST_NAME = 128  # characters of a run's name
-SAME = (
+MAX_NAME = 128  # characters of a run's name
+FLAG_SETTINGS = (
     ("skip-data", "data.skip_batches"), ("init_from", "init.from_path"), ("budget_dollars", "limit.dollars"),
     ("deadline", "limit.deadline"),
 )  # fmt: skip
-SKIPPED = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}}):([0-9]{{1,{MOST_DIGITS}}})")
+SKIPPED = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}}):([0-9]{{1,{MAX_DIGITS}}})")
 
 
 def load_config(
     path: str, overrides: Mapping[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
 ) -> RunConfig:
-    """The RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and of overrides by name.
+    """Returns the RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and overrides.
 
-    'configs/auto.py:depth=8' calls get_config('depth=8'). A config is code: it is run, so it must be a local file.
-    recorded: the settings of the run that goes on, which may hold some that nothing reads; else those are refused.
+    'configs/auto.py:depth=8' calls get_config('depth=8'). A config is executed, so it must be a local file.
+    recorded: returns the settings of the run that resumes; settings that are not read are refused unless it has them.
     """
     cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
     check_no_secrets(schema.flatten(schema.to_dict(cfg)))
@@ -45,18 +45,18 @@ def load_config(
 
 
 def file_text(cfg: RunConfig) -> str:
-    """A config file for load_config that gives this very config, settings that nothing reads at their defaults."""
+    """Returns the text of a config file for this config, without settings that are not read."""
     return f"import json\n\n\ndef get_config():\n    return json.loads({json.dumps(as_read(cfg))!r})\n"
 
 
 def check_no_secrets(settings: dict[str, Any]) -> None:
     """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
-    cleaned = redacted([[value, name] for name, value in settings.items()])  # at once: it looks at the environment
+    cleaned = redacted([[value, name] for name, value in settings.items()])  # in one call: it reads the environment
     for (name, value), clean in zip(settings.items(), cleaned):
-        # eos_token and its like are words of a vocabulary; a token that opens doors is known by its form
+        # eos_token etc. are words of a vocabulary; an access token is recognized by its form
         if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
             raise BadInput(
-                f"{name} holds a secret, as it is named; libraries read secrets from the environment, where they belong"
+                f"{name} holds a secret, by its name; libraries read secrets from the environment, where they belong"
             )
         if clean != [value, name]:
             raise BadInput(
@@ -66,12 +66,12 @@ def check_no_secrets(settings: dict[str, Any]) -> None:
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
-    """The overrides, with --skip-data=A:B,C:D as data.skip_batches, and the other flags that are a setting.
+    """Returns the overrides with those flags that set a setting, such as --skip-data=A:B,C:D for data.skip_batches.
 
-    Raises BadInput unless the ranges are written so, and where both a flag and its setting are given.
+    Raises BadInput for invalid ranges, and if both a flag and its setting are given.
     """
     overrides: dict[str, Any] = dict(arguments.overrides)
-    for flag, name in SAME:
+    for flag, name in FLAG_SETTINGS:
         if (text := arguments.options.get(flag)) is None:
             continue
         if name in overrides:
@@ -81,7 +81,7 @@ def with_flags(arguments: Arguments) -> dict[str, Any]:
 
 
 def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
-    """The ranges of --skip-data."""
+    """Parses the ranges of --skip-data."""
     found = []
     for part in text.split(","):
         if (ends := SKIPPED.fullmatch(part.strip())) is None:
@@ -91,7 +91,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def config_values(path: str) -> dict[str, Any]:
-    """What the file's get_config returns, as nested plain dicts."""
+    """Returns the values of the file's get_config() as nested dicts."""
     if "://" in path:
         raise BadInput(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
     name, argument = split_argument(path)
@@ -104,7 +104,7 @@ def config_values(path: str) -> dict[str, Any]:
         raise BadInput(f"--config={name} is not a file{f'; did you mean {close[0]}?' if close else ''}")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise BadInput(f"--config={name} is no Python file: a config is code, in a file whose name ends in .py")
+        raise BadInput(f"--config={name} is not a Python file: a config is code, in a file whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         with neighbours_first(file.parent):
@@ -115,45 +115,45 @@ def config_values(path: str) -> dict[str, Any]:
         values = values.to_dict() if hasattr(values, "to_dict") else values
         if not isinstance(values, dict):
             raise BadInput(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
-    except (Exception, SystemExit) as error:  # a config is anybody's code: whatever it raises is told in one line
+    except (Exception, SystemExit) as error:  # user code: report whatever it raises in one line
         kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
-        told = " ".join(str(error).split())
-        raise BadInput(f"--config={path} cannot be read: {kind}{told}{line_of(error, str(file))}") from None
+        message = " ".join(str(error).split())
+        raise BadInput(f"--config={path} cannot be read: {kind}{message}{line_of(error, str(file))}") from None
     return values
 
 
 def split_argument(path: str) -> tuple[str, str]:
-    """'configs/auto.py:depth=8' as (file, argument). A colon elsewhere belongs to the file's name."""
+    """Splits 'configs/auto.py:depth=8' into (file, argument). A colon elsewhere belongs to the file's name."""
     name, mark, argument = path.partition(".py:")
     return (f"{name}.py", argument) if mark else (path, "")
 
 
 @contextlib.contextmanager
 def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
-    """Lets a config import those beside it, as a script could, wherever the command runs. Leaves nothing behind."""
-    place, known = str(folder.resolve()), set(sys.modules)
-    sys.path.insert(0, place)
+    """Lets a config import modules from its folder, as a script can. Restores sys.path and sys.modules."""
+    path, known = str(folder.resolve()), set(sys.modules)
+    sys.path.insert(0, path)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # taken out by the config itself
-            sys.path.remove(place)
-        for name in set(sys.modules) - known:  # another folder's config may have a neighbour of the same name
+        with contextlib.suppress(ValueError):  # removed by the config itself
+            sys.path.remove(path)
+        for name in set(sys.modules) - known:  # a config in another folder may import the same name
             file = getattr(sys.modules[name], "__file__", None)
-            if file and os.path.dirname(file) == place:  # not what lies deeper: that may be an environment
+            if file and os.path.dirname(file) == path:  # not subfolders, which may hold an environment
                 del sys.modules[name]
 
 
 def line_of(error: BaseException, file: str) -> str:
-    """' (line 7)': the last line of `file` that the error went through; '' if it went through none."""
+    """Returns ' (line 7)', the last line of `file` in the traceback; '' if it is not in it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" (line {lines[-1]})" if lines else ""
 
 
 def config_name(path: str) -> str:
-    """A short name for the work folder: 'configs/auto.py:depth=8' -> 'auto-depth8'."""
+    """Returns a short name for the work folder: 'configs/auto.py:depth=8' -> 'auto-depth8'."""
     name, argument = split_argument(path)
     stem = pathlib.Path(name).stem
     name = f"{stem}-{argument.replace('=', '')}" if argument else stem
-    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)  # a folder's name, and never a way into another
-    return plain[:LONGEST_NAME].lstrip(".") or "run"
+    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)  # without path separators
+    return plain[:MAX_NAME].lstrip(".") or "run"

@@ -1,6 +1,6 @@
-"""What a config and its devices must agree on, checked once, before anything is compiled.
+"""Checks of a config against its devices, before anything is compiled.
 
-What needs no devices is in config.CHECKS; that the mesh divides the parameters, shard_model checks too.
+Checks without devices are in config.CHECKS; shard_model checks that the mesh divides the parameters.
 """
 
 import math
@@ -20,13 +20,13 @@ OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # sett
 
 
 def check_stages(cfg: RunConfig, stages: int) -> None:
-    """Raises BadInput for what a pipeline of so many stages cannot do."""
+    """Raises BadInput for settings that a pipeline with this number of stages does not support."""
     if stages == 1:
         return
     model, chunks, parts = cfg.model, cfg.pipeline.chunks, cfg.train.num_microbatches
     layers = model.layer_stacks.get(BLOCKS, 0)
-    of_kind = f" (of which {layers} have experts)" * (layers < model.num_layers)
-    needed = {
+    moe_layers = f" (of which {layers} have experts)" * (layers < model.num_layers)
+    unsupported = {
         f"model.name={model.name!r}, which has two stacks of layers; use a model with one": bool(
             model.layer_stacks.keys() - {DENSE, BLOCKS}
         ),
@@ -37,13 +37,13 @@ def check_stages(cfg: RunConfig, stages: int) -> None:
         "model.scan_layers=false: a stage scans its layers; set it to true": not model.scan_layers,
         "optim.offload_params=true: a stage keeps its weights through the step; set it to false, or use "
         "optim.offload_moments": cfg.optim.offload_params,
-        f"model.num_layers={model.num_layers}{of_kind} with pipeline.chunks={chunks}, which need a layer for each of "
-        f"{stages * chunks} chunks; use fewer stages or chunks": layers < stages * chunks,
+        f"model.num_layers={model.num_layers}{moe_layers} with pipeline.chunks={chunks}, which need a layer for each "
+        f"of {stages * chunks} chunks; use fewer stages or chunks": layers < stages * chunks,
         f"train.num_microbatches={parts} with pipeline.chunks={chunks}: the stages take chunks in turns of {stages} "
         f"microbatches; use a multiple of {stages}, or chunks=1": chunks > 1 and parts % stages > 0,
     }
-    for what, is_so in needed.items():
-        if is_so:
+    for what, applies in unsupported.items():
+        if applies:
             raise BadInput(f"mesh.pipeline={stages} cannot go with {what}")
 
 
@@ -58,14 +58,14 @@ def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput where the config offloads and the devices do not reach the host's memory."""
+    """Raises BadInput if the config offloads and the devices have no host memory space."""
     for setting in OFFLOADED:
         if getattr(cfg.optim, setting):
             check_host_memory(f"optim.{setting}=true", model.mesh)
 
 
 def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the devices that share the positions of a row divide them."""
+    """Raises BadInput unless the mesh divides the positions of a row."""
     multiple, lengths = model.position_multiple, cfg.row_lengths
     sharing = " and ".join(
         f"{'twice ' * (number > size)}mesh.{axis}={size}"
@@ -95,21 +95,21 @@ def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
 def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput unless the mesh divides the rows of each microbatch.
 
-    XLA would compile uneven rows, and copy whole activations between devices at every layer.
+    XLA would compile uneven rows, with copies of whole activations between devices at every layer.
     """
     rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
     shards = axis_size("act_batch", model.rules.params, model.mesh.shape)
     if rows // parts % shards:
-        fitting = [part for part in units.divisors(rows) if rows // part % shards == 0]
-        way_out = f"use {units.or_list(fitting)}" if fitting else "use fewer devices on data and fsdp"
+        valid = [part for part in units.divisors(rows) if rows // part % shards == 0]
+        fix = f"use {units.or_list(valid)}" if valid else "use fewer devices on data and fsdp"
         raise BadInput(
             f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
-            f"{way_out}, or a batch of {parts * shards} rows ({parts * shards * cfg.seq_len} tokens)"
+            f"{fix}, or a batch of {parts * shards} rows ({parts * shards * cfg.seq_len} tokens)"
         )
 
 
 def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the stages that share the vocabulary divide it; where arrays rest so, check_fits does."""
+    """Raises BadInput unless the stages divide the vocabulary that they share; check_fits checks stored shards."""
     parts = model.pipeline.size * model.tensor.size
     if model.pipeline.shards_vocab and cfg.model.vocab_size % parts:
         raise BadInput(
@@ -119,7 +119,7 @@ def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput for experts with a limit where no device sees a whole row."""
+    """Raises BadInput for an expert capacity with context parallelism, where no device has a whole row."""
     factor = getattr(getattr(cfg.model, "experts", None), "capacity_factor", 0.0)
     if factor and model.context.size > 1:
         raise BadInput(
@@ -129,7 +129,7 @@ def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput where the statistics program, which has no stages, cannot divide a batch or the optimizer."""
+    """Raises BadInput if the non-pipelined statistics program cannot shard the batch or the optimizer state."""
     if not cfg.monitor.statistics_every_steps:
         return
     shards = math.prod(model.mesh.shape[axis] for axis in ("pipeline", "data", "fsdp"))
@@ -147,7 +147,7 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput for optim.qk_clip where no device shall have all keys of a row, which exact scores need."""
+    """Raises BadInput for optim.qk_clip with ring attention, where no device has all keys of a row."""
     if cfg.optim.qk_clip is not None and model.kernels.context_exchange.form == "ring":
         raise BadInput(
             f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, and with mesh.context="

@@ -1,4 +1,4 @@
-"""What a chip can do and costs, each row with its source. MFU is always against a row of this table, or not shown.
+"""Peak FLOP/s, memory, links and prices of chips, with sources. MFU is shown only for chips in this table.
 
 Peaks are dense bfloat16 (sparsity never counted); for cards without bfloat16, float16 matrix units.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Device(Protocol):
-    """The attributes of a jax.Device that we read. A type checker cannot use jax.Device: jaxlib has no stubs."""
+    """Attributes of jax.Device that we read. A type checker cannot use jax.Device: jaxlib has no stubs."""
 
     id: int
     process_index: int
@@ -21,11 +21,11 @@ class Device(Protocol):
     core_on_chip: int
 
     def memory_stats(self) -> dict[str, int] | None:
-        """Bytes in use and at most, where the platform counts them."""
+        """Returns current and peak bytes in use, if the platform counts them."""
 
 
 class Price(NamedTuple):
-    """What an hour of one chip costs by a public list, on demand: a default only, prices move."""
+    """On-demand list price of an hour of one chip, used as a default."""
 
     dollars_per_hour: float
     date: str  # when the list said so, or was read
@@ -34,7 +34,7 @@ class Price(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator as JAX names it (`device.device_kind`): figures of one JAX device, None where none was found."""
+    """An accelerator by its `device.device_kind`; figures of one JAX device, None if no source was found."""
 
     name: str
     peak_flops: float  # dense bfloat16 FLOP/s
@@ -45,10 +45,8 @@ class Chip:
     ici_dims: int = 0  # dimensions of the torus that the fast links form; 0 for a switch, which serves any pair
     dcn_bandwidth: float | None = None  # bytes/s out of one device to other slices (TPU) or hosts (GPU); one direction
     devices_per_host: int = 8
-    single_host_devices: int = (
-        0  # slices of up to this many devices are one host, though larger ones have smaller hosts
-    )
-    host_bytes: int | None = None  # the host's memory, divided by its devices: what offloading can at most use
+    single_host_devices: int = 0  # largest slice on one host, if above devices_per_host
+    host_bytes: int | None = None  # host memory per device, the limit of offloading
     int8_flops: float | None = None  # dense; None: no faster than bfloat16, or no source
     fp8_flops: float | None = None
     links_source: str = ""
@@ -56,14 +54,14 @@ class Chip:
     fp32_flops: float | None = None  # of the vector units, not TF32
     bfloat16: bool = True  # False: the card computes in float16 or float32
     architecture: str = ""  # published MFU is compared within one architecture only
-    devices_per_chip: int = 1  # JAX devices that one chip, which is what is paid for, appears as
+    devices_per_chip: int = 1  # JAX devices of one chip, the unit of the price
     watts: float | None = None  # of one chip or board at full load
     watts_source: str = ""
     price: Price | None = None  # of one chip
     compute_capability: float | None = None  # of NVIDIA GPUs: developer.nvidia.com/cuda-gpus
 
     def num_hosts(self, num_devices: int) -> int:
-        """Hosts (VMs) of one slice, or of GPUs in full hosts, with this many devices."""
+        """Returns the number of hosts (VMs) of one slice, or of GPUs in full hosts, with this many devices."""
         per_host = self.devices_per_host
         return 1 if num_devices <= max(per_host, self.single_host_devices) else -(-num_devices // per_host)
 
@@ -88,7 +86,7 @@ GOOGLE_PRICE = (
     "on demand in us-central1 (v4: us-central2), from Google's price list as github.com/skypilot-org/skypilot-catalog "
     "keeps it: catalogs/v8/gcp/vms.csv at 006059e"
 )
-GOOGLE_CARD = "the card alone, its machine is billed beside it; " + GOOGLE_PRICE
+GOOGLE_CARD = "the card alone, its machine is billed separately; " + GOOGLE_PRICE
 GOOGLE_DATE = "2026-11-22"  # read then
 LAMBDA = "lambda.ai/instances, one of 8 GPUs, as transcribed by api-evangelist/lambda-labs"
 NEBIUS = "nebius.com/prices, HGX H200, as transcribed by tgarg01/silybench-data"
@@ -207,7 +205,7 @@ CHIPS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The table's row for JAX's device_kind, or None when the chip is unknown: then nothing is assumed."""
+    """Returns the table's row for JAX's device_kind, or None for an unknown chip."""
     return CHIPS.get(device_kind)
 
 
@@ -219,18 +217,18 @@ class DtypeChoice(NamedTuple):
 
 
 AMPERE, VOLTA = 8.0, 7.0  # the first compute capabilities with matrix units for bfloat16, and for float16
-# The instruction sets that --xla_cpu_max_isa names, in order: XLA:CPU uses none after the named one.
+# Values of --xla_cpu_max_isa, in order: XLA:CPU uses no instruction set after the given one.
 XLA_CPU_ISAS = ("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX", "AMX_FP16")
 MAX_ISA = re.compile(r"--xla_cpu_max_isa=(\w+)")
-CPU_BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}  # the CPU feature as Linux names it: its set
+CPU_BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}  # CPU feature in /proc/cpuinfo: instruction set
 
 
 def choose_compute_dtype(
     device: Device, environ: Mapping[str, str] = os.environ, cpu_features: Collection[str] | None = None
 ) -> DtypeChoice:
-    """bfloat16 where the hardware multiplies it, else float16 on GPUs with matrix units for it, else float32.
+    """Returns bfloat16 if the hardware multiplies it, else float16 on GPUs with matrix units for it, else float32.
 
-    The device may be one that is only planned for. cpu_features: those of this machine unless given.
+    The device may be a planned one. cpu_features: default: those of this machine.
     """
     if device.platform == "tpu":
         return DtypeChoice("bfloat16", "the matrix units of TPUs multiply bfloat16")
@@ -248,7 +246,7 @@ def choose_compute_dtype(
 
 
 def cpu_compute_dtype(features: Collection[str], environ: Mapping[str, str]) -> DtypeChoice:
-    """bfloat16 on a CPU with AMX-BF16 or AVX512-BF16 that XLA_FLAGS let XLA use, else float32."""
+    """Returns bfloat16 on a CPU with AMX-BF16 or AVX512-BF16 that XLA_FLAGS allow, else float32."""
     found = [name for name in CPU_BFLOAT16 if name in features]
     limits = [name.upper() for name in MAX_ISA.findall(environ.get("XLA_FLAGS", ""))]  # the last one counts
     allowed = XLA_CPU_ISAS.index(limits[-1]) if limits and limits[-1] in XLA_CPU_ISAS else len(XLA_CPU_ISAS)
@@ -261,7 +259,7 @@ def cpu_compute_dtype(features: Collection[str], environ: Mapping[str, str]) -> 
 
 
 def compute_capability(device: Device | None) -> float | None:
-    """Of an NVIDIA GPU, as the device reports it or from the table; None where it is unknown."""
+    """Returns the compute capability of an NVIDIA GPU, from the device or the table; None if unknown."""
     if device is None:
         return None
     try:
@@ -272,7 +270,7 @@ def compute_capability(device: Device | None) -> float | None:
 
 
 def read_cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """This machine's CPU features as Linux names them; empty where they are not listed."""
+    """Returns this machine's CPU features from /proc/cpuinfo; empty if there are none."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = [line.partition(":") for line in file]
@@ -282,7 +280,7 @@ def read_cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def host_memory_bytes() -> int:
-    """Memory this process may use: the machine's, or the container's limit where that is smaller."""
+    """Returns the memory that this process may use: the machine's, or the container's limit if smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""A verb's main(argv): its flags are read, and --help shows its page and settings, no wider than the terminal."""
+"""The main(argv) of a verb: parses its flags, and --help prints its page and settings within the terminal's width."""
 
 import ast
 import dataclasses
@@ -16,19 +16,21 @@ from jaxscale import schema
 from jaxscale.command_line import Arguments, flags_of, parse
 from jaxscale.system.exits import BadInput, put
 
-UNKNOWN = (120, 24)  # of what is no terminal, where COLUMNS does not say either
-LEAST_WIDTH = 40
+DEFAULT_SIZE = (120, 24)  # without a terminal and COLUMNS
+MIN_WIDTH = 40
 FLAG_WIDTH = 22
-OWN = "run"  # the settings that are in no group
-WHAT = {OWN: "what is in no group", "model": "the model: its family and sizes", "evals": "what is measured on the way"}
-WHAT |= {"sources": "the raw text, by name"}
-FLAG = re.compile(r"( *--.*?\S {2,})\S")  # of a line, up to what it says of the flag
+UNGROUPED = "run"  # settings outside of groups
+SUMMARIES = {
+    UNGROUPED: "settings outside of groups", "model": "the model: its family and sizes",
+    "evals": "evaluations during training", "sources": "the raw text, by name",
+}  # fmt: skip
+FLAG = re.compile(r"( *--.*?\S {2,})\S")  # of a line, up to the flag's description
 HELP_WORDS = ("help", "-h", "--help", "--helpfull")
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """main(argv) of a verb, by its flags and page; see `command`."""
+    """main(argv) of a verb; see `command`."""
 
     work: Callable[[Arguments], int | None]
     flags: type
@@ -41,7 +43,7 @@ class Command:
     moved: Mapping[str, str]
 
     def __call__(self, argv: Sequence[str]) -> int:
-        """Reads argv and returns the exit code of the work, or shows the page. Raises BadInput as `parse` does."""
+        """Parses argv, runs the verb and returns its exit code, or prints the page. Raises BadInput as `parse` does."""
         for word, other in self.instead.items():
             if {word, f"{word}=true"} & set(argv):
                 return other(argv)
@@ -81,12 +83,12 @@ def command(
     passes_on: bool = False,
     moved: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Callable[[Callable[[Arguments], int | None]], Command]:
-    """Makes the main(argv) of a verb from a function of its Arguments, which returns an exit code, or None for 0.
+    """Decorates a function of Arguments that returns an exit code (None: 0) to make the main(argv) of a verb.
 
-    The docstring of the function's module is its page. Args: more: the end of the page. settings: whose groups --help
-    lists too. without: flags that the page does not list one by one. subverbs: {first word: the fields of `flags` that
-    may follow it}. alone: what an empty command line means. instead: flags that lead to another command. passes_on: the
-    words behind -- are another program's.
+    The docstring of the function's module is its page. Args: more: appended to the page. settings: a dataclass whose
+    groups --help lists. without: flags that are not listed. subverbs: {first word: the fields of `flags` that may
+    follow it}. alone: the word that an empty command line stands for. instead: flags that select another command.
+    passes_on: words after -- are for another program.
     """
 
     def decorate(work: Callable[[Arguments], int | None]) -> Command:
@@ -97,7 +99,7 @@ def command(
 
 
 def docstring(owner: types.ModuleType | type) -> str:
-    """The docstring of a module or a class. Python drops it under -OO; then it is read from the source file."""
+    """Returns the docstring of a module or a class; from the source file under -OO, where Python drops it."""
     if sys.flags.optimize < 2:
         return owner.__doc__ or ""
     module = owner if isinstance(owner, types.ModuleType) else sys.modules[owner.__module__]
@@ -110,9 +112,9 @@ def docstring(owner: types.ModuleType | type) -> str:
 
 
 def page_of(text: str, flags: type, without: type | None = None) -> str:
-    """The page of a verb: its module's docstring, with a line for each flag behind the examples at its beginning.
+    """Returns the page of a verb: its module's docstring, with a line for each flag after the examples.
 
-    without: flags that the text tells of.
+    without: flags that the text describes.
     """
     summary, *parts = text.strip("\n").split("\n\n")
     number = next((n for n, part in enumerate(parts) if not part.startswith(" ")), len(parts))
@@ -121,39 +123,39 @@ def page_of(text: str, flags: type, without: type | None = None) -> str:
 
 
 def flag_lines(flags: type, without: Collection[str] = ()) -> str:
-    """A line for each flag that is listed: what stands behind it, or its default, and what it says."""
+    """Returns a line for each listed flag: its value or default, and its help."""
     lines, labels = [], []
     for name, field in flags_of(flags).items():
-        how = field.metadata
-        if name in without or not how.get("listed", True):
+        metadata = field.metadata
+        if name in without or not metadata.get("listed", True):
             continue
-        value = how.get("value") or str(field.default)
-        behind = "" if field.default is False else f"[={value}]" if how.get("bare") else f"={value}"
-        labels.append(f"--{name}{behind}")
-        if how["help"]:
+        value = metadata.get("value") or str(field.default)
+        suffix = "" if field.default is False else f"[={value}]" if metadata.get("bare") else f"={value}"
+        labels.append(f"--{name}{suffix}")
+        if metadata["help"]:
             label, labels = " ".join(labels), []
             first = f"  {label:<{FLAG_WIDTH}}  "
             lines += textwrap.wrap(
-                how["help"], UNKNOWN[0], initial_indent=first, subsequent_indent=" " * len(first),
+                metadata["help"], DEFAULT_SIZE[0], initial_indent=first, subsequent_indent=" " * len(first),
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
     return "\n".join(lines)
 
 
 def show_help(page: str, settings: type | None = None, topic: str = "") -> None:
-    """Prints a verb's page, and of its settings the groups; with a topic one group alone, or 'all'."""
+    """Prints a verb's page and the groups of its settings; with a topic the settings of one group, or of 'all'."""
     if settings is None:
-        put(fitted(page))
+        put(fit_width(page))
     elif topic == "all":
-        put(fitted(f"{page}\nSettings:\n{describe_settings(settings)}"))
+        put(fit_width(f"{page}\nSettings:\n{describe_settings(settings)}"))
     elif topic:
-        put(fitted(describe_settings(settings, topic)))
+        put(fit_width(describe_settings(settings, topic)))
     else:
-        put(fitted(f"{page}\nSettings:\n{list_groups(settings)}"))
+        put(fit_width(f"{page}\nSettings:\n{list_groups(settings)}"))
 
 
 def list_groups(cls: type) -> str:
-    """A line for each group of settings, and how to see what is in one."""
+    """Returns a line for each group of settings, and a line on --help GROUP."""
     hints, docs = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
@@ -161,7 +163,7 @@ def list_groups(cls: type) -> str:
         docs[field.name] = first_sentence(docstring(kind)) if is_group else ""
     groups = by_group(cls)
     width = max(map(len, groups))
-    lines = [f"  {name.ljust(width)}  {len(groups[name]):3}  {WHAT.get(name) or docs[name]}" for name in groups]
+    lines = [f"  {name.ljust(width)}  {len(groups[name]):3}  {SUMMARIES.get(name) or docs[name]}" for name in groups]
     return "\n".join([*lines, "", "--help GROUP lists the settings of one, --help all lists every setting."])
 
 
@@ -171,9 +173,9 @@ def first_sentence(text: str) -> str:
 
 
 def describe_settings(cls: type, group: str = "") -> str:
-    """Every setting of `cls`, or of one group, with its type, default and meaning, and the model or kind that has it.
+    """Describes the settings of `cls`, or of one group: type, default, help, and the model or kind that has it.
 
-    Raises BadInput for a group that is not there.
+    Raises BadInput for an unknown group.
     """
     groups = by_group(cls)
     if group and group not in groups:
@@ -184,47 +186,47 @@ def describe_settings(cls: type, group: str = "") -> str:
 
 
 def by_group(cls: type) -> dict[str, list[str]]:
-    """{group: the lines of its settings}, in the order of the fields."""
-    found: dict[str, list[str]] = {OWN: []}
+    """Returns {group: the lines of its settings}, in the order of the fields."""
+    groups: dict[str, list[str]] = {UNGROUPED: []}
     for kind, name, type_, default, text in schema.describe_groups(cls):
-        of = f" ({kind})" if kind else ""
-        line = f"  --config.{name}={default}{of}\n      {type_}{': ' + text if text else ''}"
-        found.setdefault(name.partition(".")[0] if "." in name else OWN, []).append(line)
-    return found
+        owner = f" ({kind})" if kind else ""
+        line = f"  --config.{name}={default}{owner}\n      {type_}{': ' + text if text else ''}"
+        groups.setdefault(name.partition(".")[0] if "." in name else UNGROUPED, []).append(line)
+    return groups
 
 
-def fitted(text: str) -> str:
-    """The text no wider than the terminal: flag descriptions stay in their column, paragraphs are refilled."""
-    width = max(shutil.get_terminal_size(UNKNOWN).columns, LEAST_WIDTH)
-    return "\n".join(line for lines in paragraphs(text) for line in filled(lines, width))
+def fit_width(text: str) -> str:
+    """Wraps the text to the terminal's width: flag descriptions keep their column, paragraphs are refilled."""
+    width = max(shutil.get_terminal_size(DEFAULT_SIZE).columns, MIN_WIDTH)
+    return "\n".join(line for lines in paragraphs(text) for line in wrap(lines, width))
 
 
 def paragraphs(text: str) -> list[list[str]]:
-    """The lines of each flag, and of each paragraph."""
-    found: list[list[str]] = []
+    """Splits the text into the lines of each flag and paragraph."""
+    parts: list[list[str]] = []
     for line in text.split("\n"):
-        deep = len(line) - len(line.lstrip())
-        above = found[-1][-1] if found else ""
-        goes_on = above.strip() and line.strip() and not line.lstrip().startswith("--")
-        of_flag = FLAG.match(found[-1][0]) if found else None
-        if goes_on and (deep == of_flag.end() - 1 if of_flag else not deep and not above.startswith((" ", "--"))):
-            found[-1].append(line)
+        indent = len(line) - len(line.lstrip())
+        above = parts[-1][-1] if parts else ""
+        may_continue = above.strip() and line.strip() and not line.lstrip().startswith("--")
+        flag = FLAG.match(parts[-1][0]) if parts else None
+        if may_continue and (indent == flag.end() - 1 if flag else not indent and not above.startswith((" ", "--"))):
+            parts[-1].append(line)
         else:
-            found.append([line])
-    return found
+            parts.append([line])
+    return parts
 
 
-def filled(lines: list[str], width: int) -> list[str]:
-    """The lines unchanged where they fit, else refilled."""
+def wrap(lines: list[str], width: int) -> list[str]:
+    """Returns the lines unchanged if they fit, else refilled."""
     if max(map(len, lines)) <= width:
         return lines
     flag = FLAG.match(lines[0])
-    deep = len(lines[0]) - len(lines[0].lstrip())
-    hang = " " * (flag.end() - 1 if flag and flag.end() < width // 2 else deep + 4 * (0 < deep < 6))
-    first = flag[1] if flag else " " * deep
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    hang = " " * (flag.end() - 1 if flag and flag.end() < width // 2 else indent + 4 * (0 < indent < 6))
+    first = flag[1] if flag else " " * indent
     words = " ".join([lines[0][len(first) :], *(line.strip() for line in lines[1:])])
     if flag and len(first) >= width // 2:
-        first, words = " " * deep, f"{flag[1].strip()}  {words}"
+        first, words = " " * indent, f"{flag[1].strip()}  {words}"
     return textwrap.wrap(
         words, width, initial_indent=first, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
     )

@@ -1,6 +1,6 @@
-"""Opening a trained or converted model for inference: its weights on a mesh, its tokenizer, and generation.
+"""Opens a trained or converted model for inference: its weights on a mesh, its tokenizer, and generation.
 
-Nothing of training is read: no optimizer, no data. B batch  T position
+Optimizer state and data are not read. B batch  T position
 """
 
 import contextlib
@@ -35,7 +35,7 @@ DEFAULT_MESH = MeshConfig()
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights. The tokenizer is None if nothing says which one it was trained with."""
+    """A model with its weights. The tokenizer is None if the one of its training is unknown."""
 
     cfg: AnyModelConfig
     seq_len: int  # tokens of the rows it was trained on
@@ -46,7 +46,7 @@ class LoadedModel:
     path: str  # of the checkpoint
     run: Mapping[str, Any]  # what the checkpoint records of its run: config, data, versions
     sharded: ShardedModel
-    kept: SavedTokenizer | None  # the tokenizer with what its folder says of texts
+    saved_tokenizer: SavedTokenizer | None  # the tokenizer with its text settings
     what: str = "params"  # or "ema"
 
 
@@ -61,13 +61,13 @@ def open_model(
     say: Callable[[str], None] = print,
     named: str = "--workdir",
 ) -> LoadedModel:
-    """The model of a work folder, or of WORKDIR/checkpoints/STEP, its weights as they were saved, bit for bit.
+    """Opens the model of a work folder, or of WORKDIR/checkpoints/STEP, with bit-exact weights.
 
-    Args: step: none: the newest. what: the weights or their running average. compute_dtype: instead of the one it was
-    trained with. tokenizer: a file or 'bytes', for a folder that has none. say: is told in a line what is opened.
-    named: the flag or setting that gave the path, for errors.
+    Args: step: none: the newest. what: the weights or their EMA. compute_dtype: default: that of its training.
+    tokenizer: a file or 'bytes', for a folder without one. say: logs a line. named: the flag or setting that gave the
+    path, for errors.
     Raises: BadInput for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
-    that cannot be read; Stop (CHECKPOINT_CORRUPT) for arrays that are not as they were saved.
+    that cannot be read; Stop (CHECKPOINT_CORRUPT) for corrupted arrays.
     """
     source = open_source(path, wanted=step, named=named, log=say)
     if step is not None and source.step != step:
@@ -75,22 +75,22 @@ def open_model(
     run = source.record["run"]
     chosen_mesh = make_mesh(mesh)
     cfg, config = read_model_config(source, compute_dtype), run["config"]
-    cfg = model_for_device(cfg, chosen_mesh.devices.flat[0])  # a converted model has no dtype of its own
-    lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # none in a record of an older program
+    cfg = model_for_device(cfg, chosen_mesh.devices.flat[0])  # a converted model has compute_dtype=auto
+    lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # missing in older records
     sharded = shard_model(cfg, chosen_mesh, config.get("rules", "zero3"), lora=lora)
     workdir = source.checkpoints.directory.parent
-    kept = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
-    if kept is not None and not fits(kept.tokenizer, cfg.vocab_size):
+    saved = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
+    if saved is not None and not fits(saved.tokenizer, cfg.vocab_size):
         raise BadInput(
-            f"{kept.tokenizer.name} has {kept.tokenizer.vocab_size} ids, and the model of {source} only "
+            f"{saved.tokenizer.name} has {saved.tokenizer.vocab_size} ids, and the model of {source} only "
             f"{cfg.vocab_size}: it is not its tokenizer"
         )
-    if kept is not None and (line := tell_beyond(kept.tokenizer, cfg.vocab_size)):
-        say(f"{kept.tokenizer.name} {line}")
-        kept = dataclasses.replace(kept, tokenizer=fitted(kept.tokenizer, cfg.vocab_size))
+    if saved is not None and (line := tell_beyond(saved.tokenizer, cfg.vocab_size)):
+        say(f"{saved.tokenizer.name} {line}")
+        saved = dataclasses.replace(saved, tokenizer=fitted(saved.tokenizer, cfg.vocab_size))
     average = ", the running average" if what == "ema" else ""
     adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
-    say(  # before the arrays are read, which takes minutes where they are large
+    say(  # before the arrays are read, which can take minutes
         f"{source}: {kind_of(cfg, run)}, {units.count(cfg.num_params)} parameters, {cfg.compute_dtype}{average}"
         f"{adapters}; {mesh_layout(sharded.mesh)}"
     )
@@ -100,20 +100,20 @@ def open_model(
         seq_len=int(config.get("seq_len", 1024)),
         params=params,
         mesh=sharded.mesh,
-        tokenizer=kept and kept.tokenizer,
+        tokenizer=saved and saved.tokenizer,
         step=source.step,
         path=str(source),
         run=run,
         sharded=sharded,
-        kept=kept,
+        saved_tokenizer=saved,
         what=what,
     )
 
 
 def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
-    """Which model it is, for people: 'llama', 'qwen3 (llama layout)', or 'llama with the settings of qwen3'.
+    """Describes the model: 'llama', 'qwen3 (llama layout)', or 'llama with the settings of qwen3'.
 
-    The second is one that was converted; the third one of our own whose settings only that family's files can say.
+    The second was converted; the third was trained with settings that only that family's files can express.
     """
     if converted := (run.get("converted") or {}).get("model_type"):
         return converted if converted == cfg.name else f"{converted} ({cfg.name} layout)"
@@ -125,30 +125,30 @@ def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
 
 def tokenizer_of(model: LoadedModel) -> SavedTokenizer:
     """Returns the model's tokenizer. Raises BadInput for a model that has none."""
-    if model.kept is not None:
-        return model.kept
+    if model.saved_tokenizer is not None:
+        return model.saved_tokenizer
     workdir = paths.as_path(model.path).parent.parent
-    again = "convert it again from a folder with the tokenizer's files" if model.run.get("converted") else ""
-    or_else = again or f"put its file into {workdir}/tokenizer/"
+    convert = "convert it again from a folder with the tokenizer's files" if model.run.get("converted") else ""
+    fix = convert or f"put its file into {workdir}/tokenizer/"
     raise BadInput(
         f"{workdir} does not say with which tokenizer its ids were made; give --tokenizer=FILE (a tokenizer.json, a "
-        f".model or 'bytes'), or {or_else}; from Python, token ids are taken too"
+        f".model or 'bytes'), or {fix}; from Python, token ids are taken too"
     )
 
 
 def stop_ids_of(model: LoadedModel) -> tuple[int, ...]:
-    """The ids that end a text: the tokenizer's, else those that came with a converted model."""
-    if model.kept is not None:
-        return model.kept.stop_ids
-    found = ((model.run.get("converted") or {}).get("generation") or {}).get("eos_token_id")
-    ids = found if isinstance(found, list) else [found]
-    return tuple(one for one in ids if isinstance(one, int))
+    """Returns the ids that end a text: the tokenizer's, else those of a converted model."""
+    if model.saved_tokenizer is not None:
+        return model.saved_tokenizer.stop_ids
+    eos = ((model.run.get("converted") or {}).get("generation") or {}).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    return tuple(token_id for token_id in ids if isinstance(token_id, int))
 
 
 def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:
-    """The model's config as the checkpoint records it, without what only training or another machine needs."""
+    """Returns the model's recorded config, with settings of the training machine reset."""
     recorded = source.record["run"].get("config")
-    if recorded is None:  # of an older program, or of another one
+    if recorded is None:  # written by an older version, or another program
         recorded = paths.read_json(source.checkpoints.directory.parent / "config.json")["config"]
     values = dict(recorded["model"]) | {"attention": "auto", "remat": "none", "remat_save": [], "remat_offload": []}
     if compute_dtype is not None:
@@ -159,24 +159,24 @@ def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:
 def restore_params(
     checkpoints: Checkpoints, step: int, leaves: Mapping[str, list], sharded: ShardedModel, what: str, named: str
 ) -> Any:
-    """The parameters of a step, in the dtypes in which they were saved. Raises as open_model does."""
-    there = weight_leaves(leaves, what)
-    if not there:
+    """Restores the parameters of a step in their saved dtypes. Raises as open_model does."""
+    saved_names = weight_leaves(leaves, what)
+    if not saved_names:
         has = sorted({name.partition("/")[0] for name in leaves})
         raise BadInput(f"{named}: {checkpoints.directory / str(step)} holds no {what!r}, only {', '.join(has)}")
-    wanted, shardings = {}, named_leaves(sharded.shardings)
+    abstract, shardings = {}, named_leaves(sharded.shardings)
     for name, leaf in named_leaves(sharded.shapes).items():
-        saved = there.get(name, f"{what}/{name}")  # one that is missing is reported with all others
+        saved = saved_names.get(name, f"{what}/{name}")  # restore() reports all missing names
         dtype = jnp.dtype(leaves[saved][1]) if saved in leaves else leaf.dtype
-        wanted[saved] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[name])
-    found = checkpoints.restore(step, wanted, partial=True)
-    return jax.tree.unflatten(jax.tree.structure(sharded.shapes), [found[name] for name in wanted])
+        abstract[saved] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[name])
+    arrays = checkpoints.restore(step, abstract, partial=True)
+    return jax.tree.unflatten(jax.tree.structure(sharded.shapes), [arrays[name] for name in abstract])
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:
-    """The same model with the parameters of another step, sharded alike: what was compiled for it is used again.
+    """Returns the model with the parameters of another step and the same shardings, for which it is compiled already.
 
-    Raises BadInput for a step that is no checkpoint, and as open_model does.
+    Raises BadInput for a step without a checkpoint, and as open_model does.
     """
     source = open_source(str(paths.as_path(model.path).parent), wanted=step, named=named)
     params = restore_params(source.checkpoints, source.step, source.record["leaves"], model.sharded, model.what, named)
@@ -186,10 +186,10 @@ def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedMo
 def make_generator(
     model: LoadedModel, *, batch: int, longest: int, say: Callable[[str], None] = lambda line: None
 ) -> Generator:
-    """Generates from up to `batch` prompts at a time, texts of at most `longest` tokens; compiled at first use.
+    """Returns a generator for up to `batch` prompts and texts of at most `longest` tokens; compiled at first use.
 
-    say: is told what is being compiled, and how long it took.
-    Raises BadInput for a model that writes no text, and for a text longer than it can read.
+    say: logs what is compiled, and the time taken.
+    Raises BadInput for a model that does not generate text, and for texts longer than its maximum.
     """
     num_ids = model.tokenizer.vocab_size if model.tokenizer is not None else None
     return Generator(Engine(model.sharded, batch=batch, longest=longest, num_ids=num_ids, say=say), model.params)

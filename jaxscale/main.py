@@ -1,9 +1,9 @@
-"""Trains a language model, or goes on with one.
+"""Trains a language model, or resumes training.
 
   jaxscale train --config=configs/quickstart.py --workdir=runs/first      python -m jaxscale.main is the same
 
-A run that has begun goes on from its newest checkpoint. On a Linux CPU the process starts itself again once, with
-huge pages for its memory; JAXSCALE_HUGE_PAGES=0 leaves that out.
+A run that has begun resumes from its newest checkpoint. On a Linux CPU the process restarts itself once, with huge
+pages for its memory; JAXSCALE_HUGE_PAGES=0 prevents that.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class TrainFlags(RunOptions, HostFlags):
-    """The flags of `jaxscale train`."""
+    """Flags of `jaxscale train`."""
 
-    config: str = flag("", "a file with get_config(); FILE.py:TEXT hands TEXT to it", "FILE")
+    config: str = flag("", "a file with get_config(); FILE.py:TEXT passes TEXT to it", "FILE")
     settings: dict[str, str] = flag(
-        dict, "sets any setting by its dotted name, named in the file or not", "VALUE", name="config.NAME"
+        dict, "sets any setting by its dotted name, in the file or not", "VALUE", name="config.NAME"
     )
     skip_data: str | None = flag(
         None,
@@ -33,40 +33,38 @@ class TrainFlags(RunOptions, HostFlags):
         "A:B,C:D",
         name="skip-data",
     )
-    init_from: str | None = flag(None, "begins with another run's weights; the same as --config.init.from_path", "RUN")
+    init_from: str | None = flag(None, "starts with another run's weights; the same as --config.init.from_path", "RUN")
     branch_from: str | None = flag(
         None,
-        "begins as a branch of another run, at its newest step or at WORKDIR/checkpoints/STEP: with all of its state, "
-        "and its data from there on",
+        "starts a branch of another run, at its newest step or at WORKDIR/checkpoints/STEP, with all of its state and "
+        "its position in the data",
         "RUN",
     )
     decay_tokens: str | None = flag(
         None,
-        "of a branch: its learning rate decays from there over so many tokens, '2000 steps' too, and it ends; settings "
-        "of optim give the shape and the last rate",
+        "of a branch: decays its learning rate over this many tokens, or '2000 steps', and ends; settings of optim "
+        "give the shape and the last rate",
         "TOKENS",
     )
     budget_dollars: str | None = flag(None, "", "DOLLARS")
     deadline: str | None = flag(
         None,
-        "tells when the run will cost more, or last longer, by its own speed; the same as --config.limit.dollars and "
-        "limit.deadline, and limit.on_overrun=decay ends it in time",
+        "reports when the run will cost more or last longer, by its speed so far; the same as --config.limit.dollars "
+        "and limit.deadline, and limit.on_overrun=decay ends it in time",
         "12h",
     )
     workdir: str | None = flag(
-        None, "where checkpoints and metrics go, and from where a run goes on; default runs/<config>", "FOLDER"
+        None, "folder of checkpoints and metrics, from which a run resumes; default runs/<config>", "FOLDER"
     )
 
 
 @command(TrainFlags, settings=RunConfig)
 def main(arguments: Arguments) -> None:
     """Trains to the end."""
-    workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
-    from jaxscale.api.training import (
-        train_file,  # imports JAX, which reads its environment then: run_verb sets it first
-    )
+    from jaxscale.api.training import train_file  # imports JAX, after run_verb has set its environment
 
     flags = arguments.flags
+    workdir = flags.workdir or f"runs/{config_name(arguments.config)}"
     if flags.decay_tokens and not flags.branch_from:
         raise BadInput(f"--decay_tokens={flags.decay_tokens} is of a branch; give --branch_from=RUN too")
     branch = (flags.branch_from, flags.decay_tokens) if flags.branch_from else None

@@ -11,9 +11,9 @@ from jaxscale.sharding.rules import RULES, axis_size
 
 
 def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: bool = True) -> ShardedModel:
-    """The model on the mesh. Raises BadInput where the mesh does not divide its parameters.
+    """Returns the model on the mesh. Raises BadInput if the mesh does not divide its parameters.
 
-    staged: in the stages of a pipeline, if there is one; else the devices of that axis share rows and weights.
+    staged: split into pipeline stages, if there are any; otherwise the pipeline axis shards rows and weights.
     """
     return shard_model(
         cfg.model,
@@ -30,7 +30,7 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: 
 
 
 def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
-    """The stages of the model. Raises BadInput where they cannot be."""
+    """Returns the pipeline stages of the model. Raises BadInput if it does not support them."""
     stages, model = mesh.shape["pipeline"], cfg.model
     check_stages(cfg, stages)
     head_layers = model.vocab_size * model.embed_dim / model.block_matrix_params
@@ -39,7 +39,7 @@ def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
 
 
 def parallel_request(cfg: RunConfig, mesh: Mesh) -> ParallelRequest:
-    """The rows of a run, as devices of the context axis share them."""
+    """Returns settings and sizes of the rows that the context axis shards."""
     shards = axis_size("act_batch", RULES[cfg.rules].params, mesh.shape)
     rows = max(1, cfg.rows_per_step // cfg.train.num_microbatches // shards)
     return ParallelRequest(cfg.context.attention, cfg.row_lengths.row, rows, cfg.expert.exchange)

@@ -1,8 +1,8 @@
-"""Settings: a plain dict, from a config file and a command line, becomes frozen dataclasses, or one clear error.
+"""Settings: converts a plain dict, from a config file and a command line, to frozen dataclasses, or raises one error.
 
 A setting is a dataclass field made with `setting(default, help)`. Types come from the annotations: bool, int, float,
-str, Literal, tuple[X, ...], dict[str, X], X | None, unions of those, nested dataclasses, and unions of dataclasses told
-apart by their `name: Literal[...]`, or `kind: Literal[...]` where they have no name.
+str, Literal, tuple[X, ...], dict[str, X], X | None, unions of those, nested dataclasses, and unions of dataclasses
+distinguished by their `name: Literal[...]`, or `kind: Literal[...]` if they have no name.
 """
 
 import ast
@@ -23,22 +23,22 @@ from jaxscale.conditions import in_words, whole_condition
 from jaxscale.system.exits import BadInput
 
 
-class Group(Protocol):
+class SettingsGroup(Protocol):
     """A dataclass of settings."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
-T = TypeVar("T", bound=Group)
-MOST_INTEGER = 2**63 - 1  # of a setting: what arrays and files count with
-LONGEST_SHOWN = 80  # characters of a value in an error
-hints_of = functools.cache(typing.get_type_hints)  # asked for again for every group of every config
+T = TypeVar("T", bound=SettingsGroup)
+MAX_INTEGER = 2**63 - 1  # of a setting: the largest int64
+MAX_SHOWN = 80  # characters of a value in an error
+hints_of = functools.cache(typing.get_type_hints)
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False, read_if: str = "") -> Any:
-    """A dataclass field with a help line. may_change: a run that goes on from a checkpoint may have another value.
+    """Returns a dataclass field with help. may_change: a run that resumes from a checkpoint may have another value.
 
-    read_if: what other settings must be for this one, or this group, to be read, as conditions.py has it; '': always.
+    read_if: condition on other settings under which this one, or this group, is read (conditions.py); '': always.
     """
     metadata = {"help": help, "may_change": may_change, "read_if": read_if}
     if isinstance(default, (dict, list)) or callable(default):
@@ -48,26 +48,26 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: b
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict `values` with dotted overrides ("optim.peak_lr": "1e-3") put in, also where a key was absent."""
+    """Returns the nested dict `values` with dotted overrides ("optim.peak_lr": "1e-3"), which may add keys."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     for dotted, value in overrides.items():
-        head, _, rest = dotted.partition(".")
-        if rest:
+        head, _, tail = dotted.partition(".")
+        if tail:
             inner = merged.get(head, {})
             inner = literal(inner) if isinstance(inner, str) else inner
             if not isinstance(inner, Mapping):
                 raise BadInput(f"{dotted}={value!r} reaches into {head}, which is {inner!r}, not a group of settings")
-            merged[head] = merge(inner, {rest: value})
+            merged[head] = merge(inner, {tail: value})
         else:
             merged[head] = value
     return merged
 
 
 def from_dict(cls: type[T], values: object, path: str = "") -> T:
-    """The dataclass `cls` built from `values`. Raises BadInput that names the setting, the value and the rule."""
+    """Builds the dataclass `cls` from `values`. Raises BadInput that names the setting, the value and the rule."""
     if not isinstance(values, Mapping):
-        way = as_dict(path) if path and isinstance(values, str) else ""
-        raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{way}")
+        fix = dict_syntax(path) if path and isinstance(values, str) else ""
+        raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{fix}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = hints_of(cls)
     for key in values:
@@ -81,12 +81,12 @@ def from_dict(cls: type[T], values: object, path: str = "") -> T:
             raise BadInput(f"{join(path, name)} must be given: {field.metadata.get('help') or hints[name]}")
     try:
         return cls(**built)
-    except BadInput as error:  # a rule between two settings of this group: say where
+    except BadInput as error:  # a rule between two settings of this group: add its path
         raise BadInput(f"{path}: {error}" if path else str(error)) from None
 
 
 def to_dict(config: Any) -> Any:
-    """The dataclass as nested plain data that JSON can hold; from_dict(type(config), to_dict(config)) == config."""
+    """Returns the dataclass as nested JSON data; from_dict(type(config), to_dict(config)) == config."""
     if dataclasses.is_dataclass(config):
         return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
     if isinstance(config, Mapping):
@@ -97,7 +97,7 @@ def to_dict(config: Any) -> Any:
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Nested plain data as one dict with dotted keys. An empty group stays as an empty dict."""
+    """Returns nested plain data as one dict with dotted keys. An empty group stays an empty dict."""
     if isinstance(values, Mapping) and values:
         return {key: leaf for name, value in values.items() for key, leaf in flatten(value, join(path, name)).items()}
     return {path: values}
@@ -109,17 +109,17 @@ def keys_of(name: str) -> list[str | int]:
 
 
 def look_up(values: Any, name: str) -> Any:
-    """What the nested plain data have under the name; MISSING where they have nothing."""
+    """Returns the value of nested plain data under the name, or MISSING."""
     try:
         return functools.reduce(operator.getitem, keys_of(name), values)
-    except (LookupError, TypeError):  # none where a group is now
+    except (LookupError, TypeError):  # TypeError: None instead of a group
         return dataclasses.MISSING
 
 
 def put(values: Any, name: str, value: Any) -> None:
-    """Puts the value where the nested plain data have another under the name."""
-    *place, last = keys_of(name)
-    functools.reduce(operator.getitem, place, values)[last] = value
+    """Replaces the value of nested plain data under the name."""
+    *parents, last = keys_of(name)
+    functools.reduce(operator.getitem, parents, values)[last] = value
 
 
 def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
@@ -129,7 +129,7 @@ def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
 
 
 def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]:
-    """What must hold for the field of a group at `path` to be read, each about settings by their whole names."""
+    """Returns the conditions of a field of the group at `path`, with full names of settings."""
     declared = [field.metadata.get("read_if", ""), getattr(cls, "inherited_read_if", {}).get(field.name, "")]
     return [whole_condition(text, path) for text in declared if text]
 
@@ -137,19 +137,19 @@ def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]
 def describe_groups(
     cls: type, path: str = "", chosen: str = "", only_if: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str, str, str, str]]:
-    """The same with, in front, the name of the group that the setting is in where one of several is chosen, else ''.
+    """Yields describe()'s tuples after the name of the setting's group if it is one of several choices, else ''.
 
-    only_if: under which conditions the group itself is read; the help ends with a setting's.
+    only_if: conditions of the group itself. The help ends with the conditions of a setting.
     """
     hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         conditions = (*only_if, *read_conditions(cls, field, path))
         groups, named = group_types(hints[field.name]), group_types(named_hint(hints[field.name]))
         if groups or named:
-            place = join(path, field.name)
+            group_path = join(path, field.name)
             for group in groups or named:
                 name = group_name(group) if len(groups or named) > 1 else chosen
-                yield from describe_groups(group, place if groups else f"{place}.NAME", name, conditions)
+                yield from describe_groups(group, group_path if groups else f"{group_path}.NAME", name, conditions)
             continue
         if field.default is not dataclasses.MISSING:
             default = repr(field.default)
@@ -157,18 +157,18 @@ def describe_groups(
             default = repr(field.default_factory())
         else:
             default = "required"
-        needs = [text for text in conditions if text != join(path, field.name)]  # but that it is on itself
+        needs = [text for text in conditions if text != join(path, field.name)]  # except that it is on itself
         text = "; ".join(filter(None, [field.metadata.get("help", ""), in_words(needs)]))
         yield chosen, join(path, field.name), type_name(hints[field.name]), default, text
 
 
 def named_hint(hint: Any) -> Any:
-    """X of a hint dict[str, X], else none."""
+    """Returns X of a hint dict[str, X], else None."""
     return next((typing.get_args(option)[1] for option in options(hint) if typing.get_origin(option) is dict), None)
 
 
 def changeable(cls: type, path: str = "") -> set[str]:
-    """Dotted names of the settings, or groups of settings, that may differ when a run goes on from a checkpoint."""
+    """Returns dotted names of the settings, or groups, that may differ when a run resumes from a checkpoint."""
     names, hints = set(), hints_of(cls)
     for field in dataclasses.fields(cls):
         if field.metadata.get("may_change"):
@@ -179,19 +179,19 @@ def changeable(cls: type, path: str = "") -> set[str]:
 
 
 def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """{dotted name: (old, new)} for every leaf in which two nested plain dicts differ; what is absent shows as None."""
+    """Returns {dotted name: (old, new)} for leaves in which two nested plain dicts differ; None for missing ones."""
     old, new = flatten(old), flatten(new)
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """`value`, which may be command-line text, as the type `hint`. Raises BadInput naming the path and the type."""
+    """Converts `value`, which may be command-line text, to the type `hint`. Raises BadInput with the path and type."""
     candidates = options(hint)
     groups = group_types(hint)
     if isinstance(value, str):
         parsed = parse_text(value, candidates)
         if str not in candidates or any(match(parsed, option, path)[0] for option in candidates if option is not str):
-            value = parsed  # text that is a list, a number or none is kept as text only where nothing else fits
+            value = parsed  # a list, number or none stays text only if no other type fits
     if groups:
         if value is None and type(None) in candidates:
             return None
@@ -204,20 +204,20 @@ def convert(value: Any, hint: Any, path: str) -> Any:
             return converted
     large = (
         " of at most 64 bits"
-        if int in candidates and isinstance(value, (int, float)) and abs(value) > MOST_INTEGER
+        if int in candidates and isinstance(value, (int, float)) and abs(value) > MAX_INTEGER
         else ""
     )
-    raise BadInput(f"{path}={clipped(value)} is not {type_name(hint)}{large}{how_written(value, candidates, path)}")
+    raise BadInput(f"{path}={clipped(value)} is not {type_name(hint)}{large}{value_hint(value, candidates, path)}")
 
 
 def clipped(value: Any) -> str:
-    """The value as an error shows it: the beginning of one that would fill the terminal."""
+    """Formats the value for an error, truncated to MAX_SHOWN."""
     text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
-    """(True, converted) if the value fits this one type, else (False, None)."""
+    """Returns (True, converted) if the value has this type, else (False, None)."""
     origin = typing.get_origin(option)
     if option is type(None):
         return value is None, None
@@ -226,12 +226,12 @@ def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
     if option is bool:
         return isinstance(value, bool), value
     if option is int:
-        whole = isinstance(value, float) and value.is_integer()  # 1e9 is how people write a billion
-        fits = (isinstance(value, int) or whole) and not isinstance(value, bool) and abs(value) <= MOST_INTEGER
+        whole = isinstance(value, float) and value.is_integer()  # accepts 1e9
+        fits = (isinstance(value, int) or whole) and not isinstance(value, bool) and abs(value) <= MAX_INTEGER
         return fits, int(value) if fits else None
     if option is float:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-        return fits, float(value) if fits else None  # neither inf nor nan is what anybody wants of a setting
+        return fits, float(value) if fits else None  # rejects inf and nan
     if option is str:
         return isinstance(value, str), value
     if origin is tuple:
@@ -252,7 +252,7 @@ def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
 
 
 def parse_text(text: str, candidates: list[Any]) -> Any:
-    """Command-line text as a Python value. Words that are no literal stay text: for Literals, and for clear errors."""
+    """Parses command-line text to a Python value. Words that are not literals stay text."""
     lowered = text.strip().lower()
     if lowered in ("true", "false") and bool in candidates:
         return lowered == "true"
@@ -260,17 +260,17 @@ def parse_text(text: str, candidates: list[Any]) -> Any:
         return None
     if any(typing.get_origin(option) is Literal and text in typing.get_args(option) for option in candidates):
         return text
-    found = literal(text)
-    if found is not text:
-        return found
+    value = literal(text)
+    if value is not text:
+        return value
     names = [name.strip() for name in text.split(",")]
     inner = [typing.get_args(option)[0] for option in candidates if typing.get_origin(option) is tuple]
-    return names if any(typing.get_origin(of) is Literal for of in inner) else text  # 'a,b' of names that are known
+    return names if any(typing.get_origin(hint) is Literal for hint in inner) else text  # 'a,b' of Literal names
 
 
 def literal(text: str) -> Any:
-    """What the text is in Python or, of a dict or a list, in JSON ('{"x": true}'); the text itself where in neither."""
-    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that ast documents
+    """Parses a Python literal or, for a dict or a list, JSON ('{"x": true}'); returns other text unchanged."""
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # as ast documents
         return ast.literal_eval(text)
     if text.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError, RecursionError):
@@ -279,7 +279,7 @@ def literal(text: str) -> Any:
 
 
 def choose_group(groups: list[type], value: Any, path: str) -> type:
-    """The dataclass whose `name` or `kind` the value gives. One group alone needs none."""
+    """Returns the dataclass with the value's `name` or `kind`, which a single group does not need."""
     if len(groups) == 1:
         return groups[0]
     named = {group_name(group): group for group in groups}
@@ -297,17 +297,17 @@ def choose_group(groups: list[type], value: Any, path: str) -> type:
 
 
 def group_name(group: type) -> str:
-    """The text that its `name: Literal[...]`, or `kind`, allows."""
+    """Returns the text that its `name: Literal[...]`, or `kind`, allows."""
     return typing.get_args(hints_of(group)[group_tag(group)])[0]
 
 
 def group_tag(group: type) -> str:
-    """The setting that tells a group from others: name, or kind."""
+    """Returns the setting that identifies a group among others: name, or kind."""
     return "name" if "name" in hints_of(group) else "kind"
 
 
 def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
-    """`value`; if several dataclasses could be meant and it says no name, with the name of the field's default."""
+    """Returns `value`, with the name of the field's default if it has no name and there are several dataclasses."""
     several = len(group_types(hint)) > 1
     value = literal(value) if several and isinstance(value, str) else value
     if several and isinstance(value, Mapping) and "name" not in value:
@@ -318,43 +318,43 @@ def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
 
 
 def options(hint: Any) -> list[Any]:
-    """The members of a union, or the hint alone; Literal before str, so that text is matched most narrowly first."""
+    """Returns the members of a union, or the hint alone; str last, so that narrower types match first."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return sorted(members, key=lambda member: {bool: 0, int: 1, float: 2, str: 9}.get(member, 3))
 
 
 def group_types(hint: Any) -> list[type[Any]]:
-    """The dataclasses among the members of a union, or the hint alone if it is one."""
+    """Returns the dataclasses among the members of a union, or the hint alone if it is one."""
     return [option for option in options(hint) if isinstance(option, type) and dataclasses.is_dataclass(option)]
 
 
 def suggestion(key: str, cls: type, path: str) -> str:
-    """'; did you mean ...?' from the names of this group, else the full names in all groups below it."""
+    """Returns '; did you mean ...?' from the names of this group, else from full names in all groups below it."""
     names = [field.name for field in dataclasses.fields(cls)]
-    deep = [name for name, *_ in describe(cls, path)]
-    leaf = {name.rsplit(".", 1)[-1]: name for name in reversed(deep)}
+    full_names = [name for name, *_ in describe(cls, path)]
+    leaf = {name.rsplit(".", 1)[-1]: name for name in reversed(full_names)}
     close = difflib.get_close_matches(key, names, n=1) or [
         leaf[name] for name in difflib.get_close_matches(key, leaf, n=1, cutoff=0.75)
     ]
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
 
 
-def how_written(value: Any, candidates: list[Any], path: str) -> str:
-    """'; did you mean ...?' for a misspelt choice; how a dict is written, for text that is none."""
+def value_hint(value: Any, candidates: list[Any], path: str) -> str:
+    """Returns '; did you mean ...?' for a misspelt choice, or the syntax of a dict for other text."""
     if isinstance(value, str) and any(typing.get_origin(option) is dict for option in candidates):
-        return as_dict(path)
+        return dict_syntax(path)
     choices = [arg for option in candidates if typing.get_origin(option) is Literal for arg in typing.get_args(option)]
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def as_dict(path: str) -> str:
-    """How a dict or a group of settings is written on a command line."""
+def dict_syntax(path: str) -> str:
+    """Returns the syntax of a dict or a group of settings on a command line."""
     return f"""; write {path}='{{"NAME": VALUE}}', or {path}.NAME=VALUE for one of them"""
 
 
 def type_name(hint: Any) -> str:
-    """A type as people say it: 'an integer', 'one of ...', 'a list of ...'."""
+    """Formats a type: 'an integer', 'one of ...', 'a list of ...'."""
     plain = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}
     parts = []
     for option in options(hint):
@@ -374,5 +374,5 @@ def type_name(hint: Any) -> str:
 
 
 def join(path: str, name: Any) -> str:
-    """Dotted path."""
+    """Joins a path and a name with a dot."""
     return f"{path}.{name}" if path else str(name)

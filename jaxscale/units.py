@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: tokens, or '2000 steps', '1%', '1 epoch', '512 rows'; figures and tables."""
+"""Parses and formats amounts: tokens, '2000 steps', '1%', '1 epoch', '512 rows'; numbers and tables."""
 
 import bisect
 import dataclasses
@@ -8,21 +8,21 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 
-Tokens = int | str  # the type of a setting that holds such an amount; an integer once it is resolved
+Tokens = int | str  # the type of settings with such an amount; an integer once resolved
 
 FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
 UNITS = {"": "tokens", "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps", "%": "%"}
 UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
-MOST_TOKENS = 1e18  # of any unit: below the largest int64, and more than there is text
+MAX_AMOUNT = 1e18  # of any unit: below the largest int64, and more than there is text
 YEAR = 365.25 * 86_400  # seconds
 INDENT = "  "  # of a table
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 PART = r"(\d+(?:\.\d+)?)([smhdw])"  # of a duration
-ROUNDED = 0.9995  # of a unit: from here on three digits say the whole
+ROUNDED = 0.9995  # of a unit: from here three digits round up to it
 
 
 def parse(name: str, amount: Tokens) -> tuple[float, str]:
-    """(number, unit) with unit one of tokens, steps, rows, epochs, %. Raises BadInput that names the setting."""
+    """Returns (number, unit), unit one of tokens, steps, rows, epochs, %. Raises BadInput that names the setting."""
     found = FORM.fullmatch(str(amount))
     if not found or found[2].lower() not in UNITS:
         raise BadInput(
@@ -30,8 +30,8 @@ def parse(name: str, amount: Tokens) -> tuple[float, str]:
             "'1%', '1 epoch'"
         )
     number = float(found[1].replace("_", ""))
-    if number > MOST_TOKENS:
-        raise BadInput(f"{name}={str(amount)[:40]} is more than any training has; the most is {MOST_TOKENS:.0e}")
+    if number > MAX_AMOUNT:
+        raise BadInput(f"{name}={str(amount)[:40]} is more than any training has; the most is {MAX_AMOUNT:.0e}")
     return number, UNITS[found[2].lower()]
 
 
@@ -44,7 +44,7 @@ def resolve(
     train_tokens: int | None = None,
     epoch_tokens: int | None = None,
 ) -> int:
-    """The amount in tokens. Raises BadInput where the unit needs something that is not known here."""
+    """Returns the amount in tokens. Raises BadInput if the unit needs a missing argument."""
     number, unit = parse(name, amount)
     size = {
         "tokens": 1,
@@ -63,21 +63,22 @@ def resolve(
 
 
 def steps(tokens: int, batch_tokens: int) -> int:
-    """Whole steps that hold at least so many tokens: 0 for 0."""
+    """Returns the number of steps with at least `tokens` tokens."""
     return -(-tokens // batch_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of batches 0, 1, 2, ... of an endless stream, in rows or in tokens: one, or a few, each from a batch
-    on. Where a batch begins, and which batch has a place of the stream, is arithmetic. Of lengths of rows, only `size`
-    tells anything."""
+    """Sizes of batches 0, 1, 2, ... of an endless stream, in rows or tokens: piecewise constant.
 
-    stages: tuple[tuple[int, int], ...]  # (first batch, size of each from there on), in order, the first from batch 0
+    Maps batches to positions in the stream and back. For row lengths, only `size` is meaningful.
+    """
+
+    stages: tuple[tuple[int, int], ...]  # (first batch, size), in order; the first is of batch 0
 
     @classmethod
     def growing(cls, ends: Sequence[tuple[int, int]], last: int) -> "BatchSizes":
-        """Batches of each size until they hold so much, for (size, until) in `ends`; then of the size `last`.
+        """Returns batches of each size up to position `until`, for (size, until) in `ends`; then of the size `last`.
 
         Raises BadInput for a size that no batch would have.
         """
@@ -92,69 +93,69 @@ class BatchSizes:
 
     @classmethod
     def of(cls, sizes: "BatchSizes | int") -> "BatchSizes":
-        """The sizes; of a number, that size for all."""
+        """Returns the sizes; for a number, that size for all batches."""
         return sizes if isinstance(sizes, BatchSizes) else cls(((0, sizes),))
 
     @property
     def largest(self) -> int:
-        """Of all sizes."""
+        """The largest size."""
         return max(size for _, size in self.stages)
 
     @property
     def vary(self) -> bool:
-        """Whether there is more than one size."""
+        """True if there is more than one size."""
         return len(self.stages) > 1
 
     def starts(self) -> list[int]:
-        """Where each stage begins in the stream."""
-        found, reached = [0], 0
+        """Returns the positions in the stream at which the stages begin."""
+        starts, position = [0], 0
         for (first, size), (following, _) in zip(self.stages, self.stages[1:]):
-            found.append(reached := reached + (following - first) * size)
-        return found
+            starts.append(position := position + (following - first) * size)
+        return starts
 
     def stage(self, n: int) -> int:
-        """The number of the stage that batch n is in."""
+        """Returns the index of the stage of batch n."""
         return bisect.bisect_right(self.stages, n, key=lambda stage: stage[0]) - 1
 
     def size(self, n: int) -> int:
-        """Of batch n."""
+        """Returns the size of batch n."""
         return self.stages[self.stage(n)][1]
 
     def begin(self, n: int) -> int:
-        """Where batch n begins: what all batches before it hold."""
+        """Returns the position in the stream at which batch n begins."""
         first, size = self.stages[at := self.stage(n)]
         return self.starts()[at] + (n - first) * size
 
-    def find(self, place: int) -> tuple[int, int]:
-        """(the batch that has this place of the stream, where in that batch): the inverse of begin."""
-        at = bisect.bisect_right(starts := self.starts(), place) - 1
+    def find(self, position: int) -> tuple[int, int]:
+        """Inverts begin(): returns (batch at this position of the stream, offset in the batch)."""
+        at = bisect.bisect_right(starts := self.starts(), position) - 1
         first, size = self.stages[at]
-        batches, rest = divmod(place - starts[at], size)
-        return first + batches, rest
+        batches, offset = divmod(position - starts[at], size)
+        return first + batches, offset
 
     def holding(self, amount: int) -> int:
-        """The fewest batches from the first on that hold at least so much: 0 for 0."""
-        batch, rest = self.find(amount)
-        return batch + (rest > 0)
+        """Returns the smallest number of first batches with at least this amount."""
+        batch, offset = self.find(amount)
+        return batch + (offset > 0)
 
     def times(self, number: int) -> "BatchSizes":
-        """The same batches where each unit is so many others: rows as tokens."""
+        """Returns the sizes multiplied by a number, to convert rows to tokens."""
         return BatchSizes(tuple((first, size * number) for first, size in self.stages))
 
 
 def recorded_sizes(budget: Mapping[str, Any], row_tokens: int = 1) -> BatchSizes:
-    """The batches of a run by its record's "budget", in rows of so many tokens."""
+    """Returns the batch sizes in the "budget" of a run record, in rows of row_tokens tokens."""
     stages = tuple((int(first), int(tokens) // row_tokens) for first, tokens in budget.get("ramp") or ())
     return BatchSizes(stages or ((0, int(budget["batch_tokens"]) // row_tokens),))
 
 
 def digits(number: float) -> str:
-    """Three digits for people, without an exponent above 1: 12345.6 -> '12,346', 999.4 -> '999', 0.1234 -> '0.123'."""
+    """Formats three digits, without an exponent above 1: 12345.6 -> '12,346', 999.4 -> '999', 0.1234 -> '0.123'."""
     return f"{number:,.0f}" if abs(number) >= ROUNDED * 1000 else f"{number:.3g}"
 
 
 def count(number: float) -> str:
-    """A large number for people: 6.74e9 -> '6.74B', 124439808 -> '124M', 999999 -> '1M', 950 -> '950'."""
+    """Formats a large number: 6.74e9 -> '6.74B', 124439808 -> '124M', 999999 -> '1M', 950 -> '950'."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(number) >= ROUNDED * size:
             return f"{digits(number / size)}{letter}"
@@ -162,7 +163,7 @@ def count(number: float) -> str:
 
 
 def dollars(amount: float) -> str:
-    """Money for people: '$1.23M', '$12,346', '$0.45', '$0.0031'."""
+    """Formats dollars: '$1.23M', '$12,346', '$0.45', '$0.0031'."""
     if amount >= ROUNDED * 1e6:
         return f"${digits(amount / 1e6)}M"
     if amount >= 100:
@@ -171,55 +172,55 @@ def dollars(amount: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """'1 host', '4 hosts', '2 microbatches', '2 processes'."""
+    """Formats '1 host', '4 hosts', '2 microbatches', '2 processes'."""
     ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1024: 26.2e9 -> '24.4 GiB'."""
+    """Formats bytes in powers of 1024: 26.2e9 -> '24.4 GiB'."""
     for unit, letter in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(num_bytes) >= unit * (1 - 0.05 / 1024):  # from there on the smaller one would be 1024.0
+        if abs(num_bytes) >= unit * (1 - 0.05 / 1024):  # otherwise the smaller unit would round to 1024.0
             return f"{num_bytes / unit:.1f} {letter}"
     return f"{num_bytes:.0f} B"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s', from two years '38.7 years'; 0 if negative."""
+    """Formats seconds: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s', from two years '38.7 years'; 0 if negative."""
     seconds = max(seconds, 0.0)
     if seconds >= 2 * YEAR:
         return f"{digits(seconds / YEAR)} years"
     if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
+        return f"{minutes}m{remainder:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
 
 
 def seconds_of(text: str) -> float | None:
-    """Seconds of '30d', '12h', '90m', '1h30m'; None for anything else, and for no time at all."""
+    """Parses '30d', '12h', '90m', '1h30m' to seconds; None for anything else and for zero."""
     found = re.fullmatch(rf"({PART})+", text.strip().lower())
     seconds = sum(float(number) * SECONDS[unit] for number, unit in re.findall(PART, text.lower())) if found else 0.0
     return seconds or None
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, in order. Costs at most the square root of the number: 0.1 s for a prime near 1e12."""
-    found, rest, factor = [1], number, 2
-    while rest > 1:
-        while factor * factor <= rest and rest % factor:
+    """Returns all divisors in order. Costs at most the square root of the number: 0.1 s for a prime near 1e12."""
+    divisors, remaining, factor = [1], number, 2
+    while remaining > 1:
+        while factor * factor <= remaining and remaining % factor:
             factor += 1
-        prime, powers = factor if factor * factor <= rest else rest, [1]
-        while rest % prime == 0:
-            rest, powers = rest // prime, [*powers, powers[-1] * prime]
-        found = [divisor * power for divisor in found for power in powers]
-    return sorted(found)
+        prime, powers = factor if factor * factor <= remaining else remaining, [1]
+        while remaining % prime == 0:
+            remaining, powers = remaining // prime, [*powers, powers[-1] * prime]
+        divisors = [divisor * power for divisor in divisors for power in powers]
+    return sorted(divisors)
 
 
 def or_list(choices: Collection[Any]) -> str:
-    """'1, 2 or 4'; 'none' where there is no choice."""
+    """Formats '1, 2 or 4'; 'none' if empty."""
     if not choices:
         return "none"
     *head, last = map(str, choices)
@@ -227,7 +228,7 @@ def or_list(choices: Collection[Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = INDENT) -> list[str]:
-    """Rows as indented lines of aligned columns; the columns in `right` are aligned at their end."""
+    """Formats rows as indented lines of aligned columns; those in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

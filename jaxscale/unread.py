@@ -1,6 +1,6 @@
-"""Settings that nothing reads, by the choices that a config makes, and the line that refuses them.
+"""Finds settings that are not read with the other settings of a config, and refuses them.
 
-Which setting is read when stands beside it (`read_if`, conditions.py).
+The condition under which a setting is read is its `read_if` (conditions.py).
 """
 
 import dataclasses
@@ -16,121 +16,125 @@ from jaxscale.units import or_list
 
 
 class Leaf(NamedTuple):
-    """A setting of a config that has been built."""
+    """A setting of a config."""
 
     name: str
     value: Any
-    default: Any  # MISSING where it must be given
+    default: Any  # MISSING if the setting is required
     conditions: tuple[str, ...]
 
     @property
     def is_default(self) -> bool:
-        """Whether nobody asks for anything by it."""
+        """True if the value is the default."""
         return schema.to_dict(self.value) == schema.to_dict(self.default)
 
 
 def leaves(config: Any, path: str = "", conditions: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Every setting of the groups that the config has, those of lists and dicts of groups too."""
+    """Yields every setting of the config, including those in lists and dicts of groups."""
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), schema.join(path, field.name)
-        own = (*conditions, *schema.read_conditions(type(config), field, path))
+        field_conditions = (*conditions, *schema.read_conditions(type(config), field, path))
         inner = {}
         if dataclasses.is_dataclass(value):
             inner = {name: value}
         elif isinstance(value, tuple) and value and all(map(dataclasses.is_dataclass, value)):
-            inner = {f"{name}[{index}]": one for index, one in enumerate(value)}
+            inner = {f"{name}[{index}]": group for index, group in enumerate(value)}
         elif isinstance(value, Mapping) and value and all(map(dataclasses.is_dataclass, value.values())):
-            inner = {schema.join(name, key): one for key, one in value.items()}
-        for place, group in inner.items():
-            yield from leaves(group, place, own)
+            inner = {schema.join(name, key): group for key, group in value.items()}
+        for group_path, group in inner.items():
+            yield from leaves(group, group_path, field_conditions)
         if not inner:
             make = field.default_factory
-            yield Leaf(name, value, field.default if make is dataclasses.MISSING else make(), own)
+            yield Leaf(name, value, field.default if make is dataclasses.MISSING else make(), field_conditions)
 
 
 def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
-    """{name: (the setting, what would have to hold)} of each that nothing reads, whatever its value is.
+    """Returns {name: (setting, unsatisfied clauses)} of the settings that are not read, whatever their values.
 
-    A switch that is itself not read switches nothing on.
+    A clause on a setting that is itself not read is not satisfied.
     """
     known = {leaf.name: leaf for leaf in leaves(config)}
 
     @functools.cache
     def missing(name: str) -> tuple[Clause, ...]:
-        """What keeps the setting from being read: of each condition the alternative that lacks least."""
-        lacking: list[Clause] = []
+        """Returns the unsatisfied clauses: for each condition, of the alternative with the fewest."""
+        unsatisfied: list[Clause] = []
         for condition in known[name].conditions:
-            ways = [[*lacks(clauses, name)] for clauses in parse(condition)]
-            lacking += min(ways, key=lambda way: (any(clause.name == name for clause in way), len(way)))
-        return tuple(dict.fromkeys(lacking))
+            alternatives = [[*failing(clauses, name)] for clauses in parse(condition)]
+            unsatisfied += min(alternatives, key=lambda some: (any(clause.name == name for clause in some), len(some)))
+        return tuple(dict.fromkeys(unsatisfied))
 
-    def lacks(clauses: list[Clause], of: str) -> Iterator[Clause]:
+    def failing(clauses: list[Clause], setting: str) -> Iterator[Clause]:
         for clause in clauses:
-            if clause == Clause(of):
-                continue  # the switch of its own group
+            if clause == Clause(setting):
+                continue  # the switch of the setting's group
             if not clause.holds(known[clause.name].value):
                 yield clause
-            elif clause.sign in ("on", "=") and clause.name != of:
+            elif clause.sign in ("on", "=") and clause.name != setting:
                 yield from missing(clause.name)
 
     return {name: (leaf, list(missing(name))) for name, leaf in known.items() if missing(name)}
 
 
 def as_read(config: Any) -> dict[str, Any]:
-    """The settings as nested plain data, without those that nothing reads: with these nobody asks for anything."""
+    """Returns the settings as nested plain data, without those that are not read."""
     left_out = unread(config)
 
-    def kept(value: Any, name: str) -> Any:
-        """The value; MISSING where nothing reads any of it."""
+    def read_part(value: Any, name: str) -> Any:
+        """Returns the part of the value that is read, or MISSING."""
         if dataclasses.is_dataclass(value):
             inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         elif isinstance(value, Mapping) and value and all(map(dataclasses.is_dataclass, value.values())):
             inner = value
         elif isinstance(value, tuple) and value and all(map(dataclasses.is_dataclass, value)):
-            found = [kept(one, f"{name}[{index}]") for index, one in enumerate(value)]
-            return found if dataclasses.MISSING not in found else dataclasses.MISSING
+            items = [read_part(item, f"{name}[{index}]") for index, item in enumerate(value)]
+            return items if dataclasses.MISSING not in items else dataclasses.MISSING
         else:
             return dataclasses.MISSING if name in left_out else schema.to_dict(value)
-        found = {key: kept(one, schema.join(name, key)) for key, one in inner.items()}
-        return {key: one for key, one in found.items() if one is not dataclasses.MISSING} or dataclasses.MISSING
+        parts = {key: read_part(item, schema.join(name, key)) for key, item in inner.items()}
+        return {key: part for key, part in parts.items() if part is not dataclasses.MISSING} or dataclasses.MISSING
 
-    return kept(config, "")
+    return read_part(config, "")
 
 
 def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[], Mapping[str, Any]] = dict) -> None:
     """Raises BadInput, one line, for settings that differ from their defaults and are not read.
 
-    given: names of the command line, which can be left out there; what a file sets for a choice that the command line
-    changes is let through. recorded: asked only where there are such settings; the settings of the run that goes on,
-    whose own are let through.
+    given: names on the command line. A setting of the file is allowed if the command line changes the choice that would
+    read it. recorded: called if there are such settings; returns the settings of the run that resumes, whose values
+    are allowed.
     """
-    typed = lambda name: any(name == one or name.startswith(f"{one}.") for one in given)
-    switched = lambda lacking: all(typed(clause.name) for clause in lacking)
-    found = {
-        name: (leaf, lacking)
-        for name, (leaf, lacking) in unread(config).items()
-        if not leaf.is_default and (typed(name) or not switched(lacking))
+    typed = lambda name: any(name == other or name.startswith(f"{other}.") for other in given)
+    switched = lambda clauses: all(typed(clause.name) for clause in clauses)
+    refused = {
+        name: (leaf, clauses)
+        for name, (leaf, clauses) in unread(config).items()
+        if not leaf.is_default and (typed(name) or not switched(clauses))
     }
-    kept = recorded() if found else {}
-    found = {name: why for name, why in found.items() if schema.look_up(kept, name) != schema.to_dict(why[0].value)}
-    if not found:
+    before = recorded() if refused else {}
+    refused = {
+        name: (leaf, clauses)
+        for name, (leaf, clauses) in refused.items()
+        if schema.look_up(before, name) != schema.to_dict(leaf.value)
+    }
+    if not refused:
         return
     values = {leaf.name: leaf.value for leaf in leaves(config)}
     by_cause: dict[str, list[str]] = {}
-    ways: dict[str, str] = {}
-    for name, (leaf, lacking) in found.items():
-        cause = ", ".join(f"{clause.name}={values[clause.name]!r}" for clause in lacking)
+    fixes: dict[str, str] = {}
+    for name, (leaf, clauses) in refused.items():
+        cause = ", ".join(f"{clause.name}={values[clause.name]!r}" for clause in clauses)
         by_cause.setdefault(cause, []).append(f"{name}={leaf.value!r}")
-        ways[cause] = " and ".join(way_to(clause, values[clause.name]) for clause in lacking)
-    told = [
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read with {cause}; {ways[cause]}"
+        fixes[cause] = " and ".join(fix_clause(clause, values[clause.name]) for clause in clauses)
+    messages = [
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read with {cause}; {fixes[cause]}"
         for cause, names in by_cause.items()
     ]
-    raise BadInput(f"{'; '.join(told)}, or {way_back([leaf for leaf, _ in found.values()], typed)}")
+    raise BadInput(f"{'; '.join(messages)}, or {remove_settings([leaf for leaf, _ in refused.values()], typed)}")
 
 
-def way_to(clause: Clause, value: Any) -> str:
-    """'set data.name to files or hf': what makes the clause hold, where the value does not."""
+def fix_clause(clause: Clause, value: Any) -> str:
+    """Returns 'set data.name to files or hf', a change that satisfies the clause."""
     several = isinstance(value, (tuple, list))
     match clause.sign:
         case "on":
@@ -144,22 +148,22 @@ def way_to(clause: Clause, value: Any) -> str:
                 return f"add {or_list(clause.values)} to {clause.name}"
             return f"set {clause.name} to {or_list(clause.values)}"
     if several:
-        return f"take {' and '.join(one for one in value if one in clause.values)} out of {clause.name}"
+        return f"take {' and '.join(item for item in value if item in clause.values)} out of {clause.name}"
     return f"set {clause.name} to something other than {or_list(clause.values)}"
 
 
-def way_back(settings: list[Leaf], typed: Callable[[str], bool]) -> str:
-    """'leave out --config.a, and add --config.b=0': how none of them asks for anything."""
+def remove_settings(settings: list[Leaf], typed: Callable[[str], bool]) -> str:
+    """Returns 'leave out --config.a, and add --config.b=0', which sets all of them to their defaults."""
     extra = [leaf for leaf in settings if typed(leaf.name)]
-    ways = [f"leave out {', '.join(f'--config.{leaf.name}' for leaf in extra)}"] if extra else []
+    steps = [f"leave out {', '.join(f'--config.{leaf.name}' for leaf in extra)}"] if extra else []
     listed = [leaf for leaf in settings if leaf not in extra and "[" in leaf.name]
-    ways += [f"take {', '.join(leaf.name for leaf in listed)} out"] if listed else []
-    if rest := [leaf for leaf in settings if leaf not in [*extra, *listed]]:
-        ways.append(f"add {' '.join(f'--config.{leaf.name}={as_flag(leaf.default)}' for leaf in rest)}")
-    return ", and ".join(ways)
+    steps += [f"take {', '.join(leaf.name for leaf in listed)} out"] if listed else []
+    if others := [leaf for leaf in settings if leaf not in [*extra, *listed]]:
+        steps.append(f"add {' '.join(f'--config.{leaf.name}={as_flag(leaf.default)}' for leaf in others)}")
+    return ", and ".join(steps)
 
 
 def as_flag(value: Any) -> str:
-    """The value as a shell hands it to a flag."""
+    """Formats the value for a flag, quoted for a shell."""
     text = "none" if value is None else str(schema.to_dict(value))
     return shlex.quote(text) if text.isprintable() else f"${ascii(text)}"

@@ -216,7 +216,7 @@ def test_a_missing_file_is_told_with_the_nearest_there_is(path, tmp_path):
     assert "is not a file" in complaint(load_config, str(tmp_path / "nowhere" / "x.py"))
     assert "is not a file" in complaint(load_config, str(tmp_path))
     (tmp_path / "notes.txt").write_text("def get_config(): ...")
-    assert "notes.txt is no Python file" in complaint(load_config, str(tmp_path / "notes.txt"))
+    assert "notes.txt is not a Python file" in complaint(load_config, str(tmp_path / "notes.txt"))
     assert "--config must be given" in complaint(load_config, "")
 
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from stacks import draw, on_mesh, ours
 
-from jaxscale.first_state import drawn_params
+from jaxscale.first_state import make_init_params
 from jaxscale.optim.config import OptimConfig
 
 
@@ -17,9 +17,9 @@ def test_runs_that_differ_in_other_settings_draw_the_same_parameters_by_one_prog
     changes = ({}, {"optim.name": "sgd", "train.ema.decay": 0.9}, {"seed": 2})
     one, other, seeded = (tiny.program(sharded | changed, 8) for changed in changes)
     first = one.init()
-    made = drawn_params.cache_info().misses
+    made = make_init_params.cache_info().misses
     second, third = other.init(), seeded.init()
-    assert drawn_params.cache_info().misses == made
+    assert make_init_params.cache_info().misses == made
     tiny.assert_same_bits(tiny.host(second.params), tiny.host(first.params))
     tiny.assert_same_bits(tiny.host(second.ema), tiny.host(first.params))
     assert not np.array_equal(third.params["embedding"], first.params["embedding"])

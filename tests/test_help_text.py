@@ -7,7 +7,7 @@ import pytest
 from jaxscale import cli, schema
 from jaxscale.cli import plan, prepare
 from jaxscale.config import RunConfig
-from jaxscale.help_text import by_group, fitted
+from jaxscale.help_text import by_group, fit_width
 from jaxscale.main import main
 from jaxscale.system.exits import BadInput
 
@@ -48,8 +48,8 @@ def test_a_group_that_is_not_there_is_told_with_the_nearest():
 def test_no_page_is_wider_than_the_terminal_and_no_word_is_lost(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     for verb in cli.VERBS:
-        page, shown = cli.help_of(verb), fitted(cli.help_of(verb))
+        page, shown = cli.help_of(verb), fit_width(cli.help_of(verb))
         assert shown.split() == page.split()
         assert [line for line in shown.splitlines() if len(line) > columns and " " in line.strip()] == []
-    assert fitted("--flag=X    does this, and more of it than the width can take, in truth more than twice that, told\n"
-                  "            at length").splitlines()[1].startswith(" " * 12)  # fmt: skip
+    text = "--flag=X    does this, and more of it than the width can take, in truth more than twice that, told\n"
+    assert fit_width(f"{text}            at length").splitlines()[1].startswith(" " * 12)

@@ -39,7 +39,7 @@ def test_the_newest_step_comes_as_it_was_saved_with_its_tokenizer(workdir):
     saved = Checkpoints(folder / "checkpoints", CheckpointConfig()).restore(7, program.abstract_state)
     tiny.assert_same_bits(tiny.host(model.params), tiny.host(saved.params))
     assert (model.step, model.seq_len, model.tokenizer.name) == (7, tiny.SEQ_LEN, "bytes")
-    assert model.kept.tokenizer.begin_ids == () and model.kept.stop_ids == (256,)
+    assert model.saved_tokenizer.tokenizer.begin_ids == () and model.saved_tokenizer.stop_ids == (256,)
     assert said == [f"{folder}/checkpoints/7: llama, 14.5K parameters, float32; fsdp=8"]
 
 
@@ -83,7 +83,7 @@ def test_a_model_is_opened_out_of_a_bucket_and_prompts_are_read_there(workdir, m
         newest = at_step(model, 7)
         assert read_prompts([], "gs://bucket/prompts.txt") == ["é", "b"]
     assert (model.path, newest.path) == ("gs://bucket/run/checkpoints/3", "gs://bucket/run/checkpoints/7")
-    assert model.tokenizer.name == "bytes" and model.kept.stop_ids == (256,)
+    assert model.tokenizer.name == "bytes" and model.saved_tokenizer.stop_ids == (256,)
     for found in (model, newest):
         tiny.assert_same_bits(
             tiny.host(found.params), tiny.host(open_model(str(folder), step=found.step, **QUIET).params)

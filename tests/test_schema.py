@@ -236,7 +236,7 @@ def test_every_setting_is_described():
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 names = st.text(string.printable, max_size=8)
-integers = st.integers(-schema.MOST_INTEGER, schema.MOST_INTEGER)
+integers = st.integers(-schema.MAX_INTEGER, schema.MAX_INTEGER)
 runs = st.builds(
     Run,
     seed=integers,

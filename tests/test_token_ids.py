@@ -133,7 +133,7 @@ def test_special_tokens_that_only_a_larger_model_has_are_told_and_never_used(wit
     assert jaxscale.sample(model, "a<image>", num_tokens=3, temperature=0.0) is not None  # in a text it is text
     refused = "a text has <image>, which is token id 257 of the tokenizer, and the model has 257 ids"
     with pytest.raises(BadInput, match=refused):
-        open_prompts(model.kept, "2026-01-01").ids([{"role": "user", "content": "a"}])
+        open_prompts(model.saved_tokenizer, "2026-01-01").ids([{"role": "user", "content": "a"}])
     config = DataConfig(tokenizer=str(with_more / "run/tokenizer/tokenizer.json"))
     assert tokenizer_problems(config, config.tokenizer, 257, 64) == []
     assert copy.copy(model.tokenizer).vocab_size == 258

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.ops.recorder import Intermediates
+from jaxscale.ops.recorder import MAX_LOGITS, Intermediates
 
 LOGIT_MAX, NUM_CLIPPED = "attention_logit_max", "qk_clipped"  # metrics: the largest score; heads above the limit
 

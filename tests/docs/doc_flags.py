@@ -84,7 +84,9 @@ def check_settings(verb: str, flags: list[str]) -> None:
         verb, flags = "prepare", [flag.replace("--recipe=", "--config=", 1) for flag in flags]
     file = next((flag.removeprefix("--config=") for flag in flags if flag.startswith("--config=")), "")
     values = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags if flag.startswith("--config."))
-    same = [(name, f"--{short}=") for short, name in config_file.SAME if verb == "train" and short != "skip-data"]
+    same = [
+        (name, f"--{short}=") for short, name in config_file.FLAG_SETTINGS if verb == "train" and short != "skip-data"
+    ]
     values |= [(name, flag.removeprefix(start)) for name, start in same for flag in flags if flag.startswith(start)]
     if any(flag.startswith("--decay_tokens=") for flag in flags):  # it is for a decay
         values["optim.decay"] = "wsd"

@@ -50,8 +50,8 @@ def our_model(folder):
     """The same by our code."""
     model = open_model(str(folder / "run"))
     served = lm_eval_adapter.Served(
-        EvalReading.of(model.kept.tokenizer, CONTEXT),
-        model.kept,
+        EvalReading.of(model.saved_tokenizer.tokenizer, CONTEXT),
+        model.saved_tokenizer,
         Scorer.of(model.sharded, 256),
         model.params,
         lambda rows, longest: make_generator(model, batch=rows, longest=longest),

@@ -39,9 +39,9 @@ def served(tmp_path_factory):
     made_model.make_workdir(folder, scale=3.0)
     save_tokenizer(load_tokenizer("bytes"), folder, load_template(load_tokenizer("bytes"), ChatConfig()).note)
     model = open_model(str(folder), say=lambda line: None)
-    reading = EvalReading.of(model.kept.tokenizer, CONTEXT)
+    reading = EvalReading.of(model.saved_tokenizer.tokenizer, CONTEXT)
     open_generator = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
-    return Served(reading, model.kept, Scorer.of(model.sharded, 256), model.params, open_generator, rows=2)
+    return Served(reading, model.saved_tokenizer, Scorer.of(model.sharded, 256), model.params, open_generator, rows=2)
 
 
 def nats(served, text, first):

@@ -16,6 +16,7 @@ from jaxscale.build import make_program
 from jaxscale.models.layers import merge_model
 from jaxscale.models.model import summed_loss
 from jaxscale.ops.attention import xla
+from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.training.statistics import flatten_statistics
 
 BATCH = tiny.packed_batch(0)  # rows of several documents, a third of them with padding
