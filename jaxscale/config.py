@@ -1,7 +1,7 @@
 """RunConfig: the settings of all packages, and checks that span several of them."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxscale import units
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
@@ -26,6 +26,11 @@ from jaxscale.units import divisors, or_list
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Settings of a run. Once it has begun, only shardings, the run length and reporting may change."""
+
+    renamed: ClassVar[dict[str, str]] = {  # old -> new name, inner names first
+        "train.ladder.rungs": "train.recovery.steps",
+        "train.ladder": "train.recovery",
+    }
 
     model: AnyModelConfig = setting(help="the model")
     seq_len: int = setting(1024, "tokens in a row")
@@ -245,11 +250,11 @@ def check_lora(cfg: RunConfig) -> None:
 
 
 def check_clean_source(cfg: RunConfig) -> None:
-    """Raises BadInput for a train.ladder.clean_source that data.mixture does not have."""
-    source, names = cfg.train.ladder.clean_source, mixture_names(cfg.data.mixture)
+    """Raises BadInput for a train.recovery.clean_source that data.mixture does not have."""
+    source, names = cfg.train.recovery.clean_source, mixture_names(cfg.data.mixture)
     if source is not None and source not in names:
         raise BadInput(
-            f"train.ladder.clean_source={source!r} is not a source of data.mixture, which has {or_list(names)}"
+            f"train.recovery.clean_source={source!r} is not a source of data.mixture, which has {or_list(names)}"
         )
 
 

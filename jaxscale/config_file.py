@@ -18,6 +18,7 @@ from typing import Any
 from jaxscale import schema
 from jaxscale.command_line import MAX_DIGITS, Arguments
 from jaxscale.config import RunConfig
+from jaxscale.renamed import current_name, with_current_names
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import is_secret, redacted
 from jaxscale.unread import as_read, refuse_unread
@@ -38,10 +39,17 @@ def load_config(
     'configs/auto.py:depth=8' calls get_config('depth=8'). A config is executed, so it must be a local file.
     recorded: returns the settings of the run that resumes; settings that are not read are refused unless it has them.
     """
-    cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
+    overrides = current_overrides(overrides or {})
+    values = with_current_names(config_values(path), RunConfig.renamed)
+    cfg = schema.from_dict(RunConfig, schema.merge(values, overrides))
     check_no_secrets(schema.flatten(schema.to_dict(cfg)))
-    refuse_unread(cfg, overrides or {}, recorded)
+    refuse_unread(cfg, overrides, lambda: with_current_names(recorded(), RunConfig.renamed))
     return cfg
+
+
+def current_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns overrides of a RunConfig with the current names of settings."""
+    return {current_name(name, RunConfig.renamed): value for name, value in overrides.items()}
 
 
 def file_text(cfg: RunConfig) -> str:

@@ -25,7 +25,7 @@ class TrainFlags(RunOptions, HostFlags):
 
     config: str = flag("", "a file with get_config(); FILE.py:TEXT passes TEXT to it", "FILE")
     settings: dict[str, str] = flag(
-        dict, "sets any setting by its dotted name, in the file or not", "VALUE", name="config.NAME"
+        dict, "sets any setting by its dotted name, named in the file or not", "VALUE", name="config.NAME"
     )
     skip_data: str | None = flag(
         None,

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from jaxscale.conditions import in_words, whole_condition
+from jaxscale.renamed import with_current_names
 from jaxscale.system.exits import BadInput
 
 
@@ -68,6 +69,7 @@ def from_dict(cls: type[T], values: object, path: str = "") -> T:
     if not isinstance(values, Mapping):
         fix = dict_syntax(path) if path and isinstance(values, str) else ""
         raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{fix}")
+    values = with_current_names(values, getattr(cls, "renamed", {}))
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = hints_of(cls)
     for key in values:

@@ -314,7 +314,7 @@ def test_only_the_horizon_the_cadences_and_the_placement_may_change():
     memory |= {"optim.offload_moments", "optim.offload_params"}
     judging = ("max_skipped_in_row", "max_spikes_in_row", "spike_ratio", "spike_sigma", "grad_ratio")
     answers = {f"train.guard.{name}" for name in judging}
-    answers |= {name for name in may if name.startswith("train.ladder.")}
+    answers |= {name for name in may if name.startswith("train.recovery.")}
     watching = {"train.replicas.every_steps", "train.replicas.max_passing"}
     fixed = ("model", "optim", "train.", "seed", "seq_len", "batch_tokens")
     assert {name for name in may if name.startswith(fixed)} == memory | answers | watching

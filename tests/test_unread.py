@@ -75,7 +75,7 @@ CHOICES = {
 }  # fmt: skip
 # What a step and its data do not show: the file that reads it, when something happens or of files of a certain kind.
 ELSEWHERE = {
-    **dict.fromkeys(("rungs", "max_skipped_in_window", "max_cuts", "max_rewinds", "norm_alarm", "spike_alarm",
+    **dict.fromkeys(("steps", "max_skipped_in_window", "max_cuts", "max_rewinds", "norm_alarm", "spike_alarm",
                      "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "training/recovery.py"),
     **dict.fromkeys(("cut_factor", "cut_steps", "rewind_margin_steps", "max_rewind_steps", "clean_source",
                      "clean_steps"), "training/autopilot.py"),
@@ -235,7 +235,7 @@ def without_files(settings):
         ({"optim.name": "lion", "optim.eps": "1e-6"}, ["optim.eps=1e-06 is not read with optim.name='lion'"]),
         ({"lora.alpha": "3"}, ["lora.alpha=3.0 is not read with lora.rank=0; set lora.rank above 0"]),
         ({"export.dtype": "float32"}, ["export.dtype='float32'", "set export.every_steps above 0"]),
-        ({"train.ladder.cut_steps": "7"}, ["add cut_lr to train.ladder.rungs, or"]),
+        ({"train.recovery.cut_steps": "7"}, ["add cut_lr to train.recovery.steps, or"]),
         ({"monitor.health.on": "false", "monitor.health.grad_norm": "3"}, ["set monitor.health.on to true"]),
         ({"monitor.health.off": "('spike',)", "monitor.health.spike_ratio": "3"},
          ["take spike out of monitor.health.off, or"]),

@@ -10,6 +10,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.restore import newest_readable_step
 from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
+from jaxscale.config_file import current_overrides
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.ledger import Entry, Ledger
 from jaxscale.data.mixture import Mixture, same_past
@@ -45,7 +46,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     if not (folder / "config.json").exists():
         raise BadInput(f"workdir={workdir} holds no config.json: it is not the folder of a run")
     written = paths.read_json(folder / "config.json")
-    cfg = schema.from_dict(RunConfig, schema.merge(written["config"], overrides))
+    cfg = schema.from_dict(RunConfig, schema.merge(written["config"], current_overrides(overrides)))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     decisions = parse_decisions(read_events(folder))
     pending = decisions.pending  # what lies behind its step is moved away by the next start

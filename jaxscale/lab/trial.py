@@ -24,7 +24,7 @@ ENDS = (Exit.DONE, Exit.NON_FINITE)  # after which a trial is not run again: tra
 
 # As given on a command line. What guards a real run would hide what an experiment looks for: a loss that explodes is a
 # result here. What is not finite is still skipped, and ends the run when it comes too often.
-UNGUARDED = {"train.guard.spike_ratio": "0", "train.ladder.rungs": "()", "monitor.health.on": "false"}
+UNGUARDED = {"train.guard.spike_ratio": "0", "train.recovery.steps": "()", "monitor.health.on": "false"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -252,7 +252,7 @@ def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services
     if parts.replicas:
         parts.replicas.note = services.note  # passes events to this start's health rules
     return AutopilotSpec(
-        recovery=folder.cfg.train.ladder,
+        recovery=folder.cfg.train.recovery,
         guard=folder.cfg.train.guard,
         note=services.note,
         past=start.decisions.up_to(start.steps_done),

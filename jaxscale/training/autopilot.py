@@ -67,7 +67,7 @@ class Autopilot:
         self.last_skipped: tuple[Batch, recovery.StepReading, int] | None = None
         self.recovery = spec.recovery
         if spec.replayed is not None:  # a replay decides nothing itself, not even after the replayed run's end
-            self.recovery = dataclasses.replace(spec.recovery, rungs=())
+            self.recovery = dataclasses.replace(spec.recovery, steps=())
 
     def observe(self, step: int, values: dict[str, Any], batch: Batch) -> None:
         """Reads the metrics of a step and sets `action`, the recovery to carry out, or None."""

@@ -23,7 +23,7 @@ class GuardConfig:
     max_grad_norm: float = setting(1e4, "a larger norm before clipping is absurd: 0.1 to 10 is usual, 100 an alarm")
     max_skipped_in_row: int = setting(
         20,
-        "more skipped steps than this in a row are answered by train.ladder, or end the run (exit 17)",
+        "more skipped steps than this in a row are answered by train.recovery, or end the run (exit 17)",
         may_change=True,
     )
     max_spikes_in_row: int = setting(
@@ -72,14 +72,14 @@ class GuardConfig:
             )
 
 
-Rung = Literal["cut_lr", "rewind"]
+RecoveryStep = Literal["cut_lr", "rewind"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
     """Recovery from more skipped steps than the guard allows. Each recovery step is an event, and can be replayed."""
 
-    rungs: tuple[Rung, ...] = setting(
+    steps: tuple[RecoveryStep, ...] = setting(
         ("rewind",), "in this order, each up to its maximum; then the run ends with exit 17", may_change=True
     )
     max_skipped_in_window: int = setting(
@@ -88,19 +88,19 @@ class RecoveryConfig:
         may_change=True,
     )
     cut_factor: float = setting(
-        10.0, "cut_lr: the learning rate is divided by this", may_change=True, read_if="train.ladder.rungs=cut_lr"
+        10.0, "cut_lr: the learning rate is divided by this", may_change=True, read_if="train.recovery.steps=cut_lr"
     )
     cut_steps: int = setting(
         100,
         "cut_lr: steps with the divided learning rate, after which it follows the schedule again",
         may_change=True,
-        read_if="train.ladder.rungs=cut_lr",
+        read_if="train.recovery.steps=cut_lr",
     )
     max_cuts: int = setting(
         1,
         "cut_lr: times in a run; a rewind also undoes the cuts after its checkpoint",
         may_change=True,
-        read_if="train.ladder.rungs=cut_lr",
+        read_if="train.recovery.steps=cut_lr",
     )
     rewind_margin_steps: int = setting(
         100,
@@ -108,23 +108,25 @@ class RecoveryConfig:
         "many steps before it to the last bad one are skipped; PaLM: 100 steps, 200 to 500 batches (arXiv:2204.02311, "
         "5.1)",
         may_change=True,
-        read_if="train.ladder.rungs=rewind",
+        read_if="train.recovery.steps=rewind",
     )
-    max_rewinds: int = setting(3, "rewind: times in a run", may_change=True, read_if="train.ladder.rungs=rewind")
+    max_rewinds: int = setting(3, "rewind: times in a run", may_change=True, read_if="train.recovery.steps=rewind")
     max_rewind_steps: int = setting(
         2000,
         "rewind: if the newest clean checkpoint is more than this many steps older than the first bad step, the newest "
         "suspect one before the margin is used; 0: no limit",
         may_change=True,
-        read_if="train.ladder.rungs=rewind",
+        read_if="train.recovery.steps=rewind",
     )
     clean_source: str | None = setting(
         None,
         "rewind: a source of data.mixture for the first steps after it; none: none",
         may_change=True,
-        read_if="train.ladder.rungs=rewind",
+        read_if="train.recovery.steps=rewind",
     )
-    clean_steps: int = setting(0, "rewind: number of these steps", may_change=True, read_if="train.ladder.clean_source")
+    clean_steps: int = setting(
+        0, "rewind: number of these steps", may_change=True, read_if="train.recovery.clean_source"
+    )
     norm_alarm: float = setting(
         100.0, "a norm above this is reported as an event; the step is applied; 0: never", may_change=True
     )
@@ -140,7 +142,7 @@ class RecoveryConfig:
         0.99,
         "a mean loss of the second half of at least this times that of the first is reported as an event",
         may_change=True,
-        read_if="train.ladder.plateau_steps",
+        read_if="train.recovery.plateau_steps",
     )
 
     def __post_init__(self):
@@ -157,8 +159,8 @@ class RecoveryConfig:
                 f"clean_source={self.clean_source!r} and clean_steps={self.clean_steps} belong together: set both or "
                 "neither"
             )
-        if len(set(self.rungs)) < len(self.rungs):
-            raise BadInput(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
+        if len(set(self.steps)) < len(self.steps):
+            raise BadInput(f"steps={self.steps} names one twice; max_cuts and max_rewinds say how often")
 
 
 DYNAMIC = "train.loss_scale.mode=auto and model.compute_dtype=auto|float16"
@@ -285,7 +287,7 @@ class TrainConfig:
     )
     aux_losses: dict[str, float] = setting({}, f"weight by name of auxiliary losses; there is {', '.join(AUX_LOSSES)}")
     guard: GuardConfig = setting(GuardConfig)
-    ladder: RecoveryConfig = setting(RecoveryConfig)
+    recovery: RecoveryConfig = setting(RecoveryConfig)
     loss_scale: LossScaleConfig = setting(LossScaleConfig)
     ema: EmaConfig = setting(EmaConfig)
     replicas: ReplicaConfig = setting(ReplicaConfig)

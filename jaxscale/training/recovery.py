@@ -1,4 +1,4 @@
-"""Recovery from skipped steps on the host: cut the learning rate, rewind or stop (settings train.ladder).
+"""Recovery from skipped steps on the host: cut the learning rate, rewind or stop (settings train.recovery).
 
 Pure functions of the metrics that every process reads at the same step, so that all processes decide alike. Steps are
 counted from 1, as in metrics.jsonl: after step n the state has done n steps.
@@ -7,7 +7,7 @@ counted from 1, as in metrics.jsonl: after step n the state has done n steps.
 from typing import Literal, NamedTuple
 
 from jaxscale.monitor.spikes import ratio_limit
-from jaxscale.training.config import GuardConfig, RecoveryConfig, Rung
+from jaxscale.training.config import GuardConfig, RecoveryConfig, RecoveryStep
 
 
 class StepReading(NamedTuple):
@@ -37,7 +37,7 @@ class Action(NamedTuple):
     batches up to the last one. halt: no recovery step is left.
     """
 
-    kind: Rung | Literal["halt"]
+    kind: RecoveryStep | Literal["halt"]
     first_bad: int
     last_bad: int
 
@@ -55,11 +55,11 @@ def decide(
     if not reading.bad or (row <= guard.max_skipped_in_row and not too_many):
         return state, None
     state = state._replace(answered=reading.step)
-    for rung in cfg.rungs:
-        if rung == "cut_lr" and state.cuts < cfg.max_cuts:
-            return state._replace(cuts=state.cuts + 1), Action(rung, bad[0], reading.step)
-        if rung == "rewind" and state.rewinds < cfg.max_rewinds:
-            return state._replace(rewinds=state.rewinds + 1), Action(rung, bad[0], reading.step)
+    for kind in cfg.steps:
+        if kind == "cut_lr" and state.cuts < cfg.max_cuts:
+            return state._replace(cuts=state.cuts + 1), Action(kind, bad[0], reading.step)
+        if kind == "rewind" and state.rewinds < cfg.max_rewinds:
+            return state._replace(rewinds=state.rewinds + 1), Action(kind, bad[0], reading.step)
     return state, Action("halt", bad[0], reading.step)
 
 

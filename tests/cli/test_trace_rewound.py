@@ -10,8 +10,8 @@ from test_trace import told, train
 from jaxscale import config_file
 
 FLAGS = (
-    "--config.train.guard.max_skipped_in_row=1", "--config.train.ladder.rewind_margin_steps=1",
-    "--config.train.ladder.clean_source=code", "--config.train.ladder.clean_steps=2",
+    "--config.train.guard.max_skipped_in_row=1", "--config.train.recovery.rewind_margin_steps=1",
+    "--config.train.recovery.clean_source=code", "--config.train.recovery.clean_steps=2",
 )  # fmt: skip
 
 
@@ -72,10 +72,10 @@ def test_a_document_of_the_detour_is_found_by_its_name(rewound, capsys):
     ("overrides", "told_"),
     [
         (
-            {"train.ladder.clean_source": "wiki", "train.ladder.clean_steps": 2},
+            {"train.recovery.clean_source": "wiki", "train.recovery.clean_steps": 2},
             "'wiki' is not a source of data.mixture",
         ),
-        ({"train.ladder.clean_steps": 2}, "clean_source=None and clean_steps=2 belong together"),
+        ({"train.recovery.clean_steps": 2}, "clean_source=None and clean_steps=2 belong together"),
     ],
 )
 def test_a_clean_source_must_be_one_of_the_mixture(home, overrides, told_):

@@ -16,8 +16,8 @@ VALUES = {
     "train_tokens": "120 steps", "optim.warmup_tokens": "40 steps",
     "optim.peak_lr": 1000 * tiny.VALUES["optim"]["peak_lr"],
     "train.guard.window_steps": 20, "train.guard.max_skipped_in_row": 1, "train.guard.spike_ratio": 1.2,
-    "train.ladder.rungs": ("cut_lr", "rewind"), "train.ladder.cut_steps": 5, "train.ladder.max_rewinds": 1,
-    "train.ladder.rewind_margin_steps": 2,
+    "train.recovery.steps": ("cut_lr", "rewind"), "train.recovery.cut_steps": 5, "train.recovery.max_rewinds": 1,
+    "train.recovery.rewind_margin_steps": 2,
 }  # fmt: skip
 
 

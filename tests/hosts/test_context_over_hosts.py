@@ -187,7 +187,7 @@ def test_a_checkpoint_goes_on_where_others_share_rows(home, shared, tmp_path, mo
 def test_a_replay_of_shared_rows_has_the_same_bits(home, tmp_path):
     fragile = [
         "--config.train.guard.max_skipped_in_row=2",
-        "--config.train.ladder.rewind_margin_steps=2",
+        "--config.train.recovery.rewind_margin_steps=2",
         "--config.train.guard.window_steps=10",
     ]
     old = finished(2, home, tmp_path / "old", *fragile, JAXSCALE_SPOIL_BATCHES="13:16:nan")

@@ -27,7 +27,7 @@ VALUES = {
     "optim.name": "sgd",  # with momentum: a state worth going back to, and smaller to compile and save than AdamW's
 }  # fmt: skip
 soak = lambda case: pytest.param(case, marks=pytest.mark.soak)
-FRAGILE = {"train.guard.max_skipped_in_row": 2, "train.ladder.rewind_margin_steps": 2}
+FRAGILE = {"train.guard.max_skipped_in_row": 2, "train.recovery.rewind_margin_steps": 2}
 COMPILED = {name: VALUES[name] for name in ("mesh.data", "mesh.fsdp", "train.guard.window_steps", "optim.name")}
 
 
@@ -91,7 +91,7 @@ def health(folder):
 
 @pytest.mark.fault("F11")
 def test_a_run_goes_back_before_the_bad_steps_and_leaves_their_batches_out(tmp_path, spoil, straight):
-    spoil("10:13:nan")  # steps 11 to 13; the ladder answers when step 13 is read, while 14 is under way
+    spoil("10:13:nan")  # steps 11 to 13; recovery acts when step 13 is read, while 14 is under way
     tiny.assert_same_bits(learned(trained(tmp_path / "run", FRAGILE)), straight)
     (rewind,) = told(tmp_path / "run", "rewind")
     assert [rewind[name] for name in ("step", "to", "first_bad", "last_bad", "skip_batches")] == [
@@ -120,7 +120,7 @@ def test_a_rewind_binds_a_run_that_was_killed_after_it(tmp_path, spoil, straight
     run = opened(tmp_path / "run", FRAGILE)
 
     def train_step(state, batch):
-        if int(state.step) == 13:  # step 14, in which the ladder answers
+        if int(state.step) == 13:  # step 14, in which recovery acts
             os.kill(os.getpid(), signal.SIGTERM)
         return run.train_step(state, batch)
 
@@ -154,7 +154,7 @@ def test_replayed_without_the_fault_a_rewound_run_is_the_same_bit_for_bit(tmp_pa
 @pytest.mark.soak
 def test_skips_and_cuts_are_replayed_bit_for_bit(tmp_path, spoil, monkeypatch):
     """The old run skipped by its own judgement, the new one because it is told to: its batches are good."""
-    ladder = {"train.ladder.rungs": ("cut_lr",), "train.ladder.cut_steps": 4, "train.guard.max_skipped_in_row": 1}
+    ladder = {"train.recovery.steps": ("cut_lr",), "train.recovery.cut_steps": 4, "train.guard.max_skipped_in_row": 1}
     spoil("5:7:nan")
     old = trained(tmp_path / "old", ladder)
     (cut,) = told(tmp_path / "old", "lr_cut")
@@ -205,13 +205,13 @@ def test_checkpoints_after_a_skip_are_suspect_for_a_window_also_where_the_run_wa
 @pytest.mark.parametrize("fault", ["comes again", soak("is gone")])
 def test_a_replay_ends_as_the_run_did(tmp_path, spoil, fault, monkeypatch):
     spoil("10:99:nan")
-    unhealed = FRAGILE | {"train.ladder.rungs": ()}
+    unhealed = FRAGILE | {"train.recovery.steps": ()}
     with pytest.raises(Stop):
         trained(tmp_path / "old", unhealed)
     if fault == "is gone":
         monkeypatch.delenv("JAXSCALE_SPOIL_BATCHES")
     with pytest.raises(Stop, match="which had been skipped in the run that is replayed|not finite") as stop:
-        trained(tmp_path / "new", FRAGILE | {"train.ladder.max_rewinds": 1}, replay=str(tmp_path / "old"))
+        trained(tmp_path / "new", FRAGILE | {"train.recovery.max_rewinds": 1}, replay=str(tmp_path / "old"))
     assert stop.value.code is Exit.NON_FINITE and not told(tmp_path / "new", "rewind")
 
 
@@ -295,7 +295,7 @@ def test_a_save_that_fails_meanwhile_does_not_keep_a_run_from_going_back(tmp_pat
     run = opened(tmp_path / "run", FRAGILE)
 
     def train_step(state, batch):
-        if int(state.step) == 13:  # step 14, in which the ladder answers
+        if int(state.step) == 13:  # step 14, in which recovery acts
             run.checkpoints.join()
             run.checkpoints.saver.failure = (12, "no space left")
         return run.train_step(state, batch)
@@ -307,7 +307,7 @@ def test_a_save_that_fails_meanwhile_does_not_keep_a_run_from_going_back(tmp_pat
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize(("most", "to"), [(0, 4), (9, 12)])
 def test_a_clean_checkpoint_that_is_too_old_is_passed_over(tmp_path, most, to):
-    keep = {"checkpoint.keep_last": 9, "train.ladder.max_rewind_steps": most}
+    keep = {"checkpoint.keep_last": 9, "train.recovery.max_rewind_steps": most}
     run = opened(tmp_path / "run", FRAGILE | keep)
 
     def train_step(state, batch):
@@ -323,7 +323,7 @@ def pilot_that_has_read(*readings, **settings):
     """(an autopilot after these verdicts of steps, each with how many are skipped in a row; its events)"""
     events = []
     note = lambda kind, step, **facts: events.append((kind, step, facts.get("why") or facts.get("what")))
-    pilot = Autopilot(AutopilotSpec(RecoveryConfig(rungs=()), GuardConfig(**settings), note), None)
+    pilot = Autopilot(AutopilotSpec(RecoveryConfig(steps=()), GuardConfig(**settings), note), None)
     for step, (verdict, in_row) in enumerate(readings, 1):
         values = {"objective": 3.0, "grad_norm": 1.0, "loss_median": 3.0, "skipped_in_row": in_row}
         pilot.observe(
@@ -362,7 +362,7 @@ def test_many_that_stand_alone_are_told_as_many():
 def test_a_run_that_cannot_be_healed_stops_after_so_many_rewinds(tmp_path, spoil):
     spoil("10:99:nan")
     with pytest.raises(Stop, match=r"in a row were refused.*, after 0 cuts of the learning rate and 1 rewinds") as stop:
-        trained(tmp_path / "run", FRAGILE | {"train.ladder.max_rewinds": 1})
+        trained(tmp_path / "run", FRAGILE | {"train.recovery.max_rewinds": 1})
     assert stop.value.code is Exit.NON_FINITE
     (rewind,) = told(tmp_path / "run", "rewind")
     assert rewind["last_bad"] == 14  # the step that was under way when 13 was read was bad too
@@ -396,7 +396,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_once_or_ends_the_run_with_its_
     assert (int(state.step), int(state.guard.skipped)) == (7, 1)
     assert np.isfinite(np.asarray(state.guard.losses)).all() and int(state.guard.seen) == 6
     assert [line["skipped"] for line in lines(tmp_path / "skips")] == [0, 0, 0, 0, 1, 0, 0]
-    strict = {"train.guard.max_skipped_in_row": 0, "train.ladder.rungs": ()}
+    strict = {"train.guard.max_skipped_in_row": 0, "train.recovery.steps": ()}
     with pytest.raises(Stop, match="up to step 5,.*first not finite in blocks/mlp/up") as stop:
         trained(tmp_path / "stops", strict, make=make)
     assert stop.value.code is Exit.NON_FINITE

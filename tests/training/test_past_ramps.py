@@ -30,7 +30,7 @@ RAMP = QUIET | {
     "batch_tokens": 16 * ROW, "batch_ramp": (("4 rows", 20 * ROW),), "train_tokens": 164 * ROW,
     "optim.name": "sgd", "optim.decay": "constant", "optim.warmup_tokens": 0, "mesh.data": 4, "mesh.fsdp": 1,
     "checkpoint.save_every_steps": 3, "checkpoint.keep_last": 9,
-    "train.guard.window_steps": 10, "train.guard.max_skipped_in_row": 2, "train.ladder.rewind_margin_steps": 2,
+    "train.guard.window_steps": 10, "train.guard.max_skipped_in_row": 2, "train.recovery.rewind_margin_steps": 2,
 }  # fmt: skip
 LARGER = {"mesh.data": 4, "mesh.fsdp": 2}
 NUM_SMALL, NUM_STEPS = 5, 14

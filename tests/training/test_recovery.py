@@ -35,7 +35,7 @@ def test_as_many_skips_in_a_row_as_allowed_are_only_skipped():
 
 
 def test_the_rungs_are_climbed_in_their_order_and_each_as_often_as_it_may():
-    found, trouble = answers(set(range(5, 30)), 16, rungs=("cut_lr", "rewind"), max_rewinds=2)
+    found, trouble = answers(set(range(5, 30)), 16, steps=("cut_lr", "rewind"), max_rewinds=2)
     assert found == {
         7: Action("cut_lr", 5, 7),
         10: Action("rewind", 5, 10),
@@ -47,7 +47,7 @@ def test_the_rungs_are_climbed_in_their_order_and_each_as_often_as_it_may():
 
 @pytest.mark.fault("F10")
 def test_without_a_rung_skipping_is_capped():
-    assert answers(set(range(5, 9)), 8, rungs=())[0] == {7: Action("halt", 5, 7)}
+    assert answers(set(range(5, 9)), 8, steps=())[0] == {7: Action("halt", 5, 7)}
 
 
 def test_skips_that_are_many_but_not_in_a_row_are_answered_too():

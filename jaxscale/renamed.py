@@ -1,0 +1,58 @@
+"""Renamed settings: their old names are accepted in configs, on command lines and in the records of older runs."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.system.exits import print_stderr
+
+
+def current_name(name: str, table: Mapping[str, str]) -> str:
+    """Returns the current dotted name of a setting or group. table: old name -> new name, inner names first."""
+    for old, new in table.items():
+        if name == old or name.startswith(f"{old}."):
+            log_renamed(f"{old} is now {new}")
+            return new + name.removeprefix(old)
+    return name
+
+
+def with_current_names(values: Mapping[str, Any], table: Mapping[str, str]) -> Mapping[str, Any]:
+    """Returns nested settings under their current names. If both names are there, the current one counts."""
+    renamed = []
+    for old, new in table.items():
+        parents = old.split(".")
+        found: Any = values
+        for name in parents:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if found is not None:
+            values = put_default(remove(values, parents), new.split("."), found)
+            renamed.append(f"{old} is now {new}")
+    if renamed:
+        log_renamed(", ".join(renamed))
+    return values
+
+
+@functools.cache
+def log_renamed(text: str) -> None:
+    """Prints a notice to stderr, once per process."""
+    print_stderr(f"renamed settings: {text}")
+
+
+def remove(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns nested settings without the one under these names."""
+    head, *tail = names
+    others = {name: value for name, value in values.items() if name != head}
+    return others | ({head: remove(values[head], tail)} if tail else {})
+
+
+def put_default(values: Mapping[str, Any], names: Sequence[str], value: Any) -> dict[str, Any]:
+    """Returns nested settings with this one, or group, added where they have none under these names."""
+    head, *tail = names
+    before = values.get(head)
+    if before is not None and not isinstance(before, Mapping):
+        return dict(values)
+    if tail:
+        value = put_default(before or {}, tail, value)
+    elif isinstance(before, Mapping) and isinstance(value, Mapping):
+        value = {**value, **before}
+    return {**values, head: value}
