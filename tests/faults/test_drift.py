@@ -188,7 +188,7 @@ def test_arrays_of_another_shape_are_refused_even_where_the_setting_is_allowed(h
     ("text", "told"),
     [
         ("seed", "the rows of each step depend on seed"),
-        ("optim,batch_tokens", "follows from batch_tokens"),
+        ("optim,batch_tokens", "depend on batch_tokens"),
         ("lr", "lr is not a setting"),
         ("peak_lr", "did you mean optim.peak_lr?"),
         ("optim.peek_lr", "did you mean optim.peak_lr?"),
