@@ -46,7 +46,7 @@ def test_rows_that_the_tensor_axis_does_not_divide_name_the_setting():
 )
 def test_a_kernel_that_cannot_read_ahead_is_refused_and_auto_takes_xla(model, objective):
     cfg = config(model | dict(attention="blockwise"), objective)
-    with pytest.raises(ValueError, match="blockwise is causal"):
+    with pytest.raises(ValueError, match="blockwise does not support"):
         make_program(cfg, resolve_budget(cfg, None))
     cfg = config(model | dict(attention="auto"), objective)
     program = make_program(cfg, resolve_budget(cfg, None))
