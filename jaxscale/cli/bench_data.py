@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale import schema
 from jaxscale.cli.bench_against import run_one, shell_environment, split_command
-from jaxscale.corpus.prepare.blocks import cut
+from jaxscale.corpus.prepare.blocks import group_blocks
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.corpus.prepare.dedup import find_duplicates, write_sketches
 from jaxscale.corpus.prepare.engine import make_plan, prepare
@@ -91,7 +91,7 @@ def read_all(cfg: PrepareConfig) -> list[Document]:
     files, problems = list_files(cfg.globs, "sources", "text")
     if problems:
         raise BadInput(problems[0])
-    return [document for file in files for document in read_file(file, cfg.reading(file.source), Counter())]
+    return [document for file in files for document in read_file(file, cfg.read_cfg(file.source), Counter())]
 
 
 def stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> Callable[[], None]:
@@ -100,7 +100,7 @@ def stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> C
     stage(documents[:10])  # what is loaded lazily is loaded now
 
     def run() -> None:
-        for block in cut(forgetful(documents), cfg.block_bytes):
+        for block in group_blocks(forgetful(documents), cfg.block_bytes):
             stage(block)
 
     return run
@@ -138,7 +138,7 @@ def forgetful(documents: Sequence[Document]) -> list[Document]:
 def near_pass(cfg: PrepareConfig, documents: Sequence[Document], folder: str) -> None:
     """The whole of near_dedup as `prepare` does it: hashes, signatures, bands, join, verification, what goes."""
     work, name, rows = tempfile.mkdtemp(dir=folder), "near_dedup", []
-    for number, block in enumerate(cut(forgetful(documents), cfg.block_bytes)):
+    for number, block in enumerate(group_blocks(forgetful(documents), cfg.block_bytes)):
         base = block_base(work, 0, number, 0)
         base.parent.mkdir(parents=True, exist_ok=True)
         rows.append((number, 0, len(block), 0, *write_sketches(cfg, (name,), str(base), block)))

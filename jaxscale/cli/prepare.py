@@ -18,7 +18,7 @@ from jaxscale.config_file import config_values
 from jaxscale.corpus.indexes import publish_indexes
 from jaxscale.corpus.prepare.config import PrepareConfig, RowsConfig
 from jaxscale.corpus.prepare.dedup import Executor
-from jaxscale.corpus.prepare.engine import Plan, make_plan
+from jaxscale.corpus.prepare.engine import PreparePlan, make_plan
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import rewrite_report
@@ -180,7 +180,7 @@ def export(output: pathlib.Path, wish: str) -> str:
     return f"wrote {sum(shard.header['num_documents'] for shard in shards):,} documents to {file}"
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: PreparePlan) -> str:
     """The passes over how many pieces of which files."""
     files = {file.path for file in plan.pieces.files}
     size = sum(size_of(path) or 0 for path in files)  # of a stream, nobody knows

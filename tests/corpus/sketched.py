@@ -1,15 +1,15 @@
-"""Duplicates of a few sketches, in memory: what the passes of `jaxscale prepare` find by exchanges."""
+"""Duplicates of a few sketches, in memory: what the passes of `jaxscale prepare` find by shuffles."""
 
 import numpy as np
 
 from jaxscale.corpus.prepare.join import (
-    alike,
     components,
+    is_similar,
     item_numbers,
     open_array,
-    pairs_of_keys,
+    pair_equal_keys,
     signature_reader,
-    sorted_once,
+    sort_unique,
 )
 
 
@@ -20,12 +20,12 @@ def pairs_of(paths, neighbours=0):
         part = np.array(open_array(path))
         part[:, 1] |= item_numbers(block, 0)
         loaded.append(part)
-    return pairs_of_keys(sorted_once(np.concatenate(loaded)), neighbours).T
+    return pair_equal_keys(sort_unique(np.concatenate(loaded)), neighbours).T
 
 
 def united(paths, threshold, neighbours):
     """(items, keepers) of the pairs whose signatures are alike."""
     read = signature_reader(paths.__getitem__)
     items, firsts = pairs_of(paths, neighbours)
-    kept = alike(read(items), read(firsts), threshold)
+    kept = is_similar(read(items), read(firsts), threshold)
     return components(items[kept], firsts[kept])

@@ -64,7 +64,7 @@ def test_a_score_is_the_logistic_function_of_the_mean_weight_and_a_threshold_dro
     outcomes = make_classifier(ClassifierConfig(weights=path, min_score=0.5))(documents[1:3])
     assert [outcome.reason for outcome in outcomes] == ["", TOO_LOW] and outcomes[1].detail == f"{scores[2]:.4f}"
     tally = Tally()
-    tally.take("classifier", documents[1:3], outcomes)
+    tally.record("classifier", documents[1:3], outcomes)
     places = sorted(int(key[3]) for key in tally.counts if key[0] == "score")
     assert places == sorted(min(19, int(score * 20)) for score in scores[1:3])
 
@@ -87,7 +87,8 @@ def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_numb
     trained, again = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("trained", "given"))
     assert trained["fingerprint"] == again["fingerprint"] and 35 <= trained["num_documents"] <= 45
     assert (
-        "are told right" in (tmp_path / "trained said").read_text() and trained["recipe"]["classifier"]["weights"] == ""
+        "are classified correctly" in (tmp_path / "trained said").read_text()
+        and trained["recipe"]["classifier"]["weights"] == ""
     )
     report = (tmp_path / "trained" / "report.html").read_text()
     assert "what thresholds keep" in report and "bad examples" in report and TOO_LOW in report

@@ -23,7 +23,7 @@ from jaxscale.corpus.curate.contamination import (
     may_hold,
 )
 from jaxscale.corpus.curate.hashes import mix
-from jaxscale.corpus.prepare.report import evaluation_lines
+from jaxscale.corpus.prepare.report import evaluation_warnings
 from jaxscale.text.document import Document
 
 RNG = random.Random(0)
@@ -136,7 +136,7 @@ def test_each_short_text_of_an_item_is_found_whole_or_never(tmp_path):
     assert [outcome.detail for outcome in check(texts, [file], short_words=6)] == ["exam.jsonl:1", *[""] * 5]
     settings = ContaminationConfig(files=(file,))
     assert count_items(settings) == {"items": 3 + MOST_ITEMS + 1, "too_short": 1}
-    assert evaluation_lines(settings, count_items(settings)) == [
+    assert evaluation_warnings(settings, count_items(settings)) == [
         f"1 of {4 + MOST_ITEMS} evaluation items are too short to be looked for: no text of theirs has 5 words"
     ]
 
@@ -144,7 +144,7 @@ def test_each_short_text_of_an_item_is_found_whole_or_never(tmp_path):
 def test_no_item_is_named_and_nothing_is_looked_for_but_that_is_said():
     settings = ContaminationConfig(files=("none",))
     assert make_contamination(settings)([Document("a")])[0].document.text == "a"
-    (told,) = evaluation_lines(settings, count_items(settings))
+    (told,) = evaluation_warnings(settings, count_items(settings))
     assert "none were looked for" in told
 
 

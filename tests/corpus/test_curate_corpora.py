@@ -15,7 +15,7 @@ from jaxscale.corpus.curate.contamination import make_contamination
 from jaxscale.corpus.curate.duplicates import make_near_sketch
 from jaxscale.corpus.curate.hashes import ngram_hashes, word_hashes
 from jaxscale.corpus.curate.substring import make_substring
-from jaxscale.corpus.prepare.join import parts, write_sketch
+from jaxscale.corpus.prepare.join import split_items, write_sketch
 from jaxscale.text.document import Document
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
@@ -65,7 +65,7 @@ def test_edited_copies_of_web_pages_are_dropped_and_no_others(pages, tmp_path):
     write_sketch(tmp_path / "0.npy", make_near_sketch(cfg)([Document(text) for text in texts]))
     items, keepers = united([tmp_path / "0.npy"], cfg.threshold, 2)
     similarity = [jaccard(page, copy) for page, copy in zip(pages, copies)]
-    dropped = dict(zip(parts(items).places.tolist(), parts(keepers).places.tolist()))
+    dropped = dict(zip(split_items(items).places.tolist(), split_items(keepers).places.tolist()))
     sure = {len(pages) + i: i for i, value in enumerate(similarity) if value >= 0.85}
     assert len(sure) >= 80
     assert {copy: dropped.get(copy) for copy in sure} == sure

@@ -8,7 +8,7 @@ from sketched import pairs_of
 
 from jaxscale.corpus.curate.config import ExactConfig, LineConfig
 from jaxscale.corpus.curate.duplicates import cut_lines, drop_documents, lines_at, make_exact_sketch, make_line_sketch
-from jaxscale.corpus.prepare.join import of_block, parts, write_sketch
+from jaxscale.corpus.prepare.join import block_slice, split_items, write_sketch
 from jaxscale.text.document import Document
 
 
@@ -27,7 +27,7 @@ def join(blocks, sketch, folder):
 def without_copies(blocks, folder, cfg):
     items, outcomes = join(blocks, make_exact_sketch(cfg), folder), []
     for block, texts in enumerate(blocks):
-        removed = parts(items[of_block(items, block)]).places
+        removed = split_items(items[block_slice(items, block)]).places
         outcomes += drop_documents(documents_of(texts), removed, "duplicate: exact")
     return [outcome.document.text if outcome.document else outcome.reason for outcome in outcomes]
 
@@ -36,7 +36,7 @@ def without_lines(blocks, folder, cfg):
     items, outcomes = join(blocks, make_line_sketch(cfg), folder), []
     for block, texts in enumerate(blocks):
         documents = documents_of(texts)
-        own = lines_at(documents, parts(items[of_block(items, block)]).places)
+        own = lines_at(documents, split_items(items[block_slice(items, block)]).places)
         outcomes += cut_lines(documents, *own, cfg)
     return outcomes
 

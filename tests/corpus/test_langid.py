@@ -141,7 +141,7 @@ def test_a_files_word_is_taken_where_it_is_trusted_and_a_code(tmp_path, kind):
         language = LanguageConfig(known=known)
         recipe = PrepareConfig(sources={"s": SourceConfig(files="a")}, language=language)
         file = SourceFile(str(tmp_path / f"a.{kind}"), "a", "s")
-        documents = list(read_file(file, recipe.reading("s"), Counter()))
+        documents = list(read_file(file, recipe.read_cfg("s"), Counter()))
         assert [outcome.document.language for outcome in make_language(language)(documents)] == found
     (dropped, kept, *_) = make_language(LanguageConfig(known="trust", keep=("en", "deu")))(documents)
     assert dropped.detail == "fr" and dict(kept.document.scores) == {"language": 1.0}

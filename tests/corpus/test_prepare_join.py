@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from jaxscale.corpus.curate.hashes import Sketch, mix
 from jaxscale.corpus.prepare import join
 from jaxscale.corpus.prepare.blocks import to_table, write_table
-from jaxscale.corpus.prepare.dedup import NEIGHBOURS, Join, leave_pairs, pairs_by_exchange, sketch_path
-from jaxscale.corpus.prepare.exchange import Exchange, Files, exchange, merge_records, runs_of
+from jaxscale.corpus.prepare.dedup import NEIGHBOURS, Join, find_pairs_by_shuffle, sketch_path, write_pairs
+from jaxscale.corpus.prepare.external_components import even_bounds, external_components
 from jaxscale.corpus.prepare.join import (
     MEMORY_BYTES,
-    WORK,
+    MEMORY_FACTOR,
+    block_slice,
     components,
     group_pairs,
     item_numbers,
     num_partitions,
-    of_block,
-    parts,
+    split_items,
     write_sketch,
 )
-from jaxscale.corpus.prepare.lookup import block_base, numbered, write_blocks
-from jaxscale.corpus.prepare.records import merged, run_between
+from jaxscale.corpus.prepare.lookup import block_base, numbered_path, write_blocks
+from jaxscale.corpus.prepare.records import merge_runs, open_run
+from jaxscale.corpus.prepare.shuffle import Shuffle, ShuffleOutput, input_runs, merge_records, run_shuffle
 from jaxscale.corpus.prepare.tokens import write_merged
-from jaxscale.corpus.prepare.unite import even_bounds, unite
 from jaxscale.system import digest
 from jaxscale.text.document import Document
 
@@ -106,9 +106,9 @@ def test_pairs_are_those_of_a_dictionary_for_any_number_of_ranges_and_any_memory
     folder = tmp_path_factory.mktemp("sketches")
     for rows in blocks:
         random.shuffle(rows)
-    whole = Exchange(join_of(folder, map(sketch_of, blocks), threshold), str(folder), len(blocks), count)
+    whole = Shuffle(join_of(folder, map(sketch_of, blocks), threshold), str(folder), len(blocks), count)
     whole = whole._replace(out=str(folder / "pairs"), memory_bytes=memory)
-    found = sum(exchange(run_all, whole, merge_records, leave_pairs))
+    found = sum(run_shuffle(run_all, whole, merge_records, write_pairs))
     order = slice(None) if threshold is None else slice(None, None, -1)  # candidates are sorted by the smaller item
     pairs = [tuple(pair[order]) for pair in pairs_in(folder / "pairs")]
     expected = brute_force(blocks, 0 if threshold is None else NEIGHBOURS)
@@ -122,9 +122,9 @@ def test_pairs_are_those_of_a_dictionary_for_any_number_of_ranges_and_any_memory
 
 def test_keys_at_the_edges_of_ranges_are_in_one_of_them(tmp_path):
     keys = np.repeat(np.array([0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1], np.uint64), 2)
-    whole = Exchange(join_of(tmp_path, [Sketch(keys, np.arange(8))]), str(tmp_path), 1, 2)
+    whole = Shuffle(join_of(tmp_path, [Sketch(keys, np.arange(8))]), str(tmp_path), 1, 2)
     for part, expected in enumerate([[1, 3], [5, 7]]):
-        leave_pairs(call := whole._replace(number=part))
+        write_pairs(call := whole._replace(number=part))
         assert np.load(call.path(1, part, ".npy"))[:, 0].tolist() == expected
 
 
@@ -141,7 +141,9 @@ def test_pairs_are_united_the_same_in_many_ranges(tmp_path, number, memory):
     pairs = [(max(pair), min(pair)) for pair in np.random.default_rng(number).integers(0, 61, (number, 2)).tolist()]
     pairs = [pair for pair in pairs if pair[0] > pair[1]]
     rows = np.array(pairs, np.uint64).reshape(-1, 2)
-    facts = unite(lambda: np.array_split(rows, 3), len(rows), 61, tmp_path / "ranges", tmp_path / "removed.npy", memory)
+    facts = external_components(
+        lambda: np.array_split(rows, 3), len(rows), 61, tmp_path / "ranges", tmp_path / "removed.npy", memory
+    )
     expected = linked(pairs)
     assert dict(zip(*np.load(tmp_path / "removed.npy").tolist())) == expected
     copies = collections.Counter(expected.values())
@@ -155,7 +157,7 @@ def test_many_copies_of_one_key_are_joined_in_bounded_memory(tmp_path, monkeypat
     own = Sketch(np.full(4000, 7, np.uint64), np.arange(4000), np.zeros((4000, 4), np.uint32))
     whole = join_of(tmp_path, [own] * 10, 0.5)._replace(memory_bytes=1 << 20)
     tracemalloc.start()
-    pairs_by_exchange(run_all, whole)
+    find_pairs_by_shuffle(run_all, whole)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(pairs_in(tmp_path / "join/pairs")) == 3 * 40_000 - 6
@@ -170,21 +172,23 @@ def test_ranges_have_as_many_pairs_though_all_are_in_one_part_of_the_input():
 
 
 @pytest.mark.parametrize("merges_first", [False, True])
-def test_an_exchange_sorts_more_files_than_a_task_opens(tmp_path, merges_first):
+def test_a_shuffle_sorts_more_files_than_a_task_opens(tmp_path, merges_first):
     rng, inputs, outputs = np.random.default_rng(0), 130, 5
     keys = rng.integers(0, 1000, (inputs, 20)).astype(np.uint64)
     keys[:, 10:] = 500  # of which there are more than a task holds
     keys.sort(axis=1)
     for number, own in enumerate(keys):
-        path = numbered(tmp_path / "in", number, ".npy")
+        path = numbered_path(tmp_path / "in", number, ".npy")
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, np.stack([own, np.arange(20, dtype=np.uint64) + np.uint64(20 * number)], axis=1))
-    whole = Exchange(Files(str(tmp_path / "in")), str(tmp_path), inputs, outputs, span=1000)
+    whole = Shuffle(ShuffleOutput(str(tmp_path / "in")), str(tmp_path), inputs, outputs, span=1000)
     whole = whole._replace(merges_first=merges_first)
-    assert (whole.ranges(1) == 1) == merges_first  # each file is opened once
-    assert whole.levels == 2 and max(whole.ranges(1), len(whole.reads()[0])) < 13
-    whole = whole._replace(memory_bytes=16 * WORK * 30)
-    taken = [list(merged(runs_of(call), 30)) for call in exchange(run_all, whole, merge_records, lambda call: call)]
+    assert (whole.num_ranges(1) == 1) == merges_first  # each file is opened once
+    assert whole.num_levels == 2 and max(whole.num_ranges(1), len(whole.inputs_of_task()[0])) < 13
+    whole = whole._replace(memory_bytes=16 * MEMORY_FACTOR * 30)
+    taken = [
+        list(merge_runs(input_runs(call), 30)) for call in run_shuffle(run_all, whole, merge_records, lambda call: call)
+    ]
     assert max(len(part) for parts in taken for part in parts) <= 30
     found = [np.concatenate(parts) for parts in taken]
     order = np.argsort(keys.ravel(), kind="stable")  # equal keys stay in the order of the files
@@ -211,10 +215,10 @@ def test_one_key_gives_the_same_pairs_by_itself(items, neighbours):
 def test_an_item_number_is_in_the_order_of_the_input_and_can_be_taken_apart():
     numbers = item_numbers(3, [0, 5, 2**32 - 1])
     assert numbers.tolist() == [3 << 32, 3 << 32 | 5, (4 << 32) - 1]
-    blocks, places = parts(numbers)
+    blocks, places = split_items(numbers)
     assert blocks.tolist() == [3] * 3 and places.tolist() == [0, 5, 2**32 - 1]
     everything = np.sort(np.concatenate([item_numbers(block, [0, 7]) for block in (0, 1, 2**32 - 1)]))
-    assert [of_block(everything, block) for block in (0, 1, 2, 2**32 - 1)] == [
+    assert [block_slice(everything, block) for block in (0, 1, 2, 2**32 - 1)] == [
         slice(0, 2), slice(2, 4), slice(4, 4), slice(4, 6)
     ]  # fmt: skip
 
@@ -251,13 +255,13 @@ def test_a_torn_sketch_is_named(tmp_path, damage):
     write_sketch(tmp_path / "0.npy", sketch_of([(1, 0), (1, 1)]))
     (tmp_path / "0.npy").write_bytes(damage((tmp_path / "0.npy").read_bytes()))
     with pytest.raises(ValueError, match=r"0\.npy"):
-        run_between(tmp_path / "0.npy", 0, 1)
+        open_run(tmp_path / "0.npy", 0, 1)
 
 
 def test_a_file_of_other_numbers_is_no_sketch(tmp_path):
     np.save(tmp_path / "0.npy", np.zeros(3))
     with pytest.raises(ValueError, match="not keys and items"):
-        run_between(tmp_path / "0.npy", 0, 1)
+        open_run(tmp_path / "0.npy", 0, 1)
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 1.0])
@@ -267,7 +271,7 @@ def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, threshold):
     signatures[2, 4], signatures[2, 1, :8] = signatures[0, 0], signatures[1, 1, :8]
     blocks = [[(key, place) for place in range(5) for key in {place % 2, 7}] for _ in signatures]
     sketches = [Sketch(*sketch_of(rows)[:2], own) for rows, own in zip(blocks, signatures)]
-    pairs_by_exchange(run_all, join_of(tmp_path, sketches, threshold)._replace(memory_bytes=3000))  # 13 at once
+    find_pairs_by_shuffle(run_all, join_of(tmp_path, sketches, threshold)._replace(memory_bytes=3000))  # 13 at once
     of = lambda item: signatures[item >> 32, item & (1 << 32) - 1]
     candidates = brute_force(blocks, NEIGHBOURS)
     expected = [[a, b] for a, b in candidates if np.mean(of(a) == of(b)) >= threshold - 1e-12]
@@ -276,7 +280,7 @@ def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, threshold):
 
 
 class Written(NamedTuple):
-    """Blocks of tokens in a folder, as an exchange takes them."""
+    """Blocks of tokens in a folder, as the source of a shuffle."""
 
     folder: str
     dtype: np.dtype = np.dtype(np.uint16)
@@ -293,7 +297,7 @@ def test_blocks_with_and_without_scores_are_merged(tmp_path):
         rows = rows.append_column("tokens", pa.array([block + 1] * len(documents), pa.int64()))
         write_table(tmp_path / f"{block}.arrow", rows, packed=False)
         np.full((block + 1) * len(documents), block, np.uint16).tofile(tmp_path / f"{block}.ids")
-    call = Exchange(Written(str(tmp_path)), str(tmp_path), 4, 1, span=8)
+    call = Shuffle(Written(str(tmp_path)), str(tmp_path), 4, 1, span=8)
     ids, rows = io.BytesIO(), io.BytesIO()
     write_merged(call, ids, rows)
     table = pa.ipc.open_file(pa.py_buffer(rows.getvalue())).read_all()

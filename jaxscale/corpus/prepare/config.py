@@ -33,46 +33,44 @@ STAGES = (
 )  # fmt: skip
 
 
-JOINS = ("exact_dedup", "line_dedup", "near_dedup")  # they compare all documents, so a pass ends before them
+JOINS = ("exact_dedup", "line_dedup", "near_dedup")  # each compares all documents, so a pass ends before it
 
 
-TRAINED = "train"  # as tokenizer.name
+TRAINED = "train"  # value of tokenizer.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeReadConfig(DocumentsConfig):
-    """How the files of all sources are read."""
+    """Settings for reading the files of all sources."""
 
     where: ClassVar[str] = "read."
 
-    language_field: str = setting(
-        "language", "the field or column with its language, if there is one; for language.known='trust'"
-    )
+    language_field: str = setting("language", "field or column of the document's language; for language.known='trust'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Text of one origin."""
+    """One named part of the corpus."""
 
     files: str | tuple[str, ...] = setting(
         help="glob or globs: .txt .jsonl .parquet .arrow .warc .html, .gz, .zst, ..."
     )
-    licence: str = setting("", "of every document that does not tell its own; say where it stands")
+    licence: str = setting("", "of documents that have none in a licence field")
     synthetic: bool = setting(False, "the text was written by a model")
     text_field: str | None = setting(None, "as read.text_field, for this source alone")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """The tokenizer of the shards."""
+    """Tokenizer of the shards."""
 
     name: str = setting(
-        TRAINED, "train: one is trained on what is left of the text; or 'bytes', a tokenizer.json, a .model"
+        TRAINED, "train: a new one, trained on the documents that remain; or 'bytes', a tokenizer.json, a .model"
     )
     eos_token: str = setting(
         "",
         "the token that ends a document; "
-        "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
+        "empty: eos_token of tokenizer_config.json next to the tokenizer, else a usual name",
     )
     bos_token: str = setting(
         "",
@@ -84,19 +82,19 @@ class TokenizerConfig:
 
     @property
     def is_trained(self) -> bool:
-        """True if there is no tokenizer yet."""
+        """True if the tokenizer is trained in this preparation."""
         return self.name == TRAINED
 
     def path(self, folder: str) -> str:
-        """What load_tokenizer is given. folder: of the work, where a trained one is kept."""
+        """Returns the path for load_tokenizer. folder: of the work, which holds a trained tokenizer."""
         return f"{folder}/tokenizer{self.train.ending}" if self.is_trained else os.path.expanduser(self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteConfig:
-    """The shards."""
+    """Settings of the shards."""
 
-    shard_tokens: int = setting(100_000_000, "about so many in a shard; one shard is held in memory while it is made")
+    shard_tokens: int = setting(100_000_000, "approximate tokens of a shard, which is built in memory")
     seed: int = setting(0, "of the shuffle")
 
     def __post_init__(self):
@@ -106,8 +104,8 @@ class WriteConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig:
-    """The row plans that are published with the shards: a run of these settings opens one at once. Others, and runs
-    over several sets, plan their rows in their cache at their first start, a microsecond a document."""
+    """Row plans that are published with the shards: a run with these settings opens one at once. Other runs, and runs
+    over several sets, plan their rows at their first start, about a microsecond per document, and cache them."""
 
     seq_len: int | tuple[int, ...] = setting((), "of the runs; several: a plan for each; empty: none")
     seed: int = setting(0, "of the runs")
@@ -121,13 +119,13 @@ class RowsConfig:
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Tokens of a row of each plan."""
+        """Row lengths, in tokens, of the plans."""
         return (self.seq_len,) if isinstance(self.seq_len, int) else self.seq_len
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """A recipe: the same recipe, input and seed give the same shards, byte for byte, on any number of processes."""
+    """A recipe: the same recipe, input and seed give the same shards, byte for byte, with any number of processes."""
 
     sources: dict[str, SourceConfig] = setting({}, "name to files; --input=GLOB is short for one source named text")
     stages: tuple[str, ...] = setting(
@@ -165,7 +163,7 @@ class PrepareConfig:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
-                raise BadInput(f"stages has {name!r}, which is no stage{hint}")
+                raise BadInput(f"stages has {name!r}, which is not a stage{hint}")
         if twice := sorted({name for name in self.stages if self.stages.count(name) > 1}):
             raise BadInput(f"stages has {twice[0]!r} twice; each stage runs once")
         if "decontaminate" in self.stages and not self.decontaminate.files:
@@ -178,8 +176,8 @@ class PrepareConfig:
                 "stages has 'url_blocklist', and no list: name files in url_blocklist.lists or url_blocklist.words, or "
                 "leave the stage out"
             )
-        learned = self.classifier
-        if "classifier" in self.stages and not (learned.weights or learned.good and learned.bad):
+        classifier = self.classifier
+        if "classifier" in self.stages and not (classifier.weights or classifier.good and classifier.bad):
             raise BadInput(
                 "stages has 'classifier', and no model: name files in classifier.good and classifier.bad to train one, "
                 "or classifier.weights"
@@ -187,13 +185,13 @@ class PrepareConfig:
 
     @property
     def globs(self) -> Globs:
-        """The files of each source."""
+        """File patterns of each source."""
         return {name: source.files for name, source in self.sources.items()}
 
-    def reading(self, source: str) -> DocumentsConfig:
-        """How the files of a source are read."""
-        own = self.sources[source]
-        own_field = {} if own.text_field is None else {"text_field": own.text_field}
+    def read_cfg(self, source: str) -> DocumentsConfig:
+        """Returns the settings for reading the files of a source."""
+        source_cfg = self.sources[source]
+        overrides = {} if source_cfg.text_field is None else {"text_field": source_cfg.text_field}
         language_field = self.read.language_field if self.language.known == "trust" else ""
-        licence = own.licence or self.read.licence
-        return dataclasses.replace(self.read, licence=licence, language_field=language_field, **own_field)
+        licence = source_cfg.licence or self.read.licence
+        return dataclasses.replace(self.read, licence=licence, language_field=language_field, **overrides)

@@ -1,11 +1,11 @@
 """Deduplication across blocks: exact, line and near duplicates, from sketches to the documents removed.
 
 work/pass0/.../000000012-000003.near_dedup.npy, .signatures.npy   a block's sketch
-work/joins/0-near_dedup/keys/                        an exchange of (key, item), and the pairs that it gives
-work/joins/0-near_dedup/firsts/, pairs/              pairs with the first's signature, by their item; those verified
-work/joins/0-near_dedup/removed.npy                  uint64[2, k]: what goes, and the item that is kept for it
+work/joins/0-near_dedup/keys/                        a shuffle of (key, item), and its pairs
+work/joins/0-near_dedup/firsts/, pairs/              pairs with the signature of the first item; verified pairs
+work/joins/0-near_dedup/removed.npy                  uint64[2, k]: removed items, and the item kept for each
 
-Candidates are verified by two exchanges, so that whoever needs a signature has the pairs of its blocks in their order.
+Candidates are verified by two shuffles, by first item and by item, so that signatures are read in file order.
 """
 
 import pathlib
@@ -26,99 +26,99 @@ from jaxscale.corpus.curate.duplicates import (
 )
 from jaxscale.corpus.prepare.blocks import document_at, from_table, mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.exchange import (
-    Exchange,
-    Files,
-    RunAll,
-    exchange,
-    leave_once,
-    merge_records,
-    runs_of,
-)
+from jaxscale.corpus.prepare.external_components import external_components
 from jaxscale.corpus.prepare.join import (
     MEMORY_BYTES,
+    MEMORY_FACTOR,
     PLACE_BITS,
-    WORK,
-    alike,
+    block_slice,
+    is_similar,
     item_numbers,
     num_partitions,
-    of_block,
     open_array,
-    pairs_of_parts,
-    parts,
+    pair_chunks,
     signature_reader,
     signatures_path,
-    sorted_once,
+    sort_unique,
+    split_items,
     write_sketch,
 )
-from jaxscale.corpus.prepare.lookup import COLUMNS, Blocks, Numbered, blocks_of
-from jaxscale.corpus.prepare.records import Run, merged, read_parts, run_between, save_rows, save_sorted
+from jaxscale.corpus.prepare.lookup import COLUMNS, Blocks, NumberedTasks, blocks_of
+from jaxscale.corpus.prepare.records import Run, merge_runs, open_run, read_chunks, save_rows, save_sorted
+from jaxscale.corpus.prepare.shuffle import (
+    RunAll,
+    Shuffle,
+    ShuffleOutput,
+    input_runs,
+    merge_records,
+    run_shuffle,
+    write_once,
+)
 from jaxscale.corpus.prepare.tally import Tally
-from jaxscale.corpus.prepare.unite import unite
 from jaxscale.data.verified import remove
 from jaxscale.text.document import Document
 
-NEIGHBOURS = 2  # in a bucket of near duplicates; see pairs_of_keys
-PAIRING_BYTES = 300  # of memory for each (key, item) that has copies, measured: 250 while pairs are made; more to merge
+NEIGHBOURS = 2  # to pair in a bucket of near duplicates; see pair_equal_keys
+PAIRING_BYTES = 300  # of memory per (key, item) that has copies; measured: 250 for pairs, and more to merge
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
 
 
 class Join(NamedTuple):
-    """What duplicates are looked for in: the sketches of all blocks of a pass."""
+    """Search for duplicates in the sketches of all blocks of a pass."""
 
-    folder: str  # of what is found
-    work: str
+    folder: str  # of the results
+    work: str  # folder of the work
     number: int  # of the pass
     name: str
-    threshold: float | None  # of near duplicates, which are verified
+    threshold: float | None  # of near duplicates, whose pairs are verified
     blocks: int
     keys: int  # of all sketches
-    memory_bytes: int = MEMORY_BYTES  # of a task
+    memory_bytes: int = MEMORY_BYTES  # per task
 
     def read(self, block: int, begin: int = 0, end: int = 1 << 64) -> Run:
-        """(key, item) of a block, with keys from begin up to end; see exchange.Source."""
+        """Returns (key, item) of a block, with keys in [begin, end); see shuffle.Source."""
         path = sketch_path(blocks_of(self.work, self.number)[block], self.name)
-        return run_between(path, begin, end, int(item_numbers(block, 0)))
+        return open_run(path, begin, end, int(item_numbers(block, 0)))
 
     def signatures(self) -> Callable[[np.ndarray], np.ndarray]:
-        """A function from items to the signatures of their documents."""
+        """Returns a function from items to the signatures of their documents."""
         blocks = blocks_of(self.work, self.number)
         return signature_reader(lambda block: sketch_path(blocks[block], self.name))
 
     @property
     def neighbours(self) -> int:
-        """How many items before it each is paired with, beside the first of its key."""
+        """Number of earlier items that each item is paired with, in addition to the first of its key."""
         return 0 if self.threshold is None else NEIGHBOURS
 
     @property
     def pairs(self) -> str:
-        """The folder of the pairs, where each file is uint64[k, 2]: an item and a smaller one."""
+        """Folder of the pairs; each file is uint64[k, 2] of an item and a smaller one."""
         return f"{self.folder}/pairs"
 
 
 class Executor(AbstractContextManager, Protocol):
-    """All cores of this machine, or a cluster. Pieces write their results to files, and may be done twice."""
+    """Runs tasks on this machine or a cluster. Tasks write their results to files and may run twice."""
 
-    def run_all(self, function: Callable[[Any], Any], calls: Numbered) -> Iterator[Any]:
-        """Yields function(call) of each call, in any order. Raises what a call raised."""
+    def run_all(self, function: Callable[[Any], Any], tasks: NumberedTasks) -> Iterator[Any]:
+        """Yields function(task) of each task, in any order. Raises what a task raised."""
         ...
 
     def find_pairs(self, join: Join) -> None:
-        """Leaves the pairs of a join, verified where there is a threshold, in files below join.pairs."""
+        """Writes the pairs of a join, verified if there is a threshold, to files below join.pairs."""
         ...
 
-    def write_shards(self, shards: Exchange) -> Iterator[str]:
-        """Yields the name of each shard, in any order, when it is written: see tokens.write_shard."""
+    def write_shards(self, shards: Shuffle) -> Iterator[str]:
+        """Yields the name of each finished shard, in any order; see tokens.write_shard."""
         ...
 
 
 def sketch_path(base: str, join: str) -> pathlib.Path:
-    """Where the sketch of the block at `base` lies."""
+    """Returns the path of the sketch of the block at `base`."""
     return pathlib.Path(f"{base}.{join}.npy")
 
 
 def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, documents: Sequence[Document]) -> list[int]:
-    """How many keys a block brings to each of the joins, after its sketches are written."""
+    """Writes a block's sketch for each of the joins. Returns the numbers of keys."""
     makers = dict(exact_dedup=make_exact_sketch, line_dedup=make_line_sketch, near_dedup=make_near_sketch)
     counts = []
     for join in joins:
@@ -131,9 +131,9 @@ def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, document
 def find_duplicates(
     cfg: PrepareConfig, name: str, folder: pathlib.Path, blocks: Blocks, column: int, executor: Executor
 ) -> dict[str, Any]:
-    """Writes folder/removed.npy, unless it is there: what is to go from the blocks. Returns unite's facts of it.
+    """Writes folder/removed.npy, unless it exists: the documents or lines to remove. Returns the facts of its groups.
 
-    column: of the join among those of the pass.
+    column: index of the join among those of the pass.
     """
     done = folder / "removed.done.json"
     if (found := read_done(done)) is not None:
@@ -145,31 +145,31 @@ def find_duplicates(
     executor.find_pairs(join)
     paths = sorted(pathlib.Path(join.pairs).glob("*/*.npy"))
     number = sum(open_array(path).shape[0] for path in paths)
-    remove(folder / "ranges")  # of a process that was killed
-    most = max(1, join.memory_bytes // (WORK * 16))
-    pairs = lambda: (part for path in paths for part in read_parts(path, most))
+    remove(folder / "ranges")  # left by a killed process
+    max_rows = max(1, join.memory_bytes // (MEMORY_FACTOR * 16))
+    pairs = lambda: (part for path in paths for part in read_chunks(path, max_rows))
     span = len(blocks) << PLACE_BITS
-    facts = unite(pairs, number, span, folder / "ranges", folder / "removed.npy", join.memory_bytes)
+    facts = external_components(pairs, number, span, folder / "ranges", folder / "removed.npy", join.memory_bytes)
     mark_done(done, facts, [folder / "removed.npy"])
-    for between in ("keys", "firsts", "items", "pairs", "ranges"):
-        shutil.rmtree(folder / between, ignore_errors=True)
+    for name in ("keys", "firsts", "items", "pairs", "ranges"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     return facts
 
 
-def pairs_by_exchange(run_all: RunAll, join: Join) -> None:
-    """Leaves the pairs of a join in join.pairs, as an executor without a shuffle of its own does it."""
+def find_pairs_by_shuffle(run_all: RunAll, join: Join) -> None:
+    """Writes the pairs of a join to join.pairs, for an executor without a built-in shuffle."""
     is_verified = join.threshold is not None
     folder = lambda name: f"{join.folder}/{name}"
     out = folder("keys/pairs") if is_verified else join.pairs
     count = num_partitions(16 * join.keys, join.memory_bytes)
-    by_key = Exchange(join, folder("keys"), join.blocks, count, out=out, memory_bytes=join.memory_bytes)
-    found = sum(exchange(run_all, by_key, merge_records, leave_pairs))
+    by_key = Shuffle(join, folder("keys"), join.blocks, count, out=out, memory_bytes=join.memory_bytes)
+    found = sum(run_shuffle(run_all, by_key, merge_records, write_pairs))
     if not is_verified:
         return
     width = 2 + record_width(join)
     count = num_partitions(8 * width * found, join.memory_bytes)
-    by_first = Exchange(
-        Files(out),
+    by_first = Shuffle(
+        ShuffleOutput(out),
         folder("firsts"),
         by_key.outputs,
         count,
@@ -178,64 +178,66 @@ def pairs_by_exchange(run_all: RunAll, join: Join) -> None:
         options=(join,),
         memory_bytes=join.memory_bytes,
     )
-    for _ in exchange(run_all, by_first, merge_records, leave_attached):
+    for _ in run_shuffle(run_all, by_first, merge_records, write_attached_signatures):
         pass
-    by_item = by_first._replace(source=Files(by_first.out), folder=folder("items"), inputs=count, out=join.pairs)
-    for _ in exchange(run_all, by_item, merge_records, leave_verified):
+    by_item = by_first._replace(
+        source=ShuffleOutput(by_first.out), folder=folder("items"), inputs=count, out=join.pairs
+    )
+    for _ in run_shuffle(run_all, by_item, merge_records, write_verified_pairs):
         pass
 
 
-def leave_pairs(call: Exchange) -> int:
-    """The last level by keys: leaves the pairs of a range. Returns how many.
+def write_pairs(task: Shuffle) -> int:
+    """Writes the pairs of a key range, in the last level by keys. Returns their number.
 
-    uint64[k, 2]: an item, and the first of those that have a key in common with it; the other way round for candidates.
+    uint64[k, 2]: an item, and the first item that shares a key with it; reversed for candidates.
     """
-    path, neighbours = call.path(call.level, call.number, ".npy"), call.source.neighbours
+    path, neighbours = task.path(task.level, task.number, ".npy"), task.source.neighbours
 
     def found_parts() -> Iterator[np.ndarray]:
-        for pairs in pairs_of_parts(merged(runs_of(call), call.most(PAIRING_BYTES)), neighbours):
-            yield pairs if call.source.threshold is None else sorted_once(pairs[:, ::-1])
+        for pairs in pair_chunks(merge_runs(input_runs(task), task.max_records(PAIRING_BYTES)), neighbours):
+            yield pairs if task.source.threshold is None else sort_unique(pairs[:, ::-1])
 
-    return leave_once(path, lambda: save_sorted(path, found_parts(), call.most(WORK * 16)))
+    return write_once(path, lambda: save_sorted(path, found_parts(), task.max_records(MEMORY_FACTOR * 16)))
 
 
-def leave_attached(call: Exchange) -> int:
-    """The last level by firsts: leaves (item, first, signature of the first), sorted by item."""
-    path, (join,) = call.path(call.level, call.number, ".npy"), call.options
+def write_attached_signatures(task: Shuffle) -> int:
+    """Writes (item, first, signature of the first), sorted by item, in the last level by first items."""
+    path, (join,) = task.path(task.level, task.number, ".npy"), task.options
     width = 2 + record_width(join)
-    most = call.most(WORK * 8 * width)
+    max_rows = task.max_records(MEMORY_FACTOR * 8 * width)
 
     def found_parts() -> Iterator[np.ndarray]:
         signatures = join.signatures()
-        for pairs in merged(runs_of(call), most):
-            found = packed(signatures(pairs[:, 0])).reshape(len(pairs), width - 2)
-            yield sorted_once(np.column_stack([pairs[:, ::-1], found]))
+        for pairs in merge_runs(input_runs(task), max_rows):
+            found = pack_signatures(signatures(pairs[:, 0])).reshape(len(pairs), width - 2)
+            yield sort_unique(np.column_stack([pairs[:, ::-1], found]))
 
-    return leave_once(path, lambda: save_sorted(path, found_parts(), most))
+    return write_once(path, lambda: save_sorted(path, found_parts(), max_rows))
 
 
-def leave_verified(call: Exchange) -> int:
-    """The last level by items: leaves those pairs whose signatures are alike, uint64[k, 2]."""
-    path, (join,) = call.path(call.level, call.number, ".npy"), call.options
+def write_verified_pairs(task: Shuffle) -> int:
+    """Writes the pairs whose signatures are similar, uint64[k, 2], in the last level by items."""
+    path, (join,) = task.path(task.level, task.number, ".npy"), task.options
 
     def found_parts() -> Iterator[np.ndarray]:
         signatures = join.signatures()
-        for records in merged(runs_of(call), call.most(WORK * 8 * (2 + record_width(join)))):
-            own = signatures(records[:, 0])
-            other = np.ascontiguousarray(records[:, 2:]).view(np.uint32)[:, : own.shape[1]]
-            yield records[alike(own, other, join.threshold), :2]
+        for records in merge_runs(input_runs(task), task.max_records(MEMORY_FACTOR * 8 * (2 + record_width(join)))):
+            item_signatures = signatures(records[:, 0])
+            first_signatures = np.ascontiguousarray(records[:, 2:]).view(np.uint32)[:, : item_signatures.shape[1]]
+            yield records[is_similar(item_signatures, first_signatures, join.threshold), :2]
 
-    return leave_once(path, lambda: save_rows(path, found_parts()))
+    return write_once(path, lambda: save_rows(path, found_parts()))
 
 
-def packed(signatures: np.ndarray) -> np.ndarray:
-    """uint64[k, record_width]: the numbers of signatures two by two, the last perhaps with a zero."""
+def pack_signatures(signatures: np.ndarray) -> np.ndarray:
+    """Returns uint64[k, record_width], signatures packed two numbers to one and padded with zeros."""
     even = np.pad(signatures, ((0, 0), (0, signatures.shape[1] % 2)))
     return np.ascontiguousarray(even).view(np.uint64)
 
 
 def record_width(join: Join) -> int:
-    """How many numbers of 64 bits a signature takes."""
+    """Returns the number of 64-bit numbers in a signature."""
     base = blocks_of(join.work, join.number)[0]
     return -(-open_array(signatures_path(sketch_path(base, join.name))).shape[1] // 2)
 
@@ -243,37 +245,41 @@ def record_width(join: Join) -> int:
 def apply_joins(
     cfg: PrepareConfig, folders: dict[str, pathlib.Path], block: int, documents: Sequence[Document], tally: Tally
 ) -> list[Document]:
-    """The documents of a block without what the joins found, which all saw it as it is given.
+    """Returns the documents of a block without the duplicates that the joins of one pass found.
 
-    folders: of each join, in order; what one has dropped, the next does not count.
+    folders: of each join, in order; a document that one join drops is not counted by the next.
     """
-    places = np.arange(len(documents))  # of the documents that are left, in the block as the joins saw it
-    left = list(documents)
+    places = np.arange(len(documents))  # indices, in the block as the joins saw it, of the documents that remain
+    remaining = list(documents)
     for join, folder in folders.items():
         removed = open_array(folder / "removed.npy")
-        inside = of_block(removed[0], block)
-        owners = parts(removed[0, inside]).places
+        rows = block_slice(removed[0], block)
+        owners = split_items(removed[0, rows]).places
         if join == "line_dedup":
             owners, lines = lines_at(documents, owners)
-        now = np.searchsorted(places, owners)
-        still = (now < len(places)) & (places[np.minimum(now, len(places) - 1)] == owners) if len(places) else []
+        positions = np.searchsorted(places, owners)
+        remains = (
+            (positions < len(places)) & (places[np.minimum(positions, len(places) - 1)] == owners)
+            if len(places)
+            else []
+        )
         if join == "line_dedup":
-            outcomes = cut_lines(left, now[still], lines[still], cfg.line_dedup)
+            outcomes = cut_lines(remaining, positions[remains], lines[remains], cfg.line_dedup)
         else:
-            outcomes = drop_documents(left, now[still], REASONS[join])
+            outcomes = drop_documents(remaining, positions[remains], REASONS[join])
         places = places[[outcome.document is not None for outcome in outcomes]]
-        left = tally.take(join, left, outcomes)
-    return left
+        remaining = tally.record(join, remaining, outcomes)
+    return remaining
 
 
 def cluster_facts(join: str, found: dict[str, Any], bases: Sequence[str]) -> dict[str, Any]:
-    """How large the groups of duplicates in the blocks at `bases` are, and the largest of them, for the report.
+    """Returns the histogram of group sizes and excerpts of the largest groups, for the report.
 
-    found: of find_duplicates.
+    found: of find_duplicates. bases: path prefixes of the blocks.
     """
     groups = []
     for keeper, size in found["largest"]:
-        block, place = (int(part[0]) for part in parts(np.array([keeper], np.uint64)))
+        block, place = (int(part[0]) for part in split_items(np.array([keeper], np.uint64)))
         if join == "line_dedup":
             documents = from_table(read_table(pathlib.Path(f"{bases[block]}.arrow")))
             ((owner,), (line,)) = lines_at(documents, np.array([place]))

@@ -1,4 +1,4 @@
-"""Trains the learned filter on its examples before the first pass, and keeps it in the work folder."""
+"""Trains the quality classifier on its examples before the first pass, and saves it in the work folder."""
 
 import dataclasses
 import pathlib
@@ -20,30 +20,30 @@ WEIGHTS = "classifier.weights"
 
 
 def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignored) -> list[str]:
-    """The files that the learned filter is made of: its examples, or its weights.
+    """Returns the input files of the classifier: its examples, or its weights.
 
-    say: as of list_files. Raises BadInput for missing ones, and for a file of good examples that is also of bad ones.
+    say: as in list_files. Raises BadInput for missing files, and for a file that is in both good and bad examples.
     """
-    learned = cfg.classifier
+    classifier_cfg = cfg.classifier
     if "classifier" not in cfg.stages:
         return []
-    if learned.weights:
-        if not (path := pathlib.Path(learned.weights).expanduser()).is_file():
+    if classifier_cfg.weights:
+        if not (path := pathlib.Path(classifier_cfg.weights).expanduser()).is_file():
             raise BadInput(
-                f"classifier.weights={learned.weights} does not exist; name another, or examples to train on"
+                f"classifier.weights={classifier_cfg.weights} does not exist; name another, or examples to train on"
             )
         return [str(path)]
-    good, bad = ([file.path for file in files_of(cfg, kind, say)] for kind in ("good", "bad"))
+    good, bad = ([file.path for file in list_examples(cfg, kind, say)] for kind in ("good", "bad"))
     same = {identity(path): path for path in good}
     if twice := [path for path in bad if identity(path) in same]:
         raise BadInput(
-            f"{twice[0]} of classifier.bad is in classifier.good, as {same[identity(twice[0])]}; take it out of one"
+            f"{twice[0]} of classifier.bad is in classifier.good, as {same[identity(twice[0])]}; remove it from one"
         )
     return [*good, *bad]
 
 
-def files_of(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ignored) -> list[SourceFile]:
-    """The files of the good or of the bad examples. say: as of list_files."""
+def list_examples(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ignored) -> list[SourceFile]:
+    """Returns the files of the good or the bad examples. say: as in list_files."""
     files, problems = list_files(getattr(cfg.classifier, kind), f"classifier.{kind}", kind, say=say)
     problems += filter(None, map(no_text_problem, files))
     if problems:
@@ -51,15 +51,15 @@ def files_of(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ignored
     return files
 
 
-def trained_filter(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress) -> dict[str, Any] | None:
-    """What train_classifier says of the model that it has left in the work folder; None where none is to be trained."""
+def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress) -> dict[str, Any] | None:
+    """Trains the classifier unless it is done. Returns the facts of train_classifier, or None if none is trained."""
     if "classifier" not in cfg.stages or cfg.classifier.weights:
         return None
     path, done = folder / WEIGHTS, folder / f"{WEIGHTS}.done.json"
     if (facts := read_done(done)) is None:
         progress.begin("training the classifier", 1)
         seen: Counter = Counter()
-        good, bad = (texts(cfg, files_of(cfg, kind), seen) for kind in ("good", "bad"))
+        good, bad = (read_texts(cfg, list_examples(cfg, kind), seen) for kind in ("good", "bad"))
         try:
             content, facts = train_classifier(good, bad, cfg.classifier)
         finally:
@@ -69,14 +69,14 @@ def trained_filter(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress)
         mark_done(done, facts, [path])
         progress.end()
     progress.say(
-        f"classifier: of held-out examples {facts['accuracy']:.1%} are told right at 0.5 (each kind counts the same), "
-        f"ROC AUC {facts['auc']:.3f}"
+        f"classifier: of held-out examples {facts['accuracy']:.1%} are classified correctly at 0.5 (balanced "
+        f"accuracy), ROC AUC {facts['auc']:.3f}"
     )
     return facts
 
 
-def texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -> Iterator[str]:
-    """The texts of the files, read by the settings of the recipe. seen: counts documents, bytes, what is skipped."""
+def read_texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -> Iterator[str]:
+    """Yields the texts of the files, read with the recipe's settings. seen: counts documents, bytes and skips."""
     for file in files:
         for document in read_file(file, cfg.read, seen):
             seen.update(documents=1, bytes=document.size)
@@ -84,8 +84,8 @@ def texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -> Ite
 
 
 def with_weights(cfg: PrepareConfig, folder: pathlib.Path) -> PrepareConfig:
-    """The recipe as the passes run it: with the weights in the work folder, where they were trained on examples."""
+    """Returns the recipe of the passes: with the weights in the work folder, if they were trained on examples."""
     if "classifier" not in cfg.stages or cfg.classifier.weights:
         return cfg
-    learned = dataclasses.replace(cfg.classifier, weights=str(folder / WEIGHTS), good=(), bad=())
-    return dataclasses.replace(cfg, classifier=learned)
+    classifier_cfg = dataclasses.replace(cfg.classifier, weights=str(folder / WEIGHTS), good=(), bad=())
+    return dataclasses.replace(cfg, classifier=classifier_cfg)

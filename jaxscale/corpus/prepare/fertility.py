@@ -11,8 +11,8 @@ from jaxscale.text.document import Document
 from jaxscale.text.tokenizer.base import Tokenizer
 
 
-class Row(NamedTuple):
-    """A line of the report. A ratio with nothing below the line is None."""
+class FertilityRow(NamedTuple):
+    """One line of the report. A ratio with a zero denominator is None."""
 
     source: str
     language: str
@@ -21,15 +21,15 @@ class Row(NamedTuple):
     bytes_per_token: float | None
     tokens_per_word: float | None
     fallback_share: float | None  # of tokens: bytes of a longer character, or unknown
-    returned_share: float | None  # of documents: the text comes back as it was
-    vocabulary_share: float | None  # of ids that text can give
+    returned_share: float | None  # of documents whose text is unchanged after encoding and decoding
+    vocabulary_share: float | None  # of ids that text can produce
 
 
-Sums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts, which ids were seen, as packed bits]
+Sums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts, packed bits of the ids seen]
 
 
 def measure(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[Any]]:
-    """Counts by source and language, as plain data for `add_measured`. Texts are decoded again, so give a sample."""
+    """Returns counts by source and language, as plain data for `add_measured`. Decodes every text, so pass a sample."""
     block = tokenizer.encode_block([document.text for document in documents])
     sums: Sums = {}
     for document, words, ids in zip(documents, hash_words(documents), block.split(), strict=True):
@@ -42,37 +42,37 @@ def measure(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[An
 
 
 def add(sums: Sums, key: tuple[str, str], counts: Sequence[int], bits: np.ndarray) -> None:
-    """Adds the counts to those of the key."""
+    """Adds counts to those of the key."""
     total = sums.setdefault(key, [np.zeros(len(counts), np.int64), np.zeros_like(bits)])
     total[0] += counts
     total[1] |= bits
 
 
 def add_measured(sums: Sums, measured: Iterable[Sequence[Any]]) -> None:
-    """Adds what `measure` returned for a block."""
+    """Adds the result of `measure` for a block."""
     for source, language, *counts, bits in measured:
         add(sums, (source, language), counts, np.frombuffer(base64.b64decode(bits), np.uint8))
 
 
-def rows(measured: Iterable[Sequence[Any]], tokenizer: Tokenizer) -> list[Row]:
-    """rows_of what `measure` returned for any number of blocks in any order."""
+def rows(measured: Iterable[Sequence[Any]], tokenizer: Tokenizer) -> list[FertilityRow]:
+    """Returns sum_rows for results of `measure` in any order."""
     sums: Sums = {}
     add_measured(sums, measured)
-    return rows_of(sums, tokenizer)
+    return sum_rows(sums, tokenizer)
 
 
-def rows_of(sums: Sums, tokenizer: Tokenizer) -> list[Row]:
-    """A row for each source and language, in order of their names, and if there are several the sum of all, last."""
+def sum_rows(sums: Sums, tokenizer: Tokenizer) -> list[FertilityRow]:
+    """Returns a row for each source and language, sorted, and last the sum if there are several."""
     named = [(*key, *sums[key]) for key in sorted(sums)]
     if len(named) > 1:
         counts, packed = (list(column) for column in zip(*sums.values()))
         named.append(("all", "", np.sum(counts, axis=0), np.bitwise_or.reduce(packed)))
-    of_text = tokenizer.token_bytes > 0
+    is_text_id = tokenizer.token_bytes > 0
     found = []
     for source, language, counts, packed in named:
         documents, text_bytes, words, tokens, fallback, returned = counts.tolist()
-        used = np.unpackbits(packed, count=tokenizer.vocab_size).astype(bool) & of_text
+        used = np.unpackbits(packed, count=tokenizer.vocab_size).astype(bool) & is_text_id
         ratios = ((text_bytes, tokens), (tokens, words), (fallback, tokens), (returned, documents))
-        ratios += ((int(used.sum()), int(of_text.sum())),)
-        found.append(Row(source, language, documents, tokens, *(a / b if b else None for a, b in ratios)))
+        ratios += ((int(used.sum()), int(is_text_id.sum())),)
+        found.append(FertilityRow(source, language, documents, tokens, *(a / b if b else None for a, b in ratios)))
     return found

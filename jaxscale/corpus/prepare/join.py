@@ -1,14 +1,12 @@
-"""Sort-merge join over the sketches of all blocks: items with equal keys, one key range at a time.
+"""Sort-merge join over the sketches of all blocks: finds items with equal keys, one key range at a time.
 
-A block is sketched wherever there is a free process; its file holds (key, item) sorted by key. exchange.py brings equal
-keys together, a range of keys to a task. What is found depends neither on the number of ranges nor on the order in
-which blocks are done.
+A block's sketch is a file of (key, item) sorted by key. shuffle.py partitions all sketches by key range, a task
+for each. The result depends neither on the number of ranges nor on the order in which blocks finish.
 
-A block's number is its place in the list of files, which nobody knows when a block is sketched: files say block 0.
-An item is numbered block << 32 | its place in the block, a document's or a line's: in the order of the input, so the
-first copy is the one with the smallest number.
+An item is block << 32 | index of the document or line in the block, so items are in input order and the first copy has
+the smallest item. Sketch files store block 0, since a block's number is unknown when it is sketched.
 
-The copies of one key are always in one partition, however many, which records.py takes a part at a time.
+All copies of a key are in one partition; records.py reads a partition in parts that fit in memory.
 """
 
 import os
@@ -22,66 +20,66 @@ from jaxscale.corpus.curate.hashes import Sketch
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import replacing
 
-BLOCK_BITS, PLACE_BITS = 32, 32  # 64 PiB in blocks of 16 MiB, and no block has as many lines
-MOST_BLOCKS, WAY_OUT = 1 << BLOCK_BITS, "pack small files together, or take a larger block_bytes"
-MEMORY_BYTES = 256 << 20  # of a partition of a join, in each process
-WORK = 4  # bytes of memory per byte of a partition
+BLOCK_BITS, PLACE_BITS = 32, 32  # 64 PiB in blocks of 16 MiB; no block has 2^32 lines
+MAX_BLOCKS, BLOCK_LIMIT_FIX = 1 << BLOCK_BITS, "pack small files together, or take a larger block_bytes"
+MEMORY_BYTES = 256 << 20  # per process, for one partition of a join
+MEMORY_FACTOR = 4  # bytes of memory per byte of a partition
 
 ReadSignatures = Callable[[np.ndarray], np.ndarray]  # items -> uint32[items, permutations] of their documents
 
 
-class Parts(NamedTuple):
-    """Of each item, where it is."""
+class ItemPositions(NamedTuple):
+    """Block and index in the block of each item."""
 
     blocks: np.ndarray  # int64[k]
-    places: np.ndarray  # int64[k]: of the document in the block, or of the line
+    places: np.ndarray  # int64[k]: index of the document or line in the block
 
 
 def item_numbers(block: int, places: Any) -> np.ndarray:
-    """uint64[n]: the items of a block. Raises BadInput where a number has too many bits."""
+    """Returns uint64[n], the items of a block. Raises BadInput if a number needs too many bits."""
     places = np.asarray(places, np.uint64)
     for name, value, bits in (("block", block, BLOCK_BITS), ("place in a block", places.max(initial=0), PLACE_BITS)):
         if not 0 <= int(value) < 1 << bits:
-            raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; {WAY_OUT}")
+            raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; {BLOCK_LIMIT_FIX}")
     return np.uint64(block) << np.uint64(PLACE_BITS) | places
 
 
-def parts(items: np.ndarray) -> Parts:
-    """(blocks, places) of the items, the inverse of item_numbers."""
+def split_items(items: np.ndarray) -> ItemPositions:
+    """Returns (blocks, places) of the items, the inverse of item_numbers."""
     blocks, places = items >> np.uint64(PLACE_BITS), items & np.uint64((1 << PLACE_BITS) - 1)
-    return Parts(blocks.astype(np.int64), places.astype(np.int64))
+    return ItemPositions(blocks.astype(np.int64), places.astype(np.int64))
 
 
-def of_block(items: np.ndarray, block: int) -> slice:
-    """The slice of sorted items that lies in a block."""
+def block_slice(items: np.ndarray, block: int) -> slice:
+    """Returns the slice of sorted items that belong to a block."""
     first, last = np.uint64(block << PLACE_BITS), np.uint64((block + 1 << PLACE_BITS) - 1)
     return slice(int(np.searchsorted(items, first)), int(np.searchsorted(items, last, side="right")))
 
 
 def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
-    """Writes a block's sketch, whole or not at all: uint64[m, 2] keys and items, sorted, as a .npy file.
+    """Writes a block's sketch atomically: uint64[m, 2] of sorted (key, item), as a .npy file.
 
-    Signatures lie beside it (signatures_path) and are written first, so where the sketch is, they are.
+    Signatures are in a second file (signatures_path), which is written first: a sketch implies its signatures.
     """
     rows = np.stack([sketch.keys, item_numbers(0, sketch.places)], axis=1)
     if sketch.signatures is not None:
-        save_whole(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
-    save_whole(pathlib.Path(path), sorted_once(rows))
+        save_array(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
+    save_array(pathlib.Path(path), sort_unique(rows))
 
 
 def signatures_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Where the signatures of the sketch at `path` are: x.npy has x.signatures.npy."""
+    """Returns the path of the signatures of a sketch: x.signatures.npy for x.npy."""
     return pathlib.Path(path).with_suffix(".signatures.npy")
 
 
-def save_whole(path: pathlib.Path, array: np.ndarray) -> None:
-    """Writes a .npy file such that a reader, or a crash at any moment, sees all of it or nothing."""
+def save_array(path: pathlib.Path, array: np.ndarray) -> None:
+    """Writes a .npy file atomically."""
     with replacing(path) as file:
         np.save(file, array, allow_pickle=False)
 
 
 def open_array(path: str | os.PathLike[str]) -> np.memmap:
-    """The array of a .npy file, memory-mapped. Raises BadInput that names the file if it is damaged."""
+    """Returns the array of a .npy file, memory-mapped. Raises BadInput naming the file if it is damaged."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -91,76 +89,73 @@ def open_array(path: str | os.PathLike[str]) -> np.memmap:
 
 
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:
-    """How many partitions keep the join of sketch files of total_bytes within memory_bytes.
+    """Returns the number of partitions with which the join of total_bytes of sketches fits in memory_bytes.
 
-    Keys are hashes, so partitions are equal but for chance, for which a fifth is left free, and for keys with very many
-    copies, whose partition is taken a part at a time.
+    Keys are hashes, so partition sizes differ only by chance, for which 20% is left free; a key with very many copies
+    is read in parts.
     """
-    return max(1, -(-total_bytes * WORK * 5 // (memory_bytes * 4)))
+    return max(1, -(-total_bytes * MEMORY_FACTOR * 5 // (memory_bytes * 4)))
 
 
-def pairs_of_keys(rows: np.ndarray, neighbours: int = 0) -> np.ndarray:
-    """uint64[k, 2], sorted and each once: (item, first) of each key with several items, each later one with the first.
+def pair_equal_keys(rows: np.ndarray, neighbours: int = 0) -> np.ndarray:
+    """Returns uint64[k, 2], sorted and unique: (item, first item of its key) for each repeated key.
 
-    Args: rows: uint64[n, 2], (key, item), sorted and each once. neighbours: pair each item also with so many before it
-    of the same key. Needed where equal keys only make candidates: if the first of a bucket is unlike the others, those
-    others still meet.
+    Args: rows: uint64[n, 2], sorted and unique (key, item). neighbours: also pair each item with as many earlier
+    items of its key. Needed for candidates: if the first of a bucket differs from the others, the others still meet.
     """
     new = np.ones(len(rows), bool)
     new[1:] = rows[1:, 0] != rows[:-1, 0]
-    several = ~new
-    several[:-1] |= ~new[1:]
-    items, new = rows[several, 1], new[several]  # few
+    repeated = ~new
+    repeated[:-1] |= ~new[1:]
+    items, new = rows[repeated, 1], new[repeated]  # few
     starts, places = np.flatnonzero(new), np.arange(len(items))
     first = np.repeat(starts, np.diff(np.append(starts, len(items))))
     later, earlier = [places[~new]], [first[~new]]
     for distance in range(1, neighbours + 1):
-        reach = places - distance > first  # the first itself is paired already
+        reach = places - distance > first  # the first item is paired above
         later.append(places[reach])
         earlier.append(places[reach] - distance)
-    return sorted_once(np.stack([items[np.concatenate(later)], items[np.concatenate(earlier)]], axis=1))
+    return sort_unique(np.stack([items[np.concatenate(later)], items[np.concatenate(earlier)]], axis=1))
 
 
-def pairs_of_parts(parts: Iterable[np.ndarray], neighbours: int = 0) -> Iterator[np.ndarray]:
-    """The pairs of each part of such rows, and of it with those before: a key may go on in the next one."""
+def pair_chunks(parts: Iterable[np.ndarray], neighbours: int = 0) -> Iterator[np.ndarray]:
+    """Yields the pairs within each part and with the part before, since a key may continue in the next part."""
     before = np.zeros((0, 2), np.uint64)
     for part in parts:
         rows = np.concatenate([before, part])
-        yield pairs_of_keys(rows, neighbours)
+        yield pair_equal_keys(rows, neighbours)
         last = rows[rows[:, 0] == rows[-1:, 0]]
         before = np.concatenate([last[:1], last[max(1, len(last) - neighbours) :]])
 
 
-def sorted_once(rows: np.ndarray) -> np.ndarray:
-    """The rows, uint64[k, width], sorted by their first two numbers; each once, by the same two."""
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]  # which merges what is sorted already
+def sort_unique(rows: np.ndarray) -> np.ndarray:
+    """Returns the rows, uint64[k, width], sorted and unique by their first two numbers."""
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]  # stable sort merges sorted runs in linear time
     same = rows[1:, 0] == rows[:-1, 0]
     if np.any(same & (rows[1:, 1] < rows[:-1, 1])):
         rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    again = np.flatnonzero(same & (rows[1:, 1] == rows[:-1, 1])) + 1
-    return np.delete(rows, again, axis=0) if len(again) else rows
+    duplicates = np.flatnonzero(same & (rows[1:, 1] == rows[:-1, 1])) + 1
+    return np.delete(rows, duplicates, axis=0) if len(duplicates) else rows
 
 
-def group_pairs(items: np.ndarray, neighbours: int, most: int) -> Iterator[np.ndarray]:
-    """Yields the pairs of one key's items in any order, of so many items at a time, for engines that group.
+def group_pairs(items: np.ndarray, neighbours: int, max_items: int) -> Iterator[np.ndarray]:
+    """Yields the pairs of one key's items given in any order, `max_items` at a time.
 
-    A pair that spans two parts may come twice.
+    A pair that spans two parts may occur twice.
     """
     items = np.sort(items)
-    rows = (items[begin : begin + most] for begin in range(0, len(items), most))
-    yield from pairs_of_parts((np.stack([np.zeros_like(part), part], axis=1) for part in rows), neighbours)
+    rows = (items[begin : begin + max_items] for begin in range(0, len(items), max_items))
+    yield from pair_chunks((np.stack([np.zeros_like(part), part], axis=1) for part in rows), neighbours)
 
 
 def signature_reader(sketch_of: Callable[[int], str | os.PathLike[str]]) -> ReadSignatures:
-    """A function from items to the signatures of their documents, out of the files beside the blocks' sketches.
+    """Returns a function from items to the signatures of their documents.
 
-    Each block is opened once at each call, so items should come in their order.
-
-    sketch_of: the path of a block's sketch.
+    sketch_of: path of a block's sketch. Each call opens each block once, so sorted items are fastest.
     """
 
     def read(items: np.ndarray) -> np.ndarray:
-        blocks, documents = parts(items)
+        blocks, documents = split_items(items)
         order = np.lexsort((documents, blocks))
         starts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
         rows = [places for places in np.split(order, starts[1:]) if len(places)]
@@ -175,20 +170,20 @@ def signature_reader(sketch_of: Callable[[int], str | os.PathLike[str]]) -> Read
     return read
 
 
-def alike(left: np.ndarray, right: np.ndarray, threshold: float) -> np.ndarray:
-    """bool[n]: whether row i of both, uint32[n, permutations], is equal in at least this share of its numbers.
+def is_similar(left: np.ndarray, right: np.ndarray, threshold: float) -> np.ndarray:
+    """Returns bool[n], True where rows of two uint32[n, permutations] agree in at least a share `threshold` of numbers.
 
-    That share estimates the Jaccard similarity of two documents by their signatures (Broder, 1997); its standard error
-    is at most 0.5 / sqrt(permutations).
+    The share estimates the Jaccard similarity of two documents (Broder, 1997) with a standard error of at most
+    0.5 / sqrt(permutations).
     """
-    return np.count_nonzero(left == right, axis=1) >= threshold * left.shape[1] - 1e-9  # 0.7 * 10 is above 7
+    return np.count_nonzero(left == right, axis=1) >= threshold * left.shape[1] - 1e-9  # float 0.7 * 10 exceeds 7
 
 
 def components(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(items, keepers), uint64[k] each, sorted: each item that is linked to smaller ones, with the smallest of them.
+    """Returns (items, keepers), uint64[k] each, sorted: each item linked to smaller ones, and the smallest of them.
 
-    These are the connected components of the pairs: each root is hooked on to the smallest root that it is paired with,
-    then all paths are shortened (Shiloach and Vishkin, 1982), until no pair joins two roots.
+    Connected components by hooking and pointer jumping (Shiloach and Vishkin, 1982): each root is attached to the
+    smallest root that it is paired with and all paths are shortened, until no pair joins two roots.
     """
     nodes = np.unique(np.concatenate([items, firsts]))
     left, right = np.searchsorted(nodes, items), np.searchsorted(nodes, firsts)
@@ -198,7 +193,7 @@ def components(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.nd
         while not np.array_equal(shorter := root[root], root):
             root = shorter
         left, right = root[left], root[right]
-        apart = left != right
-        left, right = left[apart], right[apart]
+        is_unmerged = left != right
+        left, right = left[is_unmerged], right[is_unmerged]
     linked = root != np.arange(len(nodes))
     return nodes[linked], nodes[root[linked]]

@@ -1,4 +1,4 @@
-"""Runs the tasks of a preparation on all cores of this machine, each in a process that ends with its parent."""
+"""Runs the tasks of a preparation on all cores of this machine, in processes that end with their parent."""
 
 import concurrent.futures
 import itertools
@@ -12,56 +12,56 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from jaxscale.corpus.prepare.dedup import Join, pairs_by_exchange
-from jaxscale.corpus.prepare.exchange import Exchange
-from jaxscale.corpus.prepare.tokens import shards_by_exchange
+from jaxscale.corpus.prepare.dedup import Join, find_pairs_by_shuffle
+from jaxscale.corpus.prepare.shuffle import Shuffle
+from jaxscale.corpus.prepare.tokens import write_shards_by_shuffle
 from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import require_open_files
 
 WATCH_SECONDS = 1.0
-PIPES = 2  # to each process: one to start it, one that shows when it has ended
-AHEAD = 4  # calls given out for each process: none waits, and few results pile up
+PIPES = 2  # for each process: one to start it, one that shows that it ended
+TASKS_AHEAD = 4  # tasks submitted per process: none idles, and few results accumulate
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "ARROW_NUM_THREADS")
 
 
 class LocalExecutor:
-    """All cores of this machine, or as many processes as are wanted; see dedup.Executor. To be closed."""
+    """dedup.Executor with `workers` processes on this machine. Close it after use."""
 
     def __init__(self, workers: int):
         self.workers = workers
         self.context = RecordedContext()
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
 
-    def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
-        """Yields function(call) of all calls as they are done, in any order. With one worker, in this process.
+    def run_all(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+        """Yields function(task) of all tasks as they finish, in any order. With one worker, in this process.
 
-        Raises: BadInput where a call raised one for people, or a process was killed; whatever else a call raised.
+        Raises: BadInput if a task raised it or a process was killed; otherwise what the task raised.
         """
-        if self.workers == 1 or len(calls) == 1:
-            yield from map(function, calls)
+        if self.workers == 1 or len(tasks) == 1:
+            yield from map(function, tasks)
             return
         try:
             self.pool = self.pool or start_pool(self.workers, self.context)
-            yield from in_window(self.pool, function, calls, AHEAD * self.workers)
+            yield from run_windowed(self.pool, function, tasks, TASKS_AHEAD * self.workers)
         except BrokenProcessPool:
             raise BadInput(
-                "a worker process was killed, by hand or for want of memory; run the same command again to go on, with "
-                "fewer --workers or a smaller --config.block_bytes if it happens again"
+                "a worker process was killed, by a signal or for lack of memory; run the same command again to resume, "
+                "with fewer --workers or a smaller --config.block_bytes if it happens again"
             ) from None
 
     def find_pairs(self, join: Join) -> None:
-        """Leaves the pairs of a join below join.pairs."""
-        pairs_by_exchange(self.run_all, join)
+        """Writes the pairs of a join below join.pairs."""
+        find_pairs_by_shuffle(self.run_all, join)
 
-    def write_shards(self, shards: Exchange) -> Iterator[str]:
-        """Yields the name of each shard when it is written."""
-        return shards_by_exchange(self.run_all, shards)
+    def write_shards(self, shards: Shuffle) -> Iterator[str]:
+        """Yields the name of each finished shard."""
+        return write_shards_by_shuffle(self.run_all, shards)
 
     def __enter__(self) -> "LocalExecutor":
         return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
-        """Ends the processes: at once where something went wrong."""
+        """Stops the processes, immediately after an error."""
         if self.pool is None:
             return
         self.pool.shutdown(wait=kind is None, cancel_futures=True)
@@ -71,28 +71,28 @@ class LocalExecutor:
 
 
 class RecordedContext(multiprocessing.context.SpawnContext):
-    """Spawns processes, and knows which: whoever calls us from Python may have others of its own."""
+    """Spawn context that records its processes: a Python caller may have other children."""
 
     def __init__(self):
         self.started: list[multiprocessing.process.BaseProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> multiprocessing.process.BaseProcess:
-        """A process that is not started yet."""
+        """Returns a process that is not started."""
         self.started.append(super().Process(*args, **kwargs))
         return self.started[-1]
 
 
 def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.ProcessPoolExecutor:
-    """A pool of processes with one thread each: the processes are the parallelism.
+    """Returns a pool of single-threaded processes.
 
-    Raises BadInput where the system allows fewer open files than so many processes need.
+    Raises BadInput if the limit on open files is too low for this many processes.
     """
     require_open_files(PIPES * workers, f"pipes to {workers} --workers")
     saved = {name: os.environ.get(name) for name in (*THREADS, "TOKENIZERS_PARALLELISM")}
     os.environ.update(dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"})
     try:
-        pool = concurrent.futures.ProcessPoolExecutor(workers, context, prepare_worker, (os.getpid(),))
-        for future in [pool.submit(os.getpid) for _ in range(workers)]:  # they start, and read the environment, now
+        pool = concurrent.futures.ProcessPoolExecutor(workers, context, init_worker, (os.getpid(),))
+        for future in [pool.submit(os.getpid) for _ in range(workers)]:  # starts them, with this environment
             future.result()
         return pool
     finally:
@@ -100,13 +100,13 @@ def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.Pro
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def in_window(
-    pool: concurrent.futures.Executor, function: Callable[[Any], Any], calls: Sequence[Any], window: int
+def run_windowed(
+    pool: concurrent.futures.Executor, function: Callable[[Any], Any], tasks: Sequence[Any], window: int
 ) -> Iterator[Any]:
-    """Yields results as they complete, with at most `window` calls submitted at a time; raises what a call raised."""
-    left, waiting = iter(calls), set()
+    """Yields results as they complete, with at most `window` tasks submitted at a time; raises what a task raised."""
+    remaining, waiting = iter(tasks), set()
     while True:
-        waiting |= {pool.submit(function, call) for call in itertools.islice(left, window - len(waiting))}
+        waiting |= {pool.submit(function, task) for task in itertools.islice(remaining, window - len(waiting))}
         if not waiting:
             return
         done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -114,8 +114,8 @@ def in_window(
             yield done.pop().result()
 
 
-def prepare_worker(parent: int) -> None:
-    """Leaves Ctrl-C to the parent process, and ends this one when that is gone, however it went and however soon."""
+def init_worker(parent: int) -> None:
+    """Ignores Ctrl-C, which the parent handles, and ends this process when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

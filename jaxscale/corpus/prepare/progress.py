@@ -12,31 +12,31 @@ from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import shown
 
-SECONDS = 0.5  # between two looks at a terminal
-RUNNING = "running"  # the folder, of the work's, with how far pieces of several blocks are
-LINE_SECONDS = 30.0  # and between two lines where there is none
+SECONDS = 0.5  # between updates on a terminal
+RUNNING = "running"  # folder with the progress of pieces that have several blocks
+LINE_SECONDS = 30.0  # between lines elsewhere
 
 
-class Running(NamedTuple):
-    """How far a piece is that is not done."""
+class RunningPiece(NamedTuple):
+    """Progress of an unfinished piece."""
 
-    share: float  # of it that was read
-    kept: float  # by an earlier process
-    documents: int  # by this one
+    share: float  # of the piece that is read
+    resumed: float  # of the piece that an earlier process finished
+    documents: int  # of this process
     bytes: int
 
 
-def read_running(folder: pathlib.Path) -> list[Running]:
-    """How far the pieces are that have told it, in the folder of the work."""
+def read_running(folder: pathlib.Path) -> list[RunningPiece]:
+    """Returns the progress of all unfinished pieces that report it. folder: of the work."""
     found = []
     for path in (folder / RUNNING).glob("*.json"):
-        with contextlib.suppress(OSError, BadInput):  # done in the meantime
-            found.append(Running(*parse_json(path.read_bytes())))
+        with contextlib.suppress(OSError, BadInput):  # finished in the meantime
+            found.append(RunningPiece(*parse_json(path.read_bytes())))
     return found
 
 
 class Progress:
-    """Prints progress: on a terminal one line that is updated, elsewhere a line every half minute."""
+    """Prints progress: one updated line on a terminal, otherwise a line every 30 seconds."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self.stream: TextIO | None = stream or sys.stdout
@@ -44,17 +44,19 @@ class Progress:
         self.on_terminal = self.stream is not None and self.stream.isatty()
         self.title, self.total, self.done, self.since, self.shown = "", 0, 0, 0.0, 0.0
         self.seen = self.judged = self.dropped = self.bytes = self.earlier = 0
-        self.so_far: Callable[[], str] | None = None
-        self.running: Callable[[], Sequence[Running]] = lambda: ()
-        self.lock = threading.Lock()  # between the ticks and everything else that writes
+        self.status: Callable[[], str] | None = None
+        self.running: Callable[[], Sequence[RunningPiece]] = lambda: ()
+        self.lock = threading.Lock()  # of ticks against other output
 
     @contextlib.contextmanager
-    def ticking(self, so_far: Callable[[], str], running: Callable[[], Sequence[Running]] = list) -> Iterator[None]:
-        """Shows the line again and again meanwhile, since one piece can be a large file.
+    def ticking(
+        self, status: Callable[[], str], running: Callable[[], Sequence[RunningPiece]] = list
+    ) -> Iterator[None]:
+        """Updates the line periodically, since one piece can be a large file.
 
-        so_far: what it also tells. running: how far the pieces are that are not done.
+        so_far: more text for the line. running: progress of unfinished pieces.
         """
-        self.so_far, self.running, stop = so_far, running, threading.Event()
+        self.status, self.running, stop = status, running, threading.Event()
 
         def tick() -> None:
             while not stop.wait(SECONDS if self.on_terminal else LINE_SECONDS):
@@ -68,15 +70,15 @@ class Progress:
         finally:
             stop.set()
             thread.join()
-            self.so_far, self.running = None, lambda: ()
+            self.status, self.running = None, lambda: ()
 
     def say(self, line: str) -> None:
-        """Prints a line of its own."""
+        """Prints a separate line."""
         self.wipe()
         self.write(f"{shown(line)}\n")
 
     def begin(self, title: str, total: int) -> None:
-        """Starts a task of `total` pieces."""
+        """Starts a phase of `total` pieces."""
         self.end()
         self.title, self.total, self.done = title, total, 0
         self.seen = self.judged = self.dropped = self.bytes = self.earlier = 0
@@ -87,16 +89,16 @@ class Progress:
             self.say(title)
 
     def add(self, result: Mapping[str, Any] | None) -> None:
-        """Counts a finished piece. result: what work.run returned."""
+        """Counts a finished piece and updates the line if it is due. result: of work.run_task."""
         with self.lock:
             self.count(result)
             if self.clock() - self.shown > (SECONDS if self.on_terminal else LINE_SECONDS):
                 self.show()
 
     def count(self, result: Mapping[str, Any] | None) -> None:
-        """Adds what a piece has done."""
+        """Adds the counts of a finished piece."""
         self.done += 1
-        fresh = not (result or {}).get("was_done")  # what an earlier run did says nothing of our speed
+        fresh = not (result or {}).get("was_done")  # work of an earlier process does not count towards the speed
         self.earlier += not fresh
         before = (result or {}).get("earlier", {}) if fresh else {}
         self.seen -= before.get("documents", 0)
@@ -110,7 +112,7 @@ class Progress:
                 self.dropped += number
 
     def show(self) -> None:
-        """Writes the line now."""
+        """Prints the line now."""
         self.shown = self.clock()
         if self.on_terminal:
             self.write(f"\r\033[K{shown(self.line())}")
@@ -118,7 +120,7 @@ class Progress:
             self.write(f"  {shown(self.line())}\n")
 
     def line(self) -> str:
-        """'pass 1: reading: 12 of 40, 81,000 documents (2,700/s, 8.9 MB/s), 31% dropped, 1:10 left'."""
+        """Returns e.g. 'pass 1: reading: 12 of 40, 81,000 documents (2,700/s, 8.9 MB/s), 31% dropped, 1:10 left'."""
         seconds = max(self.clock() - self.since, 1e-9)
         facts = [f"{self.title}: {self.done:,} of {self.total:,}"]
         running = self.running() if self.done < self.total else ()
@@ -128,16 +130,16 @@ class Progress:
             facts.append(f"{seen:,} documents ({seen / seconds:,.0f}/s, {size / 1e6 / seconds:,.1f} MB/s)")
         if self.judged:
             facts.append(f"{self.dropped / self.judged:.0%} dropped")
-        if self.so_far is not None and self.done < self.total:
-            facts.append(self.so_far())
-        fresh = self.done - self.earlier + sum(one.share - one.kept for one in running)  # pieces in these seconds
+        if self.status is not None and self.done < self.total:
+            facts.append(self.status())
+        fresh = self.done - self.earlier + sum(one.share - one.resumed for one in running)  # pieces of this process
         if fresh > 0 and self.done < self.total:
             left = seconds * (self.total - self.done - sum(one.share for one in running)) / fresh
             facts.append(f"{clock_time(max(left, 0))} left")
         return ", ".join(facts)
 
     def end(self) -> None:
-        """Ends the last task."""
+        """Ends the current phase."""
         if self.title and (self.total > 1 or self.seen):
             self.wipe()
             seconds = self.clock() - self.since
@@ -145,7 +147,7 @@ class Progress:
         self.title = ""
 
     def write(self, text: str) -> None:
-        """Writes text that is safe for a terminal. A full disk ends the reports and not the work."""
+        """Writes text that is safe for a terminal. A full disk ends the progress output, not the work."""
         if self.stream is None:
             return
         try:
@@ -164,7 +166,7 @@ class Progress:
 
 
 def clock_time(seconds: float) -> str:
-    """'4:05', '1:02:03'."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Returns e.g. '4:05' or '1:02:03'."""
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

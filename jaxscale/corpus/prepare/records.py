@@ -1,7 +1,7 @@
-"""Files of records sorted by their first two numbers: cut, merged and written in memory that does not grow with them.
+"""Record files sorted by their first two numbers: split, merged and written in bounded memory.
 
-Where there are more records than memory holds, whoever merges them cuts the runs in two, each by bisection, until a
-part is small enough, and takes one part after the other, however many records have one key.
+Runs with more records than fit in memory are split in two by bisection until a part is small enough, and merged part by
+part, however many records share a key.
 """
 
 import bisect
@@ -15,41 +15,41 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxscale.corpus.prepare.join import open_array, sorted_once
+from jaxscale.corpus.prepare.join import open_array, sort_unique
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import replacing
 
 
 class Run(NamedTuple):
-    """Records of a file that are sorted by their first two numbers: their key, and an item. None is in memory."""
+    """Records in a file, sorted by their first two numbers (key, item). Nothing is read yet."""
 
     path: str
-    start: int  # the first byte
+    start: int  # byte offset of the first record
     count: int
-    width: int  # numbers of 64 bits in a record
-    item: int = 0  # what is missing in the second number of each, which its file does not know
+    width: int  # 64-bit numbers in a record
+    item: int = 0  # ORed into the second number of each record: the block, which sketch files do not store
 
     def numbers(self, file: BinaryIO, place: int) -> tuple[int, int]:
-        """The first two numbers of a record in the open file. Nothing is mapped: its pages would count as memory."""
+        """Returns the first two numbers of a record. pread, since mapped pages would count as memory of the process."""
         key, item = struct.unpack("=2Q", os.pread(file.fileno(), 16, self.start + 8 * self.width * place))
         return key, item | self.item
 
     def middle(self) -> tuple[int, int]:
-        """The first two numbers of the record in the middle."""
+        """Returns the first two numbers of the middle record."""
         with open(self.path, "rb") as file:
             return self.numbers(file, self.count // 2)
 
-    def before(self, numbers: tuple[int, int]) -> int:
-        """How many records have smaller numbers."""
+    def count_before(self, numbers: tuple[int, int]) -> int:
+        """Returns how many records sort before `numbers`."""
         with open(self.path, "rb") as file:
             return bisect.bisect_left(range(self.count), numbers, key=functools.partial(self.numbers, file))
 
-    def between(self, first: int, last: int) -> "Run":
-        """The records from a place up to another."""
+    def slice_run(self, first: int, last: int) -> "Run":
+        """Returns the records in [first, last)."""
         return self._replace(start=self.start + 8 * self.width * first, count=last - first)
 
     def read(self, rows: np.ndarray) -> None:
-        """Fills uint64[count, width]."""
+        """Reads all records into uint64[count, width]."""
         with open(self.path, "rb") as file:
             file.seek(self.start)
             num_bytes = file.readinto(rows.data)
@@ -58,34 +58,34 @@ class Run(NamedTuple):
         rows[:, 1] |= np.uint64(self.item)
 
 
-def run_between(path: pathlib.Path, begin: int, end: int, item: int = 0) -> Run:
-    """The records of a file, uint64[n, width], with keys from begin up to but not including end. item: see Run."""
+def open_run(path: pathlib.Path, begin: int, end: int, item: int = 0) -> Run:
+    """Returns the records of a file, uint64[n, width], with keys in [begin, end). item: see Run."""
     records = open_array(path)
     if records.ndim != 2 or records.shape[1] < 2 or records.dtype != np.uint64:
         raise BadInput(f"{path} holds {records.dtype}{list(records.shape)}, not keys and items; delete it")
     keys = np.asarray(records)[:, 0]
-    first = bisect.bisect_left(keys, begin)  # searchsorted would first copy every key
+    first = bisect.bisect_left(keys, begin)  # searchsorted would copy every key first
     count, width = records.shape
-    whole = Run(str(path), records.offset, count, width, item)
-    return whole.between(first, bisect.bisect_left(keys, end, lo=first))
+    run = Run(str(path), records.offset, count, width, item)
+    return run.slice_run(first, bisect.bisect_left(keys, end, lo=first))
 
 
-def merged(runs: Sequence[Run], most: int) -> Iterator[np.ndarray]:
-    """Yields the records of all runs, sorted by their first two numbers, each once, and at most so many at a time.
+def merge_runs(runs: Sequence[Run], max_rows: int) -> Iterator[np.ndarray]:
+    """Yields the records of all runs, sorted and unique by their first two numbers, at most `max_rows` at a time.
 
-    But equal ones, of which a run has one, are never apart, nor are runs cut whose smallest is the median of all:
-    a part may have up to two records of each run more.
+    Equal records, at most one per run, stay together, and runs whose smallest record is the median of all are not
+    split, so a part may have up to two more records for each run.
     """
     runs = [run for run in runs if run.count] or runs[:1]
-    if sum(run.count for run in runs) > most and (halves := halved(runs)):
+    if sum(run.count for run in runs) > max_rows and (halves := split_at_median(runs)):
         for half in halves:
-            yield from merged(half, most)
+            yield from merge_runs(half, max_rows)
         return
-    yield sorted_once(in_memory(runs))
+    yield sort_unique(read_runs(runs))
 
 
-def in_memory(runs: Sequence[Run]) -> np.ndarray:
-    """uint64[k, width]: the records of all runs, one after another."""
+def read_runs(runs: Sequence[Run]) -> np.ndarray:
+    """Returns uint64[k, width], the concatenated records of all runs."""
     rows, begin = np.empty((sum(run.count for run in runs), runs[0].width), np.uint64), 0
     for run in runs:
         run.read(rows[begin : begin + run.count])
@@ -93,27 +93,27 @@ def in_memory(runs: Sequence[Run]) -> np.ndarray:
     return rows
 
 
-def halved(runs: Sequence[Run]) -> tuple[list[Run], list[Run]] | None:
-    """What comes first of each run, and the rest of each; None if nothing comes first.
+def split_at_median(runs: Sequence[Run]) -> tuple[list[Run], list[Run]] | None:
+    """Splits each run at the median of the runs' medians; None if no record is below it.
 
-    They are cut at the median of their medians, so about a quarter of the records or more is on either side.
+    Each side has about a quarter of the records or more.
     """
     middles, counts = zip(*sorted((run.middle(), run.count) for run in runs))
     middle = middles[int(np.searchsorted(np.cumsum(counts), sum(counts) / 2))]
-    places = [run.before(middle) for run in runs]
-    first = [run.between(0, place) for run, place in zip(runs, places)]
-    rest = [run.between(place, run.count) for run, place in zip(runs, places)]
-    return (first, rest) if any(places) else None
+    places = [run.count_before(middle) for run in runs]
+    below = [run.slice_run(0, place) for run, place in zip(runs, places)]
+    above = [run.slice_run(place, run.count) for run, place in zip(runs, places)]
+    return (below, above) if any(places) else None
 
 
-def read_parts(path: pathlib.Path, most: int) -> Iterator[np.ndarray]:
-    """The rows of a file, at most so many at a time."""
-    for begin in range(0, len(open_array(path)), most):
-        yield np.array(open_array(path)[begin : begin + most])  # mapped anew each time, or all its pages would stay
+def read_chunks(path: pathlib.Path, max_rows: int) -> Iterator[np.ndarray]:
+    """Yields the rows of a file, at most `max_rows` at a time."""
+    for begin in range(0, len(open_array(path)), max_rows):
+        yield np.array(open_array(path)[begin : begin + max_rows])  # remapped each time, or all pages would stay
 
 
 def save_rows(path: pathlib.Path, parts: Iterable[np.ndarray]) -> int:
-    """How many records the parts have, uint64[k, width] each, after they are written as one .npy file, whole or not."""
+    """Writes the parts, uint64[k, width] each, as one .npy file, atomically. Returns the number of records."""
     parts, count = iter(parts), 0
     first = next(parts)
     width = first.shape[1]
@@ -123,33 +123,33 @@ def save_rows(path: pathlib.Path, parts: Iterable[np.ndarray]) -> int:
         for part in itertools.chain([first], parts):
             file.write(np.ascontiguousarray(part).data)
             count += len(part)
-            del part  # before the next one is made
+            del part  # frees the part before the next is made
         file.seek(0)
         write_header(file, count, width)
-        assert file.tell() == start, path  # headers are as long as for the largest number
+        assert file.tell() == start, path  # the header has a fixed size for any count
     return count
 
 
 def write_header(file: BinaryIO, count: int, width: int) -> None:
-    """Begins a .npy file of uint64[count, width]."""
+    """Writes the header of a .npy file of uint64[count, width]."""
     np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": (count, width)})
 
 
-def save_sorted(path: pathlib.Path, parts: Iterable[np.ndarray], most: int) -> int:
-    """As save_rows, for parts that are only sorted each by itself: as a whole then too, with each record once."""
+def save_sorted(path: pathlib.Path, parts: Iterable[np.ndarray], max_rows: int) -> int:
+    """Saves parts that are only sorted individually as one sorted file of unique records. Returns their number."""
     bounds = [0]
 
-    def told() -> Iterator[np.ndarray]:
+    def count_rows() -> Iterator[np.ndarray]:
         for part in parts:
             bounds.append(bounds[-1] + len(part))
             yield part
 
-    between = path.with_suffix(".runs")
-    save_rows(between, told())
+    unsorted = path.with_suffix(".runs")
+    save_rows(unsorted, count_rows())
     if len(bounds) == 2:
-        os.replace(between, path)
+        os.replace(unsorted, path)
         return bounds[-1]
-    whole = run_between(between, 0, 0)  # so the place of its first record
-    count = save_rows(path, merged([whole.between(*ends) for ends in itertools.pairwise(bounds)], most))
-    between.unlink()
+    run = open_run(unsorted, 0, 0)  # for the offset of its first record
+    count = save_rows(path, merge_runs([run.slice_run(*ends) for ends in itertools.pairwise(bounds)], max_rows))
+    unsorted.unlink()
     return count

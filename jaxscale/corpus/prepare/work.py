@@ -1,14 +1,14 @@
-"""One task of a preparation: a part of the input, or a block of the previous pass, through the stages of a pass.
+"""Tasks of a preparation: one piece of the input, or one block of the previous pass, through the stages of a pass.
 
-Everything here is a function of its call alone, so that it may run in any process, on any machine, and again. What it
-writes is named by the pass, the piece and the block (lookup.py); `done` files are written last, and say what there is.
+A task is a pure function of its arguments and the work folder, so it can run in any process, on any machine, and again.
+Output files are named by pass, piece and block (lookup.py); `done` files are written last and list the others.
 
     000000012-000003.arrow            the fourth block of piece 12: documents after the stages
     000000012-000003.near_dedup.*     its sketch for a join
-    000000012-000003.ids, .arrow      its tokens in shuffled order, and what is known of each document
-    000000012-000003.kept.json        the same of this block alone, while piece 12 is not finished
-    000000012.done.json               piece 12 is finished: its blocks, and what was counted
-    running/12.json                   how far piece 12 is, if it has several blocks
+    000000012-000003.ids, .arrow      its tokens in shuffled order, and metadata of each document
+    000000012-000003.kept.json        done file of this block alone, while piece 12 is unfinished
+    000000012.done.json               piece 12 is finished: its blocks and counts
+    running/12.json                   progress of piece 12, if it has several blocks
 """
 
 import functools
@@ -29,14 +29,22 @@ from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.corpus.curate.substring import make_substring
 from jaxscale.corpus.curate.toxicity import make_toxicity
 from jaxscale.corpus.curate.urls import make_urls
-from jaxscale.corpus.prepare.blocks import cut, from_table, mark_done, read_done, read_table, to_table, write_table
+from jaxscale.corpus.prepare.blocks import (
+    from_table,
+    group_blocks,
+    mark_done,
+    read_done,
+    read_table,
+    to_table,
+    write_table,
+)
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
 from jaxscale.corpus.prepare.join import signatures_path
 from jaxscale.corpus.prepare.lookup import Pass, block_base, blocks_of, done_path, passes_of, piece_of, recipe_of
 from jaxscale.corpus.prepare.progress import RUNNING
 from jaxscale.corpus.prepare.tally import Tally
-from jaxscale.corpus.prepare.tokens import tokenise_block, tokenizer_of
+from jaxscale.corpus.prepare.tokens import tokenize_block, tokenizer_of
 from jaxscale.data.fields import Choice, choose, fields_of
 from jaxscale.data.token_columns import Vocabulary, read_ids
 from jaxscale.system.exits import BadInput
@@ -64,186 +72,186 @@ MAKERS: dict[str, Callable[[Any], Stage]] = {
 assert set(MAKERS) == set(STAGES)
 
 
-class Call(NamedTuple):
-    """One task: a piece of the input, or of a later pass the block of that number in the pass before."""
+class Task(NamedTuple):
+    """One task: a piece of the input in the first pass, a block of the previous pass in later ones."""
 
     folder: str  # of the work
     pass_number: int
     number: int = 0
 
 
-class Block(NamedTuple):
-    """A block that a pass has written."""
+class BlockResult(NamedTuple):
+    """One block that a pass has written, as stored in done files."""
 
-    place: int  # in its piece
+    index: int  # index in its piece
     documents: int
     tokens: int = 0
-    keys: Sequence[int] = ()  # of its sketch for each join
+    keys: Sequence[int] = ()  # number of keys in its sketch for each join
     fertility: Sequence[Any] = ()  # fertility.measure of a sample
 
 
-def run(call: Call) -> dict[str, Any]:
+def run_task(task: Task) -> dict[str, Any]:
     """Runs the task unless it is done, and returns the content of its done file."""
-    cfg, step = recipe_of(call.folder), passes_of(call.folder)[call.pass_number]
-    done = done_path(*call)
+    cfg, step = recipe_of(task.folder), passes_of(task.folder)[task.pass_number]
+    done = done_path(*task)
     if (finished := read_done(done)) is not None:
         return finished | {"was_done": True}
-    found: dict[str, Any] = {}  # of the last block
-    tally, blocks, files, kept = Tally(), [], [], []
-    running, made, was_kept = Running(call), [], False
-    for place, documents in enumerate(incoming(cfg, call, tally, running)):
-        if place:  # only now it is known that the piece has several blocks, of which each is to be kept by itself
-            if not was_kept:
-                mark_done(kept[-1], found, made)
-            running.write(found, was_kept)
-        base = block_base(*call, place)
+    found: dict[str, Any] = {}  # result of the last block
+    tally, blocks, files, block_marks = Tally(), [], [], []
+    running, outputs, was_done = PieceProgress(task), [], False
+    for index, documents in enumerate(input_blocks(cfg, task, tally, running)):
+        if index:  # a piece with several blocks gets a done file for each
+            if not was_done:
+                mark_done(block_marks[-1], found, outputs)
+            running.write(found, was_done)
+        base = block_base(*task, index)
         base.parent.mkdir(parents=True, exist_ok=True)
-        kept.append(pathlib.Path(f"{base}.kept.json"))
-        earlier = read_done(kept[-1])
-        was_kept = earlier is not None
-        found = earlier or do_block(cfg, call, base, documents, place)
-        made = files_of(base, step) if found["blocks"] else []
+        block_marks.append(pathlib.Path(f"{base}.kept.json"))
+        earlier = read_done(block_marks[-1])
+        was_done = earlier is not None
+        found = earlier or process_block(cfg, task, base, documents, index)
+        outputs = block_files(base, step) if found["blocks"] else []
         blocks += found["blocks"]
-        files += made
+        files += outputs
         tally.merge(Tally.from_json(found["tally"]))
-    result = {"number": call.number, "blocks": blocks, "tally": tally.to_json()}
+    result = {"number": task.number, "blocks": blocks, "tally": tally.to_json()}
     done.parent.mkdir(parents=True, exist_ok=True)
     mark_done(done, result, files)
-    for path in (*kept, running.path):
+    for path in (*block_marks, running.path):
         path.unlink(missing_ok=True)
     return result | {"earlier": dict(running.earlier)}
 
 
-def do_block(
-    cfg: PrepareConfig, call: Call, base: pathlib.Path, documents: list[Document], place: int
+def process_block(
+    cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: list[Document], index: int
 ) -> dict[str, Any]:
-    """What the stages made of a block: 'blocks', one or none if nothing is left, and its 'tally'."""
+    """Runs the stages on a block. Returns 'blocks' (one, or none if no document is left) and 'tally'."""
     tally = Tally()
-    if call.pass_number == 0:
+    if task.pass_number == 0:
         tally.add_lengths(documents)
         tally.add_documents(("in", "read"), documents)
-    for name in passes_of(call.folder)[call.pass_number].stages:
-        documents = tally.take(name, documents, stage_of(call.folder, name)(documents))
-    blocks = [write_block(cfg, call, base, documents, place, tally)] if documents else []
+    for name in passes_of(task.folder)[task.pass_number].stages:
+        documents = tally.record(name, documents, stage_of(task.folder, name)(documents))
+    blocks = [write_block(cfg, task, base, documents, index, tally)] if documents else []
     return {"blocks": blocks, "tally": tally.to_json()}
 
 
-class Running:
-    """How far a piece of several blocks is, in a file that whoever waits for it can read, see progress.Running."""
+class PieceProgress:
+    """Progress of a piece with several blocks, in a file read by progress.read_running."""
 
-    def __init__(self, call: Call):
-        self.path = pathlib.Path(call.folder) / RUNNING / f"{call.number}.json"
-        self.share = self.kept = 0.0
+    def __init__(self, task: Task):
+        self.path = pathlib.Path(task.folder) / RUNNING / f"{task.number}.json"
+        self.share = self.resumed_share = 0.0
         self.documents = self.bytes = 0
-        self.earlier = Counter()  # documents and bytes of the blocks that an earlier process did
+        self.earlier = Counter()  # documents and bytes of blocks that an earlier process finished
 
-    def tell(self, share: float) -> None:
-        """Takes note of the share of the piece that is read."""
+    def set_share(self, share: float) -> None:
+        """Sets the share of the piece that is read."""
         self.share = share
 
-    def write(self, found: Mapping[str, Any], was_kept: bool) -> None:
-        """Writes how far it is. found: of the block that is done; was_kept: by an earlier process."""
+    def write(self, found: Mapping[str, Any], was_done: bool) -> None:
+        """Writes the progress file. found: result of the finished block; was_done: by an earlier process."""
         read = Counter()
         for *name, number in found["tally"]["counts"]:
             read.update({name[-1]: number} if name[:2] == ["in", "read"] else {})
-        if was_kept:
-            self.kept = self.share
+        if was_done:
+            self.resumed_share = self.share
             self.earlier += read
         else:
             self.documents += read["documents"]
             self.bytes += read["bytes"]
         self.path.parent.mkdir(exist_ok=True)
-        write_text_atomic(self.path, json.dumps([self.share, self.kept, self.documents, self.bytes]))
+        write_text_atomic(self.path, json.dumps([self.share, self.resumed_share, self.documents, self.bytes]))
 
 
-def files_of(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
-    """The files that a pass writes for a block."""
+def block_files(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
+    """Returns the files that a pass writes for a block."""
     if step.ends == "tokens":
         return [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")]
     sketches = [sketch_path(str(base), join) for join in step.joins]
-    beside = [path for path in map(signatures_path, sketches) if path.exists()]
-    return [pathlib.Path(f"{base}.arrow"), *sketches, *beside]
+    signatures = [path for path in map(signatures_path, sketches) if path.exists()]
+    return [pathlib.Path(f"{base}.arrow"), *sketches, *signatures]
 
 
-def incoming(cfg: PrepareConfig, call: Call, tally: Tally, running: Running) -> Iterator[list[Document]]:
-    """The blocks of documents that the stages see: as they are read, or as the pass before left them."""
-    if call.pass_number == 0:
-        file, part = piece_of(call.folder, call.number)
+def input_blocks(cfg: PrepareConfig, task: Task, tally: Tally, running: PieceProgress) -> Iterator[list[Document]]:
+    """Yields the blocks that the stages process, read from the input or, after joins, from the previous pass."""
+    if task.pass_number == 0:
+        file, part = piece_of(task.folder, task.number)
         skipped: Counter = Counter()
-        part = part._replace(tell=running.tell)
-        yield from cut(read_documents(cfg, call.folder, file, skipped, part), cfg.block_bytes)
+        part = part._replace(tell=running.set_share)
+        yield from group_blocks(read_documents(cfg, task.folder, file, skipped, part), cfg.block_bytes)
         tally.add_skipped(file.source, file.name, part.begin, skipped)
         return
-    before = call.pass_number - 1
-    documents = from_table(read_table(pathlib.Path(f"{blocks_of(call.folder, before)[call.number]}.arrow")))
-    folders = {join: join_folder(call.folder, before, join) for join in passes_of(call.folder)[before].joins}
-    yield apply_joins(cfg, folders, call.number, documents, tally)
+    before = task.pass_number - 1
+    documents = from_table(read_table(pathlib.Path(f"{blocks_of(task.folder, before)[task.number]}.arrow")))
+    folders = {join: join_folder(task.folder, before, join) for join in passes_of(task.folder)[before].joins}
+    yield apply_joins(cfg, folders, task.number, documents, tally)
 
 
 def read_documents(
     cfg: PrepareConfig, folder: str, file: SourceFile, skipped: Counter, part: Part
 ) -> Iterator[Document]:
-    """Yields the documents of a part of a file; those of token ids with their text too, for stages to judge.
+    """Yields the documents of a part of a file; token ids are also decoded, so that stages can judge the text.
 
-    Raises: BadInput as read_file and read_ids do, and for labels, which shards do not have.
+    Raises: BadInput as read_file and read_ids do, and for labels, which shards do not support.
     """
-    reading = cfg.reading(file.source)
-    choice = Choice("text")  # of a file that is broken and to be skipped: reading it counts it
-    with readable(file.path, reading, Counter()):
-        choice = choose(file.path, fields_of(file.path, reading), reading)
+    read_cfg = cfg.read_cfg(file.source)
+    choice = Choice("text")  # default for a damaged file that is skipped: read_file counts it
+    with readable(file.path, read_cfg, Counter()):
+        choice = choose(file.path, fields_of(file.path, read_cfg), read_cfg)
     if choice.kind != "ids":
-        yield from read_file(file, reading, skipped, part)
+        yield from read_file(file, read_cfg, skipped, part)
         return
     tokenizer = tokenizer_of(cfg.tokenizer.path(folder), cfg.tokenizer)
     vocabulary = Vocabulary(tokenizer.vocab_size, f"tokenizer.name={cfg.tokenizer.name}")
-    with readable(file.path, reading, skipped):
-        for offset, found, words in read_ids(file.path, choice, reading, vocabulary, skipped, part):
+    with readable(file.path, read_cfg, skipped):
+        for offset, found, words in read_ids(file.path, choice, read_cfg, vocabulary, skipped, part):
             if found.learned is not None:
                 raise BadInput(
-                    f"{found.place} has labels that are not learned, which prepared sets do not have; train on the "
+                    f"{found.place} has labels that are not learned, which prepared sets do not support; train on the "
                     "file itself (data.files)"
                 )
             text, (id, url, licence, language) = tokenizer.decode(found.ids.tolist()), words
             content = found.ids.astype("<u4").tobytes()
-            licence = licence or reading.licence
+            licence = licence or read_cfg.licence
             yield Document(text, file.source, file.name, offset, id, url, licence, language, ids=content)
 
 
 def write_block(
-    cfg: PrepareConfig, call: Call, base: pathlib.Path, documents: Sequence[Document], place: int, tally: Tally
-) -> Block:
-    """Writes a block as the pass leaves it. place: of the block in its piece."""
-    step = passes_of(call.folder)[call.pass_number]
+    cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: Sequence[Document], index: int, tally: Tally
+) -> BlockResult:
+    """Writes a block in the format of its pass. place: index of the block in its piece."""
+    step = passes_of(task.folder)[task.pass_number]
     if step.ends == "tokens":
         tally.add_languages(documents)
         tally.add_documents(("written",), documents)
-        where = (call.number, place)
-        tokens, fertility, loss = tokenise_block(cfg, cfg.tokenizer.path(call.folder), base, documents, where)
+        position = (task.number, index)
+        tokens, fertility, loss = tokenize_block(cfg, cfg.tokenizer.path(task.folder), base, documents, position)
         tally.add_loss(loss)
-        return Block(place, len(documents), tokens, fertility=fertility)
+        return BlockResult(index, len(documents), tokens, fertility=fertility)
     keys = write_sketches(cfg, step.joins, str(base), documents)
     write_table(pathlib.Path(f"{base}.arrow"), to_table(documents))
-    return Block(place, len(documents), keys=keys)
+    return BlockResult(index, len(documents), keys=keys)
 
 
 def join_folder(folder: str, number: int, join: str) -> pathlib.Path:
-    """Where a join after pass `number` keeps what it finds."""
+    """Returns the folder with the results of a join after pass `number`."""
     return pathlib.Path(folder) / "joins" / f"{number}-{join}"
 
 
 def block_rows(result: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
-    """The rows of lookup.Blocks for what `run` returned."""
+    """Yields the rows of lookup.Blocks for a result of run_task."""
     for found in result["blocks"]:
-        block = Block(*found)
-        yield (result["number"], block.place, block.documents, block.tokens, *block.keys)
+        block = BlockResult(*found)
+        yield (result["number"], block.index, block.documents, block.tokens, *block.keys)
 
 
 @functools.lru_cache(maxsize=64)
 def stage_of(folder: str, name: str) -> Stage:
-    """The stage, made once in a process: some load a model."""
+    """Returns the stage, cached per process: some load a model."""
     return make_stage(recipe_of(folder), name)
 
 
 def make_stage(cfg: PrepareConfig, name: str) -> Stage:
-    """The stage of that name, with its settings in the recipe."""
+    """Returns the stage of that name with the recipe's settings."""
     return MAKERS[name](getattr(cfg, name))

@@ -140,7 +140,7 @@ def test_word_lists_and_items_of_a_stage_are_told_by_their_setting_and_those_of_
 
 
 def test_more_blocks_than_a_join_can_number_are_refused_before_anything_is_read(corpus, monkeypatch):
-    monkeypatch.setattr(engine, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(engine, "MAX_BLOCKS", 1)
     assert len(make_plan(recipe(corpus)).pieces) > 1
     with pytest.raises(ValueError, match="blocks or more, and duplicates are found among at most 1; pack small files"):
         make_plan(recipe(corpus, stages=("near_dedup",)))
@@ -266,7 +266,7 @@ def test_a_piece_that_was_ended_keeps_its_finished_blocks_and_tells_how_far_it_i
         (tmp_path / folder).mkdir(exist_ok=True)
         lookup.write_input(tmp_path / folder, cfg, engine.make_plan(cfg).pieces)
         lookup.input_of.cache_clear()
-        return work.run(work.Call(str(tmp_path / folder), 0))
+        return work.run_task(work.Task(str(tmp_path / folder), 0))
 
     path.write_bytes(whole)
     calm = piece("calm")

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from jaxscale.corpus.curate.config import NearConfig
-from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
+from jaxscale.corpus.prepare.blocks import from_table, group_blocks, read_table, to_table, write_table
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.lookup import Pass, plan_passes
-from jaxscale.corpus.prepare.progress import Progress, Running
-from jaxscale.corpus.prepare.report import CONTENT_POLICY, in_words, report_page
+from jaxscale.corpus.prepare.progress import Progress, RunningPiece
+from jaxscale.corpus.prepare.report import CONTENT_POLICY, report_page, threshold_sentence
 from jaxscale.corpus.prepare.tally import SAMPLES, Tally
 from jaxscale.corpus.prepare.tokens import shuffle_keys
 from jaxscale.text.document import Document, Outcome
@@ -70,7 +70,7 @@ def test_documents_come_back_from_a_block_as_they_were(tmp_path):
 
 def test_blocks_are_cut_by_size_and_lose_nothing():
     documents = [Document("x" * (i % 7 + 1)) for i in range(50)]
-    blocks = list(cut(documents, 10))
+    blocks = list(group_blocks(documents, 10))
     assert [document for block in blocks for document in block] == documents
     assert all(sum(document.size for document in block[:-1]) < 10 for block in blocks)
 
@@ -79,10 +79,10 @@ def test_tallies_add_up_in_any_order_and_keep_the_same_samples():
     documents = [Document(f"text {i}", "web", "f", i) for i in range(40)]
     outcomes = [Outcome(None, "too short") if i % 3 else Outcome(document) for i, document in enumerate(documents)]
     whole = Tally()
-    whole.take("stage", documents, outcomes)
+    whole.record("stage", documents, outcomes)
     parts = [Tally(), Tally()]
     for part, chosen in zip(parts, (slice(0, 25), slice(25, 40))):
-        part.take("stage", documents[chosen], outcomes[chosen])
+        part.record("stage", documents[chosen], outcomes[chosen])
     merged = Tally()
     for part in reversed(parts):
         merged.merge(Tally.from_json(json.loads(json.dumps(part.to_json()))))
@@ -92,7 +92,7 @@ def test_tallies_add_up_in_any_order_and_keep_the_same_samples():
 
 def test_a_stage_that_loses_a_document_is_our_mistake():
     with pytest.raises(AssertionError, match="gave 1 outcomes for 2 documents"):
-        Tally().take("stage", [Document("a"), Document("b")], [Outcome(Document("a"))])
+        Tally().record("stage", [Document("a"), Document("b")], [Outcome(Document("a"))])
 
 
 def test_the_order_of_the_shuffle_never_changes():
@@ -130,8 +130,8 @@ def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
     tally.add_documents(("in", "read"), [nasty])
     tally.add_lengths([nasty])
     tally.add_languages([nasty])
-    tally.take("language", [nasty], [Outcome(None, "language: <not> wanted", detail="de")])
-    tally.take(
+    tally.record("language", [nasty], [Outcome(None, "language: <not> wanted", detail="de")])
+    tally.record(
         "decontaminate", [nasty], [Outcome(None, "contamination: evaluation item", detail="a.jsonl:1, a.jsonl:2")]
     )
     facts = {"tally": tally.to_json(), "manifest": MANIFEST, "clusters": [], "fertility": []}
@@ -149,7 +149,7 @@ def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
 
 
 def test_a_threshold_of_near_duplicates_is_said_in_words():
-    told = in_words(NearConfig(threshold=0.75))
+    told = threshold_sentence(NearConfig(threshold=0.75))
     assert "about 3.0% of its words" in told and "no more than about 25% of the other" in told
 
 
@@ -174,7 +174,9 @@ def test_progress_tells_rates_drops_and_the_time_that_is_left():
     assert progress.line() == ("pass 1: reading: 1 of 4, 100 documents (10/s, 0.2 MB/s), 25% dropped, 0:30 left")
     progress.add({"tally": {"counts": counts}, "was_done": True})  # by an earlier run: no part of our speed
     assert "100 documents" in progress.line() and "0:20 left" in progress.line()
-    with progress.ticking(lambda: "7 blocks", lambda: [Running(0.75, 0.25, 300, 5_000_000)]):  # half by a killed run
+    with progress.ticking(
+        lambda: "7 blocks", lambda: [RunningPiece(0.75, 0.25, 300, 5_000_000)]
+    ):  # half by a killed run
         assert progress.line() == (
             "pass 1: reading: 2 of 4, 400 documents (40/s, 0.7 MB/s), 25% dropped, 7 blocks, 0:08 left"
         )
@@ -183,7 +185,7 @@ def test_progress_tells_rates_drops_and_the_time_that_is_left():
     assert "110 documents (11/s, 0.2 MB/s), 25% dropped" in progress.line()
     progress.begin("pass 1: reading", 1)
     clock.now += 10  # inside the one piece there is
-    with progress.ticking(lambda: "3 blocks", lambda: [Running(0.25, 0.0, 50, 1_000_000)]):
+    with progress.ticking(lambda: "3 blocks", lambda: [RunningPiece(0.25, 0.0, 50, 1_000_000)]):
         assert progress.line() == "pass 1: reading: 0 of 1, 50 documents (5/s, 0.1 MB/s), 3 blocks, 0:30 left"
 
 
