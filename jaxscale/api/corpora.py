@@ -59,7 +59,7 @@ def prepare(
     if is_remote(output):
         progress.say(f"copying to {output}")
         learned = [WEIGHTS] if (folder / WEIGHTS).exists() else []
-        publish(folder, output, beside=[FACTS, PAGE, *learned])
+        publish(folder, output, extra_files=[FACTS, PAGE, *learned])
     return read_manifest(folder / MANIFEST).content
 
 

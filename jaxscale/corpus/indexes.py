@@ -1,7 +1,7 @@
-"""Indexes beside a finished set: its documents by name, and the row plans that runs of known settings find there.
+"""Indexes of a finished set: its documents by name, and the row plans of runs with known settings.
 
-Each lies in a folder of its own, sealed by its own sums and named by what it was made from; the manifest does not list
-it, so that indexes can be added to a set at any time.
+Each index is a folder with its own checksums, named by its inputs. The manifest does not list it, so indexes can be
+added to a set at any time.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ KINDS = ("names", "rows")
 
 
 def publish_indexes(folder: Path, cfg: RowsConfig, say: Callable[[str], None]) -> None:
-    """Makes the indexes of the finished set in `folder` that are not there yet.
+    """Writes the indexes of the finished set in `folder` that do not exist yet.
 
-    Raises: BadInput if the set is not whole, and for rows longer than all its tokens.
+    Raises: BadInput if the set is incomplete, and for rows longer than all its tokens.
     """
     shards = open_set(check_manifest(folder / MANIFEST, deep=False))
     publish_names(folder, shards)
@@ -43,6 +43,6 @@ def publish_indexes(folder: Path, cfg: RowsConfig, say: Callable[[str], None]) -
 
 
 def index_files(folder: Path) -> list[str]:
-    """The files of all indexes in a folder, by their paths in it; the header of each, which makes it whole, last."""
+    """Returns the index files in a folder, relative to it; headers, which complete an index, are last."""
     found = [path for kind in KINDS for path in folder.glob(f"{kind}-*/*") if path.is_file()]
     return sorted((str(path.relative_to(folder)) for path in found), key=lambda name: (name.endswith(HEADER), name))

@@ -14,31 +14,31 @@ from jaxscale.system.bucket import Bucket
 from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import open_bucket
 
-AT_ONCE = 4  # uploads
+MAX_UPLOADS = 4  # at a time
 
 
 def publish(
     folder: Path,
     url: str,
     *,
-    beside: Sequence[str] = (),
+    extra_files: Sequence[str] = (),
     bucket: Bucket | None = None,
     say: Callable[[str], None] = print,
 ) -> str:
-    """The gs:// address of the manifest, after every file of the set in `folder` is under `url`, its indexes too.
+    """Uploads the set in `folder` and its indexes to `url`. Returns the gs:// address of the manifest.
 
-    beside: files that the manifest does not list, such as a report.
+    extra_files: files that the manifest does not list, such as a report.
 
-    Run again after a kill, it sends only what is not there yet. A set without its manifest is not there for anybody, so
-    that a half sent one is never trained on.
-    Raises: BadInput if the local set is not whole, if the address holds another set, or may not be written.
+    A repeated call sends only what is missing. The manifest is sent last, and readers open a set by it, so a
+    partial set is never trained on.
+    Raises: BadInput if the local set is incomplete, or if the address holds another set or may not be written.
     """
     bucket, url = bucket or open_bucket(writing=True), url.rstrip("/")
     manifest = check_manifest(Path(folder) / NAME, deep=True)
     address = f"{url}/{NAME}"
     if bucket.metadata(address) is not None:
-        there = read_remote_manifest(address, bucket)
-        if there.files != manifest.files:
+        remote = read_remote_manifest(address, bucket)
+        if remote.files != manifest.files:
             raise BadInput(f"{address} lists another set; publish to an empty address, or delete that one first")
     say(f"publishing {len(manifest.files):,} files to {url}")
 
@@ -52,14 +52,14 @@ def publish(
 
     indexes = index_files(Path(folder))
     headers = [name for name in indexes if name.endswith(HEADER)]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        sent = sum(pool.map(send, [*manifest.files, *beside, *(name for name in indexes if name not in headers)]))
-    sent += sum(map(send, [*headers, NAME]))  # that are there once what they list is
-    say(f"  {sent:,} files sent, {len(manifest.files) + len(beside) + len(indexes) + 1 - sent:,} were there")
+    with ThreadPoolExecutor(MAX_UPLOADS) as pool:
+        sent = sum(pool.map(send, [*manifest.files, *extra_files, *(name for name in indexes if name not in headers)]))
+    sent += sum(map(send, [*headers, NAME]))  # after the files that they list
+    say(f"  {sent:,} files sent, {len(manifest.files) + len(extra_files) + len(indexes) + 1 - sent:,} were there")
     return address
 
 
 def md5_of(path: Path) -> str:
-    """The md5 of a file as the service writes it."""
+    """Returns the md5 of a file in the service's format."""
     with open(path, "rb") as file:
         return base64.b64encode(hashlib.file_digest(file, "md5").digest()).decode()

@@ -8,7 +8,14 @@ from gcs_emulator import Emulator
 
 from jaxscale import schema
 from jaxscale.api import corpora
-from jaxscale.corpus.curate.classifier import COLUMN, TOO_LOW, make_classifier, places_of, read_model, train_classifier
+from jaxscale.corpus.curate.classifier import (
+    COLUMN,
+    TOO_LOW,
+    make_classifier,
+    ngram_indices,
+    read_model,
+    train_classifier,
+)
 from jaxscale.corpus.curate.filter_config import ClassifierConfig
 from jaxscale.corpus.curate.hashes import word_hashes
 from jaxscale.corpus.prepare.config import PrepareConfig
@@ -54,7 +61,7 @@ def test_held_out_examples_are_told_apart_and_the_order_of_examples_does_not_mat
 def test_a_score_is_the_logistic_function_of_the_mean_weight_and_a_threshold_drops_by_it(weights):
     path, _ = weights
     model, text = read_model(path), "A proof of the lemma, and cheap!"
-    places = places_of(word_hashes(text), 2, 1000, 1 << 12)
+    places = ngram_indices(word_hashes(text), 2, 1000, 1 << 12)
     assert len(places) == 7 + 6
     expected = 1 / (1 + np.exp(-(model.weights[places].mean() + model.bias)))
     documents = [Document(text), Document(GOOD[0]), Document(BAD[0]), Document("")]
@@ -104,10 +111,10 @@ def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_numb
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda content: b"PK\x03\x04" + content, "is no classifier.weights that prepare wrote"),
-        (lambda content: content[:-4], "is not whole"),
-        (lambda content: content.replace(b'"bits": 12', b'"bits": 13'), "is not whole"),
-        (lambda content: content[:-4] + b"\x00\x00\xc0\x7f", "holds numbers that are none"),
+        (lambda content: b"PK\x03\x04" + content, "is neither a file that prepare wrote"),
+        (lambda content: content[:-4], "is incomplete"),
+        (lambda content: content.replace(b'"bits": 12', b'"bits": 13'), "is incomplete"),
+        (lambda content: content[:-4] + b"\x00\x00\xc0\x7f", "holds numbers that are not finite"),
     ],
 )
 def test_weights_that_are_damaged_are_refused(weights, tmp_path, change, told):
@@ -122,7 +129,7 @@ def test_examples_that_are_too_few_or_on_both_sides_are_refused_or_left_out():
         train_classifier(GOOD, [*BAD[:19], *BAD[:19], *GOOD[:30]], CFG)
     assert train_classifier(GOOD, [*BAD, GOOD[0]], CFG)[1]["in_both"] == 1
     for values, told in (
-        ({"weights": "w", "good": ("g",)}, "give the one or the others"),
+        ({"weights": "w", "good": ("g",)}, "set only one of them"),
         ({"held_out": 0.0}, "held_out=0.0 must be between 0 and 1"),
         ({"bits": 40}, "bits=40 must be from 10 to 24"),
     ):

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from jaxscale.corpus.curate import hashes
 from jaxscale.corpus.curate.config import ContaminationConfig
 from jaxscale.corpus.curate.contamination import (
-    MOST_ITEMS,
+    MAX_ITEMS,
+    bloom_lookup,
     count_items,
     load_evaluation,
     make_contamination,
     make_index,
-    may_hold,
 )
 from jaxscale.corpus.curate.hashes import mix
 from jaxscale.corpus.prepare.report import evaluation_warnings
@@ -127,7 +127,7 @@ def test_each_short_text_of_an_item_is_found_whole_or_never(tmp_path):
     short, question, choice, phrase = words(10), words(5), words(7), words(6)
     records = [{"q": " ".join(short), "a": "yes"}, {"q": " ".join(question), "support": " ".join(words(40))}]
     records += [{"q": " ".join(words(4)), "choices": [" ".join(choice)]}]
-    records += [{"task": " ".join(phrase), "q": " ".join(words(20))}] * (MOST_ITEMS + 1)
+    records += [{"task": " ".join(phrase), "q": " ".join(words(20))}] * (MAX_ITEMS + 1)
     file = write_lines(tmp_path / "exam.jsonl", records)
     texts = [inside(short), inside(short[:9]), inside(question), inside(question[:4]), inside(choice), inside(phrase)]
     names = ["exam.jsonl:1", "", "exam.jsonl:2", "", "", ""]
@@ -135,9 +135,9 @@ def test_each_short_text_of_an_item_is_found_whole_or_never(tmp_path):
     assert all(outcome.document for outcome in check(texts, [file], short_words=None))
     assert [outcome.detail for outcome in check(texts, [file], short_words=6)] == ["exam.jsonl:1", *[""] * 5]
     settings = ContaminationConfig(files=(file,))
-    assert count_items(settings) == {"items": 3 + MOST_ITEMS + 1, "too_short": 1}
+    assert count_items(settings) == {"items": 3 + MAX_ITEMS + 1, "too_short": 1}
     assert evaluation_warnings(settings, count_items(settings)) == [
-        f"1 of {4 + MOST_ITEMS} evaluation items are too short to be looked for: no text of theirs has 5 words"
+        f"1 of {4 + MAX_ITEMS} evaluation items are too short to be looked for: no text of theirs has 5 words"
     ]
 
 
@@ -205,8 +205,8 @@ def test_the_filter_lets_every_head_through_and_few_others():
     known, others = mix(np.arange(1 << 20, dtype=np.uint64)), mix(np.arange(1 << 20, 1 << 21, dtype=np.uint64))
     zeros = np.zeros(len(known), np.int64)
     evaluation = make_index(13, known, known, zeros, zeros, ["x"])
-    assert np.array_equal(may_hold(evaluation, known), np.arange(len(known)))
-    assert len(may_hold(evaluation, others)) / len(others) < 0.005
+    assert np.array_equal(bloom_lookup(evaluation, known), np.arange(len(known)))
+    assert len(bloom_lookup(evaluation, others)) / len(others) < 0.005
     assert evaluation.filter.nbytes == 8 << 20
 
 

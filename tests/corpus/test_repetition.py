@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxscale.corpus.curate.config import RepetitionConfig
 from jaxscale.corpus.curate.english import words_of
-from jaxscale.corpus.curate.repetition import make_repetition, repeated_characters, said_again, sequences
+from jaxscale.corpus.curate.repetition import count_repeats, make_repetition, ngram_keys, repeated_characters
 from jaxscale.corpus.curate.words import block_stats
 from jaxscale.text.document import Document
 
@@ -67,8 +67,8 @@ def test_repeated_sequences_count_just_beyond_their_threshold(n):
 
 
 def test_the_parts_said_again_are_all_but_the_first():
-    assert said_again(["ab", "c", "ab", "ab"]) == (2, 4)
-    assert said_again([]) == (0, 0)
+    assert count_repeats(["ab", "c", "ab", "ab"]) == (2, 4)
+    assert count_repeats([]) == (0, 0)
 
 
 def expected_reason(words, text, cfg):
@@ -111,7 +111,7 @@ def test_the_quick_verdict_is_the_plain_one(words, thresholds):
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.integers(1, 15))
 def test_a_sequence_has_the_hash_of_its_words_in_order(hashes, n):
     base = 0x9E3779B97F4A7C15
-    keys = sequences(np.array(hashes, np.uint64), n)
+    keys = ngram_keys(np.array(hashes, np.uint64), n)
     places = range(max(0, len(hashes) - n + 1))
     assert keys.tolist() == [
         sum(word * pow(base, n - 1 - at, 1 << 64) for at, word in enumerate(hashes[place : place + n])) % 2**64
@@ -122,4 +122,4 @@ def test_a_sequence_has_the_hash_of_its_words_in_order(hashes, n):
 def test_what_lies_in_a_repeated_sequence_is_not_counted_again():
     stats = block_stats(["a b c a b c a b c"])[0]
     ends = np.concatenate([[0], stats.lengths.cumsum()])
-    assert repeated_characters(sequences(stats.hashes, 3), ends, 3) == 6
+    assert repeated_characters(ngram_keys(stats.hashes, 3), ends, 3) == 6

@@ -61,7 +61,7 @@ def test_a_word_counts_as_a_whole_and_documents_without_an_address_are_kept_or_d
     ("content", "told"),
     [
         (b"# nothing\n", "holds no address"),
-        (b"good.example\ntwo words\n", "line 2 is no address: 'two words'"),
+        (b"good.example\ntwo words\n", "line 2 is not an address: 'two words'"),
         (b"\xff\xfe", "line 1 is not UTF-8"),
     ],
 )

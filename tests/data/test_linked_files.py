@@ -64,4 +64,4 @@ def test_examples_and_lists_are_read_once(corpus, tmp_path):
     with pytest.raises(BadInput, match=r"held.txt of classifier.bad is in classifier.good, as \S*b.txt"):
         example_files(schema.from_dict(PrepareConfig, recipe))
     assert len(list_paths(UrlConfig(lists=(str(corpus / "**/*.txt"),)))) == 2
-    assert len(contamination.matching([str(corpus / "a.txt"), str(corpus / "latest" / "a.txt")])) == 1
+    assert len(contamination.list_evaluation_files([str(corpus / "a.txt"), str(corpus / "latest" / "a.txt")])) == 1

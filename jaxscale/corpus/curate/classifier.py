@@ -1,9 +1,8 @@
-"""A learned filter of quality: logistic regression on hashed sequences of words, or a fastText model.
+"""Quality classifier: logistic regression on hashed word n-grams, or a fastText model.
 
-For two labels a fastText classifier (arXiv:1607.01759) without its hidden layer: each sequence of one or two words has
-a weight, at the place of its hash (arXiv:0902.2206), and a document's score is the logistic function of their mean. So
-GPT-3 chose pages (arXiv:2005.14165, appendix A), and with fastText itself DCLM (arXiv:2406.11794). Words are those of
-hashes.py, which deduplication and decontamination use too.
+A two-label fastText classifier (arXiv:1607.01759) without hidden layer: each n-gram of one or two words has a weight,
+indexed by its hash (arXiv:0902.2206), and a document's score is the logistic function of their mean. GPT-3 selected
+pages this way (arXiv:2005.14165, appendix A), DCLM with fastText itself (arXiv:2406.11794). Words: see hashes.py.
 """
 
 import dataclasses
@@ -24,17 +23,17 @@ from jaxscale.text.sources.part import needs
 
 COLUMN = "quality"
 TOO_LOW = "classifier: score too low"
-FORMAT = "jaxscale linear classifier 1"  # in the first line of a file of weights
-LARGEST = 80 << 20  # bytes of such a file
+FORMAT = "jaxscale linear classifier 1"  # first line of a weights file
+MAX_FILE_BYTES = 80 << 20  # of weights
 FASTTEXT = (".bin", ".ftz")
-FEWEST = 20  # examples of each kind; with fewer the accuracy says nothing
-BATCH = 64  # examples in a step of training
+MIN_EXAMPLES = 20  # examples of each kind; fewer give no meaningful accuracy
+BATCH = 64  # examples per training step
 LEARNING_RATE = 10.0  # of Adagrad; on the texts of docs/data.md ROC AUC is 0.926 with it, 0.918 with 3, 0.912 with 1
-MARGINS = tuple(step / 20 for step in range(1, 20))  # thresholds that the report shows
+THRESHOLDS = tuple(step / 20 for step in range(1, 20))  # thresholds in the report
 
 
-class Model(NamedTuple):
-    """A linear model."""
+class LinearModel(NamedTuple):
+    """Linear model over hashed n-grams."""
 
     weights: np.ndarray  # float32[2^bits]
     bias: float
@@ -43,14 +42,14 @@ class Model(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Texts as the places of their weights."""
+    """Texts as indices of their weights, and their labels."""
 
-    places: list[np.ndarray]  # int64[k] of each text
+    indices: list[np.ndarray]  # int64[k] of each text
     good: np.ndarray  # bool[n]
 
 
 def make_classifier(cfg: ClassifierConfig) -> Stage:
-    """A stage that notes the score of each document, and drops those below the threshold."""
+    """Returns a stage that adds each document's score, and drops documents below the threshold."""
     score = make_scorer(cfg)
 
     def judge(document: Document, found: float) -> Outcome:
@@ -62,26 +61,28 @@ def make_classifier(cfg: ClassifierConfig) -> Stage:
 
 
 def make_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[float]]:
-    """A function from documents to scores, to 4 decimals: the last bits of a sum depend on the machine."""
+    """Returns a function from documents to scores, rounded to 4 decimals since the last bits depend on the machine."""
     if cfg.weights.endswith(FASTTEXT):
         return fasttext_scorer(cfg)
     model = read_model(cfg.weights)
 
     def score(documents: Sequence[Document]) -> list[float]:
-        rows = [places_of(row, model.ngram_words, model.max_words, len(model.weights)) for row in hash_words(documents)]
+        rows = [
+            ngram_indices(row, model.ngram_words, model.max_words, len(model.weights)) for row in hash_words(documents)
+        ]
         return [round(float(found), 4) for found in scores(rows, model.weights, model.bias)]
 
     return score
 
 
 def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[float]]:
-    """The probability of cfg.label by a fastText model. Raises BadInput for a model without such a label."""
+    """Returns a scorer with fastText's probability of cfg.label. Raises BadInput for a model without that label."""
     with needs(f"classifier.weights={cfg.weights}", "fasttext", "pip install fasttext-predict"):
         import fasttext
     try:
         model = fasttext.load_model(str(Path(cfg.weights).expanduser()))
     except (ValueError, MemoryError) as error:
-        raise BadInput(f"classifier.weights={cfg.weights} is no model of fastText: {error}") from None
+        raise BadInput(f"classifier.weights={cfg.weights} is not a fastText model: {error}") from None
     known = {label for label, _ in fasttext_labels(model, "a")}
     if cfg.label not in known:
         raise BadInput(
@@ -92,27 +93,27 @@ def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], lis
         heads = (
             " ".join(document.text.split(None, cfg.max_words or -1)[: cfg.max_words or None]) for document in documents
         )
-        return [round(min(1.0, float(dict(fasttext_labels(model, head))[cfg.label])), 4) for head in heads]
+        return [round(min(1.0, float(dict(fasttext_labels(model, header))[cfg.label])), 4) for header in heads]
 
     return score
 
 
 def fasttext_labels(model: Any, text: str) -> list[tuple[str, float]]:
-    """(label, probability) for each label."""
+    """Returns (label, probability) for each label."""
     labels, probabilities = model.predict(text, k=-1)
     return list(zip(labels, probabilities))
 
 
-def places_of(words: np.ndarray, ngram_words: int, max_words: int, size: int) -> np.ndarray:
-    """int64[k]: the places of the weights of all sequences of up to ngram_words words. size: a power of two."""
+def ngram_indices(words: np.ndarray, ngram_words: int, max_words: int, size: int) -> np.ndarray:
+    """Returns int64[k], the weight indices of all n-grams of up to ngram_words words. size: a power of two."""
     words = words[: max_words or None]
     shift = np.uint64(64 - (size.bit_length() - 1))
     found = [ngram_hashes(words, n) >> shift for n in range(1, ngram_words + 1)]
     return np.concatenate(found).astype(np.int64)
 
 
-def margins(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
-    """float64[n]: the mean weight of each row, with the bias; of an empty one the bias alone."""
+def logits(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
+    """Returns float64[n], the mean weight of each row plus the bias; the bias alone for an empty row."""
     lengths = np.array([len(row) for row in rows], np.int64)
     flat = np.concatenate([np.zeros(0, np.int64), *rows])
     sums = np.concatenate([[0.0], np.cumsum(weights.take(flat), dtype=np.float64)])
@@ -121,57 +122,57 @@ def margins(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.
 
 
 def scores(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
-    """float64[n]: the probability that each row is of the good ones."""
-    return 1 / (1 + np.exp(-np.clip(margins(rows, weights, bias), -30, 30)))
+    """Returns float64[n], the probability that each row is a good example."""
+    return 1 / (1 + np.exp(-np.clip(logits(rows, weights, bias), -30, 30)))
 
 
 def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierConfig) -> tuple[bytes, dict[str, Any]]:
-    """(a file of weights, what the report says of it), from examples in any order: equal sets give equal weights.
+    """Returns (content of the weights file, facts for the report). The order of the examples does not matter.
 
-    A text that both sets hold is left out. Raises BadInput for fewer than FEWEST examples of a kind.
+    Texts in both sets are ignored. Raises BadInput for fewer than MIN_EXAMPLES examples of a kind.
     """
-    kinds = [choose(texts, cfg.max_examples) for texts in (good, bad)]
+    kinds = [sample_texts(texts, cfg.max_examples) for texts in (good, bad)]
     both = kinds[0].keys() & kinds[1].keys()
     chosen = [{key: text for key, text in kind.items() if key not in both} for kind in kinds]
     for name, kind in zip(("good", "bad"), chosen):
-        if len(kind) < FEWEST:
+        if len(kind) < MIN_EXAMPLES:
             raise BadInput(
                 f"classifier.{name} has {len(kind)} different texts that the other does not have; "
-                f"{FEWEST} or more of each kind are needed, and thousands are usual"
+                f"{MIN_EXAMPLES} or more of each kind are needed, and thousands are usual"
             )
     keys = [(key, is_good) for is_good, kind in zip((True, False), chosen) for key in kind]
-    held = np.array([is_held_out(key, cfg.held_out) for key, _ in keys])
+    holdout = np.array([in_holdout(key, cfg.held_out) for key, _ in keys])
     texts = [chosen[not is_good][key] for key, is_good in keys]
-    rows = [places_of(row, cfg.ngram_words, cfg.max_words, 1 << cfg.bits) for row in word_hashes_of(texts)]
+    rows = [ngram_indices(row, cfg.ngram_words, cfg.max_words, 1 << cfg.bits) for row in word_hashes_of(texts)]
     labels = np.array([is_good for _, is_good in keys])
-    pick = lambda which: Examples([rows[i] for i in np.flatnonzero(which)], labels[which])
-    train, test = pick(~held), pick(held)
+    select_examples = lambda mask: Examples([rows[i] for i in np.flatnonzero(mask)], labels[mask])
+    train, test = select_examples(~holdout), select_examples(holdout)
     for part in (train, test):
         if part.good.all() or not part.good.any():
             raise BadInput(f"classifier.held_out={cfg.held_out} leaves examples of one kind alone; give more examples")
     weights, bias = fit(train, cfg)
     facts = {"good": len(chosen[0]), "bad": len(chosen[1]), "in_both": len(both)}
     facts |= {"held_out": [int(test.good.sum()), int((~test.good).sum())]}
-    return written(weights, bias, cfg), facts | measured(scores(test.places, weights, bias), test.good)
+    return serialize_model(weights, bias, cfg), facts | evaluate_scores(scores(test.indices, weights, bias), test.good)
 
 
-def choose(texts: Iterable[str], most: int) -> dict[int, str]:
-    """{hash: text} of different texts, those with the smallest hashes."""
+def sample_texts(texts: Iterable[str], max_texts: int) -> dict[int, str]:
+    """Returns {hash: text} of the different texts with the smallest hashes."""
     found: dict[int, str] = {}
     for text in texts:
         found.setdefault(text_hash(text), text)
-        if len(found) > 2 * most:
-            found = {key: found[key] for key in sorted(found)[:most]}
-    return {key: found[key] for key in sorted(found)[:most]}
+        if len(found) > 2 * max_texts:
+            found = {key: found[key] for key in sorted(found)[:max_texts]}
+    return {key: found[key] for key in sorted(found)[:max_texts]}
 
 
-def is_held_out(key: int, share: float) -> bool:
-    """Whether a text of this 128-bit hash is kept back; not by the bits that choose among too many."""
+def in_holdout(key: int, share: float) -> bool:
+    """True if the text with this 128-bit hash is in the held-out set; independent of the order of `choose`."""
     return key % (1 << 32) < share * (1 << 32)
 
 
 def fit(examples: Examples, cfg: ClassifierConfig) -> tuple[np.ndarray, float]:
-    """(float32[2^bits], bias) by Adagrad (Duchi et al., 2011); each kind counts the same, however many it has."""
+    """Returns (float32[2^bits], bias), trained with Adagrad (Duchi et al., 2011); both kinds weigh the same."""
     size, rng = 1 << cfg.bits, np.random.Generator(np.random.Philox(cfg.seed))
     weights, squares = np.zeros(size, np.float32), np.full(size, 1e-12, np.float32)
     bias = bias_squares = 0.0
@@ -180,7 +181,7 @@ def fit(examples: Examples, cfg: ClassifierConfig) -> tuple[np.ndarray, float]:
         order = rng.permutation(len(examples.good))
         for begin in range(0, len(order), BATCH):
             batch = order[begin : begin + BATCH]
-            rows = [examples.places[i] for i in batch]
+            rows = [examples.indices[i] for i in batch]
             slopes = (scores(rows, weights, bias) - examples.good[batch]) * share[batch] / len(batch)
             lengths = np.array([len(row) for row in rows])
             flat = np.concatenate(rows)
@@ -193,41 +194,48 @@ def fit(examples: Examples, cfg: ClassifierConfig) -> tuple[np.ndarray, float]:
     return weights, bias
 
 
-def measured(found: np.ndarray, good: np.ndarray) -> dict[str, Any]:
-    """What held-out examples say: accuracy where both kinds count the same, ROC AUC, what thresholds keep of each."""
+def evaluate_scores(found: np.ndarray, good: np.ndarray) -> dict[str, Any]:
+    """Returns balanced accuracy, ROC AUC and the shares above each threshold, on held-out examples."""
     rank = np.argsort(np.argsort(found, kind="stable"), kind="stable")[good] + 1.0
     pairs = good.sum() * (~good).sum()
-    kept = [[least, float((found[good] >= least).mean()), float((found[~good] >= least).mean())] for least in MARGINS]
+    shares = [
+        [least, float((found[good] >= least).mean()), float((found[~good] >= least).mean())] for least in THRESHOLDS
+    ]
     accuracy = ((found[good] >= 0.5).mean() + (found[~good] < 0.5).mean()) / 2
     auc = (rank.sum() - good.sum() * (good.sum() + 1) / 2) / pairs
-    return {"accuracy": float(accuracy), "auc": float(auc), "kept": kept}
+    return {"accuracy": float(accuracy), "auc": float(auc), "kept": shares}
 
 
-def written(weights: np.ndarray, bias: float, cfg: ClassifierConfig) -> bytes:
-    """The content of a file of weights: a line of JSON, then the weights as little-endian float32."""
-    head = {"format": FORMAT, "bits": cfg.bits, "ngram_words": cfg.ngram_words, "max_words": cfg.max_words}
-    return json.dumps(head | {"bias": bias}, sort_keys=True).encode() + b"\n" + weights.astype("<f4").tobytes()
+def serialize_model(weights: np.ndarray, bias: float, cfg: ClassifierConfig) -> bytes:
+    """Returns the content of a weights file: a line of JSON, then the weights as little-endian float32."""
+    header = {"format": FORMAT, "bits": cfg.bits, "ngram_words": cfg.ngram_words, "max_words": cfg.max_words}
+    return json.dumps(header | {"bias": bias}, sort_keys=True).encode() + b"\n" + weights.astype("<f4").tobytes()
 
 
-def read_model(path: str) -> Model:
-    """The model in a file of weights. Raises BadInput for a file that is none, or not whole."""
+def read_model(path: str) -> LinearModel:
+    """Returns the model in a weights file. Raises BadInput for another or a truncated file."""
     try:
-        content = foreign.read_named(path, LARGEST)
+        content = foreign.read_named(path, MAX_FILE_BYTES)
     except OSError as error:
         raise BadInput(f"classifier.weights={path} cannot be read: {error.strerror or error}") from None
-    first, _, rest = content.partition(b"\n")
+    first, _, payload = content.partition(b"\n")
     try:
-        head = foreign.parse_json(first) if first.startswith(b"{") else None
+        header = foreign.parse_json(first) if first.startswith(b"{") else None
     except BadInput:
-        head = None
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise BadInput(
-            f"classifier.weights={path} is no classifier.weights that prepare wrote, nor .bin or .ftz of fastText"
-        )
-    whole = all(type(head.get(name)) is int and head[name] >= 0 for name in ("bits", "ngram_words", "max_words"))
-    if not whole or not isinstance(head.get("bias"), float) or head["bits"] > 24 or len(rest) != 4 << head["bits"]:
-        raise BadInput(f"classifier.weights={path} is not whole; bring it back, or train it again")
-    weights = np.frombuffer(rest, "<f4")
-    if not np.isfinite(weights).all() or not math.isfinite(head["bias"]):
-        raise BadInput(f"classifier.weights={path} holds numbers that are none; train it again")
-    return Model(weights, head["bias"], max(1, min(head["ngram_words"], 9)), head["max_words"])
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise BadInput(f"classifier.weights={path} is neither a file that prepare wrote nor a .bin or .ftz of fastText")
+    is_complete = all(
+        type(header.get(name)) is int and header[name] >= 0 for name in ("bits", "ngram_words", "max_words")
+    )
+    if (
+        not is_complete
+        or not isinstance(header.get("bias"), float)
+        or header["bits"] > 24
+        or len(payload) != 4 << header["bits"]
+    ):
+        raise BadInput(f"classifier.weights={path} is incomplete; restore it, or train it again")
+    weights = np.frombuffer(payload, "<f4")
+    if not np.isfinite(weights).all() or not math.isfinite(header["bias"]):
+        raise BadInput(f"classifier.weights={path} holds numbers that are not finite; train it again")
+    return LinearModel(weights, header["bias"], max(1, min(header["ngram_words"], 9)), header["max_words"])

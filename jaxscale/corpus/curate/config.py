@@ -1,4 +1,4 @@
-"""Settings of the stages of curation, but for those of personal data, which pii.py checks by its own rules."""
+"""Settings of the curation stages, except those of personal data, which are in pii.py."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def check_least(cfg: Any, least: int, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepairConfig:
-    """What is mended in a text, and how long it may be. What is mended or left out is counted by its kind."""
+    """Repairs of a text, and limits on its length. Repairs and removals are counted by kind."""
 
     normalise: Literal["NFC", "NFKC", "off"] = setting(
         "NFC", "Unicode normal form; NFKC also unfolds ligatures and wide letters"
@@ -59,7 +59,7 @@ class RepairConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageConfig:
-    """Which languages are kept. The language and its probability are noted on every document that is."""
+    """Languages to keep. The language and its probability are saved with every document."""
 
     keep: tuple[str, ...] = setting(
         (), "ISO 639 codes of the languages that are kept, such as ('en', 'de'); empty: all"
@@ -167,7 +167,7 @@ class C4Config:
 
     terminal_punctuation: bool = setting(True, "keep only lines that end in one of end_marks, and not in ...")
     end_marks: tuple[str, ...] = setting((".", "?", "!", '"'), "what terminal_punctuation takes for the end of a line")
-    min_line_words: int | None = setting(5, "keep only lines of at least so many words")
+    min_line_words: int | None = setting(5, "keep only lines of at least this many words")
     max_word_length: int | None = setting(1000, "keep only lines without a longer word")
     javascript: bool = setting(True, "keep only lines that do not say JavaScript")
     policies: bool = setting(True, "keep only lines that do not speak of cookies, privacy policy or terms of use")
@@ -205,7 +205,7 @@ class FineWebConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LicenceConfig:
-    """Which licences are let in, by the name that the file gives: compared without case, * and ? stand for anything."""
+    """Licences to keep, by the name in the file; matching ignores case, and * and ? are wildcards."""
 
     allow: tuple[str, ...] = setting(
         (), "licences that are kept, such as ('cc-by-*', 'mit'); empty: all that are not denied"
@@ -266,7 +266,7 @@ class LineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NearConfig:
-    """Near duplicates: what counts as one, and how hard they are searched for."""
+    """Definition of near duplicates, and effort of the search."""
 
     threshold: float = setting(0.75, "drop a document whose n-grams have this Jaccard similarity to those of another")
     ngram_words: int = setting(5, "words in an n-gram")
@@ -300,7 +300,7 @@ class NearConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubstringConfig:
-    """Passages that are repeated letter for letter within a block of about 16 MB."""
+    """Passages that occur verbatim several times in a block of about 16 MB."""
 
     min_bytes: int = setting(200, "cut passages of at least this many bytes that were there before, in UTF-8")
     min_document_characters: int = setting(200, "drop a document that lost passages and has fewer characters left")
@@ -315,7 +315,7 @@ class SubstringConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContaminationConfig:
-    """What is done about evaluation items that are in the training text."""
+    """Handling of evaluation items in the training text."""
 
     files: tuple[str, ...] = setting(
         (),
@@ -330,11 +330,11 @@ class ContaminationConfig:
     )
     ngram_words: int = setting(13, "words in a row that make a match")
     short_words: int | None = setting(
-        5, "a text of an item that is too short for a match is looked for whole if it has so many words; none: never"
+        5, "search for the whole text of a shorter item if it has at least this many words; none: never"
     )
     min_item_share: float = setting(0.0, "an item counts only if this share of its word sequences is in the document")
-    cut_characters: int = setting(200, "cut so many characters before and after a match too")
-    min_piece_characters: int = setting(200, "of what is left between cuts, keep pieces of at least so many characters")
+    cut_characters: int = setting(200, "characters to cut before and after a match")
+    min_piece_characters: int = setting(200, "minimum characters of a piece between cuts; shorter pieces are removed")
     max_cuts: int = setting(10, "drop a document that would be cut in more places than this")
 
     def __post_init__(self):
@@ -349,5 +349,5 @@ class ContaminationConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether any evaluation file is named."""
+        """False if files=('none',)."""
         return self.files != ("none",)

@@ -35,7 +35,7 @@ from jaxscale.text.sources.part import needs
 
 
 def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch]:
-    """A function from a block to its sketch: one key for each document that is not blank."""
+    """Returns a function from a block to its sketch: one key for each document that is not blank."""
 
     def sketch(documents: Sequence[Document]) -> Sketch:
         hashes = [text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
@@ -48,7 +48,7 @@ def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch
 
 
 def make_line_sketch(cfg: LineConfig) -> Callable[[Sequence[Document]], Sketch]:
-    """A function from a block to its sketch: one key for each line that is long enough."""
+    """Returns a function from a block to its sketch: one key for each line that is long enough."""
 
     def sketch(documents: Sequence[Document]) -> Sketch:
         keys, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
@@ -62,20 +62,20 @@ def make_line_sketch(cfg: LineConfig) -> Callable[[Sequence[Document]], Sketch]:
 
 
 def first_lines(documents: Sequence[Document]) -> np.ndarray:
-    """int64[documents]: how many lines of the block come before each document, which is its first line's place."""
+    """Returns int64[documents], the index in the block of each document's first line."""
     counts = [document.text.count("\n") + 1 for document in documents]
     return np.cumsum([0, *counts], dtype=np.int64)[:-1]
 
 
 def lines_at(documents: Sequence[Document], places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(owners, lines), int64[k] each: of lines given by their places in the block, the document and the place in it."""
+    """Returns (owners, lines), int64[k] each: document and line in it, for lines given by their index in the block."""
     starts = first_lines(documents)
     owners = np.searchsorted(starts, places, side="right") - 1
     return owners, places - starts[owners]
 
 
 def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: str) -> list[Outcome]:
-    """One outcome for each document of a block: those whose places in the block are in `removed` are dropped."""
+    """Returns an outcome for each document of a block; the documents at indices `removed` are dropped."""
     outcomes = [Outcome(document) for document in documents]
     for place in np.asarray(removed).tolist():
         outcomes[place] = Outcome(None, reason)
@@ -83,27 +83,29 @@ def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: s
 
 
 def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarray, cfg: LineConfig) -> list[Outcome]:
-    """One outcome for each document of a block: line lines[i] of document owners[i] is cut; owners are sorted."""
+    """Returns an outcome for each document of a block; line lines[i] of document owners[i] is cut, owners sorted."""
     outcomes = [Outcome(document) for document in documents]
     owners, lines = np.asarray(owners), np.asarray(lines)
     assert np.all(owners[1:] >= owners[:-1]), "not sorted"
     places, starts = np.unique(owners, return_index=True)
     for place, cut in zip(places.tolist(), np.split(lines, starts[1:])):
-        document, gone = documents[place], set(cut.tolist())
-        kept = [line for number, line in enumerate(document.text.split("\n")) if number not in gone]
-        text = "\n".join(kept)
+        document, cut_numbers = documents[place], set(cut.tolist())
+        remaining = [line for number, line in enumerate(document.text.split("\n")) if number not in cut_numbers]
+        text = "\n".join(remaining)
         if len(text.strip()) < cfg.min_document_characters:
-            outcomes[place] = Outcome(None, "repeated lines: too little is left", detail=f"{len(gone)} lines repeated")
+            outcomes[place] = Outcome(
+                None, "repeated lines: too little is left", detail=f"{len(cut_numbers)} lines repeated"
+            )
         else:
             edited = document.edited(text)
-            outcomes[place] = Outcome(edited, edits=(("repeated line", len(gone)),))
+            outcomes[place] = Outcome(edited, edits=(("repeated line", len(cut_numbers)),))
     return outcomes
 
 
 def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
-    """A function from a block to its sketch: for each document one key per band, and its signature.
+    """Returns a function from a block to its sketch: for each document a key per band, and its signature.
 
-    A document of fewer words than an n-gram has is one n-gram by itself; one without words has no keys.
+    A document with fewer words than an n-gram is one n-gram; one without words has no keys.
     """
     bands, rows = bands_and_rows(cfg)
 
@@ -118,13 +120,13 @@ def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
 
 
 def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
-    """uint32[documents, permutations] of documents, each given as the hashes of its words."""
+    """Returns uint32[documents, permutations], the MinHash signatures. words: hashes of each document's words."""
     with needs("finding near duplicates", "rensa"):
         import rensa
     flat, counts = ngram_table(words, cfg.ngram_words)
     counts = np.asarray(counts, np.int64)
     short = [i for i, row in enumerate(words) if 0 < len(row) < cfg.ngram_words]
-    if short:  # each is one n-gram by itself, put where it belongs
+    if short:  # each is one n-gram, inserted at its position
         grams = np.concatenate([ngram_hashes(words[i], len(words[i])) for i in short])
         flat = np.insert(flat, (np.cumsum(counts) - counts)[short], grams)
         counts[short] = 1
@@ -136,7 +138,7 @@ def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
 
 
 def band_keys(found: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """uint64[documents, bands]: a hash of each band's number and of what a signature has in it."""
+    """Returns uint64[documents, bands], hashes of the band's index and its rows of the signature."""
     keys = np.tile(mix(np.arange(bands, dtype=np.uint64)), (len(found), 1))
     for row in range(rows):
         keys = (keys ^ found[:, row : bands * rows : rows]) * np.uint64(MULTIPLIER)
@@ -145,26 +147,26 @@ def band_keys(found: np.ndarray, bands: int, rows: int) -> np.ndarray:
 
 
 def bands_and_rows(cfg: NearConfig) -> tuple[int, int]:
-    """(bands, rows): the settings', or those chosen from the threshold."""
+    """Returns (bands, rows) from the settings, or chosen from the threshold."""
     if cfg.bands is not None and cfg.rows is not None:
         return cfg.bands, cfg.rows
     return choose_bands(cfg.threshold, cfg.permutations, cfg.miss_weight)
 
 
 def detection_curve(jaccard: float | np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """The probability that two documents of this similarity become candidates: 1 - (1 - J^rows)^bands."""
+    """Returns the probability that two documents of this similarity become candidates: 1 - (1 - J^rows)^bands."""
     return 1 - (1 - np.asarray(jaccard, np.float64) ** rows) ** bands
 
 
 def verification_curve(jaccard: float | np.ndarray, threshold: float, permutations: int) -> np.ndarray:
-    """The probability that a candidate of this similarity passes the verification: a binomial's upper tail."""
+    """Returns the probability that a candidate of this similarity is verified: the upper tail of a binomial."""
     least = math.ceil(threshold * permutations - 1e-9)
     return bdtrc(least - 1, permutations, np.asarray(jaccard, np.float64))
 
 
 @functools.cache
 def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tuple[int, int]:
-    """(bands, rows) with bands * rows <= permutations for which the weighted area of the two errors is smallest.
+    """Returns (bands, rows) with bands * rows <= permutations that minimize the weighted area of the two errors.
 
     Misses: the integral of 1 - detection_curve above the threshold. False candidates: that of detection_curve below.
     """
@@ -182,7 +184,7 @@ def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) 
 
 
 def detection_table(cfg: NearConfig) -> list[tuple[float, float, float]]:
-    """[(Jaccard similarity, P(candidate), P(a candidate passes))] from 0.3 to 1, for reports."""
+    """Returns [(Jaccard similarity, P(candidate), P(verified))] from 0.3 to 1, for reports."""
     jaccard = np.arange(6, 21) / 20
     found = detection_curve(jaccard, *bands_and_rows(cfg))
     passed = verification_curve(jaccard, cfg.threshold, cfg.permutations)

@@ -30,15 +30,15 @@ LOWER = bytes(range(256)).lower()
 
 
 class Sketch(NamedTuple):
-    """What a block of documents brings to a join: items with equal keys may be duplicates of each other."""
+    """Join keys of a block of documents: items with equal keys may be duplicates of each other."""
 
     keys: np.ndarray  # uint64[m]
-    places: np.ndarray  # int64[m]: of the document in the block, or of the line among those of all its documents
-    signatures: np.ndarray | None = None  # uint32[documents, permutations], where candidates are to be verified
+    places: np.ndarray  # int64[m]: index of the document in the block, or of the line among all its lines
+    signatures: np.ndarray | None = None  # uint32[documents, permutations], if candidates are verified
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """uint64[n]: a hash of each lower-cased word, in order. A word is a maximal run of letters, numbers and marks.
+    """Returns uint64[n], a hash of each lower-cased word. A word is a maximal run of letters, numbers and marks.
 
     Those are the Unicode categories L, N and M. A word hashes the same whatever stands around it. Lower-casing is
     Unicode's simple one, character by character, and both forms of the small sigma count as one.
@@ -47,7 +47,7 @@ def word_hashes(text: str) -> np.ndarray:
 
 
 def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
-    """word_hashes of each text. Several times faster where texts are short: array operations span many of them."""
+    """Returns word_hashes of each text; several times faster for short texts, since array operations span many."""
     rows: list[np.ndarray] = []
     begin, size = 0, 0
     for end, text in enumerate(texts, 1):
@@ -58,7 +58,7 @@ def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
         if len(group) == 1 or size > PIECE:
             rows += map(word_hashes, group)
         else:
-            hashes, starts = runs_and_starts("\n".join(group))  # which is in no word
+            hashes, starts = runs_and_starts("\n".join(group))  # a newline is in no word
             ends = starts.searchsorted(np.cumsum([len(part) + 1 for part in group]))
             rows += np.split(hashes, ends[:-1])
         begin, size = end, 0
@@ -66,7 +66,7 @@ def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
-    """word_hashes of each document. Those that are not known yet are found together, which is faster."""
+    """Returns word_hashes of each document, computed together and cached on the document."""
     unknown = [document for document in documents if "words" not in document.computed]
     for document, words in zip(unknown, word_hashes_of([document.text for document in unknown])):
         document.computed["words"] = words
@@ -74,7 +74,7 @@ def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
 
 
 def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64[n] hashes, int64[n] where in the text they begin) of its words."""
+    """Returns (uint64[n] hashes, int64[n] start positions in the text) of its words."""
     values = word_values(text)
     inside = values != 0
     starts = (inside[1:] > inside[:-1]).nonzero()[0]
@@ -85,7 +85,7 @@ def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def word_spans(text: str) -> np.ndarray:
-    """int64[n, 2]: where each word of word_hashes(text) begins and ends in the text, in characters."""
+    """Returns int64[n, 2], start and end of each word of word_hashes(text), in characters."""
     begin, spans = 0, []
     for piece in pieces(text):
         inside = np.concatenate([[0], (word_values(piece) != 0).view(np.int8), [0]])
@@ -95,14 +95,14 @@ def word_spans(text: str) -> np.ndarray:
 
 
 def word_values(text: str) -> np.ndarray:
-    """uint64[characters]: the value of each character that is in a word, 0 of the others."""
+    """Returns uint64[characters], the value of each character in a word, 0 for others."""
     if text.isascii():
         return ASCII_VALUES.take(np.frombuffer(text.encode("ascii"), np.uint8))
     return character_values().take(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32))
 
 
 def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
-    """uint64[max(0, len - n + 1)]: a hash of each n neighbours, from the hashes of the single words."""
+    """Returns uint64[max(0, len - n + 1)], a hash of each n adjacent words, from the hashes of the words."""
     assert n > 0, n
     count = len(hashes) - n + 1
     if count <= 0:
@@ -116,15 +116,15 @@ def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
 
 
 def ngram_table(rows: Sequence[np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64[sum of counts], int64[rows] counts): ngram_hashes of many rows, one after another."""
+    """Returns (uint64[sum of counts], int64[rows] counts): concatenated ngram_hashes of many rows."""
     groups = [np.zeros(0, np.uint64), *(hashes for _, hashes in ngram_groups(rows, n))]
     return np.concatenate(groups), np.array([max(0, len(row) - n + 1) for row in rows], np.int64)
 
 
 def ngram_groups(rows: Sequence[np.ndarray], n: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yields (some rows, uint64[k] their ngram_hashes one after another), until all rows are done.
+    """Yields (slice of rows, uint64[k] their concatenated ngram_hashes), until all rows are done.
 
-    The same as row by row, but several times faster where rows are short: array operations span all rows of a group.
+    Several times faster than row by row for short rows: array operations span all rows of a group.
     """
     begin, size = 0, 0
     for end, row in enumerate(rows, 1):
@@ -134,7 +134,7 @@ def ngram_groups(rows: Sequence[np.ndarray], n: int) -> Iterator[tuple[slice, np
         flat = np.concatenate(rows[begin:end])
         ends = np.cumsum([len(row) for row in rows[begin:end]])
         whole = np.ones(len(flat), bool)
-        across = (ends[:, None] - np.arange(1, n)).ravel()  # an n-gram that begins here would run into the next row
+        across = (ends[:, None] - np.arange(1, n)).ravel()  # start of an n-gram that would span two rows
         whole[across[across >= 0]] = False
         hashes = ngram_hashes(flat, n)
         yield slice(begin, end), hashes[whole[: len(hashes)]]
@@ -142,14 +142,14 @@ def ngram_groups(rows: Sequence[np.ndarray], n: int) -> Iterator[tuple[slice, np
 
 
 def text_hash(text: str, *, lower: bool = False) -> int:
-    """A 128-bit hash (BLAKE2b) of the text without its whitespace, and lower-cased if that is asked for."""
+    """Returns a 128-bit hash (BLAKE2b) of the text without whitespace, optionally lower-cased."""
     return int.from_bytes(hashlib.blake2b(without_whitespace(text, lower), digest_size=16).digest(), "little")
 
 
 def without_whitespace(text: str, lower: bool) -> bytes:
-    """The text in UTF-8 with whitespace left out, so that a copy which was wrapped or indented otherwise is the same.
+    """Returns the UTF-8 text without whitespace, so that copies with other line breaks or indentation are equal.
 
-    Whitespace is what ASCII has, the no-break space and the ideographic space.
+    Whitespace is that of ASCII, the no-break space and the ideographic space.
     """
     if text.isascii():
         return text.encode("ascii").translate(LOWER if lower else None, WHITESPACE)
@@ -158,7 +158,7 @@ def without_whitespace(text: str, lower: bool) -> bytes:
 
 
 def line_hashes(text: str, min_characters: int, *, lower: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64[k], int64[k]): hashes (BLAKE2b) of the lines of at least this length, and their places among all lines.
+    """Returns (uint64[k], int64[k]): BLAKE2b hashes of lines of at least this length, and their line numbers.
 
     Lines are what text.split("\n") gives; their whitespace counts neither for the hash nor for the length.
     """
@@ -179,7 +179,7 @@ def line_hashes(text: str, min_characters: int, *, lower: bool = False) -> tuple
 
 
 def hash_runs(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """uint64[runs]: hashes of values[starts[i]:starts[i + 1]]. A 0 adds nothing; there are only 0s before the first."""
+    """Returns uint64[runs], hashes of values[starts[i]:starts[i + 1]]. Zeros add nothing; only 0s precede run 0."""
     if not len(starts):
         return np.zeros(0, np.uint64)
     up, down = powers(len(values))
@@ -191,7 +191,7 @@ def hash_runs(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(M^i, M^-i) mod 2^64 for i in 0 ... at least count - 1."""
+    """Returns (M^i, M^-i) mod 2^64 for i in 0 ... at least count - 1."""
     return power_tables(max(12, (count - 1).bit_length()))
 
 
@@ -208,18 +208,18 @@ def power_tables(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbered(points: np.ndarray) -> np.ndarray:
-    """uint64[n]: a random-looking number for each byte or code point."""
+    """Returns uint64[n], a random-looking number for each byte or code point."""
     return mix((points.astype(np.uint64) + np.uint64(1)) * np.uint64(MULTIPLIER))
 
 
 def lower_point(point: int) -> int:
-    """The code point of the lower-cased character; its first where lower-casing makes two (only of the dotted I)."""
+    """Returns the lower-cased code point; the first of two (only for the dotted I)."""
     lowered = ord(chr(point).lower()[0])
     return 0x3C3 if lowered == 0x3C2 else lowered  # the final sigma
 
 
 def letter_values(points: range) -> np.ndarray:
-    """uint64[len(points)]: of a letter, number or mark the number of its lower-cased form, 0 of other characters."""
+    """Returns uint64[len(points)], the number of a letter's, number's or mark's lower-cased form, 0 for others."""
     lowered = [lower_point(point) if unicodedata.category(chr(point))[0] in "LNM" else -1 for point in points]
     lowered = np.array(lowered, np.int64)
     return np.where(lowered < 0, np.uint64(0), numbered(lowered))
@@ -227,7 +227,7 @@ def letter_values(points: range) -> np.ndarray:
 
 @functools.cache
 def character_values() -> np.ndarray:
-    """uint64[0x110000], 9 MB: letter_values of all of Unicode. Made once in a process, in about 0.2 s."""
+    """Returns uint64[0x110000], 9 MB: letter_values of all of Unicode. Cached per process; takes about 0.2 s."""
     values = np.zeros(0x110000, np.uint64)
     for begin, end in ((0, 0x40000), (0xE0000, 0xE0200)):  # beyond, Unicode 17 has no letter, number or mark
         values[begin:end] = letter_values(range(begin, end))
@@ -235,7 +235,7 @@ def character_values() -> np.ndarray:
 
 
 def pieces(text: str) -> list[str]:
-    """The text cut at spaces or newlines into pieces of at least PIECE characters, so at no place inside a word."""
+    """Returns the text cut at spaces or newlines into pieces of at least PIECE characters, never inside a word."""
     cut, begin = [], 0
     while match := SPACE.search(text, begin + PIECE):
         cut.append(text[begin : match.start()])

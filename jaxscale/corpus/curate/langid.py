@@ -25,27 +25,27 @@ from jaxscale.text.sources.part import PREPARE, needs
 
 REASON = "language: not wanted"
 DOUBT = "language: not sure enough"
-UNKNOWN = "und"  # ISO 639-2's code for "undetermined": a text without any feature, such as an empty one
+UNKNOWN = "und"  # ISO 639-2 code for "undetermined": a text without any feature, such as an empty one
 TAG = re.compile(r"([a-z]{2,3})([-_].*)?", re.DOTALL)  # a language's ISO 639 code, then script, region ... (BCP 47)
 CHUNK = 1024  # documents stepped together: enough to hide numpy's cost per call, few enough for the cache
 SCALE = 1024
-NEXT_BITS = 32  # of a table entry: the next row's place; the feature lies above
+NEXT_BITS = 32  # of a table entry: index of the next row; the feature is in the upper bits
 
 
 class LanguageModel(NamedTuple):
-    """The automaton and the scores, laid out for stepping many texts at once."""
+    """Automaton and scores, arranged to step many texts at once."""
 
-    table: np.ndarray  # uint64[rows * 256]: at row + byte, the next row's place, and above it 1 + the feature or 0
-    start: int  # the place of the first state's row
+    table: np.ndarray  # uint64[rows * 256]: at row + byte, index of the next row; upper bits: 1 + feature, or 0
+    start: int  # index of the first state's row
     likelihoods: np.ndarray  # int16[features, classes]: log P(feature | class), in units of 1 / SCALE
     priors: np.ndarray  # float64[classes]: log P(class)
-    labels: tuple[str, ...]  # the code of each class; two scripts of one language may share it
+    labels: tuple[str, ...]  # code of each class; two scripts of one language may share it
     first: np.ndarray  # intp[classes]: the first class with the same label
 
 
 @functools.cache
 def load_model() -> LanguageModel:
-    """py3langid's own model; about 110 MB, loaded once per process. Raises BadInput if the package is missing."""
+    """Returns py3langid's model (about 110 MB), cached per process. Raises BadInput if the package is missing."""
     with needs("identifying languages", "py3langid", f"{PREPARE}, or leave the stage out"):
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     model = LanguageIdentifier.from_model_file(MODEL_FILE)
@@ -63,7 +63,7 @@ def load_model() -> LanguageModel:
 
 
 def as_bytes(text: str) -> bytes:
-    """The text as the model was trained to see it: NFC, UTF-8, and lower-cased if it is all in capitals."""
+    """Returns the text normalized as in training: NFC, UTF-8, and lower-cased if it is all capitals."""
     if text.isupper():
         text = text.lower()
     if text.isascii():
@@ -72,7 +72,7 @@ def as_bytes(text: str) -> bytes:
 
 
 def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
-    """uint32[T, D]: 1 + the feature that each of D texts emits after each byte, or 0. texts: longest first."""
+    """Returns uint32[T, D]: 1 + the feature that each of D texts emits after each byte, or 0. texts: longest first."""
     lengths = np.array([len(text) for text in texts])
     T, D = int(lengths[0]) if len(texts) else 0, len(texts)
     features_TD = np.zeros((T, D), np.uint32)
@@ -91,12 +91,12 @@ def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def log_counts(most: int) -> np.ndarray:
-    """float64[most + 1]: log(1 + n) rounded to float32, which hides the last bit of a C library's double precision."""
+    """Returns float64[most + 1], log(1 + n) rounded to float32, which hides last-bit differences of C libraries."""
     return np.array([math.log1p(n) for n in range(most + 1)], np.float32).astype(np.float64)
 
 
 def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """(float64[D, classes] log-posteriors of each text, bool[D] whether it emits any feature). texts: longest first."""
+    """Returns (float64[D, classes] log-posteriors, bool[D] True if a text emits a feature). texts: longest first."""
     features_DT = np.ascontiguousarray(walk(model.table, model.start, texts).T)
     D, T = features_DT.shape
     found = np.zeros((D, len(model.labels)))
@@ -122,7 +122,7 @@ def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np
 
 
 def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[tuple[str, float]]:
-    """The language of each text and its probability, ('und', 0.0) where the text gives no sign at all.
+    """Returns the language of each text and its probability, ('und', 0.0) for a text without features.
 
     The probability is the library's: a softmax of the scores over the square root of the number of bytes.
     """
@@ -147,13 +147,13 @@ def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[t
 
 
 def named_language(tag: str) -> str:
-    """The ISO 639 code in what a file says of a language, 'en' of 'EN' and 'en-US'; '' where it has none."""
+    """Returns the ISO 639 code in a language tag, 'en' for 'EN' and 'en-US'; '' if it has none."""
     found = TAG.fullmatch(tag.strip().lower())
     return found[1] if found and found[1] != UNKNOWN else ""
 
 
 def make_language(cfg: LanguageConfig) -> Stage:
-    """A stage that notes each document's language and score column "language", and drops what is not to be kept."""
+    """Returns a stage that adds each document's language and score column "language", and drops by language."""
     keep = frozenset(cfg.keep)
     head = cfg.head_chars or None
     if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # a file may know more

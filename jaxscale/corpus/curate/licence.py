@@ -1,4 +1,4 @@
-"""Licence filter. The licence stays with the document, so that shards can account for it."""
+"""Licence filter. The licence is saved with the document, so that shards can account for it."""
 
 import functools
 import re
@@ -12,38 +12,38 @@ from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
 DENIED = "licence: denied"
 NOT_ALLOWED = "licence: not among the allowed"
 UNKNOWN = "licence: unknown"
-UNSAID = ("", "unknown", "none", "null", "n/a", "noassertion", "other")  # SPDX's NOASSERTION, and what files write
+UNKNOWN_NAMES = ("", "unknown", "none", "null", "n/a", "noassertion", "other")  # NOASSERTION is SPDX's
 
 
-def spelt(licence: str) -> str:
-    """The name as it is compared: lower case, spaces and underscores as one hyphen."""
+def normalized(licence: str) -> str:
+    """Returns the normalized name: lower case, spaces and underscores as one hyphen."""
     return re.sub(r"[\s_]+", "-", licence.strip().lower())
 
 
 def matcher(patterns: Sequence[str]) -> re.Pattern | None:
-    """What matches a spelt name that fits any of the patterns; None without patterns."""
-    return re.compile("|".join(translate(spelt(pattern)) for pattern in patterns)) if patterns else None
+    """Returns a pattern that matches a normalized name that fits any of the patterns; None without patterns."""
+    return re.compile("|".join(translate(normalized(pattern)) for pattern in patterns)) if patterns else None
 
 
 def make_licence(cfg: LicenceConfig) -> Stage:
-    """A stage that drops documents by their licence."""
+    """Returns a stage that drops documents by their licence."""
     allow, deny = matcher(cfg.allow), matcher(cfg.deny)
 
     @functools.lru_cache(maxsize=4096)  # a corpus has few names
-    def verdict(licence: str) -> str:
-        name = spelt(licence)
+    def drop_reason(licence: str) -> str:
+        name = normalized(licence)
         if deny and deny.match(name):
             return DENIED
-        if name in UNSAID and not (allow and allow.match(name)):
+        if name in UNKNOWN_NAMES and not (allow and allow.match(name)):
             return "" if cfg.unknown == "keep" else UNKNOWN
         return NOT_ALLOWED if allow and not allow.match(name) else ""
 
     def judge(doc: Document) -> Outcome:
-        reason = verdict(doc.licence)
+        reason = drop_reason(doc.licence)
         if reason == UNKNOWN and cfg.unknown == "stop":
             raise BadInput(
                 f"{doc.file or 'a document'} at {doc.offset} names no licence ({doc.licence!r}); "
-                "set unknown to 'keep' or 'drop' to go on"
+                "set unknown to 'keep' or 'drop' to continue"
             )
         return outcome_of(doc, reason, doc.licence)
 

@@ -21,7 +21,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each
 
 Action = Literal["redact", "drop", "off"]
-KINDS = {  # with their names in reports; where two overlap, the earlier one has it
+KINDS = {  # with their names in reports; of overlapping spans, the earlier kind wins
     "email": "e-mail",
     "ip": "IP address",
     "iban": "IBAN",
@@ -36,7 +36,7 @@ ROW = re.compile(rf"[0-9](?=[0-9A-Z{GAPS}]{{5}})(?:[{GAPS}]{{0,3}}[0-9A-Z]){{5,}
 DIGITS, FEWEST = "0123456789", 6
 LEAD = 8  # of what belongs to a number may stand before its first digit: the letters of a codice fiscale, "(+"
 BEFORE, AFTER = 48, 32  # what of its surroundings the rules may look at
-ROUNDS = 4  # a placeholder may bring a number nearer to the word that gives it away: look again, but not for ever
+MAX_ROUNDS = 4  # a placeholder may bring a number nearer to the word that gives it away: look again, but not for ever
 
 # Local part and domain as RFC 5321 and 6531 have them, less quoted local parts, which nobody publishes. Letters of
 # other scripts count only where the part has no Latin ones: running Chinese has no space before an address.
@@ -72,14 +72,14 @@ ADDRESS_BEFORE = re.compile(r"\b(?:ip|ips|ipv4|address|addr|server|host|dns|ping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PIIConfig:
-    """What happens to each kind of personal data: replaced by a placeholder, its document dropped, or left alone."""
+    """Action for each kind of personal data: replace it by a placeholder, drop the document, or ignore it."""
 
     email: Action = setting("redact", "e-mail addresses")
     ip: Action = setting("redact", "IPv4 and IPv6 addresses")
     iban: Action = setting("redact", "bank accounts: IBANs with right length and check digits")
     card: Action = setting("redact", "payment cards: an issuer's beginning and length, Luhn's check digit")
     national_id: Action = setting("redact", "national identity numbers of the countries named")
-    phone: Action = setting("redact", "telephone numbers, by their shape or beside a word that calls them so")
+    phone: Action = setting("redact", "telephone numbers, by their shape or next to a word that names them")
     public_ips_only: bool = setting(True, "leave private, local and documentation addresses such as 192.168.0.1 alone")
     countries: tuple[str, ...] = setting(
         tuple(NATIONAL_IDS),
@@ -106,7 +106,7 @@ class PIIConfig:
 
 
 class Span(NamedTuple):
-    """Where something personal stands in a text."""
+    """Position and kind of personal data in a text."""
 
     start: int
     end: int
@@ -119,7 +119,7 @@ def find_pii(
     kinds: Iterable[str] = KINDS,
     public_ips_only: bool = True,
 ) -> list[Span]:
-    """Everything personal in the text, in order, without overlaps."""
+    """Returns all personal data in the text, in order, without overlaps."""
     kinds = frozenset(kinds)
     found = []
     if "email" in kinds and "@" in text:
@@ -134,12 +134,12 @@ def find_pii(
         ("phone", FEWEST, find_phones),
     )
     if wanted := [finder for finder in finders if finder[0] in kinds]:
-        found += rows(text, wanted)
-    return without_overlaps(found)
+        found += find_in_rows(text, wanted)
+    return resolve_overlaps(found)
 
 
-def rows(text: str, finders: Sequence[tuple[str, int, Callable]]) -> Iterator[Span]:
-    """Yields what the finders, each (kind, fewest digits, function), see in and just before each row."""
+def find_in_rows(text: str, finders: Sequence[tuple[str, int, Callable]]) -> Iterator[Span]:
+    """Yields the spans that the finders, each (kind, fewest digits, function), find in and just before each row."""
     floor = 0
     for row in ROW.finditer(text):
         digits = sum(map(row[0].count, DIGITS))
@@ -155,22 +155,22 @@ def rows(text: str, finders: Sequence[tuple[str, int, Callable]]) -> Iterator[Sp
         floor = row.end()
 
 
-def without_overlaps(spans: list[Span]) -> list[Span]:
-    """Sorted by place; of two that overlap, the one whose kind comes first in KINDS, then the longer one."""
+def resolve_overlaps(spans: list[Span]) -> list[Span]:
+    """Returns the spans sorted by position; of two that overlap, the first kind in KINDS wins, then the longer one."""
     if len(spans) < 2:
         return spans
-    taken: list[Span] = []
+    selected: list[Span] = []
     order = list(KINDS)
     for span in sorted(spans, key=lambda span: (order.index(span.kind), span.start - span.end, span.start)):
-        place = bisect.bisect(taken, span)  # those before it begin earlier, and none of them overlaps another
-        free_before = place == 0 or taken[place - 1].end <= span.start
-        if free_before and (place == len(taken) or span.end <= taken[place].start):
-            taken.insert(place, span)
-    return taken
+        place = bisect.bisect(selected, span)  # those before it begin earlier, and none of them overlaps another
+        free_before = place == 0 or selected[place - 1].end <= span.start
+        if free_before and (place == len(selected) or span.end <= selected[place].start):
+            selected.insert(place, span)
+    return selected
 
 
 def redact(text: str, spans: Sequence[Span], placeholders: dict[str, str]) -> str:
-    """The text with each span replaced by its kind's placeholder."""
+    """Returns the text with each span replaced by its kind's placeholder."""
     parts, place = [], 0
     for span in spans:
         parts += [text[place : span.start], placeholders[span.kind]]
@@ -179,7 +179,7 @@ def redact(text: str, spans: Sequence[Span], placeholders: dict[str, str]) -> st
 
 
 def make_pii(cfg: PIIConfig) -> Stage:
-    """A stage that redacts personal data, counted by kind, or drops the documents that have it."""
+    """Returns a stage that redacts personal data, counted by kind, or drops the documents that have it."""
     actions = {kind: getattr(cfg, kind) for kind in KINDS}
     placeholders = {kind: getattr(cfg, f"{kind}_placeholder") for kind in KINDS}
     kinds = [kind for kind in KINDS if actions[kind] != "off"]
@@ -190,7 +190,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
 
     def judge(doc: Document) -> Outcome:
         text, edits = doc.text, Counter()
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ROUNDS):
             spans = find(text)
             if dropped := next((span.kind for span in spans if actions[span.kind] == "drop"), ""):
                 return Outcome(None, f"personal data: {KINDS[dropped]}")
@@ -206,7 +206,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
 
 
 def always(match: re.Match[str] | None) -> re.Match[str]:
-    """The match of a pattern that also matches an empty text, so that it is never None."""
+    """Returns the match of a pattern that also matches an empty text, so that it is never None."""
     assert match is not None
     return match
 
@@ -227,17 +227,17 @@ def find_emails(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether it can belong to somebody: neither private, local, reserved nor for documentation (IANA's registries)."""
+    """True if the address is public: not private, local, reserved or for documentation (IANA's registries)."""
     unicast = address.version == 4 or address in GLOBAL_UNICAST
     return unicast and address.is_global and not address.is_multicast
 
 
 def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each IPv4 and IPv6 address. A number after "version" and its like is none."""
+    """Yields (start, end) of each IPv4 and IPv6 address, except numbers after "version" and similar words."""
     for sign in IPV4_SIGN.finditer(text):
         start = sign.start() - len(always(DIGITS_BEFORE.search(text[max(0, sign.start() - 3) : sign.start()]))[0])
         match = IPV4.match(text, start)
-        if match and accept(match[0], public_only) and not is_version(text, match):
+        if match and is_address(match[0], public_only) and not is_version(text, match):
             yield match.span()
     floor = 0
     for sign in IPV6_SIGN.finditer(text):
@@ -250,12 +250,12 @@ def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
         while end > start and text[end - 1] == ":" and text[end - 2 : end] != "::":
             end -= 1  # "fe80::1: unreachable"
         clear = not (start and (text[start - 1].isalnum() or text[start - 1] in "_:.")) and not GOES_ON.match(text, end)
-        if clear and 2 < end - start <= IPV6_CHARS and accept(text[start:end], public_only):
+        if clear and 2 < end - start <= IPV6_CHARS and is_address(text[start:end], public_only):
             yield start, end
 
 
 def is_version(text: str, match: re.Match) -> bool:
-    """Whether four numbers read as a version or a section: said so, or single digits that nothing calls an address."""
+    """True if four numbers are a version or a section: named so, or single digits that are not named an address."""
     before = text[max(0, match.start() - 32) : match.start()]
     if VERSION_BEFORE.search(before):
         return True
@@ -263,8 +263,8 @@ def is_version(text: str, match: re.Match) -> bool:
     return len(match[0]) == 7 and not host
 
 
-def accept(written: str, public_only: bool) -> bool:
-    """Whether it is an address at all, and of the wanted kind."""
+def is_address(written: str, public_only: bool) -> bool:
+    """True if the text is an address, and public if `public_only`."""
     try:
         address = ipaddress.ip_address(written)
     except ValueError:  # 300.1.2.3, 01.2.3.4, a time of day

@@ -8,16 +8,16 @@ import string
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-CONTEXT_CHARS = 40  # how far before a number a word that explains it may stand
+CONTEXT_CHARS = 40  # characters before a number in which a word may explain it
 
 
 class NationalId(NamedTuple):
-    """How one country's number is written and proved."""
+    """Format and check digit of one country's number."""
 
-    digits: int  # the fewest it has: a shorter row is not looked at
+    digits: int  # minimum; shorter rows are skipped
     form: re.Pattern
     proof: Callable[[str], bool]  # of the number without spaces, hyphens and full stops
-    bare: re.Pattern | None = None  # a weaker form, that counts only after `context`
+    bare: re.Pattern | None = None  # a weaker form that requires `context`
     context: re.Pattern | None = None
 
 
@@ -91,7 +91,7 @@ PERMUTATION = (1, 5, 7, 6, 2, 8, 3, 0, 9, 4)
 
 
 def verhoeff(digits: str) -> bool:
-    """Whether the last digit is Verhoeff's check digit of the others ("Error Detecting Decimal Codes", 1969)."""
+    """True if the last digit is Verhoeff's check digit of the others ("Error Detecting Decimal Codes", 1969)."""
     check = 0
     for place, digit in enumerate(reversed(digits)):
         value = int(digit)

@@ -48,7 +48,7 @@ IBAN_START = re.compile(r"(?<![0-9A-Za-z])[A-Z]{2}[0-9]{2}(?=[ -]?[0-9A-Z])", re
 
 
 def luhn(digits: str) -> bool:
-    """Whether the last digit is the check digit of the others (ISO/IEC 7812-1, annex B)."""
+    """True if the last digit is the check digit of the others (ISO/IEC 7812-1, annex B)."""
     total = 0
     for place, digit in enumerate(reversed(digits)):
         value = int(digit) * (1 + place % 2)
@@ -57,7 +57,7 @@ def luhn(digits: str) -> bool:
 
 
 def issued(digits: str, issuers: Iterable[tuple[str, str, Container[int]]] = ISSUERS) -> bool:
-    """Whether a card network has numbers of this beginning and length."""
+    """True if a card network has numbers of this prefix and length."""
     return any(len(digits) in lengths and first <= digits[: len(first)] <= last for first, last, lengths in issuers)
 
 
@@ -75,7 +75,7 @@ def find_cards(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def mod_97(iban: str) -> bool:
-    """Whether the two check digits of an upper-case IBAN are right (ISO 7064, MOD 97-10)."""
+    """True if the two check digits of an upper-case IBAN are right (ISO 7064, MOD 97-10)."""
     return int("".join(str(int(char, 36)) for char in iban[4:] + iban[:4])) % 97 == 1
 
 

@@ -2,14 +2,14 @@
 
 A row of digits is a telephone number by its shape alone if it is written internationally (+ and an assigned country
 code), as in North America (area code and exchange that exist) or with a trunk 0 and in three groups or more. Any other
-row is one only beside a word that says so ("tel.", "call me on", "... fax"), and never if it reads as a date, a range
+row is one only next to a word that says so ("tel.", "call me on", "... fax"), and never if it reads as a date, a range
 of years, a price, a version or an ISBN.
 """
 
 import re
 from collections.abc import Iterator
 
-BEFORE_CHARS, AFTER_CHARS = 40, 16  # how much of what stands around a number is read
+BEFORE_CHARS, AFTER_CHARS = 40, 16  # characters read before and after a number
 
 # ITU-T E.164, list of assigned country codes (2016, with later changes). 1 and 7 stand for many countries.
 COUNTRY_CODES = frozenset(
@@ -24,7 +24,7 @@ COUNTRY_CODES = frozenset(
 )
 
 EXTENSION = r"(?: ?(?:x|ext\.?|extension) ?[0-9]{1,6})?"
-NUMBER = re.compile(  # any row of groups, as whole as it is written
+NUMBER = re.compile(  # any row of groups, as long as possible
     rf"(?<![\w/$£€¥₹%#=@^*~])(?<![0-9][.,:+-])(?P<plus>\+|\(\+(?=[0-9]{{1,4}}\)))?"
     rf"(?P<body>(?:\((?=[0-9 ]{{1,6}}\)))?[0-9](?:[ .()/-]{{0,3}}[0-9]){{5,40}})(?P<ext>{EXTENSION})"
     r"(?![\w@%€£$°]|[.,/:][0-9]|-[0-9])"
@@ -46,17 +46,17 @@ CLOSE_CHARS = 13  # "Phone (private): 467 3395": how far the word that names a n
 NEAR_CHARS = 14  # "call 33 93 31": how far a verb may stand from a number of six digits
 
 # In the languages that much of the web is written in.
-CALLED = frozenset(
+NAME_WORDS = frozenset(
     "tel telephone phone phones cellphone telefon téléphone telefono teléfono telefone telefoon puhelin tlf tfn tél "
     "mobile mobil mob móvil movil cell cellular celular cellulare handy gsm portable fax telefax whatsapp viber "
     "landline hotline helpline switchboard voicemail pager rufnummer телефон тел هاتف फोन".split()
 )
 MARKS = ("电话", "電話", "手机", "전화", "☎", "📞", "📱", "✆")  # not parted from other words by spaces
-ASKED = frozenset(
+REQUEST_WORDS = frozenset(
     "call calls calling called dial dialling dialing ring reach text txt texting sms contact anrufen appelez appeler "
     "llame llamar chiama chiamare ligue ligar bel".split()
 )
-ASKED_PHRASES = (
+REQUEST_PHRASES = (
     "answering at", "answering on", "message on", "message to", "messages on", "messages to", "messages at",
 )  # fmt: skip
 OTHERWISE = frozenset(
@@ -80,12 +80,12 @@ MEASURE = re.compile(  # what says that a number counts something: "1 500 000 pe
 
 
 def country_code(digits: str) -> str:
-    """The assigned country code that the digits begin with, or ''. No code is the beginning of another."""
+    """Returns the assigned country code that the digits begin with, or ''. No code is a prefix of another."""
     return next((digits[:n] for n in (1, 2, 3) if digits[:n] in COUNTRY_CODES), "")
 
 
 def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool, extension: bool) -> bool:
-    """Whether groups of digits, with these gaps between, are a telephone number by their shape alone."""
+    """True if groups of digits, separated by these gaps, are a telephone number by their shape alone."""
     digits = "".join(groups)
     if plus or digits.startswith("00"):
         national = digits if plus else digits[2:]
@@ -94,11 +94,11 @@ def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool,
         return bool(code) and enough and len(national) <= 15
     short = groups[1:] if groups[0] == "1" else groups
     if [len(group) for group in short] == [3, 3, 4]:
-        real = short[0][0] >= "2" and short[0][1] != "9" and short[1][0] >= "2"  # NANPA: N[0-8]X-NXX-XXXX
-        drawn = brackets or extension or set(gaps) <= {"-", "."}
-        if real and drawn and (short is groups or digits[0] == "1"):
+        is_nanp = short[0][0] >= "2" and short[0][1] != "9" and short[1][0] >= "2"  # NANPA: N[0-8]X-NXX-XXXX
+        is_formatted = brackets or extension or set(gaps) <= {"-", "."}
+        if is_nanp and is_formatted and (short is groups or digits[0] == "1"):
             return True
-        return extension or brackets and real
+        return extension or brackets and is_nanp
     trunk = groups[0][0] == "0" and digits[1] != "0"
     if trunk and 9 <= len(digits) <= 12 and (len(groups) == 1 or 2 <= len(groups[0]) <= 5):
         if len(groups) == 1:
@@ -109,8 +109,8 @@ def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool,
     return False
 
 
-def judge(text: str, match: re.Match) -> bool:
-    """Whether a candidate is a telephone number, by its shape and by what stands around it."""
+def is_phone(text: str, match: re.Match) -> bool:
+    """True if a candidate is a telephone number, by its shape and the surrounding words."""
     body, plus, extension = match["body"], bool(match["plus"]), bool(match["ext"])
     groups, gaps = re.findall(r"[0-9]+", body), re.findall(r"[^0-9]+", body.lstrip("("))
     digits = "".join(groups)
@@ -122,7 +122,7 @@ def judge(text: str, match: re.Match) -> bool:
     odd = "/" in body and digits[0] != "0" or ". " in body or "(" in body[6:] or body.count("(") > body.count(")")
     if odd or len(groups) == 2 and gaps == ["."]:  # a quotient, the end of a sentence, a decimal fraction
         return False
-    if not plus and (any(form.fullmatch(body) for form in (DATE, YEARS, DOTTED, ISBN)) or is_otherwise(before)):
+    if not plus and (any(form.fullmatch(body) for form in (DATE, YEARS, DOTTED, ISBN)) or is_other_number(before)):
         return False
     if is_number(groups, gaps, plus=plus, brackets=brackets, extension=extension):
         return True
@@ -134,7 +134,7 @@ def judge(text: str, match: re.Match) -> bool:
     if is_named(before, after):
         return True
     alike = len({gap.strip("() ") for gap in gaps[brackets:]}) < 2
-    return alike and is_asked(before[-NEAR_CHARS:] if few else before)
+    return alike and is_requested(before[-NEAR_CHARS:] if few else before)
 
 
 def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -142,16 +142,16 @@ def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     for match in NUMBER.finditer(text, start):
         if match.start() >= end:
             return
-        if judge(text, match):
+        if is_phone(text, match):
             yield match.span()
         else:
             for inside in INSIDE.finditer(text, match.start(), match.end()):
-                if inside.span() != match.span() and judge(text, inside):
+                if inside.span() != match.span() and is_phone(text, inside):
                     yield inside.span()
 
 
-def is_otherwise(before: str) -> bool:
-    """Whether what stands before a number says that it is none to call: "ISBN ", "order no. ", "$ "."""
+def is_other_number(before: str) -> bool:
+    """True if the text before a number says that it is not a telephone number: "ISBN ", "order no. ", "$ "."""
     before = before.lower()
     if before.rstrip()[-1:] in CURRENCY and before.rstrip():
         return True
@@ -163,26 +163,27 @@ def is_otherwise(before: str) -> bool:
 
 
 def is_named(before: str, after: str) -> bool:
-    """Whether a word right beside a number names it: "Tel.: ", "\\n ... fax"."""
+    """True if a word next to a number names it: "Tel.: ", "\
+ ... fax"."""
     if AFTER.match(after):
         return True
     lowered = before.lower()
     for match in WORD.finditer(lowered, max(0, len(lowered) - CLOSE_CHARS - 16)):
-        rest = lowered[match.end() :]
-        if match[0] in CALLED and len(rest) <= CLOSE_CHARS and is_clear(rest):
+        between = lowered[match.end() :]
+        if match[0] in NAME_WORDS and len(between) <= CLOSE_CHARS and is_clear(between):
             return True
     mark = max((before.rfind(mark) + len(mark) for mark in MARKS if mark in before), default=-1)
     return mark >= 0 and len(before) - mark <= CLOSE_CHARS and is_clear(before[mark:])
 
 
 def is_clear(between: str) -> bool:
-    """Whether neither another number nor a second line stands between a name and its number."""
+    """True if neither another number nor a line break is between a name and its number."""
     return between.count("\n") < 2 and not any(char.isdigit() for char in between)
 
 
-def is_asked(before: str) -> bool:
-    """Whether what stands before a number names it or asks to call it, somewhere."""
+def is_requested(before: str) -> bool:
+    """True if the text before a number names it or asks to call it, anywhere."""
     words = WORD.findall(before.lower())
-    if not CALLED.isdisjoint(words) or not ASKED.isdisjoint(words) or any(mark in before for mark in MARKS):
+    if not NAME_WORDS.isdisjoint(words) or not REQUEST_WORDS.isdisjoint(words) or any(mark in before for mark in MARKS):
         return True
-    return any(phrase in " ".join(words) for phrase in ASKED_PHRASES)
+    return any(phrase in " ".join(words) for phrase in REQUEST_PHRASES)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxscale.corpus.curate.config import C4Config, FineWebConfig, GopherConfig
 from jaxscale.corpus.curate.english import cut
-from jaxscale.corpus.curate.repetition import said_again
+from jaxscale.corpus.curate.repetition import count_repeats
 from jaxscale.corpus.curate.words import TextStats, hash_of, stats_of
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
@@ -26,7 +26,7 @@ from jaxscale.text.sources.records import text_lines
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
-MOST_KNOWN = 64  # characters of a piece whose kinds are remembered: longer ones hardly come again
+MAX_CACHED_CHARS = 64  # characters of a piece whose kinds are remembered: longer ones hardly come again
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 SENTENCE_ENDS = frozenset(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧᙮᠃᠉꓿܀܁܂߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
@@ -34,7 +34,7 @@ SCRIPT_TERMINAL = tuple(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።�
 
 
 def make_gopher(cfg: GopherConfig) -> Stage:
-    """A stage that drops what breaks one of Gopher's rules of quality."""
+    """Returns a stage that drops documents that break one of Gopher's rules of quality."""
     stop_hashes = [np.uint64(hash_of(word)) for word in cfg.stop_words]
 
     def gopher(documents: Sequence[Document]) -> list[Outcome]:
@@ -47,7 +47,7 @@ def make_gopher(cfg: GopherConfig) -> Stage:
 
 
 def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Sequence[np.uint64]) -> str:
-    """The first rule that the text breaks, or "". stop_hashes: of cfg.stop_words."""
+    """Returns the first rule that the text breaks, or "". stop_hashes: of cfg.stop_words."""
     if cfg.min_words is not None and stats.plain < cfg.min_words:
         return f"gopher: fewer than {cfg.min_words} words"
     if cfg.max_words is not None and stats.plain > cfg.max_words:
@@ -86,26 +86,26 @@ def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Se
 
 
 def make_c4(cfg: C4Config) -> Stage:
-    """A stage that takes out lines, counted by reason, and drops pages that are not text.
+    """Returns a stage that removes lines, counted by reason, and drops pages that are not text.
 
     Raises: BadInput if the file of bad words cannot be read or is empty.
     """
-    bad_words = pattern_of(bad_words_of(cfg.bad_words)) if cfg.bad_words is not None else None
+    bad_words = pattern_of(load_bad_words(cfg.bad_words)) if cfg.bad_words is not None else None
     return each(lambda document: c4_outcome(document, cfg, bad_words))
 
 
-def bad_words_of(file: str) -> list[str]:
-    """The entries of the file. Raises BadInput as read_words does."""
+def load_bad_words(file: str) -> list[str]:
+    """Returns the entries of the file. Raises BadInput as read_words does."""
     return read_words(file, "c4.bad_words")
 
 
 def pattern_of(words: Sequence[str]) -> re.Pattern[str]:
-    """A pattern that finds any of the words, as whole words, in a text of lower case."""
+    """Returns a pattern that finds any of the words, as whole words, in lower-case text."""
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, words))})(?!\w)")
 
 
 def read_words(file: str, setting: str, remark: str = "") -> list[str]:
-    """The entries of a word list, a line each, in lower case. remark: what starts a comment; '': there are none."""
+    """Returns the entries of a word list, one per line, in lower case. remark: prefix of a comment; '': none."""
     try:
         lines = [line for _, line in text_lines(os.path.expanduser(file))]
     except BadInput as error:
@@ -117,7 +117,7 @@ def read_words(file: str, setting: str, remark: str = "") -> list[str]:
 
 
 def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | None = None) -> Outcome:
-    """The document with the lines that are kept, or why it is dropped."""
+    """Returns the outcome: the document with the remaining lines, or the reason to drop it."""
     text = document.text
     if bad_words and (found := bad_words.search(text.lower())):
         return Outcome(None, "c4: bad word", detail=found.group())
@@ -128,12 +128,12 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
     has_bracket = cfg.curly_bracket and "{" in text
     has_citation = cfg.citations and "[" in text
     keeps_blank = not cfg.terminal_punctuation and cfg.min_line_words is None
-    kept: list[str] = []
+    lines_left: list[str] = []
     edits: collections.Counter[str] = collections.Counter()
     for line in map(str.strip, text.splitlines()):
         if not line:
             if keeps_blank:
-                kept.append(line)
+                lines_left.append(line)
             continue
         if cfg.max_word_length is not None and len(line) > cfg.max_word_length:
             if any(len(word) > cfg.max_word_length for word in line.split()):
@@ -160,10 +160,10 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
         if has_policies and any(policy in line.lower() for policy in POLICIES):
             edits["c4: line on policies"] += 1
             continue
-        kept.append(line)
-    if cfg.min_sentences is not None and not has_sentences(kept, cfg.min_sentences):
+        lines_left.append(line)
+    if cfg.min_sentences is not None and not has_sentences(lines_left, cfg.min_sentences):
         return Outcome(None, f"c4: fewer than {cfg.min_sentences} sentences")
-    cleaned = "\n".join(kept).strip()
+    cleaned = "\n".join(lines_left).strip()
     if not cleaned:
         return Outcome(None, "c4: no line left")
     if cleaned != text:
@@ -172,7 +172,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
 
 
 def has_sentences(lines: Sequence[str], least: int) -> bool:
-    """Whether the lines have at least `least` sentences; a line that is not blank has one, however it ends."""
+    """True if the lines have at least `least` sentences; every non-blank line has at least one."""
     missing = least - sum(not line.isspace() and line != "" for line in lines)
     for line in lines:
         if missing <= 0:
@@ -182,10 +182,12 @@ def has_sentences(lines: Sequence[str], least: int) -> bool:
 
 
 def count_sentences(line: str, enough: int) -> int:
-    """Sentences of a line, up to `enough`: after . ! or ? the first word that is not punctuation begins a new one."""
+    """Returns the number of sentences of a line, up to `enough`: the first word after . ! or ? begins a new one."""
     count, ended = 1, False
     for piece in line.split():
-        for kind in ("word",) if piece.isalnum() else (_kinds if len(piece) > MOST_KNOWN else _known_kinds)(piece):
+        for kind in (
+            ("word",) if piece.isalnum() else (_kinds if len(piece) > MAX_CACHED_CHARS else _known_kinds)(piece)
+        ):
             if kind == "end":
                 ended = True
             elif kind == "word":
@@ -197,7 +199,7 @@ def count_sentences(line: str, enough: int) -> int:
 
 
 def _kinds(piece: str) -> tuple[str, ...]:
-    """What the words of a piece are to a sentence: its end, a word, or another mark."""
+    """Returns the kinds of a piece's words: sentence end, word, or another mark."""
     is_mark = lambda word: all(unicodedata.category(character)[0] == "P" for character in word)
     return tuple("end" if w in SENTENCE_ENDS else "mark" if is_mark(w) else "word" for w in cut(piece))
 
@@ -206,12 +208,12 @@ _known_kinds = functools.lru_cache(maxsize=1 << 15)(_kinds)
 
 
 def make_fineweb(cfg: FineWebConfig) -> Stage:
-    """A stage that drops what breaks one of FineWeb's rules."""
+    """Returns a stage that drops documents that break one of FineWeb's rules."""
     return each(lambda document: outcome_of(document, fineweb_fault(document, cfg)))
 
 
 def fineweb_fault(document: Document, cfg: FineWebConfig) -> str:
-    """The first rule that the document breaks, or ""."""
+    """Returns the first rule that the document breaks, or ""."""
     text = document.text
     lines = [line for line in text.split("\n") if line and not line.isspace()]
     if not lines:
@@ -224,7 +226,7 @@ def fineweb_fault(document: Document, cfg: FineWebConfig) -> str:
             return "fineweb: too many short lines"
     newlines = text.count("\n")
     if cfg.max_duplicate_line_chars is not None:
-        if said_again(lines)[1] > cfg.max_duplicate_line_chars * (len(text) - newlines):
+        if count_repeats(lines)[1] > cfg.max_duplicate_line_chars * (len(text) - newlines):
             return "fineweb: too many characters in duplicate lines"
     if cfg.max_newlines_per_word is not None:
         least = newlines / cfg.max_newlines_per_word if cfg.max_newlines_per_word else newlines and float("inf")

@@ -1,6 +1,6 @@
 """Text repair: one Unicode normal form, no control characters, no mojibake, bounded lines.
 
-Clean text passes three tests that the interpreter makes at memory speed. Only a text that fails one is touched.
+Clean text passes three fast tests in C; only a text that fails one is repaired.
 """
 
 import re
@@ -15,13 +15,13 @@ from jaxscale.text.sources.part import PREPARE, needs
 
 # Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
 # two of them after the lead bytes of Chinese, Japanese and Korean, which are the accented letters of French.
-REST = (
+CONTINUATION = (
     "[\u0080-\u00bf\u0152\u0153\u0160\u0161\u0178\u017d\u017e\u0192\u02c6\u02dc\u2013\u2014\u2018-\u201a\u201c-\u201e"
     "\u2020-\u2022\u2026\u2030\u2039\u203a\u20ac\u2122]"
 )
 TWO, THREE = "\u00c2-\u00c6\u00ce-\u00d1\u00d7-\u00d9", "\u00e0-\u00ef"  # lead bytes of two and three
 MOJIBAKE = re.compile(  # one set of characters comes first: what re can look for fast
-    f"[{TWO}{THREE}\u00f0\u221a\u201a](?:(?<=[{TWO}]){REST}|(?<=[{THREE}]){REST}{REST}|(?<=\u00e2)\u20ac|(?<=\u00f0)[\u0178\u009f]"
+    f"[{TWO}{THREE}\u00f0\u221a\u201a](?:(?<=[{TWO}]){CONTINUATION}|(?<=[{THREE}]){CONTINUATION}{CONTINUATION}|(?<=\u00e2)\u20ac|(?<=\u00f0)[\u0178\u009f]"
     "|(?<=\u221a)[\u00a9\u00a8\u00b1\u00b3\u00ba\u2202]|(?<=\u201a)\u00c4[\u00ec\u00ee\u00f4\u00f9\u00fa])"
 )
 LINE_ENDS = re.compile("\r\n?|\u2028|\u2029|\u0085")  # the Unicode standard's newlines, 5.8, less form feed and tab
@@ -33,29 +33,29 @@ REPLACEMENT = "\ufffd"
 BAD = re.compile(f"{CONTROL.pattern}|{SURROGATE.pattern}|{REPLACEMENT}")
 ASCII = bytes(range(0x80))
 ASCII_CONTROL = bytes(sorted({*range(0x20), 0x7F} - {0x09, 0x0A}))
-ROUNDS = 4  # what one repair brings together may be what another mends: rarely twice
+MAX_ROUNDS = 4  # one repair may enable another; more than two rounds are rare
 
 INVALID = "repair: invalid text"
 TOO_LONG = "repair: document too long"
 EMPTY = "repair: nothing left"
 
 
-def suspicious(text: str) -> tuple[str, bool]:
-    """(its characters beyond ASCII, whether it has ASCII control characters): what the slower tests need to look at."""
+def scan(text: str) -> tuple[str, bool]:
+    """Returns (characters outside ASCII, True if there are ASCII control characters), the input of the slower tests."""
     raw = text.encode("utf-8", errors="surrogatepass")
-    rest = "" if text.isascii() else raw.translate(None, ASCII).decode("utf-8", errors="surrogatepass")
-    return rest, len(raw.translate(None, ASCII_CONTROL)) != len(raw)
+    non_ascii = "" if text.isascii() else raw.translate(None, ASCII).decode("utf-8", errors="surrogatepass")
+    return non_ascii, len(raw.translate(None, ASCII_CONTROL)) != len(raw)
 
 
 def fix_mojibake(text: str) -> str:
-    """The text with wrong decodings undone, by ftfy's heuristics; else as it was: no quote or width is changed."""
+    """Returns the text with wrong decodings undone by ftfy; quotes and character widths are unchanged."""
     with needs("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
         import ftfy
     return "\n".join(ftfy.fix_encoding(line) if MOJIBAKE.search(line) else line for line in text.split("\n"))
 
 
 def fit_line(line: str, chars: int, policy: str) -> Iterable[str]:
-    """The lines that take the place of one that is longer than `chars`."""
+    """Returns the lines that replace one of more than `chars` characters."""
     if policy == "drop":
         return ()
     if policy == "cut":
@@ -70,7 +70,7 @@ def fit_line(line: str, chars: int, policy: str) -> Iterable[str]:
 
 
 def fit_lines(text: str, chars: int, policy: str, edits: Counter) -> str:
-    """The text with no line longer than `chars`."""
+    """Returns the text with no line longer than `chars`."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= chars:
@@ -81,20 +81,20 @@ def fit_lines(text: str, chars: int, policy: str, edits: Counter) -> str:
     return "\n".join(lines)
 
 
-def mend(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
-    """The text after one round of repairs, counted in `edits`; None if it is invalid and that is not to be mended."""
-    rest, controls = suspicious(text)
-    if rest and cfg.mojibake and MOJIBAKE.search(rest) and MOJIBAKE.search(text):
-        mended = fix_mojibake(text)
-        if mended != text:
+def repair_once(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
+    """Returns the text after one round of repairs, counted in `edits`; None if it is invalid and not to be repaired."""
+    non_ascii, controls = scan(text)
+    if non_ascii and cfg.mojibake and MOJIBAKE.search(non_ascii) and MOJIBAKE.search(text):
+        repaired = fix_mojibake(text)
+        if repaired != text:
             edits["mojibake"] += 1
-            text = mended
-            rest, controls = suspicious(text)
-    if controls or LINE_ENDS.search(rest):
+            text = repaired
+            non_ascii, controls = scan(text)
+    if controls or LINE_ENDS.search(non_ascii):
         text, ends = LINE_ENDS.subn("\n", text)
         edits["line end"] += ends
-        rest, controls = suspicious(text) if ends else (rest, controls)
-    if controls or BAD.search(rest):
+        non_ascii, controls = scan(text) if ends else (non_ascii, controls)
+    if controls or BAD.search(non_ascii):
         if cfg.invalid != "repair":
             return None
         edits["replacement character"] += text.count(REPLACEMENT)
@@ -103,7 +103,7 @@ def mend(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
         text = CONTROL.sub("", SEPARATORS.sub(" ", text))
         text, count = SURROGATE.subn("", text)
         edits["half surrogate"] += count
-    if rest and cfg.normalise != "off" and not unicodedata.is_normalized(cfg.normalise, text):
+    if non_ascii and cfg.normalise != "off" and not unicodedata.is_normalized(cfg.normalise, text):
         text = unicodedata.normalize(cfg.normalise, text)
         edits["normalised"] += 1
     if len(text) > cfg.max_line_chars > 0:
@@ -115,35 +115,35 @@ def mend(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
 
 
 def repair(text: str, cfg: RepairConfig) -> tuple[str, Counter, str]:
-    """(the mended text, how often each thing was mended, why it is to be dropped or '')."""
+    """Returns (repaired text, number of repairs of each kind, reason to drop it or '')."""
     edits: Counter = Counter()
-    if len(text) > cfg.max_chars > 0 and cfg.long_document == "drop":  # first: all that follows costs in proportion
+    if len(text) > cfg.max_chars > 0 and cfg.long_document == "drop":  # first: all later steps take time
         return text, edits, TOO_LONG
-    for _ in range(ROUNDS):
-        mended = mend(text, cfg, edits)
-        if mended is None:
+    for _ in range(MAX_ROUNDS):
+        repaired = repair_once(text, cfg, edits)
+        if repaired is None:
             return text, edits, INVALID
-        if mended == text:
+        if repaired == text:
             break
-        text = mended
+        text = repaired
     if len(text) > cfg.max_chars > 0:  # decomposing can make a text longer
         return text, edits, TOO_LONG
     return text, +edits, "" if text and not text.isspace() else EMPTY
 
 
 def make_repair(cfg: RepairConfig) -> Stage:
-    """A stage that mends texts and drops those that cannot be."""
+    """Returns a stage that repairs texts and drops those that cannot be repaired."""
 
     def judge(doc: Document) -> Outcome:
         text, edits, reason = repair(doc.text, cfg)
         if reason == INVALID and cfg.invalid == "stop":
             raise BadInput(
                 f"{doc.file or 'a document'} at {doc.offset}: the text has control characters, half surrogates or "
-                "U+FFFD; set invalid to 'repair' or 'drop' to go on"
+                "U+FFFD; set invalid to 'repair' or 'drop' to continue"
             )
         if reason:
             return Outcome(None, reason)
-        kept = doc if text == doc.text else doc.edited(text)
-        return Outcome(kept, edits=tuple(sorted(edits.items())))
+        result = doc if text == doc.text else doc.edited(text)
+        return Outcome(result, edits=tuple(sorted(edits.items())))
 
     return each(judge)

@@ -14,12 +14,12 @@ from jaxscale.corpus.curate.hashes import MULTIPLIER
 from jaxscale.corpus.curate.words import TextStats, stats_of
 from jaxscale.text.document import Document, Outcome, Stage, outcome_of
 
-# sequences are told apart by a polynomial over the words' hashes
+# sequences are compared by a polynomial over the words' hashes
 POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 4, 8)}
 
 
 def make_repetition(cfg: RepetitionConfig) -> Stage:
-    """A stage that drops what breaks one of Gopher's rules of repetition."""
+    """Returns a stage that drops documents that break one of Gopher's rules of repetition."""
 
     def repetition(documents: Sequence[Document]) -> list[Outcome]:
         return [
@@ -31,7 +31,7 @@ def make_repetition(cfg: RepetitionConfig) -> Stage:
 
 
 def repetition_fault(text: str, stats: TextStats, cfg: RepetitionConfig) -> str:
-    """The first rule that the text breaks, or ""."""
+    """Returns the first rule that the text breaks, or ""."""
     if not text or text.isspace():
         return "repetition: no text"
     fault = line_fault(text, cfg)
@@ -39,15 +39,15 @@ def repetition_fault(text: str, stats: TextStats, cfg: RepetitionConfig) -> str:
     return fault or (duplicate_fault(stats, len(text), cfg.duplicate) if cfg.duplicate else "")
 
 
-def said_again(parts: Sequence[str]) -> tuple[int, int]:
-    """How many of the parts occurred before, and their characters."""
+def count_repeats(parts: Sequence[str]) -> tuple[int, int]:
+    """Returns the number of parts that occurred before, and their characters."""
     if len(seen := set(parts)) == len(parts):
         return 0, 0
     return len(parts) - len(seen), sum(map(len, parts)) - sum(map(len, seen))
 
 
 def line_fault(text: str, cfg: RepetitionConfig) -> str:
-    """The rule on lines or paragraphs that the text breaks, or "". Empty lines are none; spaces count."""
+    """Returns the rule on lines or paragraphs that the text breaks, or "". Empty lines are ignored; spaces count."""
     lines = list(filter(None, text.split("\n")))
     if len(set(lines)) == len(lines):
         return ""  # nor was a paragraph said again
@@ -56,7 +56,7 @@ def line_fault(text: str, cfg: RepetitionConfig) -> str:
         ("paragraphs", cfg.max_duplicate_paragraphs, cfg.max_duplicate_paragraph_chars, paragraphs),
         ("lines", cfg.max_duplicate_lines, cfg.max_duplicate_line_chars, lines),
     ):
-        again, chars = said_again(parts)
+        again, chars = count_repeats(parts)
         if most is not None and again > most * len(parts):
             return f"repetition: too many duplicate {what}"
         if most_chars is not None and chars > most_chars * len(text):
@@ -65,8 +65,8 @@ def line_fault(text: str, cfg: RepetitionConfig) -> str:
 
 
 def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
-    """The rule on the most frequent sequence of words that is broken, or "". At least two words."""
-    ends, pairs = stats.ends, sequences(stats.hashes, 2)
+    """Returns the rule on the most frequent n-gram that is broken, or "". stats: at least two words."""
+    ends, pairs = stats.ends, ngram_keys(stats.hashes, 2)
     ordered = np.sort(pairs)
     lasts = np.flatnonzero(ordered[1:] != ordered[:-1])  # of each kind of pair but the last kind
     often = len(ordered) - 1 - int(lasts[-1]) if len(lasts) else len(ordered)
@@ -80,10 +80,10 @@ def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, floa
         if often <= least:
             continue
         frequent = ordered[least:] == ordered[: len(ordered) - least]
-        places = np.flatnonzero(among(pairs[: len(spans)], ordered[least:][frequent]))
+        places = np.flatnonzero(is_member(pairs[: len(spans)], ordered[least:][frequent]))
         if not len(places) or often * (int(spans.take(places).max()) + n - 1) <= most * characters:
             continue
-        keys = sequences(stats.hashes, n).take(places)
+        keys = ngram_keys(stats.hashes, n).take(places)
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
         place = places[first[counts == counts.max()].min()]  # of several as frequent the one that came first
         if int(counts.max()) * (int(spans[place]) + n - 1) > most * characters:
@@ -92,9 +92,9 @@ def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, floa
 
 
 def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
-    """The rule on repeated sequences of words that is broken, or ""."""
+    """Returns the rule on repeated n-grams that is broken, or ""."""
     shortest, allowed = rules[0][0], min(most for _, most in rules) * characters
-    keys = sequences(stats.hashes, shortest)
+    keys = ngram_keys(stats.hashes, shortest)
     ordered = np.sort(keys)
     twice = ordered[1:] == ordered[:-1]
     if not (repeats := np.count_nonzero(twice)):
@@ -102,7 +102,7 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
     ends = stats.ends
     if repeats * int((ends[shortest:] - ends[:-shortest]).max()) <= allowed:  # as if all were the longest
         return ""
-    places = np.flatnonzero(among(keys, ordered[1:][twice]))
+    places = np.flatnonzero(is_member(keys, ordered[1:][twice]))
     found = keys.take(places)
     order = found.argsort(kind="stable")
     found = found.take(order)
@@ -113,18 +113,18 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
     if stats.lengths[covered].sum() <= allowed:
         return ""
     for n, most in rules:
-        if repeated_characters(sequences(stats.hashes, n), ends, n) > most * characters:
+        if repeated_characters(ngram_keys(stats.hashes, n), ends, n) > most * characters:
             return f"repetition: too many characters in duplicate {n}-grams"
     return ""
 
 
-def among(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """bool: which of the keys are among the wanted ones, which are sorted and at least one."""
-    return wanted.take(wanted.searchsorted(keys), mode="clip") == keys
+def is_member(keys: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Returns bool, True for keys that are in `wanted`, which is sorted and not empty."""
+    return members.take(members.searchsorted(keys), mode="clip") == keys
 
 
 def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
-    """Characters in sequences that occurred before, going left to right and over a repeated one as a whole."""
+    """Returns the characters in n-grams that occurred before, left to right without overlaps."""
     _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
     places = np.flatnonzero(counts[group] > 1)
     characters = free = 0
@@ -139,15 +139,15 @@ def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
     return characters
 
 
-def sequences(hashes: np.ndarray, n: int) -> np.ndarray:
-    """uint64[max(0, words - n + 1)]: a hash of each n words in a row."""
+def ngram_keys(hashes: np.ndarray, n: int) -> np.ndarray:
+    """Returns uint64[max(0, words - n + 1)], a hash of each n-gram."""
     if len(hashes) < n:
         return hashes[:0]
-    keys, width, rest = hashes, 1, hashes
+    keys, width, combined = hashes, 1, hashes
     while True:  # n in binary: sequences of 1, 2, 4, 8 words, of which those in n are put one after another
         if n & width:
-            rest = keys if not n % width else rest[: len(keys) - n % width] * POWERS[width] + keys[n % width :]
+            combined = keys if not n % width else combined[: len(keys) - n % width] * POWERS[width] + keys[n % width :]
         if n < 2 * width:
-            return rest
+            return combined
         keys = keys[:-width] * POWERS[width] + keys[width:]
         width *= 2

@@ -1,4 +1,4 @@
-"""Exact substring deduplication within a block by suffix array; the first occurrence stays.
+"""Exact substring deduplication within a block by suffix array; the first occurrence is kept.
 
 The method of Lee et al. (arXiv:2107.06499, section 4.1): sort all suffixes; neighbours that share their first K bytes
 are two occurrences of a substring. Of each substring of K bytes that occurs several times, every occurrence but the
@@ -20,21 +20,21 @@ MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
 
 
 def make_substring(cfg: SubstringConfig) -> Stage:
-    """A stage that cuts from each document of a block the passages that occur earlier in the block.
+    """Returns a stage that cuts from each document of a block the passages that occur earlier in the block.
 
-    What was before and after a cut is joined, by a newline where a word would grow together from two.
+    The parts before and after a cut are joined, by a newline if two words would merge.
     """
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
         encoded = [document.text.encode("utf-8", "surrogatepass") for document in documents]
-        ends = np.cumsum([len(data) + 1 for data in encoded]) - 1  # of each text; its separator is there
+        ends = np.cumsum([len(data) + 1 for data in encoded]) - 1  # of each text: position of its separator
         flat = np.frombuffer(b"".join(data + b"\xff" for data in encoded), np.uint8)
         starts, stops = repeated_passages(flat, cfg.min_bytes)
         owners = np.searchsorted(ends, starts, side="right")
         outcomes = [Outcome(document) for document in documents]
         for owner in np.unique(owners).tolist():
-            own, begin = owners == owner, int(ends[owner]) - len(encoded[owner])
-            spans = list(zip((starts[own] - begin).tolist(), (stops[own] - begin).tolist()))
+            mask, begin = owners == owner, int(ends[owner]) - len(encoded[owner])
+            spans = list(zip((starts[mask] - begin).tolist(), (stops[mask] - begin).tolist()))
             outcomes[owner] = cut(documents[owner], encoded[owner], spans, cfg)
         return outcomes
 
@@ -42,7 +42,7 @@ def make_substring(cfg: SubstringConfig) -> Stage:
 
 
 def cut(document: Document, data: bytes, spans: Sequence[tuple[int, int]], cfg: SubstringConfig) -> Outcome:
-    """The document without the spans of its UTF-8 bytes, or dropped if little is left."""
+    """Returns the outcome: the document without the spans of its UTF-8 bytes, or dropped if little is left."""
     text, place = "", 0
     for start, stop in [*spans, (len(data), len(data))]:
         piece = data[place:start].decode("utf-8", "surrogatepass")
@@ -57,10 +57,10 @@ def cut(document: Document, data: bytes, spans: Sequence[tuple[int, int]], cfg: 
 
 
 def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops), int64[k] each, sorted: the bytes to cut from UTF-8 texts that a separator follows each.
+    """Returns (starts, stops), int64[k] each, sorted: the bytes to cut from UTF-8 texts, each followed by a separator.
 
-    A passage lies in one text, and begins and ends between characters. A passage that overlaps its own first occurrence
-    ("ha ha ha ...") is cut from where that one ends.
+    A passage is within one text, and begins and ends between characters. If it overlaps its own first occurrence ("ha
+    ha ha ...") it is cut from the end of that occurrence.
     """
     if len(flat) > MAX_BLOCK_BYTES:
         raise BadInput(f"a block of {len(flat):,} bytes is too large for a suffix array; at most {MAX_BLOCK_BYTES:,}")
@@ -69,17 +69,17 @@ def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     order = np.argsort(begins := np.maximum(places, first + min_bytes))
     begins, ends = begins[order], np.maximum.accumulate(places[order] + min_bytes)
-    apart = np.flatnonzero(begins[1:] > ends[:-1]) + 1  # windows that overlap or touch are one passage
-    starts, stops = begins[np.append(0, apart)], ends[np.append(apart - 1, len(ends) - 1)]
+    splits = np.flatnonzero(begins[1:] > ends[:-1]) + 1  # windows that overlap or touch are one passage
+    starts, stops = begins[np.append(0, splits)], ends[np.append(splits - 1, len(ends) - 1)]
     for _ in range(3):  # a character has at most three bytes that continue it
         starts += (flat[starts] & 0xC0) == 0x80
         stops -= (flat[stops] & 0xC0) == 0x80
-    kept = starts < stops
-    return starts[kept], stops[kept]
+    nonempty = starts < stops
+    return starts[nonempty], stops[nonempty]
 
 
 def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(places, first), int32[k] each: windows of `size` bytes in a text that were there before, and where."""
+    """Returns (places, first), int32[k] each: repeated windows of `size` bytes, and their first occurrence."""
     order, common = suffix_array(flat)
     linked = common[:-1] >= size  # suffix i of the order and the next begin with the same window
     del common
@@ -90,7 +90,7 @@ def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
     member[1:] |= linked
     places = order[member]
     del order
-    begins = np.append(True, ~linked)[member]  # whether the window differs from the one before
+    begins = np.append(True, ~linked)[member]  # True if the window differs from the one before
     group = np.flatnonzero(begins)
     first = np.repeat(np.minimum.reduceat(places, group), np.diff(np.append(group, len(places))))
     later = places > first
@@ -101,7 +101,7 @@ def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def suffix_array(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[n] the suffixes in order, int32[n] the bytes that each has in common with the next; the last has 0)."""
+    """Returns (int32[n] sorted suffixes, int32[n] bytes that each shares with the next; 0 for the last)."""
     with needs("finding repeated passages", "pydivsufsort"):
         import pydivsufsort
     if not len(flat):

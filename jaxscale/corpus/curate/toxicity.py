@@ -22,14 +22,14 @@ WORD = re.compile(r"\w+")
 
 
 def predict(texts: Sequence[str]) -> list[float]:
-    """The probability of abuse of each text, to 4 decimals: the last bits of a sum depend on the machine."""
+    """Returns the probability of abuse of each text, to 4 decimals: the last bits depend on the machine."""
     with needs("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
         import profanity_check  # loads its own model file with joblib, from inside its own package
     return [round(float(p), 4) for p in profanity_check.predict_prob(list(texts))] if texts else []
 
 
 def make_counter(words: Sequence[str]) -> Callable[[str], int]:
-    """A function from a text to how many different entries occur in it, as whole words where words have spaces."""
+    """Returns a function that counts the entries in a text; whole words in scripts that separate words."""
     unspaced = [word for word in words if UNSPACED.search(word)]
     single = {word for word in words if WORD.fullmatch(word)}.difference(unspaced)
     phrases = {
@@ -45,14 +45,14 @@ def make_counter(words: Sequence[str]) -> Callable[[str], int]:
     return count
 
 
-def listed_words_of(cfg: ToxicityConfig) -> list[str]:
-    """The entries of the list. Raises BadInput as read_words does."""
+def load_listed_words(cfg: ToxicityConfig) -> list[str]:
+    """Returns the entries of the list. Raises BadInput as read_words does."""
     return read_words(cfg.word_list, "toxicity.word_list", "#")
 
 
 def make_toxicity(cfg: ToxicityConfig) -> Stage:
-    """A stage that scores documents, and drops those above the threshold or with too many words of the list."""
-    count = make_counter(listed_words_of(cfg)) if cfg.word_list else None
+    """Returns a stage that scores documents, and drops those above the threshold or with too many listed words."""
+    count = make_counter(load_listed_words(cfg)) if cfg.word_list else None
 
     def judge(doc: Document, score: float | None) -> Outcome:
         if count and (listed := count(doc.text)) > cfg.max_listed:

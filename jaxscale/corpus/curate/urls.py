@@ -1,7 +1,7 @@
 """Drops documents by their address: by lists of domains and addresses, and by words in it. No list is shipped.
 
 So RefinedWeb and FineWeb began (arXiv:2306.01116, appendix G.1), with the lists of the University of Toulouse, which
-can be had at https://dsi.ut-capitole.fr/blacklists/ in files that are read here as they are.
+can be had at https://dsi.ut-capitole.fr/blacklists/ in the format that is read here.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from jaxscale.text.sources.records import text_lines
 LISTED = "url: on a blocklist"
 WORD = "url: a word of the list"
 UNKNOWN = "url: unknown"
-LONGEST_LINE = 1 << 14  # characters; what is longer is no address
+MAX_LINE_CHARS = 1 << 14  # characters; longer lines are not addresses
 SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.I)
 ADDRESS = re.compile(r"^(?:\d+(?:\.\d+){3}|[0-9a-fA-F]*:[0-9a-fA-F:.]*(?:%\w+)?)\s+(\S+)$")  # a line of a hosts file
 PARTS = re.compile(r"[^\W_]+")
 
 
 def make_urls(cfg: UrlConfig) -> Stage:
-    """A stage that drops documents whose address, or a part of it in front, is on a list, or holds a listed word."""
+    """Returns a stage that drops documents whose address, or a prefix of it, is listed, or contains a listed word."""
     listed = Blocklist(list_paths(cfg)) if cfg.lists else None
-    words = frozenset(words_of(cfg))
+    words = frozenset(load_url_words(cfg))
 
     def judge(document: Document, hit: str) -> Outcome:
         if not document.url:
@@ -48,7 +48,7 @@ def make_urls(cfg: UrlConfig) -> Stage:
 
 
 def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignored) -> list[str]:
-    """The files of the lists. say: as of list_files. Raises BadInput for a name that stands for none."""
+    """Returns the files of the lists. say: as in list_files. Raises BadInput for a name without a match."""
     if not cfg.lists:
         return []
     files, problems = list_files(cfg.lists, "url_blocklist.lists", "lists", say=say)
@@ -57,8 +57,8 @@ def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignored) -> list[str
     return [file.path for file in files]
 
 
-def words_of(cfg: UrlConfig) -> list[str]:
-    """The listed words. Raises BadInput as read_words does, and for what no address holds as a word."""
+def load_url_words(cfg: UrlConfig) -> list[str]:
+    """Returns the listed words. Raises BadInput as read_words does, and for entries that are not one word."""
     words = read_words(cfg.words, "url_blocklist.words", "#") if cfg.words else []
     if odd := [word for word in words if not PARTS.fullmatch(word)]:
         raise BadInput(f"url_blocklist.words has {odd[0]!r}, which no address holds as one word; split or remove it")
@@ -66,7 +66,7 @@ def words_of(cfg: UrlConfig) -> list[str]:
 
 
 class Blocklist:
-    """Entries of lists by their hashes, 8 bytes each."""
+    """Hashes of the lists' entries, 8 bytes each."""
 
     def __init__(self, paths: Sequence[str]):
         hashes, self.depth = [], 0  # the longest path of an entry, in parts
@@ -80,28 +80,28 @@ class Blocklist:
         self.hashes = np.unique(np.frombuffer(b"".join(hashes), "<u8"))
 
     def hits(self, urls: Sequence[str]) -> list[str]:
-        """The first entry that each address falls under, the shortest domain first; '' for none."""
-        keys = [keys_of(url, self.depth) for url in urls]
-        flat = [key for own in keys for key in own]
+        """Returns the first entry that matches each address, the shortest domain first; '' for none."""
+        keys = [matching_entries(url, self.depth) for url in urls]
+        flat = [key for url_keys in keys for key in url_keys]
         hashes = np.frombuffer(b"".join(map(key_hash, flat)), "<u8")
-        there = self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes
+        is_listed = self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes
         found, begin = [], 0
-        for own in keys:
-            hit = np.flatnonzero(there[begin : begin + len(own)])
-            found.append(own[hit[0]] if len(hit) else "")
-            begin += len(own)
+        for url_keys in keys:
+            hit = np.flatnonzero(is_listed[begin : begin + len(url_keys)])
+            found.append(url_keys[hit[0]] if len(hit) else "")
+            begin += len(url_keys)
         return found
 
 
 def key_hash(key: str) -> bytes:
-    """8 bytes that stand for an entry."""
+    """Returns 8 bytes, a hash of an entry."""
     return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 def entries(path: str) -> Iterator[str]:
-    """Yields the entries of a list as `spelt` has them: plain lines, those of hosts files, and ||domain^.
+    """Yields the entries of a list, normalized: plain lines, those of hosts files, and ||domain^.
 
-    Raises BadInput for a file that cannot be read, and for a line that is no address.
+    Raises BadInput for a file that cannot be read, and for a line that is not an address.
     """
     for number, line in text_lines(path):
         line = line.partition("#")[0].strip()
@@ -110,29 +110,28 @@ def entries(path: str) -> Iterator[str]:
         if hosts := ADDRESS.match(line):
             line = hosts[1]
         line = line.removeprefix("||").removesuffix("^")
-        if len(line) > LONGEST_LINE or any(map(str.isspace, line)) or not (found := spelt(line))[0]:
-            raise BadInput(f"{path}: line {number} is no address: {line!r:.80}; mend it, or put # before it")
+        if len(line) > MAX_LINE_CHARS or any(map(str.isspace, line)) or not (found := normalize_url(line))[0]:
+            raise BadInput(f"{path}: line {number} is not an address: {line!r:.80}; correct it, or put # before it")
         yield "/".join([found[0], *found[1]])
 
 
-def spelt(url: str) -> tuple[str, list[str]]:
-    """(host, parts of the path, a query the last) as they are compared: host in lower case and ASCII, without www.,
-    port and user."""
-    rest = SCHEME.sub("", url.strip(), count=1).lstrip("/").partition("#")[0]
-    address, _, query = rest.partition("?")
+def normalize_url(url: str) -> tuple[str, list[str]]:
+    """Returns (host, path components and query), normalized: host in lower-case ASCII without www., port and user."""
+    stripped = SCHEME.sub("", url.strip(), count=1).lstrip("/").partition("#")[0]
+    address, _, query = stripped.partition("?")
     host, _, path = address.partition("/")
     host = host.rpartition("@")[2].lower()
     host = re.sub(r":\d*$", "", host).strip(".").removeprefix("www.")
     if not host.isascii():
-        with contextlib.suppress(UnicodeError):  # no name that a server can have: compared as it is
+        with contextlib.suppress(UnicodeError):  # not a valid host name: compared without conversion
             host = host.encode("idna").decode("ascii")
     return host, [part for part in path.split("/") if part] + [f"?{query}"] * bool(query)
 
 
-def keys_of(url: str, depth: int) -> list[str]:
-    """Every entry under which an address falls: its domain and those above, the shortest first, with each beginning
-    of its path, up to `depth` parts."""
-    host, path = spelt(url)
+def matching_entries(url: str, depth: int) -> list[str]:
+    """Returns every entry that matches an address: its domain and parent domains, the shortest first, with each prefix
+    of its path, up to `depth` components."""
+    host, path = normalize_url(url)
     if not host:
         return []
     labels = host.split(".")

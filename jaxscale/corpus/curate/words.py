@@ -1,9 +1,8 @@
 """Word statistics of documents as arrays, computed once for all quality filters.
 
-Python would need a tenth of a microsecond for each word and again for each thing asked of it. Here the pieces between
-two spaces that are letters or digits with marks before and after, five of six in running text, are cut by arithmetic
-over arrays. The others ("10km", "don't", "www.example.com") are cut as english.py says, if they were not seen lately.
-Where a word is what stands between whitespace, as in Gopher's paper, arithmetic is all there is to it.
+Python needs 0.1 us per word and statistic. Here the pieces between two spaces that are letters or digits with marks
+before and after, five of six in running text, are cut by array operations. The others ("10km", "don't",
+"www.example.com") are cut by english.py and cached. Words split at whitespace, as in Gopher's paper, need arrays only.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ SPACE_AFTER = re.compile(r"\s")
 
 
 def hash_of(word: str) -> int:
-    """A word's stable hash, 64 bits: equal words have equal hashes in every process."""
+    """Returns a stable 64-bit hash: equal words have equal hashes in every process."""
     value, power = 0, 1
     for character in word:
         value = value + ord(character) * power & MASK
@@ -54,7 +53,7 @@ def _hashes_of(words: Sequence[str]) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The last two lines of hash_of."""
+    """Returns the final mixing step of hash_of."""
     values = (values ^ values >> np.uint64(32)) * np.uint64(MIX)
     return values ^ values >> np.uint64(29)
 
@@ -101,31 +100,31 @@ POWERS, INVERSES = (table[: BATCH_CHARS + 64] for table in powers(BATCH_CHARS + 
 
 @dataclasses.dataclass(frozen=True)
 class TextStats:
-    """What the rules ask of a document's words.
+    """Word statistics of a document that the filter rules use.
 
-    A word is as words_of gives it, so that a mark counts as one, but not as a plain one; or what stands between
-    whitespace, and then all are plain.
+    Words are those of words_of, where each mark is a word that is not plain; or split at whitespace, and then all are
+    plain.
     """
 
     hashes: np.ndarray  # uint64[n]: of each word, see hash_of
-    lengths: np.ndarray  # int32[n]: its characters
-    plain: int  # words with a letter or a digit in them; all words between whitespace
-    plain_chars: int  # characters of these
-    alphabetic: int  # words with a letter in them
+    lengths: np.ndarray  # int32[n]: characters
+    plain: int  # words with a letter or a digit; all words if split at whitespace
+    plain_chars: int  # characters of plain words
+    alphabetic: int  # words with a letter
 
     @property
     def total(self) -> int:
-        """Words, marks included."""
+        """Number of words, marks included."""
         return len(self.hashes)
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
-        """int64[n + 1]: characters of the words before each, and of all."""
+        """int64[n + 1]: cumulative characters of the words."""
         return np.concatenate([ZERO, self.lengths.cumsum(dtype=np.int64)])
 
 
 def stats_of(documents: Sequence[Document], words: WordKind = "spacy") -> list[TextStats]:
-    """The statistics of each document, made for all together where they are not there yet: several times faster."""
+    """Returns the statistics of each document, cached on it; several times faster for many documents at once."""
     name = f"{words} words"
     new = [document for document in documents if name not in document.computed]
     for document, stats in zip(new, block_stats([document.text for document in new], words)):
@@ -134,7 +133,7 @@ def stats_of(documents: Sequence[Document], words: WordKind = "spacy") -> list[T
 
 
 def block_stats(texts: Sequence[str], words: WordKind = "spacy") -> list[TextStats]:
-    """The words of each text as arrays; several short texts at a time, since a call on an array costs as 500 words."""
+    """Returns the statistics of each text; short texts are batched, since an array call costs as much as 500 words."""
     count: Callable[[Sequence[str]], list[TextStats]] = _batch if words == "spacy" else _spaced_batch
     stats: list[TextStats] = []
     waiting: list[str] = []
@@ -152,7 +151,7 @@ def block_stats(texts: Sequence[str], words: WordKind = "spacy") -> list[TextSta
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The text cut at white space into parts of about half a batch, longer only where there is no white space."""
+    """Yields the text cut at whitespace into parts of about half a batch; longer ones only without whitespace."""
     begin = 0
     while begin < len(text):
         space = SPACE_AFTER.search(text, begin + BATCH_CHARS // 2)
@@ -170,7 +169,7 @@ def _joined(parts: Sequence[TextStats]) -> TextStats:
 
 
 class _Runs(NamedTuple):
-    """A text in runs of characters of one kind, R in all, which make P pieces between spaces."""
+    """A text as R runs of characters of one kind, which form P pieces between spaces."""
 
     starts_R: np.ndarray  # in the text
     kinds_R: np.ndarray
@@ -183,7 +182,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(codes: np.ndarray) -> _Runs:
-    """The runs of a text that begins and ends with a space."""
+    """Returns the runs of a text that begins and ends with a space."""
     kinds = KINDS.take(codes, mode="clip")
     starts_R = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == MARK))  # each mark is a run
     kinds_R = kinds.take(starts_R)
@@ -199,7 +198,7 @@ def _runs(codes: np.ndarray) -> _Runs:
 
 
 def _is_odd(codes: np.ndarray, runs: _Runs) -> np.ndarray:
-    """bool[P]: the pieces whose runs may not be its words, and which the rules of english.py have to cut."""
+    """Returns bool[P], True for pieces that english.py has to cut, since their runs may not be their words."""
     kinds_R = runs.kinds_R
     suspects_R = SUSPECTS.take(runs.hashes_R >> np.uint64(48)) * (kinds_R == LETTERS)
     strange_R = STRANGE.take(kinds_R) + (suspects_R & 1)  # two of letters or digits, or one other: an odd piece
@@ -215,7 +214,7 @@ def _is_odd(codes: np.ndarray, runs: _Runs) -> np.ndarray:
 
 
 def _batch(texts: Sequence[str]) -> list[TextStats]:
-    """Statistics of each text. P pieces between spaces, R runs of characters, N words, D documents."""
+    """Returns statistics of each text. P pieces between spaces, R runs of characters, N words, D documents."""
     text = f" {' '.join(texts)} "
     if len(text) > len(POWERS):  # one piece that is longer than a batch
         return [_piece_by_piece(text) for text in texts]
@@ -238,8 +237,8 @@ def _batch(texts: Sequence[str]) -> list[TextStats]:
     odd_so_far = odd_N.cumsum()
     order_N = np.where(odd_N, odd_so_far + (len(regular) - 1), np.arange(len(odd_N)) - odd_so_far)
     hashes, lengths, facts = (
-        np.concatenate([here.take(regular), remembered.take(places)]).take(order_N)
-        for here, remembered in (
+        np.concatenate([regular_values.take(regular), odd_values.take(places)]).take(order_N)
+        for regular_values, odd_values in (
             (runs.hashes_R, memory.hashes),
             (runs.lengths_R, memory.lengths),
             (FACTS_OF_KIND.take(runs.kinds_R), memory.facts),
@@ -259,7 +258,7 @@ def _batch(texts: Sequence[str]) -> list[TextStats]:
 
 
 def _spaced_batch(texts: Sequence[str]) -> list[TextStats]:
-    """Statistics of each text where a word is what stands between whitespace, as str.split() cuts it."""
+    """Returns statistics of each text, with words split at whitespace as by str.split()."""
     text = f" {' '.join(texts)} "
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     up, down = powers(len(codes))
@@ -287,7 +286,7 @@ def _spaced_batch(texts: Sequence[str]) -> list[TextStats]:
 
 @functools.cache
 def letter_table() -> np.ndarray:
-    """bool[0x110000]: whether each code point is a letter to Python. Made once in a process, in about 0.1 s."""
+    """Returns bool[0x110000], str.isalpha of each code point. Cached per process; takes about 0.1 s."""
     return np.fromiter((chr(point).isalpha() for point in range(0x110000)), bool, 0x110000)
 
 
@@ -312,7 +311,7 @@ def _facts(word: str) -> int:
 
 
 class _Memory:
-    """Odd pieces and their words, in tables. A cache only: what it holds never changes what block_stats says."""
+    """Cache of odd pieces and their words, in tables. It never changes the result of block_stats."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -324,7 +323,7 @@ class _Memory:
         self.facts = np.zeros(1 << 13, np.int64)
 
     def look_up(self, pieces: Sequence[str]) -> np.ndarray:
-        """The rows of the pieces; those not met before are cut and entered."""
+        """Returns the rows of the pieces, adding those that are new."""
         with self.lock:
             if new := [piece for piece in dict.fromkeys(pieces) if piece not in self.rows]:
                 self._enter(new)
@@ -350,7 +349,7 @@ class _Memory:
         self.used, self.characters = last, self.characters + sum(map(len, pieces))
 
     def ready(self) -> "_Memory":
-        """This memory, or a new one for all to come if it is full."""
+        """Returns this memory, or replaces it by a new one if it is full."""
         global _memory
         if len(self.rows) > MAX_REMEMBERED or self.characters > MAX_REMEMBERED_CHARS:
             _memory = _Memory()

@@ -27,7 +27,7 @@ from jaxscale.data.verified import remove
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.text.sources.part import needs
 
-with needs("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]', in an environment of its own"):
+with needs("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]', in a separate environment"):
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
 

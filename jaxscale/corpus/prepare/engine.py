@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from jaxscale import __version__, schema
-from jaxscale.corpus.curate.contamination import count_items, matching
-from jaxscale.corpus.curate.quality import bad_words_of
-from jaxscale.corpus.curate.toxicity import listed_words_of
-from jaxscale.corpus.curate.urls import list_paths, words_of
+from jaxscale.corpus.curate.contamination import count_items, list_evaluation_files
+from jaxscale.corpus.curate.quality import load_bad_words
+from jaxscale.corpus.curate.toxicity import load_listed_words
+from jaxscale.corpus.curate.urls import list_paths, load_url_words
 from jaxscale.corpus.prepare import fertility
 from jaxscale.corpus.prepare.blocks import mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
@@ -134,14 +134,14 @@ def hash_auxiliary_files(cfg: PrepareConfig, say: Callable[[str], None]) -> list
     paths += [config_path for path in paths for config_path in naming_files(path)]
     paths += [pathlib.Path(path) for path in example_files(cfg, say)]
     if "decontaminate" in cfg.stages and cfg.decontaminate.is_named:
-        paths += matching(cfg.decontaminate.files, say)
+        paths += list_evaluation_files(cfg.decontaminate.files, say)
     if "url_blocklist" in cfg.stages:
         paths += map(pathlib.Path, list_paths(cfg.url_blocklist, say))
-        words.append((cfg.url_blocklist.words, hash_value(words_of(cfg.url_blocklist))))
+        words.append((cfg.url_blocklist.words, hash_value(load_url_words(cfg.url_blocklist))))
     if "c4" in cfg.stages and cfg.c4.bad_words is not None:
-        words.append((cfg.c4.bad_words, hash_value(bad_words_of(cfg.c4.bad_words))))
+        words.append((cfg.c4.bad_words, hash_value(load_bad_words(cfg.c4.bad_words))))
     if "toxicity" in cfg.stages and cfg.toxicity.word_list:
-        words.append((cfg.toxicity.word_list, hash_value(listed_words_of(cfg.toxicity))))
+        words.append((cfg.toxicity.word_list, hash_value(load_listed_words(cfg.toxicity))))
     return [*((str(path), file_sha256(str(path))) for path in paths), *words]
 
 

@@ -9,7 +9,7 @@
 
 Tasks read these files after they are complete; their content is a function of the recipe and the input. No folder holds
 more than a few thousand files: FIRST_BLOCKS blocks of each of PIECES_IN_FOLDER pieces; a piece's other blocks have
-folders of their own.
+separate folders.
 """
 
 import functools

@@ -277,7 +277,7 @@ def test_a_piece_that_was_ended_keeps_its_finished_blocks_and_tells_how_far_it_i
     kept = {file: file.stat().st_mtime_ns for file in pass0.rglob("*.arrow")}
     (running,) = read_running(tmp_path / "ended")
     assert len(kept) >= 4 and len(list(pass0.rglob("*.kept.json"))) == len(kept) - 1
-    assert 0.5 < running.share <= 1 and running.kept == 0 and running.documents > 100 and running.bytes > 200_000
+    assert 0.5 < running.share <= 1 and running.resumed == 0 and running.documents > 100 and running.bytes > 200_000
     path.write_bytes(whole)
     again = piece("ended")
     assert again.pop("earlier")["documents"] >= running.documents and not calm.pop("earlier")
