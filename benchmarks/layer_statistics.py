@@ -11,7 +11,7 @@ import jax
 
 from benchmarks import run, show, use_devices
 from benchmarks.survive import SurviveFlags
-from jaxscale.cli.bench_loop import loop_pair, open_bench
+from jaxscale.cli.bench_loop import open_bench, time_alternately
 from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
@@ -48,7 +48,7 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
         ways = {"without": run, "with": dataclasses.replace(run, statistics_every_steps=steps)}
         looped: dict[str, list[float]] = {"without": [], "with": []}
         for turn in range(rounds + 1):  # the first imports and touches what the others find
-            state, found = loop_pair(bench, ways, turn, state, steps)
+            state, found = time_alternately(bench, ways, turn, state, steps)
             for kind, seconds in found.items():
                 looped[kind] += [seconds] if turn else []
     step, look = (statistics.median(alone[what]) for what in ("step", "statistics"))

@@ -19,7 +19,7 @@ import jax
 from benchmarks import run, show
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.cli.attempt import simulated
+from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
@@ -130,12 +130,12 @@ def stage_lines(record: dict[str, Any]) -> list[str]:
 
 def on_stages(stages: int, command: list[str]) -> None:
     """Returns if jax will see so many simulated devices of one thread each, else replaces this process by `command`."""
-    wanted = simulated(stages)
-    if ONE_THREAD not in wanted["XLA_FLAGS"]:
-        wanted["XLA_FLAGS"] += f" {ONE_THREAD}"
-    if wanted != dict(os.environ):
+    env = simulated_devices_env(stages)
+    if ONE_THREAD not in env["XLA_FLAGS"]:
+        env["XLA_FLAGS"] += f" {ONE_THREAD}"
+    if env != dict(os.environ):
         sys.stdout.flush()
-        os.execve(command[0], command, wanted)
+        os.execve(command[0], command, env)
 
 
 @dataclasses.dataclass(frozen=True)

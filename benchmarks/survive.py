@@ -20,7 +20,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.cli.bench_loop import loop_pair, open_bench, run_bare
+from jaxscale.cli.bench_loop import open_bench, run_bare, time_alternately
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
@@ -59,7 +59,7 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
             ways = {kind: dataclasses.replace(run, services=found) for kind, found in services.items()}
             for turn in range(rounds):
                 state, bare, _ = run_bare(run, state, bench.batch, steps)
-                state, looped = loop_pair(bench, ways, turn, state, steps)
+                state, looped = time_alternately(bench, ways, turn, state, steps)
                 for kind, seconds in (looped | {"bare": bare}).items():
                     turns[kind].append(seconds / steps)
         blocked, whole = save_times(folder / "saves", rounds)

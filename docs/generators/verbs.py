@@ -1,4 +1,4 @@
-"""What each verb's --help says, word for word."""
+"""Pages with the --help of each verb."""
 
 from generators.words import escaped, fenced, table
 from jaxscale import cli
@@ -6,9 +6,9 @@ from jaxscale import cli
 WITH_SETTINGS = ("train", "plan", "preflight", "prepare")
 HEAD = """# The command line
 
-`jaxscale VERB` and `python -m` with the verb's module are the same door.
+`jaxscale VERB` and `python -m` with the verb's module run the same code.
 [Exit codes](exit_codes.md) are the same for all.
-`jaxscale completion bash` prints what completes verbs, flags, files and names of settings in a shell; zsh likewise.
+`jaxscale completion bash` prints a completion script for verbs, flags, files and names of settings; zsh likewise.
 
 """
 
@@ -17,15 +17,15 @@ def pages() -> dict[str, str]:
     """{file: Markdown}."""
     found = {"command_line.md": overview()}
     for verb, about in cli.VERBS.items():
-        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(about.what)}\n\n{body(verb)}"
+        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(about.summary)}\n\n{body(verb)}"
     return found
 
 
 def overview() -> str:
-    """The tables of verbs, by when they are wanted."""
+    """Returns the tables of verbs by group."""
     tables = []
     for group, verbs in cli.GROUPS.items():
-        rows = [[f"[`{verb}`](verbs/{verb}.md)", escaped(about.what)] for verb, about in verbs.items()]
+        rows = [[f"[`{verb}`](verbs/{verb}.md)", escaped(about.summary)] for verb, about in verbs.items()]
         tables.append(f"## {group[0].upper()}{group[1:]}\n\n{table(['verb', 'what it does'], rows)}")
     return HEAD + "\n".join(tables)
 

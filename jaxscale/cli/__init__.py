@@ -1,6 +1,6 @@
-"""The command `jaxscale VERB ...`: a table of verbs, each a module with main(argv), imported when it is asked for.
+"""The command `jaxscale VERB ...`: a table of verbs, each a module with main(argv), imported on use.
 
-`python -m jaxscale.cli.VERB` is the same door (`python -m jaxscale.main` for train). Nothing here imports jax.
+`python -m jaxscale.cli.VERB` runs the same code (`python -m jaxscale.main` for train). This module does not import jax.
 """
 
 import difflib
@@ -14,66 +14,72 @@ from jaxscale.system.exits import BadInput, codes_help, put, run_and_exit
 
 
 class Verb(NamedTuple):
-    """What a verb does, and what its process is set up with before jax is imported."""
+    """One verb: its line of help, and what prepares its process before jax is imported."""
 
-    what: str
+    summary: str
     set_up: Callable[[], None]
     module: str = ""  # jaxscale.cli.VERB unless given
 
 
-HERE, AHEAD = process.prepare, process.prepare_ahead  # the devices of this machine; none of them
-NONE: Callable[[], None] = lambda: None  # what these start sets itself up
-GROUPS = {  # when a person wants which verb
+USES_DEVICES, NO_DEVICES = process.prepare, process.prepare_ahead
+NONE: Callable[[], None] = lambda: None  # verbs that start other processes or do not import jax
+GROUPS = {  # verbs by the stage of a run
     "before a run": {
         "plan": Verb(
-            "what a run costs before it is paid for: size, memory, time, money, data; or a model for the money", AHEAD
+            "estimate size, memory, time, cost and data of a run; or propose a model for a budget", NO_DEVICES
         ),
-        "prepare": Verb("turn raw text into token shards, each document traceable", NONE),
-        "convert": Verb("bring a Hugging Face model in, or take a checkpoint out as one", AHEAD),
-        "preflight": Verb("compile a config's step for chips that are not here: memory, time, traffic", AHEAD),
-        "verify": Verb("prove on your config that resuming is exact and that no mesh changes a number", HERE),
+        "prepare": Verb("turn raw text into token shards whose documents can be traced", NONE),
+        "convert": Verb("import a Hugging Face model, or export a checkpoint as one", NO_DEVICES),
+        "preflight": Verb("compile a config's step for chips you do not have: memory, time, traffic", NO_DEVICES),
+        "verify": Verb(
+            "check on your config that resuming is exact and that results do not depend on the mesh", USES_DEVICES
+        ),
         "qualify": Verb(
-            "measure new chips beside their datasheet: products, memory, links, kernels, step, saves", HERE
+            "compare new chips with their datasheet: matmuls, memory, links, kernels, step, saves", USES_DEVICES
         ),
-        "bench": Verb("measure the step and the loop, alone and beside other programs", HERE),
-        "lab": Verb("answer a question about a recipe by small runs: rate, batch, optimizer, precision, ...", NONE),
-        "rehearse": Verb("try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO", NONE),
+        "bench": Verb("measure the step and the loop, alone or compared with other programs", USES_DEVICES),
+        "lab": Verb(
+            "answer a question about a recipe with small runs: learning rate, batch, optimizer, precision, ...", NONE
+        ),
+        "rehearse": Verb(
+            "try a run for minutes: step, evaluate, save, kill, resume, compare; prints GO or NO-GO", NONE
+        ),
     },
     "the run": {
-        "train": Verb("train a language model, or go on with one", HERE, "jaxscale.main"),
-        "supervise": Verb("start a training again as long as that can help", NONE),
+        "train": Verb("train a language model, or resume a run", USES_DEVICES, "jaxscale.main"),
+        "supervise": Verb("restart a training after failures that a restart can fix", NONE),
         "watch": Verb("show a run in a terminal while it trains", NONE),
     },
-    "after it, or beside it": {
-        "sample": Verb("write text with a model: from prompts, in a terminal, or as a chat page", HERE),
+    "during or after a run": {
+        "sample": Verb("generate text with a model: from prompts, in a terminal, or on a chat page", USES_DEVICES),
         "evaluate": Verb(
-            "measure a model: text, multiple choice and cloze by likelihood, lm-eval's tasks, of all checkpoints", HERE
+            "evaluate checkpoints: text, multiple choice and cloze by likelihood, and lm-eval's tasks", USES_DEVICES
         ),
-        "report": Verb("one HTML page about a run, or several: curves, cost, data, incidents", NONE),
-        "ckpt": Verb("list, check, copy, thin out and average checkpoints, without a device", AHEAD),
-        "trace": Verb("list the documents that a step trained on, or the steps that saw a document", AHEAD),
+        "report": Verb("write one HTML page about a run, or several: curves, cost, data, incidents", NONE),
+        "ckpt": Verb("list, verify, copy, prune and average checkpoints, without a device", NO_DEVICES),
+        "trace": Verb("list the documents that a step trained on, or the steps that saw a document", NO_DEVICES),
     },
-    "the shell": {"completion": Verb("print what completes this command in bash or zsh", NONE)},
+    "the shell": {"completion": Verb("print the completion script for bash or zsh", NONE)},
 }
 VERBS = {
-    verb: about._replace(module=about.module or f"jaxscale.cli.{verb}")
+    name: verb._replace(module=verb.module or f"jaxscale.cli.{name}")
     for verbs in GROUPS.values()
-    for verb, about in verbs.items()
+    for name, verb in verbs.items()
 }
 
 
 def main() -> None:
-    """The console script: runs the verb that the command line names, and leaves with its exit code."""
+    """The console script: runs the verb on the command line and exits with its code."""
     run(sys.argv[1:])
 
 
 def run_verb(verb: str) -> None:
-    """What `python -m` with a verb's module does: the same as `jaxscale VERB`."""
+    """Runs `jaxscale VERB` from `python -m` of the verb's module."""
     run([verb, *sys.argv[1:]])
 
 
 def run(argv: list[str]) -> None:
-    """Sets the process up for the verb, runs it, and leaves with its exit code."""
+    """Sets the process up for the verb, runs it, and exits with its code."""
     process.open_standard_streams()
     run_and_exit(lambda _: set_up_and_dispatch(argv), is_verb=bool(argv) and argv[0] in VERBS)
 
@@ -87,8 +93,8 @@ def set_up_and_dispatch(argv: list[str]) -> int:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Runs the verb that argv begins with and returns its exit code. Raises BadInput for a verb that is not there."""
-    verb, *rest = argv or ["--help"]
+    """Runs the verb that argv begins with and returns its exit code. Raises BadInput for an unknown verb."""
+    verb, *arguments = argv or ["--help"]
     if verb in ("-h", "--help", "help"):
         put(verbs_help())
         return 0
@@ -96,24 +102,24 @@ def dispatch(argv: list[str]) -> int:
         close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(VERBS)}"
         raise BadInput(f"jaxscale has no verb {verb!r}; {hint}")
-    return command_of(verb)(rest)
+    return command_of(verb)(arguments)
 
 
 def command_of(verb: str) -> Any:
-    """The Command of a verb, imported now."""
+    """Imports and returns the Command of a verb."""
     return importlib.import_module(VERBS[verb].module).main
 
 
 def help_of(verb: str) -> str:
-    """The page of a verb, as it is written: --help fits it to the terminal, and has groups of settings behind it."""
+    """Returns a verb's help page before --help wraps it to the terminal and appends groups of settings."""
     return command_of(verb).page
 
 
 def verbs_help() -> str:
-    """What `jaxscale --help` prints: an example, a line for each verb, by when it is wanted, and the exit codes."""
+    """Returns the text of `jaxscale --help`: an example, a line for each verb by group, and the exit codes."""
     width = max(map(len, VERBS))
     lines = ["jaxscale VERB ...", "", "  jaxscale train --config=configs/quickstart.py", ""]
     for group, verbs in GROUPS.items():
-        lines += [f"{group}:", *(f"  {verb.ljust(width)}  {about.what}" for verb, about in verbs.items()), ""]
-    lines += ["jaxscale VERB --help tells more, an example first.", "", "exit codes:", codes_help()]
+        lines += [f"{group}:", *(f"  {name.ljust(width)}  {verb.summary}" for name, verb in verbs.items()), ""]
+    lines += ["jaxscale VERB --help has an example and all flags.", "", "exit codes:", codes_help()]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""python -m jaxscale.cli VERB ...: the command `jaxscale`, where it is not on PATH."""
+"""`python -m jaxscale.cli VERB ...`: the command `jaxscale` if it is not on PATH."""
 
 from jaxscale.cli import main
 

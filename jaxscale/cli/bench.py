@@ -1,12 +1,12 @@
 """Speed of the training step, alone, inside the loop, and compared with other programs.
 
-  jaxscale bench step                 the compiled step on random tokens: each step waited for, the median
+  jaxscale bench step                 the compiled step on random tokens: median over blocking steps
   jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) against the bare step
   jaxscale bench collectives          bandwidth along each mesh axis against the chip's published one, and slow hosts
   jaxscale bench data                 preparing and reading data on one core: each stage, a recipe, shards, batches
 
-collectives runs on many hosts as training does, and takes its mesh from --config=FILE or from --config.mesh.AXIS=N.
-More benchmarks, of parts of jaxscale, are in the folder benchmarks/ of a checkout.
+collectives runs on many hosts like training, and takes its mesh from --config=FILE or --config.mesh.AXIS=N.
+The folder benchmarks/ of a checkout has more benchmarks, of parts of jaxscale.
 
 The exit code does not depend on speed.
 """
@@ -44,36 +44,36 @@ class BenchFlags(ModelFlags, cluster.HostFlags):
     json: bool = flag(False, "one line of JSON")
     save: bool = flag(
         False,
-        "step: keeps the result in the user's cache folder, for `jaxscale plan --topology=here`; without --spec and "
-        "--config S and T are measured",
+        "step: saves the result in the user's cache folder for `jaxscale plan --topology=here`; measures S and T "
+        "unless --spec or --config is given",
     )
     megabytes: list[int] | None = flag(
         None,
-        "collectives: sizes of the whole array in MiB (on CPU 1,4,16)",
+        "collectives: array sizes in MiB (default on CPU 1,4,16)",
         "1,16,256",
         read=lambda _, text: read_sizes(text),
     )
-    repeats: int = flag(10, "collectives: calls, of which the median counts", least=1)
+    repeats: int = flag(10, "collectives: timed calls; reports their median", least=1)
     against: tuple[str, ...] = flag(
         (),
-        "step: runs our step and the command in turn, as processes, and prints the ratio. The command prints a line of "
-        'JSON with "tok_s" and, if it likes, sys, spec, dtype, loss0, lossN, rss_mb, first_step_s, gflops, params. '
-        "NAME=VALUE may stand in front. For several commands give the flag again, or put ';;' between them. "
-        "data: it gets a file of JSON lines with "
-        'texts, and prints one with the "seconds" of CPU time that it took and the "stages" of a recipe that it did; '
-        "docs/datatrove_rates.py is such a program",
+        "step: alternates jaxscale's step and the command, as processes, and prints the ratio. The command prints a "
+        'JSON line with "tok_s" and optionally sys, spec, dtype, loss0, lossN, rss_mb, first_step_s, gflops, params. '
+        "It may begin with NAME=VALUE. For several commands repeat the flag, or separate them with ';;'. "
+        "data: the command gets a JSON lines file of "
+        'texts, and prints a JSON line with the "seconds" of CPU time and the "stages" of a recipe that it ran; '
+        "docs/datatrove_rates.py is an example",
         "'COMMAND'",
     )
-    rounds: int | None = flag(None, "step: turns of each with --against; data: turns of all", "3", least=1)
+    rounds: int | None = flag(None, "repetitions (step: with --against)", "3", least=1)
     input: str | None = flag(
-        None, "data: text to measure with; else a recipe's sources, else this Python's standard library", "GLOB"
+        None, "data: text files to measure with; default: the recipe's sources, or Python's standard library", "GLOB"
     )
-    recipe: str | None = flag(None, "data: a recipe of jaxscale prepare, for stages and tokenizer", "FILE")
-    seq_len: int = flag(2048, "data: tokens of a row that is read", least=2)
-    batch_rows: int = flag(64, "data: rows of a batch", least=2)
+    recipe: str | None = flag(None, "data: a recipe of jaxscale prepare that sets stages and tokenizer", "FILE")
+    seq_len: int = flag(2048, "data: tokens per row", least=2)
+    batch_rows: int = flag(64, "data: rows per batch", least=2)
 
 
-ALL = ("config", "settings", "json", "save", "against")  # the last two are refused where they say nothing
+ALL = ("config", "settings", "json", "save", "against")  # main() rejects the last two where they do not apply
 SHARED = (*ALL, "spec", "dtype", "steps", "devices")
 SUBVERBS = {
     "step": (*SHARED, "warmup", "rounds"),
@@ -90,10 +90,10 @@ MOVED = {subverb: f"python -m benchmarks.{script}" for subverb, script in SCRIPT
 
 @command(BenchFlags, subverbs=SUBVERBS, alone="step", moved=MOVED)
 def main(arguments: Arguments) -> None:
-    """Measures what is named, the step if nothing is."""
+    """Runs the named benchmark, the step by default."""
     flags, what = arguments.flags, arguments.subverb
     for name, verbs, does in (
-        ("save", ("step",), "keeps what `jaxscale bench step` measured"),
+        ("save", ("step",), "saves what `jaxscale bench step` measured"),
         ("against", ("step", "data"), "compares steps or stages of a recipe"),
     ):
         if what not in verbs and getattr(flags, name):
@@ -115,12 +115,12 @@ def main(arguments: Arguments) -> None:
 
 
 def show(flags: BenchFlags, record: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Prints the record, or the lines for people."""
+    """Prints the record as JSON or as text."""
     put(json.dumps(record) if flags.json else "\n".join(lines))
 
 
 def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[dict[str, Any], list[str]]:
-    """(the record of what is measured of a config, the record as text)."""
+    """Returns (the record of a benchmark of a config, the record as text)."""
     if what == "loop":
         record = bench_loop.measure_loop(cfg, steps=flags.steps or 100)
         return record, bench_loop.loop_lines(name, record)
@@ -129,7 +129,7 @@ def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[di
 
 
 def save_steps(arguments: Arguments) -> None:
-    """`jaxscale bench step --save`: measures the config or spec, or S and T, and keeps the results."""
+    """`jaxscale bench step --save`: measures the config or spec, or S and T, and saves the results."""
     flags = arguments.flags
     for spec in [flags.spec] if arguments.config or flags.spec else ("S", "T"):
         one = dataclasses.replace(arguments, flags=dataclasses.replace(flags, spec=spec))
@@ -141,7 +141,7 @@ def save_steps(arguments: Arguments) -> None:
             from_record(record, platform=devices[0].platform, num_devices=len(devices), memory_bytes=memory_bytes)
         )
         if not flags.json:
-            put(f"  kept in {file}")
+            put(f"  saved in {file}")
 
 
 def collectives(arguments: Arguments) -> None:
@@ -156,10 +156,10 @@ def collectives(arguments: Arguments) -> None:
 
 
 def data(arguments: Arguments) -> dict[str, Any]:
-    """The record of `jaxscale bench data`."""
+    """Returns the record of `jaxscale bench data`."""
     flags, cfg = arguments.flags, None
     if arguments.config:
-        raise BadInput(f"--config={arguments.config} is of a run; jaxscale bench data takes a recipe, --recipe=FILE")
+        raise BadInput(f"--config={arguments.config} is for a run; jaxscale bench data takes a recipe, --recipe=FILE")
     if arguments.overrides and not (flags.input or flags.recipe):
         raise BadInput(f"--config.{next(iter(arguments.overrides))} sets a recipe's; give --recipe=FILE or --input too")
     if flags.input or flags.recipe:
@@ -173,32 +173,34 @@ def data(arguments: Arguments) -> dict[str, Any]:
 
 def against(arguments: Arguments) -> None:
     """`jaxscale bench step --against=...`."""
-    read_config(arguments)  # what is wrong with our own side is said before anything runs
+    read_config(arguments)  # raises for a wrong config before anything runs
     flags = arguments.flags
     if flags.save:
-        raise BadInput("--save keeps what our step was measured at, and --against compares it; give one of them")
+        raise BadInput("--save and --against exclude each other; give one of them")
     commands = commands_of(flags)
     say = (lambda text: None) if flags.json else put
-    compared = bench_against.compare(own_flags(arguments.words), commands, rounds=flags.rounds or 3, say=say)
+    compared = bench_against.compare(
+        jaxscale_step_command(arguments.words), commands, rounds=flags.rounds or 3, say=say
+    )
     found = compared | {"ratios": bench_against.ratios(compared)} if flags.json else compared
     show(flags, found, [] if flags.json else bench_against.compare_lines(compared))
 
 
 def commands_of(flags: BenchFlags) -> list[str]:
-    """The commands of --against."""
+    """Returns the commands of --against."""
     return [command.strip() for given in flags.against for command in given.split(";;")]
 
 
-def own_flags(argv: Sequence[str]) -> list[str]:
-    """Our side of a comparison: the command that times our step with the same flags and prints one line of JSON."""
-    own, left = [sys.executable, "-m", "jaxscale.cli.bench", "step", "--json"], list(argv)
-    while left:
-        word = left.pop(0)
+def jaxscale_step_command(argv: Sequence[str]) -> list[str]:
+    """Returns the command that times jaxscale's step with the same flags and prints one line of JSON."""
+    step_command, remaining = [sys.executable, "-m", "jaxscale.cli.bench", "step", "--json"], list(argv)
+    while remaining:
+        word = remaining.pop(0)
         if word == "--against":
-            left.pop(0)
+            remaining.pop(0)
         elif word.partition("=")[0] not in ("--against", "--json"):
-            own.append(word)
-    return own
+            step_command.append(word)
+    return step_command
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Our step and other programs in turn, each as a process of its own: what `jaxscale bench step --against` does."""
+"""`jaxscale bench step --against`: alternates jaxscale's step with other programs, each in its own process."""
 
 import json
 import math
@@ -19,11 +19,11 @@ SHOWN_STDERR = 300  # characters of the last line that a failed command wrote
 
 
 def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs our command and the others in turn, `rounds` times; {"ours": records, "others": [{command, records}]}.
+    """Runs every command once in each round; returns {"ours": records, "others": [{command, records}]}.
 
-    In turn, because a machine's speed drifts: only figures of one round belong together. A record is the JSON object
-    that a command prints as the last such line of its output; tok_s is required. ours: arguments. commands: shell text,
-    with NAME=VALUE in front if wanted; no shell runs it. Raises BadInput for a command that cannot be run or read.
+    Commands alternate because a machine's speed drifts: compare only numbers of one round. A record is the last JSON
+    object that a command prints on a line; it must have tok_s. ours: arguments. commands: shell text, optionally with
+    NAME=VALUE in front; not run by a shell. Raises BadInput for a command that fails or prints no record.
     """
     lines = [list(ours), *(split_command(command) for command in commands)]
     environments = [our_environment(), *([shell_environment()] * len(commands))]
@@ -38,7 +38,7 @@ def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: C
 
 
 def split_command(command: str) -> list[str]:
-    """The words of shell text, leading NAME=VALUE kept. Raises BadInput if there is no command or a quote is open."""
+    """Returns the words of shell text with leading NAME=VALUE. Raises BadInput for no command or an open quote."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -49,30 +49,31 @@ def split_command(command: str) -> list[str]:
 
 
 def take_assignments(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(NAME=VALUE words in front, the rest)."""
-    assigned, rest = {}, list(words)
-    while rest and rest[0].partition("=")[1] and rest[0].partition("=")[0].isidentifier():
-        name, _, value = rest.pop(0).partition("=")
+    """Returns ({NAME: VALUE} of the leading assignments, the remaining words)."""
+    assigned, remaining = {}, list(words)
+    while remaining and remaining[0].partition("=")[1] and remaining[0].partition("=")[0].isidentifier():
+        name, _, value = remaining.pop(0).partition("=")
         assigned[name] = value
-    return assigned, rest
+    return assigned, remaining
 
 
 def shell_environment() -> dict[str, str]:
-    """The environment without what this program sets for itself (process.py): others get huge pages or a compilation
-    cache only if they, or the person, ask for them."""
+    """Returns the environment without the variables that process.py sets, such as huge pages and the compilation cache.
+
+    Other programs get these only if they or the user set them."""
     ours = process.environment()
     return {name: value for name, value in os.environ.items() if ours.get(name) != value}
 
 
 def our_environment() -> dict[str, str]:
-    """The same for our own step, without a compilation cache: the first steps of both sides are cold."""
+    """Returns shell_environment() without a compilation cache, so that the first steps of both sides compile."""
     return {"JAX_ENABLE_COMPILATION_CACHE": "false"} | shell_environment()
 
 
 def run_one(
     words: Sequence[str], environment: Mapping[str, str], name: str, keys: Sequence[str] = ("tok_s",)
 ) -> dict[str, Any]:
-    """The record that the command prints, with positive numbers under these keys."""
+    """Returns the record that the command prints, with positive numbers under `keys`."""
     assigned, command = take_assignments(words)
     try:
         done = subprocess.run(
@@ -86,17 +87,17 @@ def run_one(
     except OSError as error:
         raise BadInput(f"{command[0]} cannot be run ({error.strerror}), from: {name}") from None
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
-        raise BadInput(f"exit {done.returncode} from: {name}: {said[-SHOWN_STDERR:]}")
+        error = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise BadInput(f"exit {done.returncode} from: {name}: {error[-SHOWN_STDERR:]}")
     record = last_record(done.stdout, keys)
     if record is None:
-        wanted = " and ".join(f'"{key}"' for key in keys)
-        raise BadInput(f"no line of JSON with a number {wanted} was printed by: {name}")
+        required = " and ".join(f'"{key}"' for key in keys)
+        raise BadInput(f"no line of JSON with a number {required} was printed by: {name}")
     return record
 
 
 def last_record(text: str, keys: Sequence[str]) -> dict[str, Any] | None:
-    """The last line that is a JSON object with a positive number under each key."""
+    """Returns the last line that is a JSON object with a positive number under each key."""
     for line in reversed(text.splitlines()):
         try:
             record = json.loads(line)
@@ -109,7 +110,7 @@ def last_record(text: str, keys: Sequence[str]) -> dict[str, Any] | None:
 
 
 def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each other command the ratio of tok_s, ours to theirs: of the medians, and the extremes of single rounds."""
+    """Returns, for each other command, the ratio of median tok_s (ours to theirs) and its range over single rounds."""
     ours, found = compared["ours"], []
     for other in compared["others"]:
         by_round = [us["tok_s"] / them["tok_s"] for us, them in zip(ours, other["records"])]
@@ -121,13 +122,13 @@ def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def median_of(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The median of a number that every record has, else None."""
+    """Returns the median of a key, None unless every record has a number for it."""
     values = [value for record in records if isinstance(value := record.get(key), (int, float))]
     return statistics.median(values) if values and len(values) == len(records) else None
 
 
 def compare_lines(compared: dict[str, Any]) -> list[str]:
-    """The comparison for people: what was run, a table, ratios, and doubts."""
+    """Returns the comparison as text: setup, table, ratios and doubts."""
     ours = compared["ours"]
     us = ours[0]
     everyone = [(OURS, ours), *((f"[{n}]", other["records"]) for n, other in enumerate(compared["others"], 1))]
@@ -161,7 +162,7 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
 
 
 def doubts(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
-    """Why a record may not be of the same work: its losses, or its number of parameters."""
+    """Returns signs that a record is not of the same work: its losses or its number of parameters."""
     found = []
     first, last = median_of(records, "loss0"), median_of(records, "lossN")
     problem = loss_problem(first, last, us["log_vocab"], us["logit_variance"])
@@ -174,7 +175,7 @@ def doubts(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any
 
 
 def number_text(value: float | None) -> str:
-    """A number with few digits, or a dash."""
+    """Returns a number with few digits, or a dash."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"

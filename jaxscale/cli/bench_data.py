@@ -1,6 +1,6 @@
-"""How fast data are prepared and read, on one core: `jaxscale bench data`.
+"""`jaxscale bench data`: speed of preparing and reading data on one core.
 
-Rates are per second of this process's CPU time, so that a busy neighbour changes little; medians of several rounds.
+Rates are per second of this process's CPU time, which other programs affect little; medians of several rounds.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ CURATION = ("language", "gopher_repetition", "gopher_quality", "c4", "fineweb", 
 FAR_STEP = 1_000_000
 READ_BATCHES = 200
 SEEKS = 5
-# What others reached, one core of a 2-vCPU AMD EPYC (Zen 5), 2026-11-20, on similar English text: to be read beside.
-OTHERS = (
+# Measured on one core of a 2-vCPU AMD EPYC (Zen 5), 2026-11-20, on similar English text.
+REFERENCE_RATES = (
     "others, on another day: datatrove 0.10.1's whole recipe 41 documents/s, its tokenising 2.8 MB/s; near duplicates "
     "by datasketch 2.0 1,450, by rensa with Python shingles 4,080 documents/s; Grain's packing 9 to 12, MaxText's "
     "input 1.7, levanter's cache 7 to 57 million tokens/s"
@@ -51,33 +51,35 @@ OTHERS = (
 def measure_data(
     cfg: PrepareConfig | None, *, seq_len: int, batch_rows: int, rounds: int, commands: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Everything in one record. cfg: a recipe whose sources are measured; none: this Python's standard library.
+    """Returns all measurements as one record.
 
-    commands: other programs, see in_turn_with.
+    Args: cfg: a recipe whose sources are measured; None: Python's standard library. commands: see compare_program.
     """
     with tempfile.TemporaryDirectory() as folder:
-        words = [split_command(command) for command in commands]  # what is wrong with one is said before all else
+        words = [split_command(command) for command in commands]  # raises for a malformed command before measuring
         cfg = cfg or stdlib_recipe(pathlib.Path(folder))
         documents = read_all(cfg)
         record: dict[str, Any] = {
             "documents": len(documents),
             "megabytes": sum(document.size for document in documents) / 1e6,
             "rounds": rounds,
-            # those that look at a document or block by itself
-            "stages": {name: rate(stage_run(cfg, name, documents), rounds) for name in cfg.stages if name in STAGES},
+            # stages that process documents or blocks independently
+            "stages": {
+                name: rate(make_stage_run(cfg, name, documents), rounds) for name in cfg.stages if name in STAGES
+            },
         }
-        record["near_dedup"] = rate(lambda: near_pass(cfg, documents, folder), rounds)
+        record["near_dedup"] = rate(lambda: run_near_dedup(cfg, documents, folder), rounds)
         for name, stages in (("curation", cfg.stages), ("shards", ())):
             record[name] = rate(lambda stages=stages, name=name: make_shards(cfg, stages, folder, name), rounds)
         record["others"] = [
-            in_turn_with(command, one, cfg, documents, folder, rounds) for command, one in zip(commands, words)
+            compare_program(command, one, cfg, documents, folder, rounds) for command, one in zip(commands, words)
         ]
         record["reading"] = measure_reading(f"{folder}/shards-0/manifest.json", seq_len, batch_rows, rounds)
         return record
 
 
 def stdlib_recipe(folder: pathlib.Path) -> PrepareConfig:
-    """A recipe over this Python's standard library, copied to JSON lines."""
+    """Returns a recipe over Python's standard library, copied to JSON lines in `folder`."""
     with open(folder / "stdlib.jsonl", "w", encoding="utf-8") as file:
         for source in stdlib_files():
             text = pathlib.Path(source.path).read_text(encoding="utf-8", errors="replace")
@@ -87,32 +89,32 @@ def stdlib_recipe(folder: pathlib.Path) -> PrepareConfig:
 
 
 def read_all(cfg: PrepareConfig) -> list[Document]:
-    """All documents of the recipe's sources, in memory."""
+    """Returns all documents of the recipe's sources."""
     files, problems = list_files(cfg.globs, "sources", "text")
     if problems:
         raise BadInput(problems[0])
     return [document for file in files for document in read_file(file, cfg.read_cfg(file.source), Counter())]
 
 
-def stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> Callable[[], None]:
-    """A function that runs a stage over all documents as blocks; what documents remember of their text is forgotten."""
+def make_stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> Callable[[], None]:
+    """Returns a function that runs a stage over all documents in blocks, without cached properties of earlier runs."""
     stage = make_stage(cfg, name)
-    stage(documents[:10])  # what is loaded lazily is loaded now
+    stage(documents[:10])  # loads lazy resources
 
     def run() -> None:
-        for block in group_blocks(forgetful(documents), cfg.block_bytes):
+        for block in group_blocks(without_caches(documents), cfg.block_bytes):
             stage(block)
 
     return run
 
 
-def in_turn_with(
+def compare_program(
     command: str, words: Sequence[str], cfg: PrepareConfig, documents: Sequence[Document], folder: str, rounds: int
 ) -> dict[str, Any]:
-    """{"command", "stages", "seconds", "ours"}: medians of CPU seconds of another program and of the same stages here.
+    """Returns {"command", "stages", "seconds", "ours"}: median CPU seconds of a program and of the same stages here.
 
-    It gets a file of JSON lines with the text of each document as its last argument, and prints a line of JSON with the
-    "seconds" of CPU time that it took and the "stages" of a recipe that it did in them. Raises BadInput otherwise.
+    The program gets a JSON lines file with the text of each document as its last argument, and prints a JSON line with
+    the "seconds" of CPU time and the "stages" of a recipe that it ran. Raises BadInput for other output.
     """
     file = pathlib.Path(folder) / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents), encoding="utf-8")
@@ -123,22 +125,22 @@ def in_turn_with(
         if not isinstance(named, list) or not named or not all(name in STAGES for name in named):
             raise BadInput(f'{command}: "stages" must list some of {", ".join(STAGES)}, and is {json.dumps(named)}')
         if named != (stages or named):
-            raise BadInput(f"{command}: it did {', '.join(stages)} in one round, {', '.join(named)} in another")
-        stages, runs = named, runs or [stage_run(cfg, name, documents) for name in named]
+            raise BadInput(f"{command}: ran {', '.join(stages)} in one round, {', '.join(named)} in another")
+        stages, runs = named, runs or [make_stage_run(cfg, name, documents) for name in named]
         theirs.append(found["seconds"])
         ours.append(sum(rate(run, 1) for run in runs))
     return dict(command=command, stages=stages, seconds=statistics.median(theirs), ours=statistics.median(ours))
 
 
-def forgetful(documents: Sequence[Document]) -> list[Document]:
-    """The same documents without what was computed from them."""
+def without_caches(documents: Sequence[Document]) -> list[Document]:
+    """Returns copies of the documents without their cached properties."""
     return [dataclasses.replace(document) for document in documents]
 
 
-def near_pass(cfg: PrepareConfig, documents: Sequence[Document], folder: str) -> None:
-    """The whole of near_dedup as `prepare` does it: hashes, signatures, bands, join, verification, what goes."""
+def run_near_dedup(cfg: PrepareConfig, documents: Sequence[Document], folder: str) -> None:
+    """Runs near_dedup like `prepare`: hashes, signatures, bands, join, verification, removal."""
     work, name, rows = tempfile.mkdtemp(dir=folder), "near_dedup", []
-    for number, block in enumerate(group_blocks(forgetful(documents), cfg.block_bytes)):
+    for number, block in enumerate(group_blocks(without_caches(documents), cfg.block_bytes)):
         base = block_base(work, 0, number, 0)
         base.parent.mkdir(parents=True, exist_ok=True)
         rows.append((number, 0, len(block), 0, *write_sketches(cfg, (name,), str(base), block)))
@@ -148,53 +150,54 @@ def near_pass(cfg: PrepareConfig, documents: Sequence[Document], folder: str) ->
 
 
 def make_shards(cfg: PrepareConfig, stages: Sequence[str], folder: str, name: str) -> None:
-    """The whole of `jaxscale prepare` in this process."""
+    """Runs `jaxscale prepare` in this process."""
     output = next(path for i in itertools.count() if not (path := pathlib.Path(folder) / f"{name}-{i}").exists())
     values = schema.to_dict(cfg) | {"stages": list(stages)}
-    with LocalExecutor(1) as executor, open(pathlib.Path(folder) / "progress", "w", encoding="utf-8") as nowhere:
-        prepare(make_plan(schema.from_dict(PrepareConfig, values)), output, executor, Progress(nowhere))
+    with LocalExecutor(1) as executor, open(pathlib.Path(folder) / "progress", "w", encoding="utf-8") as progress_file:
+        prepare(make_plan(schema.from_dict(PrepareConfig, values)), output, executor, Progress(progress_file))
 
 
 def rate(run: Callable[[], None], rounds: int) -> float:
-    """Seconds of CPU time that `run` takes: the median."""
+    """Returns the median CPU seconds of `run`."""
     return median_seconds(run, rounds, time.process_time)
 
 
-def in_turn(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median of what each gives, one after the other in each round, so that a busy neighbour meets all of them."""
+def interleaved_medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Returns the median of each measure. Measures alternate in each round, so that other load affects all of them."""
     found = [{name: measure() for name, measure in measures.items()} for _ in range(rounds)]
     return {name: statistics.median(values[name] for values in found) for name in measures}
 
 
 def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -> dict[str, float]:
-    """Packed batches out of shards: tokens/s of one core, seconds to the first batch, and to others far away."""
+    """Measures packed batches from shards: tokens/s of one core, seconds to the first batch and to distant ones."""
     cfg = schema.from_dict(DataConfig, {"name": "tokens", "files": manifest, "cache_dir": f"{manifest}-cache"})
     open_corpus = lambda: open_data(cfg, seq_len=seq_len, vocab_size=1 << 20, seed=0, say=lambda line: None)
-    corpus = open_corpus()  # row plan and hashes are made and kept
+    corpus = open_corpus()  # caches the row plan and hashes
     batches = corpus.batches(batch_rows)
     num_batches = max(1, min(READ_BATCHES, 4 * len(corpus.train_rows) // batch_rows))
 
-    def plain(corpus: Corpus, number: int) -> None:
+    def read_directly(corpus: Corpus, number: int) -> None:
         reader = corpus.batches(batch_rows)
         for n in range(number):
             reader.batch(n)
 
-    def by_grain(corpus: Corpus, number: int) -> None:
+    def read_with_grain(corpus: Corpus, number: int) -> None:
         ahead = read_ahead(corpus.as_grain(batch_rows, number), Feed.AHEAD)
         for _ in range(number):
             next(ahead)
         ahead.close()
 
-    ways = {"plain": plain, "grain": by_grain}
-    for way in ways.values():
-        way(corpus, num_batches)  # into the page cache
-    first = in_turn(
-        {name: lambda way=way: seconds_of(lambda: way(open_corpus(), 1))[0] for name, way in ways.items()}, rounds
+    readers = {"plain": read_directly, "grain": read_with_grain}
+    for read in readers.values():
+        read(corpus, num_batches)  # into the page cache
+    first = interleaved_medians(
+        {name: lambda read=read: seconds_of(lambda: read(open_corpus(), 1))[0] for name, read in readers.items()},
+        rounds,
     )
-    once = lambda way: num_batches * batch_rows * seq_len / rate(lambda: way(corpus, num_batches), 1)
-    rates = in_turn({name: lambda way=way: once(way) for name, way in ways.items()}, rounds)
-    far = [FAR_STEP + 7919 * i for i in range(SEEKS)]  # each in another part of the stream
-    half = range(batch_rows // 2, batch_rows)  # the rows of the second of two hosts
+    once = lambda read: num_batches * batch_rows * seq_len / rate(lambda: read(corpus, num_batches), 1)
+    rates = interleaved_medians({name: lambda read=read: once(read) for name, read in readers.items()}, rounds)
+    far = [FAR_STEP + 7919 * i for i in range(SEEKS)]  # in different parts of the stream
+    half = range(batch_rows // 2, batch_rows)  # the second of two hosts
     return {
         "tokens_per_second": rates["plain"],
         "grain_tokens_per_second": rates["grain"],
@@ -207,7 +210,7 @@ def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -
 
 
 def data_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Returns the record as text."""
     documents, megabytes = record["documents"], record["megabytes"]
     per = lambda seconds: f"{documents / seconds:,.0f} documents/s, {megabytes / seconds:,.1f} MB/s"
     lines = [f"{documents:,} documents, {megabytes:,.1f} MB; per CPU second of one core, medians of {record['rounds']}"]
@@ -232,4 +235,4 @@ def data_lines(record: dict[str, Any]) -> list[str]:
             f"  {', '.join(other['stages'])}, in turn: {documents / other['ours']:,.0f} documents/s here, "
             f"{documents / other['seconds']:,.0f} by {other['command']}: {other['seconds'] / other['ours']:.1f} times"
         )
-    return [*lines, OTHERS]
+    return [*lines, REFERENCE_RATES]

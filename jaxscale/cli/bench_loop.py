@@ -1,4 +1,4 @@
-"""The whole training loop beside the bare step, in one process: what `jaxscale bench loop` measures."""
+"""`jaxscale bench loop`: the whole training loop compared with the bare step, in one process."""
 
 import contextlib
 import dataclasses
@@ -25,27 +25,27 @@ from jaxscale.training.feed import Feed, NumberedBatch
 from jaxscale.training.state import TrainState
 
 SAVE_EVERY = 100
-WANTED = 0.95
-QUIET = 0.03  # bare halves further apart than this hide what is looked for
+MIN_RATIO = 0.95  # of the loop's speed to the bare step's
+MAX_DRIFT = 0.03  # relative difference of the bare halves above which the ratio is unreliable
 
 
 class Stopwatch:
-    """Seconds by name."""
+    """Total seconds by name."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside."""
+        """Adds the time spent in the block."""
         began = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def around(self, name: str, f: Callable) -> Callable:
-        """f, with its time added."""
+    def wrap(self, name: str, f: Callable) -> Callable:
+        """Returns f with its time added to `name`."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.time(name):
@@ -55,7 +55,7 @@ class Stopwatch:
 
 
 class TimedFeed:
-    """A feed whose waits are timed."""
+    """A feed that times its waits."""
 
     def __init__(self, feed: Feed, watch: Stopwatch):
         self.feed, self.watch, self.close = feed, watch, feed.close
@@ -67,21 +67,21 @@ class TimedFeed:
 
 @dataclasses.dataclass(frozen=True)
 class LoopTimes:
-    """One segment of the loop."""
+    """Times of one segment of the loop."""
 
     seconds: float
-    cpu_seconds: float  # processor time of the whole process, threads in the background included
+    cpu_seconds: float  # of the whole process, including background threads
     saves: int
-    parts: dict[str, float]  # seconds of the loop's own thread in: data, save, metrics
+    parts: dict[str, float]  # seconds of the loop's thread in: data, save, metrics
 
 
 def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
-    """Times steps / 2 bare steps, `steps` steps of train.loop, and steps / 2 bare steps; what --json prints.
+    """Times steps / 2 bare steps, `steps` steps of train.loop, and steps / 2 bare steps; returns the record of --json.
 
-    The loop feeds, reports and saves as in training, every 100 steps (every `steps` if that is less), each save in the
-    midst of the segment so that its background part is inside too. Validation, evaluators and samples are left out.
-    What happens once a process (compilation, the import of Orbax and its first save) is done before and told apart. The
-    bare steps run on one batch that stays on the device, none waited for but the last.
+    The loop feeds, reports and saves like training, every 100 steps (or `steps` if less). Saves fall in the middle of
+    the segment, so that their background part is measured too. Validation, evaluators and samples are off. One-time
+    costs (compilation, the import of Orbax and its first save) come before and are reported separately. The bare steps
+    run on one batch that stays on the device, and only the last one is waited for.
     """
     every, half = min(SAVE_EVERY, steps), -(-steps // 2)
     with open_bench(cfg, save_every_steps=every) as bench:
@@ -110,7 +110,7 @@ def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
 
 
 class Bench(NamedTuple):
-    """What is timed."""
+    """An open run to time."""
 
     cfg: RunConfig
     run: OpenedRun
@@ -120,8 +120,8 @@ class Bench(NamedTuple):
 
 @contextlib.contextmanager
 def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
-    """An open run whose loop saves every `save_every_steps` steps, and neither samples, exports nor measures."""
-    # after many steps on one batch any other one looks like a spike
+    """Opens a run in a temporary folder that saves every `save_every_steps` steps, without samples, exports, evals."""
+    # after many steps on one batch, any other batch looks like a spike
     guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
     checkpoint = dataclasses.replace(cfg.checkpoint, save_every_steps=save_every_steps)
     train = dataclasses.replace(cfg.train, guard=guard)
@@ -139,19 +139,19 @@ def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
         run.writer.close()
 
 
-def loop_pair(
-    bench: Bench, ways: Mapping[str, loop.LoopSpec], turn: int, state: TrainState, steps: int
+def time_alternately(
+    bench: Bench, runs: Mapping[str, loop.LoopSpec], turn: int, state: TrainState, steps: int
 ) -> tuple[TrainState, dict[str, float]]:
-    """(state, {way: seconds of the loop}), one way after the other: who comes first may find a colder machine."""
+    """Returns (state, {name: seconds of the loop}). The order alternates with the turn, as the first may run cooler."""
     seconds = {}
-    for way in list(ways) if turn % 2 else reversed(list(ways)):
-        state, times = run_loop(bench, ways[way], f"{way}-{turn}", state, start=0, steps=steps)
-        seconds[way] = times.seconds
+    for name in list(runs) if turn % 2 else reversed(list(runs)):
+        state, times = run_loop(bench, runs[name], f"{name}-{turn}", state, start=0, steps=steps)
+        seconds[name] = times.seconds
     return state, seconds
 
 
 def run_bare(run: loop.LoopSpec, state: TrainState, batch: Any, steps: int) -> tuple[TrainState, float, float]:
-    """(state after `steps` steps on one batch, seconds, processor seconds)."""
+    """Returns (state after `steps` steps on one batch, seconds, CPU seconds)."""
     jax.block_until_ready(state)
     began, cpu_began = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -163,10 +163,9 @@ def run_bare(run: loop.LoopSpec, state: TrainState, batch: Any, steps: int) -> t
 def run_loop(
     bench: Bench, run: loop.LoopSpec, name: str, state: TrainState, *, start: int, steps: int
 ) -> tuple[TrainState, LoopTimes]:
-    """(state, times) of train.loop over steps [start, start + steps), into a folder of its own.
+    """Returns (state, times) of train.loop over steps [start, start + steps), in a new folder.
 
-    The clock stops where the loop turns to save the last step, when that step is done: the save that ends every run
-    comes once, not every 100 steps.
+    The clock stops before the final save, which a run makes once and not every 100 steps.
     """
     cfg, folder = bench.cfg, bench.folder / name
     folder.mkdir()
@@ -183,8 +182,8 @@ def run_loop(
             saves.append(step)
         return run.position(step)
 
-    writer.write = watch.around("metrics", writer.write)
-    checkpoints.save = watch.around("save", checkpoints.save)
+    writer.write = watch.wrap("metrics", writer.write)
+    checkpoints.save = watch.wrap("save", checkpoints.save)
     began, cpu_began = time.perf_counter(), time.process_time()
     outcome = loop.train(
         dataclasses.replace(
@@ -202,20 +201,20 @@ def run_loop(
         )
     )
     if isinstance(outcome, Rewound):
-        raise BadInput("a step was skipped and the loop goes back, so nothing was measured; lower optim.peak_lr")
-    parts = ended["parts"] if saves else watch.seconds  # a segment without a save of its own reports the last one
+        raise BadInput("a step was skipped and the loop rewinds, so nothing was measured; lower optim.peak_lr")
+    parts = ended["parts"] if saves else watch.seconds  # without a save in the segment, the final one is reported
     checkpoints.close()
     return outcome, LoopTimes(ended["at"] - began, ended["cpu"] - cpu_began, len(saves), parts)
 
 
 def loop_lines(name: str, record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Returns the record as text."""
     before, after = record["bare_tok_s_before_after"]
     known = record["data_s"] + record["save_s"] + record["metrics_s"]
     lost = record["loop_s"] - record["bare_s"]
-    verdict = "keeps at least 95%" if record["ratio"] >= WANTED else "keeps less than 95%"
-    apart = abs(before - after) / record["bare_tok_s"]
-    noisy = f"; {apart:.0%} apart, so this machine is too busy for the ratio to mean much" if apart > QUIET else ""
+    verdict = "keeps at least 95%" if record["ratio"] >= MIN_RATIO else "keeps less than 95%"
+    drift = abs(before - after) / record["bare_tok_s"]
+    noisy = f"; differ by {drift:.0%}: too much other load for a reliable ratio" if drift > MAX_DRIFT else ""
     return [
         f"{name}: {record['steps']} steps of the loop (data, step, metrics, a checkpoint every "
         f"{record['save_every_steps']} steps: {record['saves']}), between two halves of as many bare steps",
@@ -224,8 +223,7 @@ def loop_lines(name: str, record: dict[str, Any]) -> list[str]:
         f"  the bare steps took {record['bare_s']:.2f} s, the loop {lost:+.2f} s; its thread waited "
         f"{record['data_s']:.3f} s for data, {record['save_s']:.3f} s for saves and "
         f"{record['metrics_s']:.3f} s for metrics",
-        f"  the other {lost - known:+.2f} s: feeding and saving in the background share the processor with the step, "
-        "as other programs do",
-        f"  processor time of a step: bare {record['bare_cpu_s']:.4g} s, in the loop {record['loop_cpu_s']:.4g} s",
-        f"  before that, once a process: the first save, {record['first_save_s']:.2f} s, Orbax's import included",
+        f"  the other {lost - known:+.2f} s: background feeding and saving, and other programs, share the CPU",
+        f"  CPU time of a step: bare {record['bare_cpu_s']:.4g} s, in the loop {record['loop_cpu_s']:.4g} s",
+        f"  once per process, not included: the first save with Orbax's import, {record['first_save_s']:.2f} s",
     ]

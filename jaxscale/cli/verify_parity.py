@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
-from jaxscale.cli.attempt import simulated
+from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.parity_layouts import (
     MICROBATCHES,
     MOST_DEVICES,
@@ -254,11 +254,14 @@ def captured_stderr() -> Iterator[list[str]]:
 
 
 def on_simulated_devices(command: list[str]) -> None:
-    """Returns if jax will see 16 simulated CPU devices, else replaces this process by `command`, where it will.
+    """Returns if jax will see 16 simulated CPU devices, else re-executes `command` with them.
 
     The compilation cache is off there, since a program out of the cache gives no warning, and XLA's warnings are on.
     """
-    wanted = simulated(MOST_DEVICES) | {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    wanted = simulated_devices_env(MOST_DEVICES) | {
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
     if wanted != dict(os.environ):
         sys.stdout.flush()
         os.execve(command[0], command, wanted)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from jaxscale.cli.attempt import simulated
+from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.compare_runs import Comparison, compare
 from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, TwoRuns, comparable
 from jaxscale.config import RunConfig
@@ -60,7 +60,7 @@ def verify(
         folder=folder,
         logs=folder,
         steps=steps,
-        env=simulated(devices),
+        env=simulated_devices_env(devices),
         kills=KILLS,
         say=lambda line: None,
     )

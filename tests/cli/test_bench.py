@@ -188,5 +188,5 @@ def test_a_missing_program_is_named():
 
 def test_flags_of_bench_are_told_from_the_rest():
     argv = ["--against=a b;; c", "--json", "--steps=3", "--against", "d"]
-    assert bench.own_flags(argv)[-2:] == ["--json", "--steps=3"]  # our side is asked for JSON once
+    assert bench.jaxscale_step_command(argv)[-2:] == ["--json", "--steps=3"]  # our side is asked for JSON once
     assert parse(argv, bench.BenchFlags).flags.against == ("a b;; c", "d")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale import schema
 from jaxscale.cli import bench
-from jaxscale.cli.bench_data import data_lines, in_turn_with
+from jaxscale.cli.bench_data import compare_program, data_lines
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.system.exits import BadInput
 
@@ -42,7 +42,7 @@ def test_another_program_says_what_it_did(tmp_path):
     cfg = schema.from_dict(PrepareConfig, {"sources": {"text": {"files": f"{tmp_path}/a.jsonl"}}})
     silent = shlex.join([sys.executable, "-c", 'print(\'{"seconds": 1, "stages": ["sorting"]}\')'])
     with pytest.raises(BadInput, match=r'"stages" must list some of .*, c4, .*, and is \["sorting"\]'):
-        in_turn_with(silent, shlex.split(silent), cfg, [], str(tmp_path), 1)
+        compare_program(silent, shlex.split(silent), cfg, [], str(tmp_path), 1)
 
 
 def test_a_batch_of_no_rows_is_one_line():

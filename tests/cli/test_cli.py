@@ -24,7 +24,7 @@ def test_help_lists_every_verb_with_a_line():
     assert done.returncode == 0 and done.stderr == "" and CODES_LINE not in done.stdout
     assert all(f" {int(code)}  {ADVICE[code][0]}" in done.stdout for code in Exit)
     for verb, about in cli.VERBS.items():
-        assert any(line.split() == [verb, *about.what.split()] for line in done.stdout.splitlines())
+        assert any(line.split() == [verb, *about.summary.split()] for line in done.stdout.splitlines())
 
 
 def test_help_does_not_wait_for_jax():
@@ -58,7 +58,7 @@ def test_an_unknown_verb_is_one_line_with_the_nearest_name(verb, told):
 
 def test_every_verb_is_there():
     for about in cli.VERBS.values():
-        assert importlib.util.find_spec(about.module) is not None and about.what
+        assert importlib.util.find_spec(about.module) is not None and about.summary
 
 
 def test_both_doors_lead_to_the_same_verb():

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale import schema
 from jaxscale.cli import verify_parity as vp
-from jaxscale.cli.attempt import PATIENCE, simulated
+from jaxscale.cli.attempt import COLLECTIVE_TIMEOUT, simulated_devices_env
 from jaxscale.cli.parity_layouts import Layout, shared_experts, tensor_layout
 from jaxscale.config import RunConfig
 from jaxscale.qualify.compilations import CompileLog
@@ -159,10 +159,10 @@ def test_what_xla_says_before_it_ends_the_process_is_seen():
 def test_an_environment_of_simulated_devices_has_nothing_to_change(monkeypatch):
     """Else a process would replace itself for ever."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
-    wanted = simulated(16)
-    assert PATIENCE in wanted["XLA_FLAGS"] and "--xla_a=b" in wanted["XLA_FLAGS"]
+    wanted = simulated_devices_env(16)
+    assert COLLECTIVE_TIMEOUT in wanted["XLA_FLAGS"] and "--xla_a=b" in wanted["XLA_FLAGS"]
     monkeypatch.setattr(os, "environ", wanted)
-    assert simulated(16) == wanted
+    assert simulated_devices_env(16) == wanted
 
 
 def test_the_configs_own_layout_is_among_those_proved():
