@@ -1,19 +1,19 @@
-"""Lists, checks, copies, thins out and averages the checkpoints of a run, on a disk or in a bucket, without a device.
+"""Lists, verifies, copies, prunes and averages the checkpoints of a run, on a disk or in a bucket, without a device.
 
   jaxscale ckpt list    --workdir=runs/first                           step, time, size, health, loss, verified, pinned
   jaxscale ckpt verify  --workdir=gs://BUCKET/run                      the newest step; --steps=all for every one
   jaxscale ckpt copy    --workdir=runs/first --to=gs://BUCKET/first    the newest step; run it again after a kill
-  jaxscale ckpt prune   --workdir=runs/first                           what training would keep, and what could go
-  jaxscale ckpt prune   --workdir=runs/first --keep_last=1 --delete    and it is gone
+  jaxscale ckpt prune   --workdir=runs/first                           what training would keep and what it would delete
+  jaxscale ckpt prune   --workdir=runs/first --keep_last=1 --delete    deletes it
   jaxscale ckpt pin     --workdir=runs/first --steps=4000              never deleted, until `unpin`
   jaxscale ckpt average --workdir=runs/first --last=5 --to=runs/mean     weights for a new run: --init_from=runs/mean
   jaxscale ckpt merge_lora --workdir=runs/tuned --to=runs/merged         plain weights of a run with adapters
 
-verify reads every array from the files and compares it with the fingerprint that was taken on the devices when it was
-saved, and every file with the md5 that was written down then. It names the leaf and the files, and leaves with 19.
-prune never deletes pinned steps, the newest clean one and the last that training has read back. average sums in
-float64, checks its sources as it reads them, and writes the weights alone: begin a new run from them. merge_lora adds
-the adapters of a fine-tuned run to its weights: what it writes is read by convert, sample and evaluate as any model.
+verify compares every array with the fingerprint computed on the devices at the save, and every file with its recorded
+md5. For a mismatch it names the leaf and the files, and exits with 19. prune never deletes pinned steps, the newest
+clean one or the last one that training has read back. average sums in float64, checks its sources while reading, and
+writes the weights only: start a new run from them. merge_lora adds the adapters of a fine-tuned run to its weights;
+convert, sample and evaluate read the result like any model.
 """
 
 import dataclasses
@@ -49,51 +49,49 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put
 from jaxscale.units import table
 
-NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
+NEEDED_ROLES = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
-FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds after which something long says how far it is
+FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds until the first progress line, and between later ones
 
 
 @dataclasses.dataclass(frozen=True)
 class CkptFlags:
     """The flags of `jaxscale ckpt`."""
 
-    no_config = "what it needs to know is in the work folder"
+    no_config = "the work folder has all settings"
 
     workdir: str | None = flag(None, None, "FOLDER")
     steps: str | None = flag(
-        None, "which steps; --step=10 is the same (verify, copy, merge_lora: the newest)", "10,20 | all"
+        None, "the steps; or --step=10 (default for verify, copy, merge_lora: the newest)", "10,20 | all"
     )
     step: str | None = flag(None, None, "N")
     to: str | None = flag(
-        None, "the run folder to write (copy, average, merge_lora); never one that another run uses", "FOLDER"
+        None, "the run folder to write (copy, average, merge_lora), which no other run may use", "FOLDER"
     )
-    last: int | None = flag(
-        None, "average the newest five steps that training judged clean, in place of --steps", "5", least=1
-    )
-    what: str = flag("params", "what to average or merge: params, or ema where the run keeps such weights")
+    last: int | None = flag(None, "average the newest N clean steps, instead of --steps", "5", least=1)
+    what: str = flag("params", "weights to average or merge: params, or ema if the run has them")
     keep_last: int | None = flag(None, "", "3", least=1)
     keep_every_steps: int | None = flag(None, "", "0", least=0)
-    keep_best: int | None = flag(None, "prune by these in place of the run's own settings", "0", least=0)
-    delete: bool = flag(False, "prune: do it; without it nothing is touched")
+    keep_best: int | None = flag(None, "retention rules for prune, instead of the run's settings", "0", least=0)
+    delete: bool = flag(False, "prune: delete; without it nothing is changed")
     json: bool = flag(False, "one JSON object a line")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a verb works on."""
+    """The checkpoints and flags of one invocation."""
 
     checkpoints: Checkpoints
     flags: CkptFlags
 
     def say(self, record: Mapping[str, Any], line: str) -> None:
-        """Prints the record or the line for people."""
+        """Prints the record as JSON, or the line."""
         put(json.dumps(record) if self.flags.json else line)
 
 
 def open_folder(workdir: str) -> Checkpoints:
-    """The checkpoints of a run. Raises BadInput if there are none."""
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of what it raises as well
+    """Returns the checkpoints of a run. Raises BadInput if there are none."""
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also logs a traceback of each error that it raises
     checkpoints = Checkpoints(paths.as_path(workdir) / "checkpoints", CheckpointConfig())
     if not checkpoints.all_steps():
         inside = os.path.basename(os.fspath(workdir).rstrip("/")) == "checkpoints"
@@ -121,9 +119,9 @@ def list_(request: Request) -> int:
 
 
 def verify(request: Request) -> int:
-    """Checks the steps; CHECKPOINT_CORRUPT if any is not as it was saved."""
+    """Verifies the steps. Returns CHECKPOINT_CORRUPT if any differs from what was saved."""
     folder, sound, bad = request.checkpoints.directory, [], []
-    for step in chosen(request, newest=True):
+    for step in selected(request, newest=True):
         began, report = time.monotonic(), Progress(f"step {step}")
         verdict = verify_folder(folder / str(step), report)
         (bad if verdict.damages else sound).append(step)
@@ -136,70 +134,71 @@ def verify(request: Request) -> int:
         request.say(record, "\n".join(lines))
     if bad:
         good = f"; step {max(sound)} is whole" if sound else ""
-        print_stderr(f"{len(bad)} damaged: {', '.join(map(str, bad))}{good}; move a damaged step away before going on")
+        print_stderr(f"{len(bad)} damaged: {', '.join(map(str, bad))}{good}; move damaged steps away before resuming")
     return Exit.CHECKPOINT_CORRUPT if bad else 0
 
 
 def copy(request: Request) -> int:
     """Copies the steps, oldest first."""
-    for step in chosen(request, newest=True):
+    for step in selected(request, newest=True):
         done = copy_step(request.checkpoints, step, request.flags.to, Progress(f"step {step}"))
-        kept = f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
+        copied_before = f", {units.size(done.kept_bytes)} of it copied before" if done.kept_bytes else ""
         record = {"step": step, "to": request.flags.to, **dataclasses.asdict(done)}
-        line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{kept}, verified in"
+        line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{copied_before}, verified in"
         request.say(record, f"{line} {request.flags.to}")
     return 0
 
 
 def prune(request: Request) -> int:
-    """Prints which steps stay and why, and deletes the others if asked to."""
+    """Prints which steps are retained and the reason, and deletes the others with --delete."""
     folder, facts = request.checkpoints.directory, list_steps(request.checkpoints.directory)
-    kept = retention_reasons(facts, last_good_step(request.checkpoints.directory), rules(request))
-    fate = "deleted" if request.flags.delete else "may go"
+    reasons = retention_reasons(facts, last_good_step(request.checkpoints.directory), retention_rules(request))
+    others = "deleted" if request.flags.delete else "would be deleted"
     if request.flags.delete:
         for fact in facts:
-            if fact.step not in kept:
+            if fact.step not in reasons:
                 delete_step(folder, fact.step)
         remove_half_deleted(folder)
     rows = [("step", "size", "")]
     rows += [
-        (str(f.step), units.size(f.num_bytes), f"stays: {kept[f.step]}" if f.step in kept else fate) for f in facts
+        (str(f.step), units.size(f.num_bytes), f"kept: {reasons[f.step]}" if f.step in reasons else others)
+        for f in facts
     ]
-    records = [{"step": f.step, "bytes": f.num_bytes, "kept": kept.get(f.step)} for f in facts]
+    records = [{"step": f.step, "bytes": f.num_bytes, "kept": reasons.get(f.step)} for f in facts]
     show(request, [record | {"deleted": request.flags.delete and record["kept"] is None} for record in records], rows)
-    going = [fact for fact in facts if fact.step not in kept]
-    if going and not request.flags.delete:
-        print_stderr(f"{units.size(sum(f.num_bytes for f in going))} would be free: run it again with --delete")
+    unneeded = [fact for fact in facts if fact.step not in reasons]
+    if unneeded and not request.flags.delete:
+        print_stderr(f"{units.size(sum(f.num_bytes for f in unneeded))} would be free: run it again with --delete")
     return 0
 
 
-def rules(request: Request) -> CheckpointConfig:
-    """How training keeps steps, by the config.json of the run, unless flags say otherwise."""
-    written = (
+def retention_rules(request: Request) -> CheckpointConfig:
+    """Returns the run's retention settings from config.json, overridden by flags."""
+    recorded = (
         read_optional(request.checkpoints.directory.parent / "config.json").get("config", {}).get("checkpoint", {})
     )
     defaults = dataclasses.asdict(CheckpointConfig())
-    found: dict[str, Any] = {name: int(written.get(name, defaults.get(name, 0))) for name in RULES}
+    found: dict[str, Any] = {name: int(recorded.get(name, defaults.get(name, 0))) for name in RULES}
     given = {name: getattr(request.flags, name) for name in RULES}
     return CheckpointConfig(**found | {name: number for name, number in given.items() if number is not None})
 
 
 def pin_(request: Request) -> int:
     """Pins the steps."""
-    opened(request, chosen(request))
+    check_readable(request, selected(request))
     return mark(request, pin, "pinned", "was pinned already")
 
 
 def unpin_(request: Request) -> int:
-    """Takes the pins away."""
+    """Unpins the steps."""
     return mark(request, unpin, "no longer pinned", "was not pinned")
 
 
-def mark(request: Request, action: Callable[[Any, int], bool], done: str, nothing: str) -> int:
-    """Does something to each step and says whether it changed anything."""
-    for step in chosen(request):
+def mark(request: Request, action: Callable[[Any, int], bool], done: str, unchanged: str) -> int:
+    """Applies an action to each step and prints whether it changed anything."""
+    for step in selected(request):
         changed = action(request.checkpoints.directory, step)
-        request.say({"step": step, "changed": changed}, f"step {step} {done if changed else nothing}")
+        request.say({"step": step, "changed": changed}, f"step {step} {done if changed else unchanged}")
     return 0
 
 
@@ -207,9 +206,9 @@ def average(request: Request) -> int:
     """Writes the mean of several steps."""
     flags = request.flags
     if (flags.last is None) == (flags.step is None and flags.steps is None):
-        raise BadInput("ckpt average needs --last=5 or --steps=10,20,30, one of them")
-    steps = newest_clean(list_steps(request.checkpoints.directory), flags.last) if flags.last else chosen(request)
-    opened(request, steps)
+        raise BadInput("ckpt average needs one of --last=5 and --steps=10,20,30")
+    steps = newest_clean(list_steps(request.checkpoints.directory), flags.last) if flags.last else selected(request)
+    check_readable(request, steps)
     to, what = flags.to, flags.what
     done = average_steps(request.checkpoints, steps, to, what, Progress("average"))
     size, names = units.size(done.num_bytes), ", ".join(map(str, steps))
@@ -222,9 +221,9 @@ def average(request: Request) -> int:
 
 def merge(request: Request) -> int:
     """Writes the weights of a step with its adapters merged."""
-    if len(steps := chosen(request, newest=True)) != 1:
+    if len(steps := selected(request, newest=True)) != 1:
         raise BadInput("ckpt merge_lora merges one step; give --step=N")
-    opened(request, steps)
+    check_readable(request, steps)
     to, what = request.flags.to, request.flags.what
     done = merge_lora(request.checkpoints, steps[0], to, what, Progress("merge_lora"))
     record = {"to": to, "what": what, **dataclasses.asdict(done)}
@@ -234,41 +233,37 @@ def merge(request: Request) -> int:
 
 
 def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
-    """The newest steps that training did not suspect. Raises BadInput if there are fewer."""
+    """Returns the newest `count` steps of clean or unknown health. Raises BadInput if there are fewer."""
     clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
-    if passed := [fact.step for fact in facts if fact.step not in clean]:
-        print_stderr(f"left out, as not clean: {', '.join(map(str, passed))}")
+    if excluded := [fact.step for fact in facts if fact.step not in clean]:
+        print_stderr(f"left out, as not clean: {', '.join(map(str, excluded))}")
     if len(clean) < count:
         raise BadInput(f"--last={count}: there are {len(clean)} clean steps; give at most that many, or --steps")
     return clean[-count:]
 
 
-def opened(request: Request, steps: list[int]) -> list[int]:
-    """The steps. Says of files beside their arrays that are not as they were.
-
-    Raises Stop (CHECKPOINT_CORRUPT) for one whose record cannot be believed.
-    """
+def check_readable(request: Request, steps: list[int]) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) for a step with an invalid record; logs changed files other than arrays."""
     for step in steps:
         request.checkpoints.read_record(step)
         request.checkpoints.log_changed_files(step, print_stderr, small=True)
-    return steps
 
 
-def chosen(request: Request, newest: bool = False) -> list[int]:
-    """The steps of --step or --steps, ascending. Raises BadInput for one that is not there.
+def selected(request: Request, newest: bool = False) -> list[int]:
+    """Returns the steps of --step or --steps, ascending. Raises BadInput for a missing one.
 
-    Args: newest: the newest one if none is given.
+    Args: newest: use the newest step if none is given.
     """
-    there = request.checkpoints.all_steps()
+    existing = request.checkpoints.all_steps()
     if request.flags.step and request.flags.steps:
         raise BadInput("give --step or --steps, not both")
     text = request.flags.steps or request.flags.step
     if text == "all" or text is None and newest:
-        return there if text else there[-1:]
-    assert text is not None, "main() refuses verbs that need steps without them"
+        return existing if text else existing[-1:]
+    assert text is not None, "main() rejects verbs that need steps without them"
     steps = sorted({whole_number("--steps", part.strip(), 0) for part in text.split(",")})
-    if missing := [step for step in steps if step not in there]:
-        raise BadInput(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, there))}")
+    if missing := [step for step in steps if step not in existing]:
+        raise BadInput(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, existing))}")
     return steps
 
 
@@ -282,25 +277,25 @@ def show(request: Request, records: Sequence[Mapping[str, Any]], rows: Sequence[
 
 
 class Progress:
-    """Says on stderr how far something long is, seldom."""
+    """Prints progress of a long operation to stderr, every few seconds."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
         self.what, self.clock, self.began = what, clock, clock()
         self.due = self.began + FIRST_REPORT
 
-    def __call__(self, done: int, total: int | None = None, kept: int = 0) -> None:
-        """Takes note of the bytes done. kept: of them those that an earlier start had done: no measure of the speed."""
+    def __call__(self, done: int, total: int | None = None, copied_before: int = 0) -> None:
+        """Records the bytes done. copied_before: those from an earlier start, not counted for the speed."""
         now = self.clock()
         if now >= self.due:
             self.due = now + NEXT_REPORT
-            speed = (done - kept) / (now - self.began)
-            of = f" of {units.size(total)}" if total else ""
+            speed = (done - copied_before) / (now - self.began)
+            of_total = f" of {units.size(total)}" if total else ""
             left = f", {units.duration((total - done) / speed)} left" if total and speed > 0 else ""
-            print_stderr(f"{self.what}: {units.size(done)}{of}, {units.size(speed)}/s{left}")
+            print_stderr(f"{self.what}: {units.size(done)}{of_total}, {units.size(speed)}/s{left}")
 
 
 STEPS = ("step", "steps")
-VERBS = {  # verb: (function, its flags, those it cannot do without)
+VERBS = {  # verb: (function, flags, required flags)
     "list": (list_, (), ()),
     "verify": (verify, STEPS, ()),
     "copy": (copy, (*STEPS, "to"), ("to",)),
@@ -310,12 +305,12 @@ VERBS = {  # verb: (function, its flags, those it cannot do without)
     "average": (average, (*STEPS, "last", "what", "to"), ("to",)),
     "merge_lora": (merge, (*STEPS, "what", "to"), ("to",)),
 }
-SUBVERBS = {verb: ("workdir", "json", *own) for verb, (_, own, _) in VERBS.items()}
+SUBVERBS = {verb: ("workdir", "json", *flags) for verb, (_, flags, _) in VERBS.items()}
 
 
 @command(CkptFlags, subverbs=SUBVERBS, alone="--help")
 def main(arguments: Arguments) -> int:
-    """Does what the first word says and returns the exit code."""
+    """Runs the subverb and returns the exit code."""
     work, _, needed = VERBS[arguments.subverb]
     for name in ("workdir", *needed):
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
@@ -324,12 +319,12 @@ def main(arguments: Arguments) -> int:
         return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
     except Exception as error:
         remote = paths.is_remote(arguments.flags.workdir)
-        of_client = type(error).__module__.startswith("gcsfs.")  # which has errors of its own
-        if remote and isinstance(error, OSError) or of_client:
-            raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
+        is_gcsfs_error = type(error).__module__.startswith("gcsfs.")
+        if remote and isinstance(error, OSError) or is_gcsfs_error:
+            raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED_ROLES}") from None
         if isinstance(error, OSError) and not isinstance(error, BadInput) and KNOWN_CAUSES.search(str(error)):
             where = "" if error.filename else f"{arguments.flags.to or arguments.flags.workdir}: "
-            raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; mend that, then run it again") from None
+            raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; fix that, then run it again") from None
         raise
 
 

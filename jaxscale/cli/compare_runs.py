@@ -1,8 +1,8 @@
-"""Two runs held against each other, bit for bit: state, data position, resolved config, token ids, metrics.
+"""Bitwise comparison of two runs: state, data position, resolved config, token ids, metrics.
 
-    python -m jaxscale.cli.compare_runs WORKDIR OTHER STEP METRICS      by a rehearsal; METRICS: of OTHER, at its kill
+    python -m jaxscale.cli.compare_runs WORKDIR OTHER STEP METRICS      from a rehearsal; METRICS: of OTHER, at its kill
 
-No device is asked for anything but the CPU, and no more than a part of each state is held at a time.
+Uses only the CPU, and reads each state in parts.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from jaxscale.system.exits import Exit, put, run_and_exit
 from jaxscale.units import table
 
 SHOWN_DIFFERENCES = 6
-READ_BYTES = 1 << 30  # of each run at a time
-CLOCKED = (
+READ_BYTES = 1 << 30  # per part, of each run
+TIMING_METRICS = (
     "seconds",
     "per_second",
     "mfu",
@@ -32,46 +32,46 @@ CLOCKED = (
     "goodput/",
     "device/",
     "host_",
-)  # parts of names of metrics that tell of time or of the machine
+)  # substrings of metric names that depend on time or on the machine
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two runs, compared."""
+    """The result of a comparison of two runs."""
 
-    rows: list[tuple[str, str, str]]  # what, how much of it, how many differ
+    rows: list[tuple[str, str, str]]  # what was compared, its size, the number of differences
     differences: list[str]  # one line each
-    told: list[str] = dataclasses.field(default_factory=list)  # how the run was killed
-    kept: str = ""  # folder of the runs, if it stays
+    kills: list[str] = dataclasses.field(default_factory=list)  # a line for each kill and restart
+    folder: str = ""  # of the runs, if it was not deleted
 
     @property
     def exact(self) -> bool:
-        """True if everything was there and equal."""
+        """True if nothing is missing or differs."""
         return not self.differences
 
     def lines(self) -> list[str]:
-        """The table and the verdict."""
+        """Returns the table and the verdict."""
         shown = [f"  {line}" for line in self.differences[:SHOWN_DIFFERENCES]]
         more = len(self.differences) - len(shown)
         shown += [f"  and {more} more"] if more else []
-        kept = [f"both runs are kept in {self.kept}"] if self.kept else []
+        folder = [f"both runs are kept in {self.folder}"] if self.folder else []
         verdict = "resume: exact" if self.exact else f"resume: NOT exact, {len(self.differences)} differences"
-        return [*table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown, *kept]
+        return [*table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown, *folder]
 
 
-def read_metrics(workdir: Any, *, clocked: bool = False) -> dict[int, dict[str, Any]]:
-    """{step: its training metrics, those of the clock only if asked for}."""
+def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, Any]]:
+    """Returns {step: training metrics}, without TIMING_METRICS unless `timing`."""
     found = {}
     for record in read_records(paths.as_path(workdir) / "metrics.jsonl"):
         if "tokens_hash" in record:
             found[record["step"]] = {
-                k: v for k, v in record.items() if clocked or not any(part in k for part in CLOCKED)
+                k: v for k, v in record.items() if timing or not any(part in k for part in TIMING_METRICS)
             }
     return found
 
 
 def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None = None) -> Comparison:
-    """The checkpoints of step `steps` and the metrics of two work folders. seen: metrics at each kill of the other."""
+    """Compares checkpoints of step `steps` and metrics of two work folders. seen: metrics at each kill of `other`."""
     checkpoints, other_checkpoints = checkpoints_of(one), checkpoints_of(other)
     run, other_run = checkpoints.read_run(steps), other_checkpoints.read_run(steps)
     rows, differences = [], []
@@ -87,18 +87,18 @@ def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None
 
     metrics, other_metrics = read_metrics(one), read_metrics(other)
     logged = range(1, steps + 1)
-    if paths.is_remote(other):  # where a killed run may not have written its last lines out: they are no part of it
+    if paths.is_remote(other):  # a killed run may not have uploaded its last lines
         logged = [step for step in logged if step in other_metrics]
     for what, names in (("token ids", ("tokens_hash", "batch_index")), ("metrics", None)):
         note(what, f"{len(logged)} steps", metric_differences(metrics, other_metrics, logged, names))
-    again = [(step, record) for early in seen or () for step, record in early.items()]
-    found = [line for step, r in again for line in metric_differences(metrics, {step: r}, [step], None)]
-    note("metrics before a kill", f"{len(again)} steps", found)
+    before_kill = [(step, record) for early in seen or () for step, record in early.items()]
+    found = [line for step, r in before_kill for line in metric_differences(metrics, {step: r}, [step], None)]
+    note("metrics before a kill", f"{len(before_kill)} steps", found)
     return Comparison(rows, differences)
 
 
 def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[tuple[str, str, list[str]]]:
-    """(group, how much of it, a line for each differing leaf); read in parts: two states need not fit at once."""
+    """Yields (group, size, a line for each differing leaf). Reads in parts, as two states may not fit in memory."""
     leaves, other_leaves = one.read_record(step)["leaves"], other.read_record(step)["leaves"]
     groups: dict[str, list[str]] = {}
     for name in sorted(leaves | other_leaves):
@@ -116,7 +116,7 @@ def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[t
 
 
 def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The names in groups of at most READ_BYTES, a larger one by itself."""
+    """Yields the names in groups of at most READ_BYTES; a larger leaf is alone in its group."""
     part, filled = [], 0
     for name in names:
         if part and filled + sizes[name] > READ_BYTES:
@@ -129,23 +129,23 @@ def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str
 
 
 def num_bytes(described: Sequence[Any]) -> int:
-    """Bytes of a leaf as a checkpoint's record describes it."""
+    """Returns the bytes of a leaf that a checkpoint's record describes as (shape, dtype)."""
     return math.prod(described[0]) * jnp.dtype(described[1]).itemsize
 
 
 def read_leaves(checkpoints: Checkpoints, step: int, leaves: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """{name: array on the host}."""
-    blank = {name: np.empty(leaves[name][0], jnp.dtype(leaves[name][1])) for name in names}
-    return named_leaves(checkpoints.restore(step, nest(blank), partial=True))
+    """Returns {name: array on the host}."""
+    target = {name: np.empty(leaves[name][0], jnp.dtype(leaves[name][1])) for name in names}
+    return named_leaves(checkpoints.restore(step, nest(target), partial=True))
 
 
 def checkpoints_of(workdir: Any) -> Checkpoints:
-    """The checkpoints in a work folder, to be read."""
+    """Opens the checkpoints of a work folder for reading."""
     return Checkpoints(paths.as_path(workdir) / "checkpoints", CheckpointConfig())
 
 
 def leaf_difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
-    """'' if both are the same bit for bit, else what differs."""
+    """Returns '' if both are bitwise equal, else a description of the difference."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return f"{name} is {one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)}"
     if one.tobytes() == other.tobytes():
@@ -156,7 +156,7 @@ def leaf_difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
 
 
 def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[str, ...] | None) -> list[str]:
-    """One line for the differing values of each step; `names` None: all that are recorded."""
+    """Returns one line for the differing values of each step. names: metrics to compare; None: all."""
     found = []
     for step in steps:
         if step not in one or step not in other:
@@ -169,13 +169,13 @@ def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[st
 
 
 def dict_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """'name: value and value' for each name in which they differ."""
+    """Returns 'NAME is VALUE and VALUE' for each differing entry."""
     pairs = {name: (one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys())}
     return [f"{name} is {left!r} and {right!r}" for name, (left, right) in pairs.items() if left != right]
 
 
 def main(argv: list[str]) -> int:
-    """Compares two work folders at a step and prints the result; 0 if they are equal, else 1."""
+    """Compares two work folders at a step and prints the result. Returns 0 if they are equal, else 1."""
     one, other, step, early = argv
     seen = {int(number): record for number, record in paths.read_json(early).items()}
     found = compare(one, other, int(step), [seen])

@@ -1,10 +1,10 @@
-"""Prints what completes this command in a shell: verbs, flags, config files and the names of settings.
+"""Prints a shell completion script for verbs, flags, config files and names of settings.
 
-  jaxscale completion bash > ~/.local/share/bash-completion/completions/jaxscale     and open a new shell
-  jaxscale completion zsh > ~/.zfunc/_jaxscale      any folder of fpath, which ~/.zshrc names before it calls compinit
+  jaxscale completion bash > ~/.local/share/bash-completion/completions/jaxscale     then open a new shell
+  jaxscale completion zsh > ~/.zfunc/_jaxscale      any folder of fpath that ~/.zshrc sets before it calls compinit
 
-What is printed is a script that asks nobody: completing is instant. After an update of jaxscale, print it again. The
-names of settings are completed up to the next dot, those of `prepare` from its recipes.
+The script does not start Python. Print it again after an update of jaxscale. Names of settings are completed up to the
+next dot; `prepare` completes those of recipes.
 """
 
 import dataclasses
@@ -25,26 +25,26 @@ FILES = importlib.resources.files("jaxscale.cli")
 
 
 class Verb(NamedTuple):
-    """What may stand behind a verb."""
+    """Completions of one verb."""
 
     subverbs: tuple[str, ...]
-    flags: tuple[str, ...]  # with '=' where a value follows
-    settings: str  # whose --config.NAME it takes: 'run', 'recipe' or ''
+    flags: tuple[str, ...]  # with '=' if they take a value
+    settings: str  # the config of --config.NAME: 'run', 'recipe' or ''
 
 
 def read_verbs() -> dict[str, Verb]:
-    """All verbs, by the flags that they declare."""
+    """Returns the completions of all verbs."""
     return {verb: read_verb(cli.command_of(verb)) for verb in cli.VERBS}
 
 
 def read_verb(main: Command) -> Verb:
-    """The verbs and flags of a verb."""
+    """Returns the subverbs and flags of a verb."""
     flags, settings = ["--help"], ""
     for name, field in flags_of(main.flags).items():
         if name.startswith("config."):
             settings = "recipe" if main.settings is PrepareConfig else "run"
         elif "." in name:
-            continue  # a family of names
+            continue  # any name may follow
         elif field.default is False:
             flags.append(f"--{name}")
         else:
@@ -53,32 +53,34 @@ def read_verb(main: Command) -> Verb:
 
 
 def setting_flags(cls: type) -> list[str]:
-    """'--config.NAME=' of each setting; of those that a person names, as in evals.NAME.files, '--config.evals.'."""
+    """Returns '--config.NAME=' of each setting, and '--config.evals.' for user-named groups as in evals.NAME.files."""
     names = (name for name, *_ in schema.describe(cls))
     whole = (f"{name.partition('.NAME')[0]}." if ".NAME" in name else f"{name}=" for name in names)
     return list(dict.fromkeys(f"--config.{name}" for name in whole))
 
 
 def bash(verbs: Mapping[str, Verb]) -> str:
-    """The script for bash, which splits words at '=' and ':' and wants what is behind the last of them."""
+    """Returns the script for bash, which splits words at '=' and ':' and expects the part after the last one."""
     return (
-        f"# jaxscale {__version__}, for bash: made by `jaxscale completion bash`\n" + tables(verbs) + behaviour("bash")
+        f"# jaxscale {__version__}, for bash: made by `jaxscale completion bash`\n"
+        + tables(verbs)
+        + functions_of("bash")
     )
 
 
 def zsh(verbs: Mapping[str, Verb]) -> str:
-    """The script for zsh."""
+    """Returns the script for zsh."""
     head = f"#compdef jaxscale\n# jaxscale {__version__}, for zsh: made by `jaxscale completion zsh`\n"
-    return head + tables(verbs) + behaviour("zsh")
+    return head + tables(verbs) + functions_of("zsh")
 
 
-def behaviour(shell: str) -> str:
-    """What the shell does with the words: a function of both shells, and its own."""
+def functions_of(shell: str) -> str:
+    """Returns the completion functions: those that both shells share, and the shell's own."""
     return "".join(f"\n{FILES.joinpath(f'completion.{kind}').read_text('utf-8')}" for kind in ("sh", shell))
 
 
 def tables(verbs: Mapping[str, Verb]) -> str:
-    """The words of each place as functions that print them, which both shells read."""
+    """Returns shell functions that print the completions of each position, for both shells."""
     behind = [f"    {verb}) echo {quoted([*one.subverbs, *one.flags])} ;;" for verb, one in verbs.items()]
     kinds = [f"    {verb}) echo {one.settings} ;;" for verb, one in verbs.items() if one.settings]
     settings = [
@@ -93,7 +95,7 @@ def tables(verbs: Mapping[str, Verb]) -> str:
 
 
 def quoted(words: Iterable[str]) -> str:
-    """Words for a shell: names of ours, which hold nothing that it would change."""
+    """Returns the words in single quotes. They need no escaping."""
     words = list(dict.fromkeys(words))
     assert all(re.fullmatch(r"[\w.=-]+", word) for word in words), words
     return f"'{' '.join(words)}'"
@@ -104,12 +106,12 @@ SHELLS = {"bash": bash, "zsh": zsh}
 
 @dataclasses.dataclass(frozen=True)
 class CompletionFlags:
-    """None but --help."""
+    """No flags but --help."""
 
 
 @command(CompletionFlags, subverbs=dict.fromkeys(SHELLS, ()), alone="--help")
 def main(arguments: Arguments) -> None:
-    """Prints the script of a shell."""
+    """Prints the script of the shell."""
     put(SHELLS[arguments.subverb](read_verbs()), end="")
 
 

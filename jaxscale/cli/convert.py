@@ -1,20 +1,20 @@
-"""Brings a Hugging Face model in as a work folder, and takes the weights of a work folder out for other tools.
+"""Imports a Hugging Face model as a work folder, and exports the weights of a work folder for other tools.
 
   jaxscale convert --from=llama-hf --workdir=runs/llama                 float32 step 0, tokenizer, config.json
   jaxscale convert --from=Qwen/Qwen3-8B --workdir=runs/qwen             fetched from the Hub first
-  jaxscale train   --config=configs/llama3_8b.py --init_from=runs/llama    and it trains on
+  jaxscale train   --config=configs/llama3_8b.py --init_from=runs/llama    trains the imported model
 
   jaxscale convert --workdir=runs/mine --to=mine-hf                     safetensors, config.json, tokenizer: bfloat16
   jaxscale convert --workdir=gs://BUCKET/run --step=4000 --ema --to=gs://BUCKET/out --dtype=float32
-  jaxscale convert --workdir=runs/mine --to=mine-hf --push=OWNER/NAME   and onto the Hub; HF_TOKEN in the environment
+  jaxscale convert --workdir=runs/mine --to=mine-hf --push=OWNER/NAME   pushes it to the Hub with the HF_TOKEN variable
 
-  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/merged            an adapter of PEFT's, merged
-  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/start --adapter   or kept beside, to train it on
+  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/merged            a PEFT adapter, merged
+  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/start --adapter   or separate, to train it further
   jaxscale convert --workdir=runs/tuned --to=adapter-hf --adapter                     a LoRA run's adapters, for PEFT
 
-Weights are float32 in a checkpoint of jaxscale: 4 bytes a parameter, twice what a bfloat16 file has. One tensor is in
-memory at a time, in its own type, and about 0.6 GB more: a 70B model converts on a machine with 16 GB.
-A killed conversion goes on where it was when the same command is run again. Pickled files (.bin, .pt) are never read.
+Checkpoints of jaxscale have float32 weights: 4 bytes per parameter, twice a bfloat16 file. One tensor is in memory at a
+time, in its own dtype, and about 0.6 GB more: a 70B model converts on a machine with 16 GB.
+The same command resumes a killed conversion. Pickled files (.bin, .pt) are never read.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxscale.system.exits import print_stderr, put
 class ConvertFlags(ConvertOptions):
     """The flags of `jaxscale convert`."""
 
-    no_config = "the model's own config.json says what it is"
+    no_config = "the model's config.json describes it"
 
     json: bool = flag(False, "one JSON object at the end")
 
@@ -48,31 +48,31 @@ def main(arguments: Arguments) -> int:
     left_out = done["config"]["left_out"] if flags.from_ else []
     if left_out and not flags.json:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        print_stderr(f"left out, as the model has no use for it: {', '.join(left_out[:3])}{more}")
-    put(json.dumps(done) if flags.json else line_in(done) if flags.from_ else line_out(done, flags.adapter))
+        print_stderr(f"left out, as the model does not use them: {', '.join(left_out[:3])}{more}")
+    put(json.dumps(done) if flags.json else import_line(done) if flags.from_ else export_line(done, flags.adapter))
     return 0
 
 
-def line_in(done: Mapping[str, Any]) -> str:
-    """What was brought in, for people."""
+def import_line(done: Mapping[str, Any]) -> str:
+    """Returns a line about an import."""
     size, adapter = units.size(done["num_bytes"]), done["config"].get("adapter")
     line = f"{done['workdir']}: step 0, {done['model_type']}, {units.count(done['num_params'])} parameters in float32"
-    line += f" ({size}, {done['num_leaves']} arrays){kept_text(done)}"
+    line += f" ({size}, {done['num_leaves']} arrays){resumed_text(done)}"
     line += f"; adapter {adapter}" if adapter else ""
     return f"{line}; train on with --init_from={done['workdir']}"
 
 
-def line_out(done: Mapping[str, Any], adapter: bool) -> str:
-    """What was taken out, for people."""
+def export_line(done: Mapping[str, Any], adapter: bool) -> str:
+    """Returns a line about an export."""
     kind = f"an adapter of {done['model_type']}" if adapter else done["model_type"]
     line = f"{done['to']}: step {done['step']} as {kind}, {done['num_tensors']} tensors in {done['dtype']}"
     line += f" ({units.size(done['num_bytes'])}, {done['num_files']} file{'s' * (done['num_files'] > 1)})"
-    return line + kept_text(done) + (f"; pushed: {done['pushed']}" if done.get("pushed") else "")
+    return line + resumed_text(done) + (f"; pushed: {done['pushed']}" if done.get("pushed") else "")
 
 
-def kept_text(done: Mapping[str, Any]) -> str:
-    """What an earlier start had done."""
-    return f", {units.size(done['kept_bytes'])} of it were there already" if done["kept_bytes"] else ""
+def resumed_text(done: Mapping[str, Any]) -> str:
+    """Returns the bytes that an earlier start had converted, or ''."""
+    return f", {units.size(done['kept_bytes'])} of it converted before" if done["kept_bytes"] else ""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Measures a model, trained or converted: text, multiple choice and cloze by likelihood, and lm-eval's tasks.
+"""Evaluates a trained or converted model: text, multiple choice and cloze by likelihood, and lm-eval's tasks.
 
   jaxscale evaluate --workdir=runs/quickstart --text=readme=README.md,docs=docs/*.md
 
-Numbers stand with their standard error. On several hosts the flags of training apply; the first one writes.
+Numbers have their standard error. On several hosts the host flags of training apply; the first host writes.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ from jaxscale.system.exits import BadInput, print_stderr, put
 from jaxscale.units import plural, table
 
 COUNTS = ("documents", "items", "tokens", "bytes", "left_out")
-DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
-READING = ("text_field", "text_documents")
-NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
+SETTINGS = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
+TEXT_FLAGS = ("text_field", "text_documents")
+NAME_AND_FILES = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,52 +63,50 @@ class EvaluateFlags(ModelFlags):
     steps: str | None = flag(
         None, "every checkpoint, or N,N,...: a table, evals.jsonl and evals.html in the work folder", "all"
     )
-    text: str = flag("", "perplexity and bits per byte of each; a GLOB alone is called by its file", "NAME=GLOB,...")
+    text: str = flag("", "perplexity and bits per byte of each; the name defaults to the file's", "NAME=GLOB,...")
     choice: str = flag(
         "",
-        "questions with answers to choose from: PIQA, SciQ, ARC, or {context, choices, answer} a line",
+        "multiple choice: PIQA, SciQ, ARC, or lines of {context, choices, answer}",
         "NAME=FILE,...",
     )
-    cloze: str = flag("", "texts whose end is to be guessed: LAMBADA, or {context, target} a line", "NAME=FILE,...")
+    cloze: str = flag("", "texts whose last words are predicted: LAMBADA, or {context, target} lines", "NAME=FILE,...")
     lm_eval: str = flag(
         "",
-        "tasks of lm-eval (jaxscale[lm_eval]); without any of these four, the evals of the run's config",
+        "tasks of lm-eval (jaxscale[lm_eval]). Without --text, --choice, --cloze and --lm_eval: the config's evals",
         "TASK,...",
     )
     include_path: str | None = flag(None, "lm_eval: yaml files of more tasks", "FOLDER")
     num_fewshot: int | None = flag(None, "lm_eval: examples before each question", "N", least=0)
-    chat: bool = flag(False, "lm_eval: questions are put as conversations, by the model's chat template")
+    chat: bool = flag(False, "lm_eval: format questions with the model's chat template")
     limit: int | None = flag(
-        None, "items of each file or task, documents of each source; all unless given", "N", least=1
+        None, "at most N items per file or task, or documents per source; default: all", "N", least=1
     )
-    context: int | None = flag(
-        None, "that the model reads at a time; the rows it was trained on unless given", "TOKENS", least=2
-    )
+    context: int | None = flag(None, "context length; default: the row length of training", "TOKENS", least=2)
     stride: int | None = flag(
         None,
-        "by which the window over a long document moves on; half of the context unless given",
+        "stride of the window over a long document; default: half of the context",
         "TOKENS",
         least=1,
     )
     text_field: str | None = flag(
-        None, "of .jsonl, .parquet and .arrow; --text_documents=file|line|paragraph of plain text", "NAME"
+        None, "field of .jsonl, .parquet and .arrow; --text_documents=file|line|paragraph for plain text", "NAME"
     )
     text_documents: str | None = flag(None, None, "file|line|paragraph")
     damaged: str | None = flag(
         None,
-        "what cannot be read or scored: stop and name it (unless given), or leave it out and count it",
+        "items that cannot be read or scored: stop (default), or skip and count them",
         "stop|skip",
     )
-    batch_tokens: int = flag(BATCH_TOKENS, "tokens that are read at a time; no number depends on it", least=1)
-    save: bool = flag(False, "one step: also into evals.jsonl and evals.html")
-    json: bool = flag(False, "a line of JSON for each step")
+    batch_tokens: int = flag(BATCH_TOKENS, "tokens per batch; does not change results", least=1)
+    save: bool = flag(False, "for one step: also write evals.jsonl and evals.html")
+    json: bool = flag(False, "one JSON object per step")
 
 
 @command(EvaluateFlags, without=cluster.HostFlags)
 def main(arguments: Arguments) -> int:
-    """Measures what argv names and returns the exit code."""
+    """Evaluates the model and returns the exit code."""
     flags, options = arguments.flags, arguments.options
-    request, mesh = request_of(flags), read_mesh(flags.mesh)
+    request, mesh = read_request(flags), read_mesh(flags.mesh)
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     place = cluster.discover_process(options)
@@ -117,7 +115,7 @@ def main(arguments: Arguments) -> int:
     with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
         first = jax.process_index() == 0
         say = print_stderr if first else lambda line: None
-        steps = chosen_steps(flags, say)
+        steps = selected_steps(flags, say)
         how = dict(mesh=mesh, compute_dtype=flags.compute_dtype, tokenizer=flags.tokenizer, say=say)
         model = open_model(flags.workdir, step=steps[0], what=flags.what, **how)
         measure = make_measure(request, model, say)
@@ -127,14 +125,14 @@ def main(arguments: Arguments) -> int:
 def evaluate_steps(
     flags: EvaluateFlags, model: LoadedModel, steps: Sequence[int | None], measure: Measure, say: Callable, first: bool
 ) -> int:
-    """Measures each step, shows and saves what was found, and returns the exit code."""
+    """Evaluates each step, prints and saves the metrics, and returns the exit code."""
     workdir = paths.as_path(model.path).parent.parent
     as_json, saves = flags.json, flags.steps is not None or flags.save
     records = []
     for step in steps:
         if step is not None and step != model.step:
             if step not in agreed(Checkpoints(paths.as_path(model.path).parent, CheckpointConfig()).all_steps):
-                say(f"step {step} is gone since: a run that goes on keeps few")
+                say(f"step {step} was deleted by the retention policy of the running training")
                 continue
             model = at_step(model, step)
         began = time.monotonic()
@@ -154,8 +152,8 @@ def evaluate_steps(
     return 0
 
 
-def request_of(flags: EvaluateFlags) -> Request:
-    """What the flags ask for. Raises BadInput for flags that exclude each other, and for a file that is not there."""
+def read_request(flags: EvaluateFlags) -> Request:
+    """Returns the request of the flags. Raises BadInput for conflicting flags and missing files."""
     if not flags.workdir:
         raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     if flags.step is not None and flags.steps is not None:
@@ -173,20 +171,20 @@ def request_of(flags: EvaluateFlags) -> Request:
 
 
 def read_evals(flags: EvaluateFlags) -> Evals:
-    """The evaluators that --text, --choice and --cloze name. Raises BadInput for a name that is given twice."""
+    """Returns the evaluators of --text, --choice and --cloze. Raises BadInput for a duplicate name."""
     found: Evals = {}
     hints = typing.get_type_hints(TextEval)
-    given = {name: value for name in (*READING, "stride") if (value := getattr(flags, name)) is not None}
+    given = {name: value for name in (*TEXT_FLAGS, "stride") if (value := getattr(flags, name)) is not None}
     shared: dict[str, typing.Any] = {"limit": flags.limit} if flags.limit else {}
     if flags.damaged is not None:
         shared["damaged"] = schema.convert(flags.damaged, hints["damaged"], "--damaged")
-    for kind, settings in DATA.items():
+    for kind, settings in SETTINGS.items():
         more = dict(shared)
         if kind == "text":
             more |= {name: schema.convert(value, hints[name], f"--{name}") for name, value in given.items()}
         for part in filter(None, getattr(flags, kind).split(",")):
-            match = NAMED.fullmatch(part)
-            name, pattern = match.groups() if match else (own_name(part, kind), part)
+            match = NAME_AND_FILES.fullmatch(part)
+            name, pattern = match.groups() if match else (default_name(part, kind), part)
             if name in found:
                 raise BadInput(f"--{kind}={part}: the name {name} is given twice; write --{kind}=NAME={pattern}")
             found[name] = settings(**more | {"files" if kind == "text" else "file": pattern})
@@ -197,17 +195,17 @@ def read_evals(flags: EvaluateFlags) -> Evals:
     return found
 
 
-def own_name(pattern: str, kind: str) -> str:
-    """A name for a file that was given none: its own up to the first point, or the kind for a pattern."""
+def default_name(pattern: str, kind: str) -> str:
+    """Returns the file's name up to the first dot, or the kind for a pattern."""
     stem = Path(pattern).name.partition(".")[0]
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", stem).strip("_-")
     return plain if plain and not set("*?[") & set(pattern) else kind
 
 
-def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[int | None]:
-    """The steps to measure; [None] for the newest. Says of --steps=all which cannot be believed and are left out.
+def selected_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[int | None]:
+    """Returns the steps to evaluate, [None] for the newest. --steps=all skips damaged steps with a warning.
 
-    Raises BadInput for one that is no number, or not there.
+    Raises BadInput for a step that is not a number or does not exist.
     """
     if flags.steps is None:
         return [flags.step]
@@ -217,30 +215,30 @@ def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[i
     checkpoints = open_source(workdir, named="--workdir", log=lambda line: None).checkpoints
     steps = agreed(checkpoints.all_steps)
     if flags.steps == "all":
-        wrong = {step: why for step in steps if (why := record_error(checkpoints, step))}
-        for why in wrong.values():
-            say(f"WARNING: {why}; it is left out")
-        return [step for step in steps if step not in wrong]
-    wanted = [whole_number("--steps", text, 0) for text in flags.steps.split(",")]
-    if missing := [step for step in wanted if step not in steps]:
-        there = ", ".join(map(str, steps))
-        raise BadInput(f"--steps={flags.steps}: step {missing[0]} is not a checkpoint; there are {there}")
-    return sorted(set(wanted))
+        errors = {step: error for step in steps if (error := record_error(checkpoints, step))}
+        for error in errors.values():
+            say(f"WARNING: {error}; it is left out")
+        return [step for step in steps if step not in errors]
+    requested = [whole_number("--steps", text, 0) for text in flags.steps.split(",")]
+    if missing := [step for step in requested if step not in steps]:
+        existing = ", ".join(map(str, steps))
+        raise BadInput(f"--steps={flags.steps}: step {missing[0]} is not a checkpoint; there are {existing}")
+    return sorted(set(requested))
 
 
 def with_error(metrics: Mapping[str, float], metric: str) -> str:
-    """'1.234 ± 0.012'."""
+    """Returns text such as '1.234 ± 0.012'."""
     error = metrics.get(f"{metric}_stderr")
     return f"{metrics[metric]:.4g}" + (f" ± {error:.2g}" if error is not None else "")
 
 
 def measured(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics that are no counts and no errors."""
+    """Returns the names of the metrics, without counts and standard errors."""
     return [name for name in metrics if name not in COUNTS and not name.endswith("_stderr")]
 
 
 def counted(number: float, what: str) -> str:
-    """'1 document', '2 documents', '3 left out'."""
+    """Returns text such as '1 document', '2 documents' or '3 left out'."""
     return f"{number:,} left out" if what == "left_out" else plural(int(number), what.removesuffix("s"))
 
 
@@ -253,7 +251,7 @@ def show_lines(record: Record) -> None:
 
 
 def show_table(records: Sequence[Record]) -> None:
-    """Prints a row for each step, a column for each metric but the loss, whose exp stands beside it."""
+    """Prints a row for each step and a column for each metric except the loss, whose exponential is shown."""
     rows = [(str(record["step"]), by_name(record)) for record in records]
     columns = list(
         dict.fromkeys(

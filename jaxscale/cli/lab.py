@@ -1,12 +1,11 @@
-"""Answers a question about a recipe by small runs of it, with error bars and a page.
+"""Answers a question about a recipe with small runs of it, error bars and a page.
 
-  jaxscale lab rate                                        how the best learning rate goes with the batch
+  jaxscale lab rate                                        how the best learning rate depends on the batch
   jaxscale lab optimizers --config=configs/quickstart.py --seeds=5
   jaxscale lab vary --vary=optim.peak_lr=1e-3,2e-3 --vary=model.num_layers=2,4 --seeds=3
 
-Experiments are of ordinary runs, each in a folder of its own: a run that is done is not made again, whichever
-experiment asks for it, and one that was interrupted goes on. A run that diverges is a result. The page is
-WORKDIR/EXPERIMENT.html; docs/lab.md shows some.
+Experiments consist of ordinary runs, each in its own folder. Finished runs are shared by all experiments, and
+interrupted ones resume. A run that diverges is a result. The page is WORKDIR/EXPERIMENT.html; docs/lab.md shows some.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import os
 from collections.abc import Sequence
 
 from jaxscale.cli import run_verb
-from jaxscale.cli.shrink import as_overrides, shrink, with_its_training
+from jaxscale.cli.shrink import as_overrides, shrink, with_scaled_training
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name
@@ -31,12 +30,12 @@ from jaxscale.system.exits import BadInput, put
 DEFAULT = "configs/lab.py"
 
 
-class Planned(Exception):
-    """--dry_run: commands were printed, and the runs that they make are what comes next."""
+class DryRunEnd(Exception):
+    """Ends an experiment under --dry_run after printing the commands of its pending runs."""
 
 
 def numbers(kind: type):
-    """A flag's reader of numbers above 0, with commas."""
+    """Returns a reader of a flag with comma-separated numbers above 0."""
 
     def read(name: str, text: str) -> tuple:
         try:
@@ -51,7 +50,7 @@ def numbers(kind: type):
 
 
 def times_above_1(name: str, text: str) -> float:
-    """A flag's number above 1. Raises BadInput for anything else."""
+    """Returns a flag's number above 1. Raises BadInput for anything else."""
     (found,) = numbers(float)(name, text)[:1]
     if not 1 < found < math.inf or "," in text:
         raise BadInput(f"--{name}={text} must be one number above 1, such as 10")
@@ -59,7 +58,7 @@ def times_above_1(name: str, text: str) -> float:
 
 
 def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The settings of --vary. Raises BadInput for one without values, or given twice."""
+    """Returns the settings of --vary. Raises BadInput for one without values, or given twice."""
     found = []
     for text in texts:
         name, _, values = text.partition("=")
@@ -75,31 +74,34 @@ def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 class LabFlags:
     """The flags of `jaxscale lab`."""
 
-    config: str = flag(DEFAULT, "the run that is varied", "FILE")
-    settings: dict[str, str] = flag(dict, "sets any setting of it, in all runs", "VALUE", name="config.NAME")
-    small: bool = flag(False, "makes a narrow model of two layers of it, with short rows, and says what it changes")
-    layers: int | None = flag(None, "at most so many layers, and as many tokens a parameter", "N", least=1)
-    workdir: str | None = flag(None, "where runs and pages go; default runs/lab-<config>", "FOLDER")
-    seeds: int = flag(0, "runs of each setting that differ in seed alone; 0: as many as the experiment has", least=0)
+    config: str = flag(DEFAULT, "the run to vary", "FILE")
+    settings: dict[str, str] = flag(dict, "sets any setting, in all runs", "VALUE", name="config.NAME")
+    small: bool = flag(False, "reduces it to a narrow model with two layers and short rows, and prints the changes")
+    layers: int | None = flag(None, "at most N layers, with the same tokens per parameter", "N", least=1)
+    workdir: str | None = flag(None, "folder of runs and pages; default runs/lab-<config>", "FOLDER")
+    seeds: int = flag(0, "seeds per setting; 0: the experiment's default", least=0)
     rates: tuple[float, ...] = flag(
         (), "rate, batch, optimizers, clipping, width, shape: learning rates", "1e-3,2e-3", read=numbers(float)
     )
-    batches: tuple[int, ...] = flag((), "rate, batch: tokens of a step", "1024,4096", read=numbers(int))
+    batches: tuple[int, ...] = flag((), "rate, batch: tokens per step", "1024,4096", read=numbers(int))
     sizes: tuple[float, ...] = flag(
-        (), "isoflop, ladder, width: widths, shape: layers, as times of the config's", "0.5,1,2", read=numbers(float)
+        (),
+        "isoflop, ladder, width: widths, shape: layers, as multiples of the config",
+        "0.5,1,2",
+        read=numbers(float),
     )
     target: float = flag(
-        0.0, "ladder: trains a model of so many times the parameters of the largest rung too", "10", read=times_above_1
+        0.0, "ladder: also trains a model with this multiple of the largest rung's parameters", "10", read=times_above_1
     )
     names: tuple[str, ...] = flag(
         (),
-        "rate, optimizers: optimizers; precision: forms",
+        "rate, optimizers: optimizers; precision: formats",
         "adamw,lion",
         read=lambda _, text: tuple(dict.fromkeys(text.split(","))),
     )
-    vary: tuple[str, ...] = flag((), "vary: a setting and its values; all combinations are run", "NAME=VALUE,VALUE")
-    jobs: int = flag(0, "runs at a time; 0: one for each core, on CPUs", least=0)
-    dry_run: bool = flag(False, "prints a command for each run that is not done, for Slurm, GKE or TPU VMs, and ends")
+    vary: tuple[str, ...] = flag((), "vary: a setting and its values; runs all combinations", "NAME=VALUE,VALUE")
+    jobs: int = flag(0, "parallel runs; 0: one per core, on CPUs", least=0)
+    dry_run: bool = flag(False, "prints a command per pending run, for Slurm, GKE or TPU VMs, and exits")
 
 
 SUBVERBS = {name: tuple(field.name for field in dataclasses.fields(LabFlags)) for name in EXPERIMENTS}
@@ -111,7 +113,7 @@ def main(arguments: Arguments) -> int:
     flags, name = arguments.flags, arguments.subverb
     check_flags(flags, name)
     base = base_of(arguments)
-    check_held_out(base.cfg)
+    check_validation_data(base.cfg)
     work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
     options = Options(
         flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names, read_vary(flags.vary)
@@ -120,18 +122,18 @@ def main(arguments: Arguments) -> int:
     seen: dict[str, Result] = {}
 
     def run(trials: Sequence[Trial]) -> list[Result]:
-        once = distinct(trials)
-        if flags.dry_run and (lines := running.command_lines(once, work)):
+        unique = distinct(trials)
+        if flags.dry_run and (lines := running.command_lines(unique, work)):
             put(*lines)
-            raise Planned
-        results = {r.trial.digest: r for r in running.run_all(once, work, jobs=jobs, say=put)}
+            raise DryRunEnd
+        results = {r.trial.digest: r for r in running.run_all(unique, work, jobs=jobs, say=put)}
         seen.update(results)
         return [results[trial.digest]._replace(trial=trial) for trial in trials]
 
     experiment = EXPERIMENTS[name]
     try:
         found = experiment.answer(base, options, run)
-    except Planned:
+    except DryRunEnd:
         return 0
     put("", experiment.question, *(f"  {capital(line)}" for line in found.verdict))
     page = work / f"{name}.html"
@@ -141,21 +143,22 @@ def main(arguments: Arguments) -> int:
 
 
 def base_of(arguments: Arguments) -> Base:
-    """The config of the command line, as small as it was asked for, which is said; what was told stays."""
-    flags, told = arguments.flags, arguments.overrides
-    base = Base.load(flags.config, told)
+    """Returns the config of the command line, reduced as requested except for overrides; prints the changes."""
+    flags, overrides = arguments.flags, arguments.overrides
+    base = Base.load(flags.config, overrides)
     if not flags.small and flags.layers is None:
         return base
-    cut = as_overrides(base.cfg, shrink(base.cfg, layers=flags.layers, small=flags.small, told=told))
-    cfg = with_its_training(Base.load(flags.config, {}).cfg, Base.load(flags.config, {**cut, **told}).cfg, told)
-    changed = {name: value for name, value in as_overrides(base.cfg, cfg).items() if name not in told}
-    if not flags.dry_run:  # whose output is commands alone, and has all settings
+    cut = as_overrides(base.cfg, shrink(base.cfg, layers=flags.layers, small=flags.small, keep=overrides))
+    smaller = Base.load(flags.config, {**cut, **overrides}).cfg
+    cfg = with_scaled_training(Base.load(flags.config, {}).cfg, smaller, overrides)
+    changed = {name: value for name, value in as_overrides(base.cfg, cfg).items() if name not in overrides}
+    if not flags.dry_run:  # its output consists of commands, which have all settings
         put("changed for a small model:", *(f"  {name}: {value}" for name, value in changed.items()))
-    return Base.load(flags.config, {**changed, **told})
+    return Base.load(flags.config, {**changed, **overrides})
 
 
 def check_flags(flags: LabFlags, name: str) -> None:
-    """Raises BadInput for a flag that the experiment does not read."""
+    """Raises BadInput for a flag that the experiment does not use."""
     read_by = {
         "rates": ("rate", "batch", "optimizers", "clipping", "width", "shape"), "batches": ("rate", "batch"),
         "sizes": ("isoflop", "ladder", "shape", "width"), "target": ("ladder",),
@@ -168,13 +171,13 @@ def check_flags(flags: LabFlags, name: str) -> None:
         raise BadInput("lab resume compares runs of one seed; leave --seeds out")
 
 
-def check_held_out(cfg: RunConfig) -> None:
-    """Raises BadInput for a config whose runs end without a held-out loss: each would count as diverged."""
+def check_validation_data(cfg: RunConfig) -> None:
+    """Raises BadInput for a config without a held-out loss: each run would count as diverged."""
     if not cfg.eval.num_rows:
-        raise BadInput("eval.num_rows=0, and the lab compares held-out losses; give --config.eval.num_rows=64")
+        raise BadInput("eval.num_rows=0, but the lab compares held-out losses; give --config.eval.num_rows=64")
     if not (cfg.data.val_fraction or cfg.data.val_files or cfg.data.name == "synthetic"):
         raise BadInput(
-            "no data are held out, and the lab compares held-out losses; give --config.data.val_fraction=0.01"
+            "no data are held out, but the lab compares held-out losses; give --config.data.val_fraction=0.01"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a supervisor did, one JSON object a line, in the run's own folder; and where the time went."""
+"""The supervisor's log, JSON lines in the run's folder, and its time accounting."""
 
 import dataclasses
 import datetime
@@ -10,13 +10,13 @@ from typing import Any
 from jaxscale.monitor.records import append
 from jaxscale.system import paths
 
-PARTS = ("up", "waiting", "keeping")  # the command ran; a pause before the next start; folder read, ledger written
+PARTS = ("up", "waiting", "keeping")  # the command runs; pause before a restart; reading the folder, writing the log
 
 
 @dataclasses.dataclass
 class Totals:
-    """Where the seconds since the start went. Each part is measured by itself, so that their sum can be held against
-    the wall."""
+    """Seconds since the start by activity. Each is measured separately, so that their sum can be checked against the
+    wall time."""
 
     up: float = 0.0
     waiting: float = 0.0
@@ -24,10 +24,10 @@ class Totals:
     starts: int = 0
     steps_won: int = 0
     steps_lost: int = 0
-    lost: float = 0.0  # of `up`: spent on steps that have to be run again
+    lost: float = 0.0  # part of `up`: steps that must be repeated
 
     def record(self, wall: float) -> dict[str, Any]:
-        """The totals, rounded, with the fraction of the wall time in which the command ran and nothing was lost."""
+        """Returns the rounded totals and goodput, the fraction of wall time that was `up` and not lost."""
         seconds = {f"{name}_seconds": round(getattr(self, name), 3) for name in (*PARTS, "lost")}
         steps = {"starts": self.starts, "steps_won": self.steps_won, "steps_lost": self.steps_lost}
         good = (self.up - self.lost) / wall if wall > 0 else 0.0
@@ -35,29 +35,29 @@ class Totals:
 
 
 class SuperviseLedger:
-    """Appends lines to a file. What cannot be written yet, as before the run has made its folder, is kept for later.
+    """Appends JSON lines to a file, buffering them until the run has made its folder.
 
-    A ledger that cannot be written is told once and stops nothing.
+    A write error is reported once and otherwise ignored.
     """
 
     def __init__(self, file: Any, say: Callable[[str], None], clock: Callable[[], float] = time.time):
         self.file, self.say, self.clock = paths.as_path(file), say, clock
-        self.held: list[str] = []
-        self.told = False
+        self.pending: list[str] = []
+        self.reported = False
 
     def note(self, event: str, **facts: Any) -> None:
-        """Adds a line with the time, and is on the disk when it returns, if the folder is there."""
+        """Appends a line with the time, durably if the folder exists."""
         now = datetime.datetime.fromtimestamp(self.clock(), datetime.UTC).isoformat(timespec="milliseconds")
-        self.held.append(json.dumps({"time": now, "event": event, **facts}, allow_nan=False) + "\n")
+        self.pending.append(json.dumps({"time": now, "event": event, **facts}, allow_nan=False) + "\n")
         try:
             self.write()
-        except Exception as error:  # of any storage's client
-            if not self.told:
-                self.told = True
-                self.say(f"supervise: {self.file} cannot be written: {type(error).__name__}: {error}; going on without")
+        except Exception as error:  # any storage client's errors
+            if not self.reported:
+                self.reported = True
+                self.say(f"supervise: continuing without {self.file}: {type(error).__name__}: {error}")
 
     def write(self) -> None:
-        """Writes out what is held, if the folder is there."""
+        """Writes the pending lines if the folder exists."""
         if paths.is_remote(self.file) or self.file.parent.is_dir():
-            append(self.file, "".join(self.held).encode(), mode=0o600, durable=True)
-            self.held.clear()
+            append(self.file, "".join(self.pending).encode(), mode=0o600, durable=True)
+            self.pending.clear()

@@ -1,4 +1,4 @@
-"""The layouts that `jaxscale verify parity` compares: each mesh axis alone, each pair, and four at a time."""
+"""The parallel layouts that `jaxscale verify parity` compares: each mesh axis alone, each pair, and four at a time."""
 
 import dataclasses
 import itertools
@@ -6,17 +6,17 @@ import math
 
 from jaxscale.sharding.config import ExchangeName, PipelineConfig, SharingName
 
-NUM_DEVICES, MOST_DEVICES = 8, 16  # for most layouts, and for four axes
+NUM_DEVICES, MAX_DEVICES = 8, 16  # most layouts use 8; layouts of four axes use 16
 MICROBATCHES = (1, 2, 4)
-AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # and expert, of mixtures
-WAYS: tuple[SharingName, ...] = ("gather", "ulysses", "ring")  # of context.attention
-WHOLE = PipelineConfig(head="whole")
+AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # and expert, for a mixture of experts
+CONTEXT_METHODS: tuple[SharingName, ...] = ("gather", "ulysses", "ring")  # of context.attention
+WHOLE_HEAD = PipelineConfig(head="whole")
 WIDTH = 58  # of a layout's name
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """One way to divide the work."""
+class ParallelLayout:
+    """A mesh and the settings that divide the work over it."""
 
     mesh: dict[str, int]  # axes longer than 1
     rules: str
@@ -27,7 +27,7 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes."""
+        """Devices in the mesh."""
         return math.prod(self.mesh.values())
 
     def __str__(self) -> str:
@@ -42,71 +42,75 @@ class Layout:
         return " ".join(words + changed)
 
 
-def all_layouts(tensor: int, *, experts: bool = False) -> list[Layout]:
-    """Accumulation and ZeRO stages beside data, fsdp and tensor; then the axes that cut rows, layers and experts.
+def all_layouts(tensor: int, *, experts: bool = False) -> list[ParallelLayout]:
+    """Returns layouts of accumulation, ZeRO, data, fsdp and tensor; then of context, pipeline and expert axes.
 
-    tensor: the most devices that the model can have on that axis alone, the rest being on data. experts: whether it has
-    any.
+    Args: tensor: the largest tensor axis that the model allows. experts: True for a mixture of experts.
     """
     return [
-        *[Layout({}, "zero3", parts) for parts in MICROBATCHES],
-        *[Layout({"data": 8}, "zero3", parts) for parts in MICROBATCHES],
-        *[Layout({"fsdp": 8}, rules, parts) for rules in ("zero1", "zero2", "zero3") for parts in (1, 4)],
-        *[Layout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
+        *[ParallelLayout({}, "zero3", parts) for parts in MICROBATCHES],
+        *[ParallelLayout({"data": 8}, "zero3", parts) for parts in MICROBATCHES],
+        *[ParallelLayout({"fsdp": 8}, rules, parts) for rules in ("zero1", "zero2", "zero3") for parts in (1, 4)],
+        *[ParallelLayout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
         *[tensor_layout(tensor, parts) for parts in (1, 2)],
-        *shared_rows(),
-        *staged(),
-        *together((1, 4) if experts else (4,)),
-        *(shared_experts() if experts else []),
+        *context_layouts(),
+        *pipeline_layouts(),
+        *combined_layouts((1, 4) if experts else (4,)),
+        *(expert_layouts() if experts else []),
     ]
 
 
-def tensor_layout(size: int, num_microbatches: int) -> Layout:
-    """So many devices on the tensor axis and the rest on data."""
+def tensor_layout(size: int, num_microbatches: int) -> ParallelLayout:
+    """Returns a layout with `size` devices on the tensor axis and the others on data."""
     mesh = {"data": NUM_DEVICES // size, "tensor": size}
-    return Layout({axis: length for axis, length in mesh.items() if length > 1}, "zero3", num_microbatches)
+    return ParallelLayout({axis: length for axis, length in mesh.items() if length > 1}, "zero3", num_microbatches)
 
 
-def shared_rows() -> list[Layout]:
-    """Devices that share rows, alone and beside each other axis, in every way."""
+def context_layouts() -> list[ParallelLayout]:
+    """Returns layouts with a context axis, alone and with other axes, for every attention method."""
     meshes = [{"context": 8}, {"context": 4, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}]
     parts = {"ulysses": 1, "gather": 2, "ring": 2}
     return [
-        *[Layout(mesh, "zero3", parts[way], way) for mesh in meshes for way in WAYS],
-        Layout({"data": 2, "context": 4}, "zero1", 2, "gather"),
+        *[ParallelLayout(mesh, "zero3", parts[method], method) for mesh in meshes for method in CONTEXT_METHODS],
+        ParallelLayout({"data": 2, "context": 4}, "zero1", 2, "gather"),
     ]
 
 
-def staged() -> list[Layout]:
-    """Stages alone: each schedule, whole heads and shared ones, several chunks."""
+def pipeline_layouts() -> list[ParallelLayout]:
+    """Returns layouts with a pipeline axis alone: each schedule, whole and sharded heads, several chunks."""
     chunked = PipelineConfig(chunks=2)
     return [
-        Layout({"pipeline": 2}, "zero3", 4),
-        Layout({"pipeline": 2}, "zero3", 4, stages=WHOLE),
-        Layout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(schedule="gpipe")),
-        Layout({"pipeline": 2}, "zero3", 4, stages=chunked),
-        Layout({"pipeline": 4}, "zero3", 4),
-        Layout({"pipeline": 4}, "zero3", 4, stages=PipelineConfig(schedule="zero_bubble")),
+        ParallelLayout({"pipeline": 2}, "zero3", 4),
+        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=WHOLE_HEAD),
+        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(schedule="gpipe")),
+        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=chunked),
+        ParallelLayout({"pipeline": 4}, "zero3", 4),
+        ParallelLayout({"pipeline": 4}, "zero3", 4, stages=PipelineConfig(schedule="zero_bubble")),
     ]
 
 
-def together(microbatches: tuple[int, ...]) -> list[Layout]:
-    """Every pair of axes, with each number of microbatches, and four of them at a time."""
+def combined_layouts(microbatches: tuple[int, ...]) -> list[ParallelLayout]:
+    """Returns layouts of every pair of axes with each number of microbatches, and of four axes."""
     pairs = itertools.combinations(AXES, 2)
     cube = {"pipeline": 2, "context": 2, "tensor": 2}
     return [
-        *[Layout({one: 2, other: 2}, "zero3", n) for one, other in pairs for n in microbatches],
-        Layout({"pipeline": 2, "fsdp": 4}, "zero1", 4, stages=WHOLE),
-        Layout(cube | {"fsdp": 2}, "zero3", 4),
-        Layout(cube | {"data": 2}, "zero2", 4, stages=WHOLE),
+        *[ParallelLayout({one: 2, other: 2}, "zero3", n) for one, other in pairs for n in microbatches],
+        ParallelLayout({"pipeline": 2, "fsdp": 4}, "zero1", 4, stages=WHOLE_HEAD),
+        ParallelLayout(cube | {"fsdp": 2}, "zero3", 4),
+        ParallelLayout(cube | {"data": 2}, "zero2", 4, stages=WHOLE_HEAD),
     ]
 
 
-def shared_experts() -> list[Layout]:
-    """Devices that share experts, alone and beside each other axis, and four axes at a time."""
+def expert_layouts() -> list[ParallelLayout]:
+    """Returns layouts with an expert axis, alone and with each other axis, and of four axes."""
     meshes = [{"expert": 4}, *({"expert": 2, other: 2} for other in AXES)]
     return [
-        *[Layout(mesh, "zero3", n, exchange=form) for mesh in meshes for form in ("gather", "send") for n in (1, 4)],
-        Layout({"fsdp": 2, "expert": 4}, "zero1", 2, exchange="send"),
-        Layout({"pipeline": 2, "fsdp": 2, "expert": 2, "tensor": 2}, "zero3", 4, exchange="send"),
+        *[
+            ParallelLayout(mesh, "zero3", n, exchange=form)
+            for mesh in meshes
+            for form in ("gather", "send")
+            for n in (1, 4)
+        ],
+        ParallelLayout({"fsdp": 2, "expert": 4}, "zero1", 2, exchange="send"),
+        ParallelLayout({"pipeline": 2, "fsdp": 2, "expert": 2, "tensor": 2}, "zero3", 4, exchange="send"),
     ]

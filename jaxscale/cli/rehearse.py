@@ -1,14 +1,14 @@
-"""A run tried out where it will run: real config, mesh and storage, a few steps. GO or NO-GO, before days are spent.
+"""Tries a run for a few steps with its real config, mesh and storage, and prints GO or NO-GO.
 
   jaxscale rehearse --config=FILE --workdir=FOLDER
 
-It takes the settings and flags of the training, but for --stop_after, --replay and --steal_lock. One process after the
-other holds the devices, and each is the real command. One run is left alone: it trains, evaluates, saves. The same run
-again is killed with SIGKILL while it saves, started again, and goes on from its checkpoint. Both are then compared bit
-for bit: state, data position, token ids, metrics. Tried and timed on the way: the storage, the first step, a step, an
-evaluation, a save, a restore; and the room for the checkpoints to be kept.
+Takes the settings and flags of training, except --stop_after, --replay and --steal_lock. The real training commands run
+one after the other. The first run is uninterrupted: it trains, evaluates and saves. The second is killed with SIGKILL
+while it saves, restarted, and resumes from its checkpoint. Both are compared bit for bit: state, data position, token
+ids, metrics. Also checked and timed: the storage, the first step, a step, an evaluation, a save, a restore, and the
+space for the retained checkpoints.
 
-The exit code is 0 for GO and 3 for NO-GO. It works in WORKDIR/rehearsal, which stays only after a NO-GO.
+Exit code 0 for GO, 3 for NO-GO. It works in WORKDIR/rehearsal, which is deleted after a GO.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.process import files_as, folder_mode
 from jaxscale.units import table
 
-PASSED_ON = ("allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is our own
+FORWARDED_FLAGS = ("allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is set below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RehearseFlags(cluster.HostFlags):
     workdir: str | None = flag(None, None, "FOLDER")
     steps: int = flag(
         LEAST_STEPS,
-        f"of the rehearsal, {LEAST_STEPS} or more; the horizon, and with it every rate, is that of the real run",
+        f"steps of the rehearsal, {LEAST_STEPS} or more; learning rates follow the horizon of the real run",
         least=LEAST_STEPS,
     )
     skip_data: str | None = flag(None, "as in training", "A:B,C:D", name="skip-data")
@@ -83,37 +83,37 @@ def main(arguments: Arguments) -> int:
 
 
 def carry_out(rehearsal: Rehearsal) -> int:
-    """Rehearses, prints the table and the verdict, and leaves nothing behind unless it is NO-GO; the exit code."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it clears away after itself, too
+    """Rehearses, prints the table and the verdict, and cleans up unless it is NO-GO. Returns the exit code."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, too
     made = missing_folder(rehearsal.workdir)
-    stays = False
+    keep_folder = False
     try:
         report = rehearse(rehearsal)
-        stays = not report.goes
-    finally:  # Ctrl-C is neither
+        keep_folder = not report.goes
+    finally:  # an interrupted rehearsal is deleted
         signal.signal(signal.SIGTERM, previous)
-        if not stays and rehearsal.is_first:
-            clear_away(rehearsal, made)
+        if not keep_folder and rehearsal.is_first:
+            clean_up(rehearsal, made)
     if not rehearsal.is_first:
         return Exit.DONE if report.goes else Exit.NO_GO
     put("", *table([("check", "", "takes", "seen"), *report.rows], indent=""), "")
     if report.goes:
         put("GO")
         return Exit.DONE
-    put(f"NO-GO; both runs are kept in {rehearsal.folder}, what they printed in {rehearsal.logs}")
+    put(f"NO-GO; both runs are kept in {rehearsal.folder}, their output in {rehearsal.logs}")
     return Exit.NO_GO
 
 
 def plan_rehearsal(arguments: Arguments) -> Rehearsal:
-    """What to do. Raises BadInput for what a person has to correct, before anything is started."""
+    """Returns the rehearsal of the command line. Raises BadInput before anything is started."""
     options = arguments.options
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
     recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
     cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments), recorded)
     if cfg.init.what == "run":
         raise BadInput(
-            f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, and a branch has none; "
-            "rehearse with --config.init.what=state, which begins at step 0 with the same arrays"
+            f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, which a branch does not "
+            "have; rehearse with --config.init.what=state, which starts at step 0 with the same arrays"
         )
     place = cluster.discover_process(options)
     is_first = place is None or place.is_first
@@ -123,7 +123,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     remote = paths.is_remote(workdir)
     logs = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else pathlib.Path(folder).absolute()
     command = [sys.executable, "-m", "jaxscale.cli", "train", f"--stop_after={arguments.flags.steps}"]
-    command += [f"--{name}={options[name]}" for name in PASSED_ON if name in options]
+    command += [f"--{name}={options[name]}" for name in FORWARDED_FLAGS if name in options]
     return Rehearsal(
         cfg=cfg,
         trained=comparable(cfg, keep_last=1),
@@ -141,7 +141,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
 
 
 def rehearse(rehearsal: Rehearsal) -> Report:
-    """All phases, until one fails."""
+    """Runs all phases until one fails."""
     report, began = Report(put), time.monotonic()
     try:
         free = try_storage(rehearsal, report) if rehearsal.is_first else None
@@ -159,29 +159,29 @@ def rehearse(rehearsal: Rehearsal) -> Report:
 
 
 def missing_folder(workdir: str) -> Any:
-    """The outermost folder on the way to `workdir` that is not there yet, or None: what we make, we take away."""
+    """Returns the outermost missing folder of `workdir`, which clean_up deletes, or None."""
     if paths.is_remote(workdir):
         return None
     folder = pathlib.Path(paths.as_path(workdir)).absolute()
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     return missing[-1] if missing else None
 
 
-def clear_away(rehearsal: Rehearsal, made: Any) -> None:
-    """Deletes what the rehearsal wrote, and folders that were made for it if nothing else is in them."""
+def clean_up(rehearsal: Rehearsal, made: Any) -> None:
+    """Deletes the rehearsal's files, and the folders that were made for it if they are empty."""
     if paths.is_remote(rehearsal.folder):
         if rehearsal.folder.exists():
             rehearsal.folder.rmtree()
         shutil.rmtree(rehearsal.logs, ignore_errors=True)
         return
     shutil.rmtree(rehearsal.folder, ignore_errors=True)
-    place = rehearsal.folder.parent
-    while made is not None and (place == made or made in place.parents):
+    folder = rehearsal.folder.parent
+    while made is not None and (folder == made or made in folder.parents):
         try:
-            place.rmdir()
-        except OSError:  # not empty, or gone
+            folder.rmdir()
+        except OSError:  # not empty, or already deleted
             return
-        place = place.parent
+        folder = folder.parent
 
 
 if __name__ == "__main__":

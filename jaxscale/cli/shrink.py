@@ -1,7 +1,7 @@
-"""A small model of the same kind: what makes a proof or an experiment about a large config affordable on a laptop.
+"""Reduction of a config to a small model of the same kind, for checks and experiments on a laptop.
 
-Kept: the kind of model and all its switches, the vocabulary, the ratio of query to key-value heads, the number of
-microbatches up to 2. Cut: layers, width, heads and their size, the row length, the rows of a batch.
+Unchanged: the kind of model and its options, the vocabulary, the ratio of query to key-value heads, up to 2
+microbatches. Reduced: layers, width, heads and their size, row length, rows per batch.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from jaxscale.unread import as_read
 
 LARGE_PARAMS = 50_000_000
 LARGE_BATCH_TOKENS = 65_536
-STATE_BYTES = 16  # a parameter in float32, its gradient and two moments
+STATE_BYTES = 16  # a float32 parameter, its gradient and two moments
 SMALL_LAYERS, SMALL_EMBED, SMALL_HEAD_DIM, SMALL_SEQ_LEN, SMALL_ROWS = 2, 128, 32, 64, 8
-SMALL_HEADS = 8  # key-value heads: 8 devices of the tensor axis can still share them
+SMALL_HEADS = 8  # key-value heads, which a tensor axis of 8 divides
 
 
 def is_large(cfg: RunConfig, copies: int) -> bool:
-    """True if this config is no laptop's: `copies` of its state fill half of the memory, or a step takes a minute."""
+    """Returns True if a laptop cannot run it: `copies` of its state fill half the memory, or a step takes a minute."""
     params = cfg.model.num_params
     state = STATE_BYTES * params * copies
     return params > LARGE_PARAMS or cfg.tokens_per_step > LARGE_BATCH_TOKENS or 2 * state > host_memory_bytes()
 
 
-def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, told: Collection[str] = ()) -> RunConfig:
-    """cfg with `layers` layers (at most as many as it has) and, if small, with a narrow model and short, few rows.
+def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, keep: Collection[str] = ()) -> RunConfig:
+    """Returns cfg with at most `layers` layers and, if small, with a narrow model and few, short rows.
 
-    `small` without `layers` means two layers. told: settings whose values others go by; they may still be replaced.
+    `small` without `layers` means two layers. keep: settings from which others are derived; they may still be replaced.
     """
     layers = SMALL_LAYERS if layers is None and small else layers
     num_layers = min(layers or cfg.model.num_layers, cfg.model.num_layers)
@@ -45,11 +45,11 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, to
     cfg = dataclasses.replace(cfg, model=model)
     if not small:
         return cfg
-    seq_len = cfg.seq_len if "seq_len" in told else min(cfg.seq_len, SMALL_SEQ_LEN)
-    parts = cfg.train.num_microbatches if "train.num_microbatches" in told else min(cfg.train.num_microbatches, 2)
+    seq_len = cfg.seq_len if "seq_len" in keep else min(cfg.seq_len, SMALL_SEQ_LEN)
+    parts = cfg.train.num_microbatches if "train.num_microbatches" in keep else min(cfg.train.num_microbatches, 2)
     return dataclasses.replace(
         cfg,
-        model=small_model(model, told),
+        model=small_model(model, keep),
         seq_len=seq_len,
         batch_tokens=SMALL_ROWS * parts * seq_len,
         batch_ramp=(),
@@ -58,11 +58,11 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, to
     )
 
 
-def small_model(cfg: AnyModelConfig, told: Collection[str]) -> AnyModelConfig:
-    """The model with a width of at most SMALL_EMBED and at most SMALL_HEADS key-value heads, where not told."""
+def small_model(cfg: AnyModelConfig, keep: Collection[str]) -> AnyModelConfig:
+    """Returns the model with width at most SMALL_EMBED and at most SMALL_HEADS key-value heads, except `keep`."""
 
     def at_most(name: str, most: int) -> int:
-        return getattr(cfg, name) if f"model.{name}" in told else min(getattr(cfg, name), most)
+        return getattr(cfg, name) if f"model.{name}" in keep else min(getattr(cfg, name), most)
 
     width = at_most("embed_dim", SMALL_EMBED)
     if not isinstance(cfg, LlamaConfig):
@@ -84,35 +84,35 @@ def small_model(cfg: AnyModelConfig, told: Collection[str]) -> AnyModelConfig:
     )
 
 
-def with_its_training(old: RunConfig, new: RunConfig, told: Collection[str]) -> RunConfig:
-    """`new`, a smaller model of `old`, with as many tokens a parameter, as large a part of them for the warmup, and
-    rates that go with the width.
+def with_scaled_training(old: RunConfig, new: RunConfig, keep: Collection[str]) -> RunConfig:
+    """Returns `new`, a smaller model of `old`, with the same tokens per parameter, the same fraction of warmup, and
+    learning rates scaled to its width.
 
-    old: as it is without what was told. told: settings that stay.
+    Args: old: the config without overrides. keep: settings that do not change.
     """
     tokens, optim, changed = old.train_tokens, new.optim, {}
-    if isinstance(tokens, int) and "train_tokens" not in told:
+    if isinstance(tokens, int) and "train_tokens" not in keep:
         steps = max(1, round(tokens * new.model.num_params / old.model.num_params / new.tokens_per_step))
         changed["train_tokens"] = steps * new.tokens_per_step
-    if isinstance(tokens, int) and "optim.warmup_tokens" not in told:
+    if isinstance(tokens, int) and "optim.warmup_tokens" not in keep:
         budget = resolve_budget(old, None)
         optim = dataclasses.replace(optim, warmup_tokens=f"{100 * budget.warmup_steps / budget.total_steps:.3g}%")
-    if "optim.peak_lr" not in told and getattr(new.model, "mup", None) is None:
-        times = rate_over_width(optim.name, new.model.embed_dim / old.model.embed_dim)
-        floor = optim.min_lr if "optim.min_lr" in told else times * optim.min_lr
-        optim = dataclasses.replace(optim, peak_lr=times * optim.peak_lr, min_lr=floor)
+    if "optim.peak_lr" not in keep and getattr(new.model, "mup", None) is None:
+        scale = rate_over_width(optim.name, new.model.embed_dim / old.model.embed_dim)
+        min_lr = optim.min_lr if "optim.min_lr" in keep else scale * optim.min_lr
+        optim = dataclasses.replace(optim, peak_lr=scale * optim.peak_lr, min_lr=min_lr)
     return dataclasses.replace(new, optim=optim, **changed)
 
 
 def as_overrides(old: RunConfig, new: RunConfig) -> dict[str, str]:
-    """What differs, as settings of a command line that has those of `old`."""
+    """Returns the overrides that turn `old` into `new` on a command line."""
     was, now = (schema.flatten(as_read(cfg)) for cfg in (old, new))
     changed = {name: value for name, value in now.items() if name not in was or was[name] != value}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
 
 
 def use_available_data(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(cfg, []) if its data can be read here, else (cfg on synthetic tokens, what is wrong with its own)."""
+    """Returns (cfg, []) if its data can be read, else (cfg with synthetic tokens, the problems)."""
     problems = check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)
     if not problems:
         return cfg, []
@@ -120,12 +120,12 @@ def use_available_data(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def without_extras(cfg: RunConfig) -> RunConfig:
-    """cfg without samples and exports: what a proof or a measurement of training has no use for."""
+    """Returns cfg without samples and exports."""
     return dataclasses.replace(cfg, sample=SampleConfig(), export=ExportConfig())
 
 
 def changes_text(old: RunConfig, new: RunConfig) -> list[str]:
-    """What was changed for the proof, one line a setting; says so too if nothing was."""
+    """Returns a line for each changed setting, or a line that nothing changed."""
     changed = schema.difference(schema.to_dict(old), schema.to_dict(new))
     lines = [f"  {name}: {was!r} -> {now!r}" for name, (was, now) in changed.items()]
-    return ["changed for this proof:", *lines] if lines else ["the config as it is"]
+    return ["changed for this check:", *lines] if lines else ["the config is unchanged"]

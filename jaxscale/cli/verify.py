@@ -1,11 +1,12 @@
-"""Proofs on your own config, on this machine's CPU, before anything is spent.
+"""Checks of your config on this machine's CPU.
 
-  jaxscale verify resume --config=FILE    killing a run twice and starting it again equals never stopping, bit for bit
-  jaxscale verify parity --config=FILE    one device, each axis (pipeline, data, fsdp, context, tensor; expert, both
-                                          ways, for a mixture), each pair of them and four at a time, ZeRO 1 to 3 and
-                                          accumulation give the same losses and gradients, on up to 16 simulated devices
+  jaxscale verify resume --config=FILE    a run that is killed and restarted twice equals an uninterrupted one, bitwise
+  jaxscale verify parity --config=FILE    losses and gradients agree between one device, each mesh axis (pipeline, data,
+                                          fsdp, context, tensor; expert, with both exchanges, for a mixture of experts),
+                                          pairs of axes, four axes, ZeRO 1 to 3 and accumulation, on up to 16 simulated
+                                          devices
 
-The exit code is 0 if the proof holds and 1 if not; what was changed in the config is printed.
+Exit code 0 if the check passes, 1 if not. Changes that are made to the config are printed.
 """
 
 import dataclasses
@@ -30,47 +31,47 @@ class VerifyFlags:
 
     config: str = flag("", None, "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
-    layers: int | None = flag(None, "at most so many layers", "N", least=1)
+    layers: int | None = flag(None, "at most N layers", "N", least=1)
     small: Literal["on", "off", "auto"] = flag(
-        "auto", "on: a narrow model and short rows; off: the sizes of the config; auto: on if they are large"
+        "auto", "on: a narrow model and short rows; off: the config's sizes; auto: on for a large config"
     )
     steps: int = flag(12, "resume: steps of each run", least=verify_resume.LEAST_STEPS)
     devices: int = flag(1, "resume: simulated devices", least=1)
     workdir: str | None = flag(
-        None, "resume: where the two runs go; default a temporary folder. Kept if they differ", "FOLDER"
+        None, "resume: folder of the two runs, which is kept if they differ; default: a temporary folder", "FOLDER"
     )
 
 
 @command(VerifyFlags, subverbs=SUBVERBS, alone="--help")
 def main(arguments: Arguments) -> int:
-    """Runs the proof that is named and returns the exit code."""
+    """Runs the named check and returns the exit code."""
     return (resume if arguments.subverb == "resume" else parity)(arguments)
 
 
 def resume(arguments: Arguments) -> int:
     """`jaxscale verify resume`."""
     flags = arguments.flags
-    cfg, wanted = prepared(arguments, copies=flags.devices)
-    wanted = verify_resume.settings(wanted, flags.steps, flags.devices)
-    put(*changes_text(cfg, wanted))
-    done = verify_resume.verify(wanted, flags.steps, flags.devices, flags.workdir)
+    cfg, checked = prepared(arguments, copies=flags.devices)
+    checked = verify_resume.settings(checked, flags.steps, flags.devices)
+    put(*changes_text(cfg, checked))
+    done = verify_resume.verify(checked, flags.steps, flags.devices, flags.workdir)
     put(*done.lines())
     return Exit.DONE if done.exact else Exit.ERROR
 
 
 def parity(arguments: Arguments) -> int:
-    """`jaxscale verify parity`; starts itself again where jax would not see the simulated devices."""
+    """`jaxscale verify parity`. Re-executes this process if jax would not see the simulated devices."""
     verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli.verify", "parity", *arguments.words])
-    cfg, wanted = prepared(arguments, copies=verify_parity.NUM_DEVICES)
-    wanted = verify_parity.settings(wanted)
-    put(*changes_text(cfg, wanted))
-    done = verify_parity.verify(wanted, verify_parity.layouts(wanted), put)
+    cfg, checked = prepared(arguments, copies=verify_parity.NUM_DEVICES)
+    checked = verify_parity.settings(checked)
+    put(*changes_text(cfg, checked))
+    done = verify_parity.verify(checked, verify_parity.layouts(checked), put)
     put(*done.lines())
     return Exit.DONE if done.agrees else Exit.ERROR
 
 
 def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
-    """(the user's config, the same as small as it was asked for and with data that can be read here)."""
+    """Returns (the user's config, the same reduced as requested and with readable data)."""
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     flags = arguments.flags
     small = is_large(cfg, copies) if flags.small == "auto" else flags.small == "on"

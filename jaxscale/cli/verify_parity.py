@@ -1,8 +1,8 @@
-"""Proof that how the work is divided does not change the numbers: same losses and gradients in every layout.
+"""Check that losses and gradients are the same in every parallel layout.
 
-The optimizer is plain SGD: Adam divides each gradient by its own size, which turns rounding near zero into whole steps.
-Its momentum is 1e-30, far too small to move a float32, so that its state holds the last gradient and nothing else:
-what is compared has gone through the very step that trains.
+The optimizer is SGD: Adam divides each gradient by its magnitude, which turns rounding errors near zero into whole
+steps. Its momentum is 1e-30, too small to change a float32, so that its state is the last gradient. The compared
+gradients come from the real training step.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.parity_layouts import (
+    MAX_DEVICES,
     MICROBATCHES,
-    MOST_DEVICES,
     NUM_DEVICES,
     WIDTH,
-    Layout,
+    ParallelLayout,
     all_layouts,
     tensor_layout,
 )
@@ -37,48 +37,48 @@ from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.sharding.shardings import put_rows
 from jaxscale.system.exits import BadInput
 
-NUM_STEPS = 20  # whose losses are compared
-GRADIENT_STEPS = 5  # and gradients; later ones are of parameters that rounding has moved apart
+NUM_STEPS = 20  # with compared losses
+GRADIENT_STEPS = 5  # with compared gradients; later parameters differ too much by rounding
 ROWS = NUM_DEVICES * max(MICROBATCHES)  # a row for each device in each microbatch
-LR = 0.1  # the steps move the loss well beyond the tolerance
-KEEPS_GRADIENT = 1e-30
-TOLERANCE = 1e-5  # relative; float32 sums taken in another order differ by about 1e-7 each
-REMATERIALIZED = "Involuntary full rematerialization"  # XLA's words for copying a whole array between devices
+LR = 0.1  # changes the loss far more than the tolerance
+TINY_MOMENTUM = 1e-30
+TOLERANCE = 1e-5  # relative; float32 sums in another order differ by about 1e-7
+REMATERIALIZED = "Involuntary full rematerialization"  # XLA's warning when it copies a whole array between devices
 COLUMNS = f"{'layout':{WIDTH}}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What the steps in one layout gave."""
+    """Losses and gradients of the steps in one layout."""
 
     losses: np.ndarray  # float64[steps]
-    gradients: list[list[np.ndarray]]  # one list of arrays for each of the first steps
-    compilations: int  # of anything, while the steps ran
-    warnings: list[str]  # of XLA, on involuntary rematerialization
+    gradients: list[list[np.ndarray]]  # a list of arrays for each of the first steps
+    compilations: int  # while the steps ran
+    warnings: list[str]  # of XLA, about involuntary rematerialization
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A layout against the reference."""
+    """A layout compared with the reference."""
 
-    layout: Layout
+    layout: ParallelLayout
     loss: float = 0.0  # largest relative difference of a step's loss
     gradient: float = 0.0  # largest norm of the difference of an early step's gradient, over the norm
     compilations: int = 1
     warnings: Sequence[str] = ()
-    impossible: str = ""  # why this model cannot be divided so
+    unsupported: str = ""  # the reason if the model does not support this layout
 
     @property
     def agrees(self) -> bool:
         """True within the tolerance, with one compilation and no warning. NaN agrees with nothing."""
         close = self.loss <= TOLERANCE and self.gradient <= TOLERANCE
-        return bool(self.impossible) or close and self.compilations == 1 and not self.warnings
+        return bool(self.unsupported) or close and self.compilations == 1 and not self.warnings
 
     def line(self) -> str:
-        """The row of the table that COLUMNS heads."""
+        """Returns the table row under COLUMNS."""
         begin = f"{str(self.layout):{WIDTH}}{self.layout.num_microbatches:>12}"
-        if self.impossible:
-            return f"{begin}  not possible: {self.impossible}"
+        if self.unsupported:
+            return f"{begin}  not possible: {self.unsupported}"
         verdict = "agrees" if self.agrees else "BEYOND"
         verdict += f", {len(self.warnings)} warnings of XLA" if self.warnings else ""
         return f"{begin}{self.loss:>10.1e}{self.gradient:>10.1e}{self.compilations:>10}  {verdict}"
@@ -86,19 +86,19 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """All layouts against the first."""
+    """All layouts compared with the first one."""
 
     reference: Trace
     rows: list[Row]
 
     @property
     def agrees(self) -> bool:
-        """True if every layout that is possible agrees."""
+        """True if every supported layout agrees."""
         return all(row.agrees for row in self.rows)
 
     def lines(self) -> list[str]:
-        """The warnings, and the verdict with the largest differences."""
-        done = [row for row in self.rows if not row.impossible]
+        """Returns the warnings, and the verdict with the largest differences."""
+        done = [row for row in self.rows if not row.unsupported]
         first, last = self.reference.losses[[0, -1]]
         loss, gradient = max(row.loss for row in done), max(row.gradient for row in done)
         return [
@@ -110,21 +110,21 @@ class Parity:
 
 
 def settings(cfg: RunConfig) -> RunConfig:
-    """The config in float32, under plain SGD with a constant rate, on rows enough for every layout.
+    """Returns the config in float32 with SGD at a constant rate, no dropout and enough rows for every layout.
 
-    The vocabulary is rounded up, so that 8 devices can share it. Dropout is off, so that the losses tell more.
+    The vocabulary is rounded up to a multiple of 8 devices.
     """
     model = cfg.model
-    own = {"dropout": 0.0} if model.dropout else {}
+    dropout = {"dropout": 0.0} if model.dropout else {}
     model = dataclasses.replace(
         model,
         compute_dtype="float32",
         embed_compute_dtype=None,
         matmul_precision="default" if model.matmul_precision == "tf32" else model.matmul_precision,
         vocab_size=-(-model.vocab_size // NUM_DEVICES) * NUM_DEVICES,
-        **own,
+        **dropout,
     )
-    plain = dict(name="sgd", b1=KEEPS_GRADIENT, clip_norm=0.0)
+    sgd = dict(name="sgd", b1=TINY_MOMENTUM, clip_norm=0.0)
     constant = dict(peak_lr=LR, min_lr=0.0, decay="constant", warmup_tokens=0)
     guard = dataclasses.replace(cfg.train.guard, max_grad_norm=float(np.finfo(np.float32).max), spike_ratio=0.0)
     return dataclasses.replace(
@@ -134,50 +134,50 @@ def settings(cfg: RunConfig) -> RunConfig:
         batch_ramp=(),
         seq_len_ramp=(),
         train_tokens=f"{NUM_STEPS} steps",
-        optim=dataclasses.replace(cfg.optim, **plain, **constant),
+        optim=dataclasses.replace(cfg.optim, **sgd, **constant),
         train=dataclasses.replace(cfg.train, num_microbatches=1, guard=guard),
     )
 
 
-def layouts(cfg: RunConfig) -> list[Layout]:
-    """What is proved: all_layouts() that this model can be divided by, and the config's own."""
-    own = []
-    with contextlib.suppress(ValueError):  # a mesh that 8 devices cannot be is not shown
+def layouts(cfg: RunConfig) -> list[ParallelLayout]:
+    """Returns the layouts of all_layouts() that this model supports, and that of the config's mesh."""
+    configured = []
+    with contextlib.suppress(ValueError):  # the config's mesh may not fit 8 devices
         shape = mesh_shape(cfg.mesh, NUM_DEVICES)
-        own = [Layout({axis: size for axis, size in shape.items() if size > 1}, cfg.rules, 1)]
-    sizes = [size for size in (8, 4, 2) if not why_impossible(cfg, tensor_layout(size, 1))]
-    wanted = all_layouts(sizes[0] if sizes else 2, experts=getattr(cfg.model, "experts", None) is not None)
-    needs_more = [layout for layout in wanted if "context" in layout.mesh or "pipeline" in layout.mesh]
-    wanted = [layout for layout in wanted if layout not in needs_more or not why_impossible(cfg, layout)]
-    return wanted + [layout for layout in own if layout not in wanted]
+        configured = [ParallelLayout({axis: size for axis, size in shape.items() if size > 1}, cfg.rules, 1)]
+    sizes = [size for size in (8, 4, 2) if not unsupported_reason(cfg, tensor_layout(size, 1))]
+    found = all_layouts(sizes[0] if sizes else 2, experts=getattr(cfg.model, "experts", None) is not None)
+    optional = [layout for layout in found if "context" in layout.mesh or "pipeline" in layout.mesh]
+    found = [layout for layout in found if layout not in optional or not unsupported_reason(cfg, layout)]
+    return found + [layout for layout in configured if layout not in found]
 
 
-def verify(cfg: RunConfig, wanted: Sequence[Layout], say: Callable[[str], None] = lambda text: None) -> Parity:
-    """Every layout against the first of `wanted`, on the same batches; says a line for each as it is done."""
+def verify(cfg: RunConfig, tested: Sequence[ParallelLayout], say: Callable[[str], None] = lambda text: None) -> Parity:
+    """Compares every layout with the first one on the same batches, printing a row for each."""
     batches = read_batches(cfg)
-    say(f"relative differences to {wanted[0]}\n{COLUMNS}")
-    reference, rows = run(program(cfg, wanted[0]), batches), []
-    for layout in wanted:
-        if reason := why_impossible(cfg, layout):
-            row = Row(layout, impossible=reason)
+    say(f"relative differences to {tested[0]}\n{COLUMNS}")
+    reference, rows = run(program(cfg, tested[0]), batches), []
+    for layout in tested:
+        if reason := unsupported_reason(cfg, layout):
+            row = Row(layout, unsupported=reason)
         else:
-            trace = reference if layout == wanted[0] else run(program(cfg, layout), batches)
-            row = against(reference, trace, layout)
+            trace = reference if layout == tested[0] else run(program(cfg, layout), batches)
+            row = compare(reference, trace, layout)
         rows.append(row)
         say(row.line())
     return Parity(reference, rows)
 
 
 def read_batches(cfg: RunConfig) -> list[Batch]:
-    """The first batches of the run, on the host."""
+    """Returns the first batches of the run, on the host."""
     corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
     batches = corpus.batches(cfg.rows_per_step)
     return [batches.batch(n) for n in range(NUM_STEPS)]
 
 
-def program(cfg: RunConfig, layout: Layout) -> Program:
-    """What the config compiles to in this layout."""
-    stages_need = dict(remat="full", remat_save=(), remat_offload=(), scan_layers=True)
+def program(cfg: RunConfig, layout: ParallelLayout) -> Program:
+    """Returns the compiled config in this layout."""
+    pipeline_settings = dict(remat="full", remat_save=(), remat_offload=(), scan_layers=True)
     cfg = dataclasses.replace(
         cfg,
         mesh=MeshConfig(**({"fsdp": 1} | layout.mesh)),
@@ -185,14 +185,14 @@ def program(cfg: RunConfig, layout: Layout) -> Program:
         context=ContextConfig(attention=layout.sharing),
         expert=ExpertConfig(exchange=layout.exchange),
         pipeline=layout.stages,
-        model=dataclasses.replace(cfg.model, **stages_need) if layout.mesh.get("pipeline", 1) > 1 else cfg.model,
+        model=dataclasses.replace(cfg.model, **pipeline_settings) if layout.mesh.get("pipeline", 1) > 1 else cfg.model,
         train=dataclasses.replace(cfg.train, num_microbatches=layout.num_microbatches),
     )
     return make_program(cfg, resolve_budget(cfg, None), jax.devices()[: layout.num_devices])
 
 
-def why_impossible(cfg: RunConfig, layout: Layout) -> str:
-    """'' if the model can be divided so, else why not."""
+def unsupported_reason(cfg: RunConfig, layout: ParallelLayout) -> str:
+    """Returns '' if the model supports the layout, else the error."""
     try:
         program(cfg, layout)
     except BadInput as error:
@@ -201,7 +201,7 @@ def why_impossible(cfg: RunConfig, layout: Layout) -> str:
 
 
 def run(program: Program, batches: Sequence[Batch]) -> Trace:
-    """Trains from the first parameters on these batches."""
+    """Trains on these batches from the initial parameters."""
     placed = [put_rows(batch, list(range(ROWS)), ROWS, program.batch_sharding) for batch in batches]
     state, losses, gradients = program.init(), [], []
     jax.block_until_ready((state, placed))
@@ -215,15 +215,15 @@ def run(program: Program, batches: Sequence[Batch]) -> Trace:
     return Trace(np.array(losses), gradients, log.count, warnings)
 
 
-def against(reference: Trace, other: Trace, layout: Layout) -> Row:
-    """The largest relative differences of a layout to the reference."""
+def compare(reference: Trace, other: Trace, layout: ParallelLayout) -> Row:
+    """Returns the largest relative differences of a layout from the reference."""
     loss = np.max(np.abs(other.losses - reference.losses) / np.abs(reference.losses))
     gradient = max(relative_difference(*pair) for pair in zip(other.gradients, reference.gradients, strict=True))
     return Row(layout, float(loss), gradient, other.compilations, other.warnings)
 
 
 def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Norm of the difference of two lists of arrays over the norm of the second, in float64; NaN for 0 over 0."""
+    """Returns |one - other| / |other| over all arrays, in float64; NaN for 0 / 0."""
     square = lambda arrays: sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays)
     norm = square(other) ** 0.5
     return square([a - b for a, b in zip(one, other, strict=True)]) ** 0.5 / norm if norm else float("nan")
@@ -231,23 +231,23 @@ def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) 
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[list[str]]:
-    """A list that holds, at the end, all that the process wrote to stderr meanwhile: XLA writes past sys.stderr.
+    """Captures file descriptor 2, to which XLA writes past sys.stderr; fills the yielded list at the end of the block.
 
-    Another process passes it on as it comes, so that what XLA says before it ends this one is seen.
+    A tee process also forwards the output immediately, so that XLA's last words before an abort are seen.
     """
     written: list[str] = []
     sys.stderr.flush()
-    own = os.dup(2)
+    stderr_fd = os.dup(2)
     with tempfile.NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as file:
-        copy = subprocess.Popen(["tee", "-i", file.name], stdin=subprocess.PIPE, stdout=own)
+        copy = subprocess.Popen(["tee", "-i", file.name], stdin=subprocess.PIPE, stdout=stderr_fd)
         assert copy.stdin is not None, "it is a pipe"
         os.dup2(copy.stdin.fileno(), 2)
         try:
             yield written
         finally:
             sys.stderr.flush()
-            os.dup2(own, 2)
-            os.close(own)
+            os.dup2(stderr_fd, 2)
+            os.close(stderr_fd)
             copy.stdin.close()
             copy.wait()
             written.append(file.read())
@@ -256,12 +256,12 @@ def captured_stderr() -> Iterator[list[str]]:
 def on_simulated_devices(command: list[str]) -> None:
     """Returns if jax will see 16 simulated CPU devices, else re-executes `command` with them.
 
-    The compilation cache is off there, since a program out of the cache gives no warning, and XLA's warnings are on.
+    The new process has no compilation cache, as a cached program gives no warnings, and shows XLA's warnings.
     """
-    wanted = simulated_devices_env(MOST_DEVICES) | {
+    env = simulated_devices_env(MAX_DEVICES) | {
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "1",
     }
-    if wanted != dict(os.environ):
+    if env != dict(os.environ):
         sys.stdout.flush()
-        os.execve(command[0], command, wanted)
+        os.execve(command[0], command, env)

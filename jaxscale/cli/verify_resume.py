@@ -1,7 +1,7 @@
-"""Proof that killing a run twice and starting it again equals never stopping, bit for bit.
+"""Check that a run that is killed and restarted twice equals an uninterrupted one, bitwise.
 
-One run is killed with SIGKILL after steps that no checkpoint holds, started again, killed while a checkpoint is being
-written, and started again. It is held against one that is left alone.
+One run is killed with SIGKILL after steps that no checkpoint has, restarted, killed while a checkpoint is being
+written, and restarted. It is compared with an uninterrupted run.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Stop, put
 
-LEAST_STEPS = 4 * SAVE_EVERY  # room for a kill behind the second checkpoint and one in the second save after that
+LEAST_STEPS = 4 * SAVE_EVERY  # a kill after the second checkpoint, and one in the second save after that
 KILLS = {f"step:{KILL_AFTER}": "", "save/start:2": ", while it began to write the next"}
 
 
 def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
-    """The config of both runs: `steps` steps, a checkpoint every 3, every step logged, no measurement and no sample."""
+    """Returns the config of both runs: `steps` steps, a checkpoint every 3, every step logged, no evals or samples."""
     mesh = cfg.mesh
     try:
         shape = mesh_shape(mesh, devices)
@@ -46,16 +46,16 @@ def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
 
 
 def verify(
-    wanted: RunConfig, steps: int, devices: int, workdir: str | None = None, say: Callable[[str], None] = put
+    cfg: RunConfig, steps: int, devices: int, workdir: str | None = None, say: Callable[[str], None] = put
 ) -> Comparison:
-    """Both runs, compared. Their folder is removed if they are equal.
+    """Trains and compares both runs. Deletes their folder if they are equal.
 
-    Args: wanted: the config to run, from `settings`.
-    Raises: Stop if a run ends by itself before its time.
+    Args: cfg: from `settings`.
+    Raises: Stop if a run fails.
     """
     folder = new_folder(workdir)
     runs = TwoRuns(
-        trained=wanted,
+        trained=cfg,
         command=[sys.executable, "-m", "jaxscale.cli", "train"],
         folder=folder,
         logs=folder,
@@ -65,9 +65,9 @@ def verify(
         say=lambda line: None,
     )
     try:
-        say(f"a run of {steps} steps that is left alone")
+        say(f"an uninterrupted run of {steps} steps")
         runs.run("straight")
-        told, seen = killed_run(runs, say)
+        kills, metrics = killed_run(runs, say)
     except Stop:
         say(f"the runs are kept in {folder}")
         raise
@@ -75,34 +75,34 @@ def verify(
         if workdir is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    found = compare(folder / "straight", folder / "killed", steps, seen)
+    found = compare(folder / "straight", folder / "killed", steps, metrics)
     if found.exact:
         shutil.rmtree(folder)
-    return dataclasses.replace(found, told=told, kept="" if found.exact else str(folder))
+    return dataclasses.replace(found, kills=kills, folder="" if found.exact else str(folder))
 
 
 def killed_run(runs: TwoRuns, say: Callable[[str], None]) -> tuple[list[str], list[dict[int, dict]]]:
-    """(how the run was killed, the metrics that it had written at each kill), after two kills and a third start."""
-    told, seen = [], []
+    """Runs with two kills and a third start. Returns (a line for each start, the metrics logged before each kill)."""
+    lines, metrics = [], []
 
-    def tell(line: str) -> None:
-        told.append(line)
+    def report(line: str) -> None:
+        lines.append(line)
         say(f"the same, {line}")
 
     for kill in runs.kill():
-        seen.append(kill.metrics)
+        metrics.append(kill.metrics)
         last = max(kill.metrics, default=0)
-        tell(f"from step {kill.begin}: killed after step {last}, checkpoint {kill.newest} being the newest{kill.where}")
-    tell(f"from step {runs.newest()}: to the end")
+        report(f"from step {kill.begin}: killed after step {last}, newest checkpoint {kill.newest}{kill.where}")
+    report(f"from step {runs.newest()}: to the end")
     runs.run("killed")
-    return told, seen
+    return lines, metrics
 
 
 def new_folder(workdir: str | None) -> pathlib.Path:
-    """An empty folder for both runs. Raises BadInput if `workdir` holds something."""
+    """Returns an empty folder for both runs. Raises BadInput if `workdir` is not empty."""
     if workdir is None:
         return pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-verify-"))
     folder = paths.make_run_dir(workdir)
     if any(folder.iterdir()):
-        raise BadInput(f"workdir={workdir} is not empty, and a proof needs an empty folder; name another one")
+        raise BadInput(f"workdir={workdir} is not empty, but verify needs an empty folder; name another one")
     return folder

@@ -83,11 +83,11 @@ def test_copy_then_list_shows_it_verified(do, tmp_path):
 def test_prune_touches_nothing_unless_told_and_keeps_what_training_would(do, run):
     code, lines, told = do("prune")  # config.json says keep_last=2
     assert code == 0 and [line.split()[3:] for line in lines[1:]] == [
-        ["may", "go"], ["stays:", "newest", "2"], ["stays:", "newest", "2"],
+        ["would", "be", "deleted"], ["kept:", "newest", "2"], ["kept:", "newest", "2"],
     ]  # fmt: skip
     assert "would be free: run it again with --delete" in told and run.all_steps() == [10, 20, 30]
     do("pin", "--step=10")
-    assert [line.split()[3:] for line in do("prune")[1][1:2]] == [["stays:", "pinned"]]
+    assert [line.split()[3:] for line in do("prune")[1][1:2]] == [["kept:", "pinned"]]
     code, lines, _ = do("prune", "--keep_last=1", "--delete", "--json")
     assert [json.loads(line)["deleted"] for line in lines] == [False, True, False]
     assert run.all_steps() == [10, 30]
@@ -123,10 +123,10 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
         (["verify", "--workdir=RUN", "--setp=10"], "--setp=10 is not a flag of this command; did you mean --step"),
         (["list", "--workdir=RUN", "--delete"], "--delete is not a flag of this command"),
         (["prune", "--workdir=RUN", "--keep_last=0"], "--keep_last=0 must be a whole number, 1 or more"),
-        (["average", "--workdir=RUN", "--to=x"], "ckpt average needs --last=5 or --steps=10,20,30, one of them"),
+        (["average", "--workdir=RUN", "--to=x"], "ckpt average needs one of --last=5 and --steps=10,20,30"),
         (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9: there are 3 clean steps"),
         (["average", "--workdir=RUN", "--to=RUN", "--last=2"], "is in use, it holds config.json; name a new folder"),
-        (["list", "--workdir=RUN", "--config=x.py"], "what it needs to know is in the work folder"),
+        (["list", "--workdir=RUN", "--config=x.py"], "the work folder has all settings"),
     ],
 )
 def test_bad_input_is_one_clear_line(kept, flags, told):
@@ -140,7 +140,7 @@ def test_help_begins_with_examples_and_the_verb_is_in_the_table(capsys):
     for flags in (["--help"], ["verify", "--help"], []):
         assert ckpt.main(flags) == 0
         assert "jaxscale ckpt list    --workdir=" in "".join(capsys.readouterr().out.splitlines(True)[:4])
-    assert cli.VERBS["ckpt"].set_up is cli.AHEAD
+    assert cli.VERBS["ckpt"].set_up is cli.NO_DEVICES
 
 
 def test_progress_is_seldom_and_tells_the_rate(capsys):

@@ -66,8 +66,8 @@ sys.exit(code)
     assert (verdict, devices) == ("GO", "devices were asked for: False")
     table = lines[lines.index("") + 1 :]
     marks = {line.split("  ")[0]: line for line in table if line}
-    assert {"storage", "start", "train", "evaluate", "save", "space", "kill", "go on", "compare"} <= set(marks)
-    assert "killed by SIGKILL after step 7, checkpoint 3 being the newest" in marks["kill"]  # 6 was being written
+    assert {"storage", "start", "train", "evaluate", "save", "space", "kill", "resume", "compare"} <= set(marks)
+    assert "killed by SIGKILL after step 7, newest checkpoint 3" in marks["kill"]  # 6 was being written
     assert "bit for bit the same at step 8" in marks["compare"]
     assert "40 steps" in marks["the run"]  # the horizon is the real run's
     assert not (tmp_path / "runs").exists()
@@ -126,13 +126,13 @@ def test_a_run_that_does_not_go_on_from_its_checkpoint_is_no_go(tmp_path, report
     save = "os.makedirs(workdir / 'checkpoints' / '3' / 'state', exist_ok=True); print('step 1/40  loss 1', flush=True)"
     crash = "; os.environ.get('JAXSCALE_CRASH_AT') == 'step:7' and os.kill(os.getpid(), 9)"
     what, seen = failing_row(report, rehearsal.run_killed, made(tmp_path, save + crash), report)
-    assert what == "go on" and "did not go on from step 3" in seen
+    assert what == "resume" and "did not resume from step 3" in seen
     assert report.rows[0][:2] == ("kill", OK) and "killed by SIGKILL after step 7" in report.rows[0][3]
 
 
 def test_a_kill_before_any_checkpoint_was_committed_is_no_go(tmp_path, report):
     what, seen = failing_row(report, rehearsal.run_killed, made(tmp_path, "os.kill(os.getpid(), 9)"), report)
-    assert what == "kill" and "no checkpoint to go on from" in seen
+    assert what == "kill" and "no checkpoint to resume from" in seen
 
 
 def test_a_run_that_is_not_killed_is_no_go(tmp_path, report):
@@ -210,7 +210,7 @@ def test_what_was_made_is_taken_away_and_nothing_else(tmp_path, there):
         (tmp_path / "a" / "b" / "run" / "config.json").write_text("{}")
     missing = rehearse.missing_folder(one.workdir)
     (one.folder / "straight").mkdir(parents=True)
-    rehearse.clear_away(one, missing)
+    rehearse.clean_up(one, missing)
     assert [path.name for path in tmp_path.rglob("*")] == (["a", "b", "run", "config.json"] if there else [])
 
 
@@ -218,7 +218,7 @@ def test_what_was_made_is_taken_away_and_nothing_else(tmp_path, there):
     ("overrides", "options", "told"),
     [
         ({}, {"steps": "7"}, "--steps=7 must be a whole number, 8 or more"),
-        ({"init.from_path": "runs/a", "init.what": "run"}, {}, "rehearse with --config.init.what=state, which begins"),
+        ({"init.from_path": "runs/a", "init.what": "run"}, {}, "rehearse with --config.init.what=state, which starts"),
         ({"limit.dollars": "3"}, {"budget_dollars": "3"}, "--budget_dollars=3 and --config.limit.dollars say the same"),
         ({"model.vocab_sise": "3"}, {}, "did you mean 'vocab_size'?"),
     ],
@@ -246,4 +246,4 @@ def test_the_training_gets_all_that_it_was_given(config, tmp_path):
 
 def test_every_flag_of_training_is_taken_or_left_out_on_purpose():
     ours = {"stop_after", "replay"}  # the rehearsal's own, and what begins with decisions of another run
-    assert set(flags_of(RunOptions)) - ours - {"steal_lock"} <= set(rehearse.PASSED_ON)
+    assert set(flags_of(RunOptions)) - ours - {"steal_lock"} <= set(rehearse.FORWARDED_FLAGS)

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxscale.budget import resolve_budget
-from jaxscale.cli.shrink import as_overrides, changes_text, is_large, shrink, use_available_data, with_its_training
+from jaxscale.cli.shrink import as_overrides, changes_text, is_large, shrink, use_available_data, with_scaled_training
 from jaxscale.config_file import file_text, load_config
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -30,7 +30,7 @@ def test_the_quickstart_is_proved_as_it_is():
     cfg = load_config(str(CONFIGS / "quickstart.py"))
     assert not is_large(cfg, copies=8)
     assert shrink(cfg) == cfg
-    assert changes_text(cfg, cfg) == ["the config as it is"]
+    assert changes_text(cfg, cfg) == ["the config is unchanged"]
 
 
 def test_layers_alone_changes_nothing_else():
@@ -45,7 +45,7 @@ def test_the_small_config_as_a_file_gives_the_same_config(tmp_path, name):
     small = shrink(cfg, small=True)
     (tmp_path / "small.py").write_text(file_text(small))
     assert load_config(str(tmp_path / "small.py")) == small
-    trained = with_its_training(cfg, small, ())
+    trained = with_scaled_training(cfg, small, ())
     assert load_config(str(CONFIGS / name), as_overrides(cfg, trained)) == trained
     per_parameter = lambda run: run.train_tokens / run.model.num_params
     assert per_parameter(trained) == pytest.approx(per_parameter(cfg), rel=1e-3)
@@ -53,7 +53,7 @@ def test_the_small_config_as_a_file_gives_the_same_config(tmp_path, name):
     of_run = lambda run: (budget := resolve_budget(run, None)).warmup_steps / budget.total_steps
     assert of_run(trained) == pytest.approx(of_run(cfg), rel=0.01)
     told = ("train_tokens", "optim.peak_lr", "optim.warmup_tokens")
-    assert with_its_training(cfg, small, told) == small
+    assert with_scaled_training(cfg, small, told) == small
 
 
 def test_data_that_are_not_there_are_replaced_aloud():

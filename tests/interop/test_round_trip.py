@@ -207,7 +207,7 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
         (["--from=a", "--workdir=b", "--ema"], "--ema is for an export, with --to"),
         (["--workdir=a", "--to=b", "--dtype=float8"], "--dtype=float8 must be bfloat16 or float32"),
         (["--workdir=nothing", "--to=b"], "nothing holds no checkpoint; give the work folder of a run"),
-        (["--workdir=a", "--to=b", "--config=c"], "model's own config.json says what it is"),
+        (["--workdir=a", "--to=b", "--config=c"], "model's config.json describes it"),
         (["--workdir=a", "--to=b", "--push=alone"], "push='alone' must be a repository of the Hub, written OWNER/NAME"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_trial_is_known_by_all_its_settings_and_by_nothing_else():
         (["width", "--sizes=inf"], "must be numbers above 0"),
         (["vary", "--vary=optim.peak_lr=1e-3,0.001"], "optim.peak_lr=1e-3 and optim.peak_lr=0.001 are the same run"),
         (["vary", "--vary=seed=0,1"], "--seeds=N says how many"),
-        (["rate", "--config.eval.num_rows=0"], "eval.num_rows=0, and the lab compares held-out losses"),
+        (["rate", "--config.eval.num_rows=0"], "eval.num_rows=0, but the lab compares held-out losses"),
         (["precision", "--names=bfloat17"], "float16 dynamic scale, float16 no scale, int8 products"),
         (["optimizers", "--names=adam"], "optim.name may be adamw"),
         (["rate", "--target=10"], "--target is for jaxscale lab ladder; lab rate does not read it"),
