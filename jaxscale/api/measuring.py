@@ -1,4 +1,4 @@
-"""evaluate: what is measured of a model, and the record of it in a work folder."""
+"""evaluate: metrics of a model, and their record in a work folder."""
 
 import dataclasses
 import datetime
@@ -11,7 +11,7 @@ import jax
 
 from jaxscale import schema
 from jaxscale.api import Trained
-from jaxscale.api.writing import opened, silent
+from jaxscale.api.writing import as_loaded_model, silent
 from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.command_line import whole_number
 from jaxscale.eval.config import (
@@ -43,16 +43,16 @@ from jaxscale.system.exits import BadInput
 
 LEAST = {"limit": 1, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0}
 BATCH_TOKENS = 16384
-GENERATED_AT_ONCE = 8  # texts that lm-eval's tasks have written at a time
+GENERATE_BATCH = 8  # texts that lm-eval's tasks generate in parallel
 Measure = Callable[[LoadedModel], dict[str, float]]
 Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be measured of a model, and how; None where the model or its run decides."""
+    """The evaluators and tasks of one evaluation; None: the default of the model or its run."""
 
-    evals: Evals  # none, and no tasks: those of the run's own config
+    evals: Evals  # without any and without tasks: those of the run's config
     tasks: tuple[str, ...] = ()  # of lm-eval
     limit: int | None = None
     context: int | None = None
@@ -64,7 +64,7 @@ class Request:
 
 
 def check_request(request: Request, named: Callable[[str, NamedEval], str] | None = None) -> None:
-    """Raises BadInput for a number out of range, a name of no use, a file that is not there, and without lm-eval."""
+    """Raises BadInput for a number out of range, an invalid name, a missing file, and tasks without lm-eval."""
     if request.tasks:
         check_installed()
     for name, least in LEAST.items():
@@ -75,18 +75,18 @@ def check_request(request: Request, named: Callable[[str, NamedEval], str] | Non
 
 
 def flag_name(name: str, settings: NamedEval) -> str:
-    """'--text wiki', for messages."""
+    """Returns text such as '--text wiki', for messages."""
     return f"--{settings.kind} {name}"
 
 
 def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None]) -> Measure:
-    """model -> metrics of all that is asked for. Raises BadInput for data and models that do not fit it."""
+    """Returns a function model -> metrics of the request. Raises BadInput for unsuitable data or models."""
     reading = reading_of(model, request.context or model.seq_len)
     if reading.context > model.seq_len:
-        say(f"{reading.context} tokens are read at a time; the model was trained on rows of {model.seq_len}")
-    own = not request.evals and not request.tasks
-    evals, named = (own_evals(model, request), setting_name) if own else (request.evals, flag_name)
-    several = jax.process_count() > 1  # which must not find other text in a file than the first one does
+        say(f"the context is {reading.context} tokens; the model was trained on rows of {model.seq_len}")
+    use_config = not request.evals and not request.tasks
+    evals, named = (config_evals(model, request), setting_name) if use_config else (request.evals, flag_name)
+    several = jax.process_count() > 1  # all processes must read the same text
     evaluators = open_evaluators(evals, reading, named, hold=several)
     check_same_evals(evaluators)
     for one in evaluators:
@@ -97,13 +97,13 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
 
 
 def reading_of(model: LoadedModel, context: int) -> EvalReading:
-    """How the model reads text. Raises BadInput for a model that cannot, and for a context that is too long."""
+    """Returns the tokenizer and context of an evaluation. Raises BadInput as check_context does."""
     check_context(model, context)
     return EvalReading.of(tokenizer_of(model).tokenizer, context)
 
 
 def check_context(model: LoadedModel, context: int) -> None:
-    """Raises BadInput for a model that does not read from left to right, and for more tokens than it can read."""
+    """Raises BadInput for a model that is not a decoder, and for a context longer than it can read."""
     if model.cfg.kind != "decoder":
         raise BadInput(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
     limit = model.cfg.max_seq_len
@@ -111,8 +111,8 @@ def check_context(model: LoadedModel, context: int) -> None:
         raise BadInput(f"--context={context} is longer than the model can read, max_seq_len={limit}")
 
 
-def own_evals(model: LoadedModel, request: Request) -> Evals:
-    """The evaluators of the run's own config, by the limit that is asked for. Raises BadInput where it has none."""
+def config_evals(model: LoadedModel, request: Request) -> Evals:
+    """Returns the evaluators of the run's config, with the requested limit. Raises BadInput if it has none."""
     evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
     if not evals:
         raise BadInput("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
@@ -121,14 +121,14 @@ def own_evals(model: LoadedModel, request: Request) -> Evals:
 
 
 def measure_all(evaluators: Sequence[Evaluator], scorer, model: LoadedModel) -> dict[str, float]:
-    """The metrics of all evaluators."""
+    """Returns the metrics of all evaluators."""
     return {name: value for one in evaluators for name, value in one.metrics(scorer, model.params).items()}
 
 
 def lm_eval_measure(
     request: Request, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Callable[[str], None]
 ) -> Measure:
-    """model -> metrics of lm-eval's tasks; what is compiled for the first step serves all."""
+    """Returns a function model -> metrics of lm-eval's tasks. All steps share the compiled programs."""
     generators = {}
 
     def open_generator(params, rows: int, longest: int):
@@ -137,8 +137,8 @@ def lm_eval_measure(
         return dataclasses.replace(generators[rows, longest], params=params)
 
     def measure(model: LoadedModel) -> dict[str, float]:
-        opened = lambda rows, longest: open_generator(model.params, rows, longest)
-        served = Served(reading, tokenizer_of(model), scorer, model.params, opened, GENERATED_AT_ONCE, say)
+        make = lambda rows, longest: open_generator(model.params, rows, longest)
+        served = Served(reading, tokenizer_of(model), scorer, model.params, make, GENERATE_BATCH, say)
         found = run_tasks(
             served,
             request.tasks,
@@ -147,14 +147,14 @@ def lm_eval_measure(
             limit=request.limit,
             chat=request.chat,
         )
-        told = {name: value for name, value in found.items() if math.isfinite(value) or "_stderr" not in name}
-        return {f"{GROUP}/{name}": value for name, value in told.items()}
+        valid = {name: value for name, value in found.items() if math.isfinite(value) or "_stderr" not in name}
+        return {f"{GROUP}/{name}": value for name, value in valid.items()}
 
     return measure
 
 
 def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
-    """A line of evals.jsonl: the step, what was measured when, and the metrics; of an average under evals_ema/."""
+    """Returns a record of evals.jsonl: step, weights, time and metrics; those of an EMA are under evals_ema/."""
     group = f"{GROUP}_ema" if model.what == "ema" else GROUP
     named = {f"{group}{name.removeprefix(GROUP)}": value for name, value in metrics.items()}
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -162,24 +162,24 @@ def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
 
 
 def as_line(record: Record) -> str:
-    """The record as JSON, null in place of what is not finite."""
+    """Returns the record as JSON, with null for values that are not finite."""
     finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
     return json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
 
 
 def save_record(workdir: Any, record: Record) -> None:
-    """Adds the line to WORKDIR/evals.jsonl and redraws WORKDIR/evals.html."""
+    """Appends the record to WORKDIR/evals.jsonl and updates WORKDIR/evals.html."""
     file = workdir / "evals.jsonl"
     append(file, f"{as_line(record)}\n".encode())
     paths.write_text_atomic(workdir / "evals.html", make_evals_page(read_history(workdir)))
 
 
 def by_name(record: Record) -> dict[str, dict[str, float]]:
-    """{evaluator: {metric: value}}, of an average as 'NAME (average)'."""
+    """Returns {evaluator: {metric: value}}; evaluators of an EMA are named 'NAME (average)'."""
     found: dict[str, dict[str, float]] = {}
     for full, value in record.items():
-        group, _, rest = full.partition("/")
-        name, _, metric = rest.rpartition("/")
+        group, _, path = full.partition("/")
+        name, _, metric = path.rpartition("/")
         if group in (GROUP, f"{GROUP}_ema") and name:
             found.setdefault(name if group == GROUP else f"{name} (average)", {})[metric] = value
     return found
@@ -196,16 +196,16 @@ def evaluate(
     save: bool = False,
     **how: Any,
 ) -> dict[str, dict[str, float]]:
-    """{name: metrics} of a model: `jaxscale evaluate`. Without anything to measure, what the run's own config names.
+    """Returns {name: metrics} of a model: `jaxscale evaluate`. Without evaluators and tasks, those of the run's config.
 
     Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. tokens: {name: token
-    files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks. save: into the work
-    folder too, for the report. how: of a Request, by name: limit, items of each file, 0 for all; stride, context,
-    batch_tokens: tokens; damaged: 'skip' counts what cannot be read or scored; chat: questions of lm_eval are put by
-    the model's chat template; num_fewshot, include_path.
+    files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks. save: also into the work
+    folder, for the report. how: fields of Request: limit, items per file, 0 for all; stride, context, batch_tokens:
+    tokens; damaged: 'skip' counts items that cannot be read or scored; chat: formats questions of lm_eval with the
+    model's chat template; num_fewshot, include_path.
     """
     if how.get("chat") and not lm_eval:
-        raise BadInput("chat=True is for the tasks of lm_eval; name some, or leave it out")
+        raise BadInput("chat=True is for tasks of lm_eval; name some, or leave it out")
     for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
         if given is not None and not isinstance(given, Mapping):
             raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
@@ -217,13 +217,13 @@ def evaluate(
     for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
         for name, file in (given or {}).items():
             if name in evals:
-                raise BadInput(f"{name!r} is the name of two evaluators; call one of them something else")
+                raise BadInput(f"{name!r} is the name of two evaluators; rename one")
             evals[name] = kind(file=file, **shared)
     tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
     how |= {"limit": limit or None, "stride": stride or None}
     request = Request(evals, tasks, **how)
     check_request(request, lambda name, settings: f"{settings.kind}[{name!r}]")
-    loaded = opened(model)
+    loaded = as_loaded_model(model)
     metrics = {} if tokens and not evals and not tasks else make_measure(request, loaded, silent)(loaded)
     record = record_of(loaded, metrics | measure_tokens(request, loaded, tokens or {}))
     if save and jax.process_index() == 0:
@@ -233,7 +233,7 @@ def evaluate(
 
 
 def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
-    """The metrics of token ids. Raises BadInput for other values, and for names that are taken."""
+    """Returns the metrics of token ids. Raises BadInput for other values and for names that are in use."""
     context = request.context or model.seq_len
     stride = request.stride or max(context // 2, 1)
     check_context(model, context)
@@ -241,10 +241,10 @@ def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, To
         raise BadInput(f"stride={stride} is more than the {context} tokens that the model reads")
     found, scorer = {}, Scorer.of(model.sharded, request.batch_tokens)
     for name, given in tokens.items():
-        where = f"tokens[{name!r}]"
+        label = f"tokens[{name!r}]"
         if name in request.evals or not NAME.fullmatch(name):
-            raise BadInput(f"{where}: another evaluator has that name, or it is not of letters, digits, _ . and -")
-        documents = open_documents(where, given, model.cfg.vocab_size, request.limit or 0)
-        told = token_metrics(where, documents(), scorer, model.params, context, stride)
-        found |= {f"{GROUP}/{name}/{metric}": value for metric, value in told.items()}
+            raise BadInput(f"{label}: another evaluator has that name, or it is not of letters, digits, _ . and -")
+        documents = open_documents(label, given, model.cfg.vocab_size, request.limit or 0)
+        metrics = token_metrics(label, documents(), scorer, model.params, context, stride)
+        found |= {f"{GROUP}/{name}/{metric}": value for metric, value in metrics.items()}
     return found

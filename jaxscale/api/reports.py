@@ -1,4 +1,4 @@
-"""report: the page about a run, or about several."""
+"""report: the HTML page about one or several runs."""
 
 import dataclasses
 import html
@@ -19,41 +19,41 @@ FRAME_PIXELS = 720  # height of a report in a notebook
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """The page of `jaxscale report`, shown whole where a notebook shows the value of a cell."""
+    """The page of `jaxscale report`, which a notebook displays as the value of a cell."""
 
-    page: str  # HTML, without anything from elsewhere
+    page: str  # self-contained HTML
     name: str
     height: int = FRAME_PIXELS  # of the frame in a notebook, pixels
 
     def save(self, path: str) -> str:
-        """Writes the page to a file, local or gs://, and gives back its path."""
+        """Writes the page to a file, local or gs://, and returns its path."""
         stop_if_unwritable(lambda: paths.write_text_atomic(path, self.page), path)
         return path
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, whose styles and scripts touch nothing else of the notebook."""
+        """Returns the page in an iframe, so that its styles and scripts do not affect the notebook."""
         return (
             f'<iframe srcdoc="{html.escape(self.page)}" sandbox="allow-scripts" title="{html.escape(self.name)}" '
             f'style="width:100%;height:{self.height}px;border:0"></iframe>'
         )
 
     def __repr__(self) -> str:
-        return f"<report of {self.name}, {units.size(len(self.page.encode()))}; .save(FILE) keeps it>"
+        return f"<report of {self.name}, {units.size(len(self.page.encode()))}; .save(FILE) writes it>"
 
 
 def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> Report:
-    """The page about a run, or several beside each other: `jaxscale report`. The value of a cell is shown whole.
+    """Returns the page about a run, or a comparison of several: `jaxscale report`.
 
-    Args: price: dollars an hour of one chip. height: of the frame in the notebook, pixels.
+    Args: price: dollars per chip hour. height: of the frame in a notebook, pixels.
     """
     if not runs:
-        raise BadInput("report needs a work folder; more than one are compared")
+        raise BadInput("report needs a work folder; several are compared")
     workdirs, hourly = [str(run) for run in runs], None if price is None else price_of("price", str(price))
     return Report(make_page(read_all(workdirs), price=hourly, now=time.time()), ", ".join(workdirs), height)
 
 
 def price_of(name: str, text: str) -> float:
-    """Dollars. Raises BadInput if the text is no amount of money."""
+    """Returns dollars. Raises BadInput if the text is not an amount of money."""
     try:
         price = float(text.removeprefix("$"))
     except ValueError:
@@ -64,12 +64,12 @@ def price_of(name: str, text: str) -> float:
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:
-    """The runs. Raises BadInput for a folder that holds none, Stop (STORAGE) for a bucket that cannot be reached."""
+    """Reads the runs. Raises BadInput for a folder without a run, Stop (STORAGE) for an unreachable bucket."""
     return [read_one(workdir) for workdir in workdirs]
 
 
 def read_one(workdir: str) -> History:
-    """The run in one folder."""
+    """Reads the run in one folder."""
     try:
         return stop_if_unreachable(lambda: read_history(workdir), workdir)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""sample: text behind prompts, and what the verbs that write text share."""
+"""sample: text generation, shared by the API and `jaxscale sample`."""
 
 import dataclasses
 import datetime
@@ -25,20 +25,20 @@ from jaxscale.text.chat.prompts import Message, open_prompts
 from jaxscale.text.tokenizer.base import Tokenizer
 
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # of NumPy too
-SHAPE = 128  # tokens; lengths are rounded up to a multiple of it, so that fewer programs are compiled
+LENGTH_MULTIPLE = 128  # tokens; lengths are rounded up to a multiple, so that fewer programs are compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions(Sampling):
-    """How text is written: what `sample` takes, and flags of `jaxscale sample`."""
+    """Options of `sample`, and flags of `jaxscale sample`."""
 
-    num_tokens: int = flag(100, "tokens to write, at most", least=1)
-    repetition_penalty: float = flag(1.0, "above 1: tokens that the text has become less likely", "1")
-    stop: tuple[str, ...] = flag((), "a text ends before it; may be given several times", "TEXT")
-    seed: int = flag(0, "same seed, same text, whatever the mesh and the other prompts", least=0)
-    batch: int = flag(8, "texts that are written at a time", least=1)
-    chat: bool = flag(False, "a conversation, by the model's chat template; with --prompt, one answer")
-    system: str | None = flag(None, "chat: what the model is told first", "TEXT")
+    num_tokens: int = flag(100, "maximum number of new tokens", least=1)
+    repetition_penalty: float = flag(1.0, "above 1: tokens already in the text become less likely", "1")
+    stop: tuple[str, ...] = flag((), "ends a text before this string; may be repeated", "TEXT")
+    seed: int = flag(0, "random seed; the text does not depend on the mesh or on other prompts", least=0)
+    batch: int = flag(8, "texts generated in parallel", least=1)
+    chat: bool = flag(False, "a conversation in the model's chat template; with --prompt, one answer")
+    system: str | None = flag(None, "chat: the system message", "TEXT")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -48,61 +48,61 @@ class SampleOptions(Sampling):
         super().__post_init__()
         if min(self.num_tokens, self.batch) < 1:
             raise BadInput(f"num_tokens={self.num_tokens} and batch={self.batch} must be whole numbers, 1 or more")
-        if not 0 <= self.seed < 2**32:  # the generator does not tell it from another one
+        if not 0 <= self.seed < 2**32:  # jax.random.key uses 32 bits of the seed
             raise BadInput(f"seed={self.seed} must be a whole number from 0 to {2**32 - 1}")
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """The settings of token sampling."""
         return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts before which a text ends."""
+        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclasses.dataclass(frozen=True)
-class Talk:
-    """A model and how it is to write."""
+class TextWriter:
+    """A model and its generation options."""
 
     model: LoadedModel
-    how: SampleOptions
+    options: SampleOptions
     say: Callable[[str], None]
 
     def write_settings(self, stop_ids: Sequence[int], numbers: Sequence[int] | None = None) -> WriteSettings:
-        """How its texts are written."""
+        """Returns the settings of write_texts."""
         return WriteSettings(
-            sampling=self.how.sampling,
-            num_tokens=self.how.num_tokens,
+            sampling=self.options.sampling,
+            num_tokens=self.options.num_tokens,
             stop_ids=stop_ids,
-            stops=self.how.stops,
-            seed=self.how.seed,
+            stops=self.options.stops,
+            seed=self.options.seed,
             numbers=numbers,
         )
 
     def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
-        """Tokens of the longest text that these prompts become. Raises BadInput for one that cannot be read."""
+        """Returns the tokens of the longest resulting text. Raises BadInput for a prompt that is too long."""
         limit = self.model.cfg.max_seq_len
         for text, prompt in zip(texts, prompts):
             if limit is not None and len(prompt) >= limit:
                 raise BadInput(
                     f"the prompt {short(text)} has {len(prompt)} tokens, and the model reads at most {limit} "
-                    "(model.max_seq_len), its own included; shorten it"
+                    "(model.max_seq_len), including new ones; shorten it"
                 )
-        longest = max(map(len, prompts)) + self.how.num_tokens
+        longest = max(map(len, prompts)) + self.options.num_tokens
         if limit is not None and longest > limit:
-            self.say(f"texts end at {limit} tokens, all that the model can read (model.max_seq_len)")
+            self.say(f"texts end at {limit} tokens, the longest that the model can read (model.max_seq_len)")
         elif longest > self.model.seq_len:
             self.say(f"texts of up to {longest} tokens; the model was trained on rows of {self.model.seq_len}")
-        longest += -longest % SHAPE
+        longest += -longest % LENGTH_MULTIPLE
         return longest if limit is None else min(longest, limit)
 
-    def tell_speed(self, timing: Timing | None, written: Sequence[GeneratedText]) -> None:
-        """Says how fast prompts were read and tokens written: those of the texts, not those behind a stop text."""
+    def log_speed(self, timing: Timing | None, written: Sequence[GeneratedText]) -> None:
+        """Logs the speed of prefill and decoding, without tokens after a stop string."""
         if timing is None:  # interrupted before the first token
             return
-        tokens = sum(max(one.tokens - 1, 0) for one in written)  # each row's first is the prefill's
+        tokens = sum(max(one.tokens - 1, 0) for one in written)  # the prefill computes the first token of each row
         rows = f" in {len(written)} rows" if len(written) > 1 else ""
         decode = (
             f"; decode {tokens} tokens, {tokens / max(timing.decode_seconds, 1e-9):,.0f} tokens/s{rows}"
@@ -114,7 +114,7 @@ class Talk:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Some of a text, or its end."""
+    """A part of a text, or its end."""
 
     prompt: str
     sample: int
@@ -123,47 +123,47 @@ class Piece:
 
 
 def short(text: str) -> str:
-    """The beginning of a prompt, for a message."""
+    """Returns the beginning of a prompt, for a message."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
-def asking_of(talk: Talk) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
-    """(messages -> the ids up to where the model's answer begins, the ids that end it). Raises as open_prompts does."""
-    asking = open_prompts(tokenizer_of(talk.model), datetime.date.today().isoformat())
-    before = [{"role": "system", "content": talk.how.system}] if talk.how.system else []
-    return lambda messages: asking.ids([*before, *messages]), asking.stop_ids
+def open_chat_prompts(writer: TextWriter) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
+    """Returns (messages -> token ids up to the model's answer, ids that end it). Raises as open_prompts does."""
+    chat_prompts = open_prompts(tokenizer_of(writer.model), datetime.date.today().isoformat())
+    before = [{"role": "system", "content": writer.options.system}] if writer.options.system else []
+    return lambda messages: chat_prompts.ids([*before, *messages]), chat_prompts.stop_ids
 
 
-def write_all(talk: Talk, texts: Sequence[str], *, num_samples: int = 1, chat: bool = False) -> Iterator[Piece]:
-    """Yields the pieces of each text: all of one prompt's first sample, then its second, ... as they come.
+def write_all(writer: TextWriter, texts: Sequence[str], *, num_samples: int = 1, chat: bool = False) -> Iterator[Piece]:
+    """Yields the pieces of each text: the first prompt's samples in order, then those of the next prompt.
 
-    chat: each prompt is what a person says, and the text the answer.
+    chat: each prompt is a user message, and the text is the answer.
     """
-    model, kept = talk.model, tokenizer_of(talk.model)
-    prompts, stop_ids = [prompt_ids(kept.tokenizer, text) for text in texts], kept.stop_ids
+    model, loaded = writer.model, tokenizer_of(writer.model)
+    prompts, stop_ids = [prompt_ids(loaded.tokenizer, text) for text in texts], loaded.stop_ids
     if chat:
-        asked, stop_ids = asking_of(talk)
-        prompts = [asked([{"role": "user", "content": text}]) for text in texts]
+        encode_messages, stop_ids = open_chat_prompts(writer)
+        prompts = [encode_messages([{"role": "user", "content": text}]) for text in texts]
     rows = [(prompt, number) for prompt in range(len(prompts)) for number in range(num_samples)]
     numbers = prompt_numbers([prompts[prompt] for prompt, _ in rows])
-    rows_at_once = min(talk.how.batch, len(rows))
-    generator = make_generator(model, batch=rows_at_once, longest=talk.longest_for(prompts, texts), say=talk.say)
+    rows_at_once = min(writer.options.batch, len(rows))
+    generator = make_generator(model, batch=rows_at_once, longest=writer.longest_for(prompts, texts), say=writer.say)
     for first in range(0, len(rows), rows_at_once):
         some = rows[first : first + rows_at_once]
         written: list[GeneratedText] = []
-        how = talk.write_settings(stop_ids, numbers[first : first + rows_at_once])
+        settings = writer.write_settings(stop_ids, numbers[first : first + rows_at_once])
         ids = [prompts[prompt] for prompt, _ in some]
-        for row, piece in write_texts(generator, kept.tokenizer, ids, how, written):
-            if len(some) == 1:  # several at once would be mixed: they are shown whole
+        for row, piece in write_texts(generator, loaded.tokenizer, ids, settings, written):
+            if len(some) == 1:  # pieces of parallel texts would interleave, so those are yielded whole
                 prompt, number = some[row]
                 yield Piece(texts[prompt], number, piece)
         for (prompt, number), one in zip(some, written):
             yield Piece(texts[prompt], number, "" if len(some) == 1 else one.text, done=one)
-        talk.tell_speed(generator.timing, written)
+        writer.log_speed(generator.timing, written)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the ids of a prompt, or the end token, which a new document follows, where it has none."""
+    """Returns the token ids of a prompt; the end token, which a new document follows, if it is empty."""
     return [*tokenizer.begin_ids, *tokenizer.encode(text).tolist()] or [tokenizer.eos_id]
 
 
@@ -180,56 +180,56 @@ def sample(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] = "",
     **how: Any,
 ) -> str | list[str] | list[int] | list[list[int]]:
-    """What the model writes behind a prompt, or behind each of several: `jaxscale sample`.
+    """Returns the text that the model generates after a prompt, or after each of several: `jaxscale sample`.
 
-    Args: model: a work folder (or WORKDIR/checkpoints/STEP), what train gave back, or of open_model, which is read once
-    for many calls. prompt: text, or token ids, behind which ids are written: no tokenizer is needed. how: fields of
-    SampleOptions: num_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop (a text or several), seed,
-    batch, chat (a prompt is what a person says, and the text the answer, by the model's chat template), system.
+    Args: model: a work folder (or WORKDIR/checkpoints/STEP), the result of train, or that of open_model, which is read
+    once for many calls. prompt: text, or token ids for a result of token ids, without a tokenizer. how: fields of
+    SampleOptions: num_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop (one or several strings),
+    seed, batch, chat (prompts are user messages in the model's chat template, texts the answers), system.
     """
     options = SampleOptions(**how)
     if options.system is not None and not options.chat:
-        raise BadInput(f"system={options.system!r} is what a conversation begins with; give chat=True too")
-    talk = Talk(opened(model), options, silent)
-    one = isinstance(prompt, str) or len(prompt) and all(isinstance(part, (int, np.integer)) for part in prompt)
-    prompts = [prompt] if one else list(prompt)
+        raise BadInput(f"system={options.system!r} is the first message of a conversation; give chat=True too")
+    writer = TextWriter(as_loaded_model(model), options, silent)
+    is_single = isinstance(prompt, str) or len(prompt) and all(isinstance(part, (int, np.integer)) for part in prompt)
+    prompts = [prompt] if is_single else list(prompt)
     if not prompts:
         return []
     texts = [part for part in prompts if isinstance(part, str)]
     if not texts:
         if options.chat or options.stops:
             raise BadInput("chat and stop are for prompts of text; leave them out where prompts are token ids")
-        found = ids_behind(talk, prompts)
-        return found[0] if one else found
-    tokenizer_of(talk.model)
+        found = generate_ids(writer, prompts)
+        return found[0] if is_single else found
+    tokenizer_of(writer.model)
     if len(texts) != len(prompts):
         raise BadInput("prompts must be texts, or all of them lists of token ids")
-    written = [piece.done.text for piece in write_all(talk, texts, chat=options.chat) if piece.done]
-    return written[0] if one else written
+    written = [piece.done.text for piece in write_all(writer, texts, chat=options.chat) if piece.done]
+    return written[0] if is_single else written
 
 
-def ids_behind(talk: Talk, given: Sequence[object]) -> list[list[int]]:
-    """Returns the ids that the model writes after each prompt. Raises BadInput for a prompt that is no list of ids."""
+def generate_ids(writer: TextWriter, given: Sequence[object]) -> list[list[int]]:
+    """Returns the ids generated after each prompt. Raises BadInput for a prompt that is not a list of token ids."""
     prompts = [id_list(f"prompt[{number}]", prompt) for number, prompt in enumerate(given)]
-    longest = talk.longest_for(prompts, list(map(str, prompts)))
-    numbers, rows = prompt_numbers(prompts), min(talk.how.batch, len(prompts))
-    generator, found = make_generator(talk.model, batch=rows, longest=longest), []
+    longest = writer.longest_for(prompts, list(map(str, prompts)))
+    numbers, rows = prompt_numbers(prompts), min(writer.options.batch, len(prompts))
+    generator, found = make_generator(writer.model, batch=rows, longest=longest), []
     for first in range(0, len(prompts), rows):
         some = slice(first, first + rows)
-        found += write_ids(generator, prompts[some], talk.write_settings(stop_ids_of(talk.model), numbers[some]))
+        found += write_ids(generator, prompts[some], writer.write_settings(stop_ids_of(writer.model), numbers[some]))
     return found
 
 
 def id_list(name: str, given: object) -> list[int]:
-    """The ids of a prompt."""
+    """Returns the token ids of a prompt."""
     ids = np.asarray(given)
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
         raise BadInput(f"{name}={given!r:.80} must be text, or a list of one or more token ids")
     return ids.tolist()
 
 
-def opened(model: str | Trained | LoadedModel) -> LoadedModel:
-    """The model itself."""
+def as_loaded_model(model: str | Trained | LoadedModel) -> LoadedModel:
+    """Returns the model, opening a work folder."""
     return model if isinstance(model, LoadedModel) else open_model(str(model), say=silent, named="model")
 
 

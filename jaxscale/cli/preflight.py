@@ -1,10 +1,10 @@
-"""Compiles the very step that training runs, for chips that are not here: does it fit, and what can it reach at best.
+"""Compiles the training step for chips you do not have: memory use, and a lower bound of the step time.
 
   jaxscale preflight --config=FILE --topology=v5p:4x4x8
 
-No device is touched, and none need be there; TPUs need the package libtpu, GPUs jax's CUDA plugin. Times are the least
-that the chip's datasheet and the order of the program allow; --collectives shows what hides behind products. Exit code
-0: it fits; 3: it does not, and two changes that do are shown if they exist.
+Needs no device; TPUs need the package libtpu, GPUs jax's CUDA plugin. Times are lower bounds from the chip's datasheet
+and the order of the program; --collectives shows which communication overlaps with matmuls. Exit code 0: it fits; 3: it
+does not, and up to two changes that make it fit are printed.
 """
 
 import dataclasses
@@ -45,24 +45,24 @@ class PreflightFlags:
         "NAME",
     )
     workdir: str | None = flag(
-        None, "a run that resumes there: stages of batch_ramp and seq_len_ramp that are over need not fit", "FOLDER"
+        None, "a run to resume: finished stages of batch_ramp and seq_len_ramp need not fit", "FOLDER"
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
-    collectives: bool = flag(False, "also prints each collective: what it sends, and how much of it products hide")
+    collectives: bool = flag(False, "also prints each collective: its bytes, and how much of it overlaps with matmuls")
     search: bool = flag(
         False, "also compiles other meshes, remat policies and microbatches, and writes the best settings"
     )
     search_seconds: int = flag(
-        600, "time for these, and for the search for changes where the config does not fit", least=1
+        600, "time for --search, and for the search for changes if the config does not fit", least=1
     )
     overrides: pathlib.Path | None = flag(
-        None, "where --search writes them; default CONFIG-TOPOLOGY.flags", "FILE", read=file_to_write
+        None, "file for the settings of --search; default CONFIG-TOPOLOGY.flags", "FILE", read=file_to_write
     )
     save_executable: pathlib.Path | None = flag(
-        None, "writes the compiled step. Loading one was never tried: that needs the chips", "FILE", read=file_to_write
+        None, "writes the compiled step. Loading it needs the chips and is untested", "FILE", read=file_to_write
     )
     json: pathlib.Path | None = flag(None, "writes the report", "FILE", read=file_to_write)
-    fresh: bool = flag(False, "compiles again what was compiled before (results are kept in the user's cache folder)")
+    fresh: bool = flag(False, "ignores earlier results, which are in the user's cache folder")
 
 
 @command(PreflightFlags, settings=RunConfig)
@@ -76,20 +76,20 @@ def main(arguments: Arguments) -> int:
 
 
 def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
-    """Prints the report on the config, and on others where that was asked for or is needed; DONE or NO_GO."""
+    """Prints the report on the config, and on alternatives with --search or if it does not fit. DONE or NO_GO."""
     name = config_name(flags.config)
     position, recorded = run_to_resume(flags.workdir)
     cfg, dtypes = device_dtypes(cfg, topology.devices[0], recorded)
     put(*map(str, dtypes))
-    compile_one = lambda wanted, file=None: preflight(
-        wanted, topology, config_name=name, keep=not flags.fresh, save_executable=file, say=put, position=position
+    compile_one = lambda candidate, file=None: preflight(
+        candidate, topology, config_name=name, keep=not flags.fresh, save_executable=file, say=put, position=position
     )
     report = compile_one(cfg, flags.save_executable)
     put(*report_lines(report))
     if flags.collectives:
         put(*collective_lines(report.collectives))
     if flags.save_executable and report.fits:
-        put(f"the compiled step is in {flags.save_executable}; loading it needs the chips and was never tried")
+        put(f"the compiled step is in {flags.save_executable}; loading it needs the chips and is untested")
     known, tried = [(search.own_candidate(cfg, topology), report)], []
     if flags.search:
         tried = search_more(topology, known, compile_one, flags.search_seconds)
@@ -103,12 +103,12 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
 
 
 def file_name(topology: Topology) -> str:
-    """The topology as part of a file's name: '2*v6e:16x16' -> '2-v6e-16x16'."""
+    """Returns the topology as part of a file name: '2*v6e:16x16' -> '2-v6e-16x16'."""
     return topology.name.replace("*", "-").replace(":", "-")
 
 
 def search_more(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:
-    """Prints a table of other layouts, the best first, and returns all that was compiled, the known ones too."""
+    """Prints a table of other layouts, the best first, and returns all compiled ones, including `known`."""
     put(f"\nsearching other layouts for {seconds} s")
     candidates = search.search_candidates(known[0][0].cfg, topology, put)
     tried = explore(candidates, known, compile_one, seconds)
@@ -117,7 +117,7 @@ def search_more(topology: Topology, known: Tried, compile_one: Compile, seconds:
 
 
 def repair(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:
-    """Prints the two best changes that make a config fit, and returns all that was compiled, the known ones too."""
+    """Prints the two best changes that make a config fit, and returns all compiled ones, including `known`."""
     put("\nlooking for changes that fit")
     tried = explore(search.repair_candidates(known[0][0].cfg, topology), known, compile_one, seconds, enough=2)
     found = search.fitting(search.ranked(tried))
@@ -126,27 +126,27 @@ def repair(topology: Topology, known: Tried, compile_one: Compile, seconds: int)
         rows = summary_rows([(one.label, fits) for one, fits in found])
         put("\n".join(["", "compiled, and fits:", *rows, "with", *flags]))
     elif len(tried) > len(known):
-        put("nothing that was compiled fits: more or larger chips, or a smaller model or batch, are needed")
+        put("no compiled layout fits: use more or larger chips, or a smaller model or batch")
     return tried
 
 
 def explore(candidates: list[Candidate], known: Tried, compile_one: Compile, seconds: int, **more: int) -> Tried:
-    """search.explore by this process's clock."""
+    """Runs search.explore with this process's clock."""
     run = lambda candidate: compile_one(candidate.cfg)
     return search.explore(candidates, known, run, seconds=seconds, clock=time.monotonic, say=put, **more)
 
 
 def write_winner(tried: Tried, file: pathlib.Path) -> None:
-    """Writes the settings of the best layout, one flag a line."""
+    """Writes the settings of the best layout, one flag per line."""
     best = winner(tried)
     if best is None:
-        put("nothing that was compiled fits, so no settings are written")
+        put("no compiled layout fits, so no settings are written")
         return
     put("", *search.why_lines(tried))
     lines = search.override_lines(best[0].changes)
     write_text_atomic(file, "".join(f"{line}\n" for line in lines))
-    said = " ".join(lines) or "the config as it is, so the file is empty"
-    put(f"the best: {said}\nwritten to {file}; train with: jaxscale train --config=... $(cat {file})")
+    settings = " ".join(lines) or "the unchanged config, so the file is empty"
+    put(f"the best: {settings}\nwritten to {file}; train with: jaxscale train --config=... $(cat {file})")
 
 
 if __name__ == "__main__":

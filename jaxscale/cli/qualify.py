@@ -1,13 +1,13 @@
-"""What to run first on new chips: are they what was paid for, do the kernels compute right, is one of them slow.
+"""Checks new chips: speed compared with the datasheet, correctness of the kernels, slow devices.
 
   jaxscale qualify --out=FOLDER
 
-Measured, in 8 minutes: matrix products, memory and links beside the datasheet; every device beside the others; each
-kernel beside its definition in float32; a training step of the 1B class, or a smaller one that fits, beside the
-compiler's memory and the roofline, and how much of its communication is hidden; saves and restores. It writes
-FOLDER/qualify.html and FOLDER/qualify.json again after each probe, and keeps the step for `jaxscale plan`.
+Measures, in 8 minutes: matmuls, memory and links compared with the datasheet; every device compared with the others;
+each kernel compared with a float32 reference; a training step of a 1B model, or a smaller one that fits, compared with
+the compiler's memory estimate and the roofline, and its communication overlap; saves and restores. Updates
+FOLDER/qualify.html and FOLDER/qualify.json after each probe, and saves the step's speed for `jaxscale plan`.
 
-Of several hosts each runs the same command, and the first one writes. Exit code 0: qualified; 3: below a floor, or a
+On several hosts, run the same command on each; the first one writes. Exit code 0: qualified; 3: below a floor, or a
 probe failed; 15: a probe hung.
 """
 
@@ -32,12 +32,12 @@ from jaxscale.qualify.run import PROBES, qualify
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
 
-LEAST_LIMIT = 60.0  # seconds: less than that a first compilation may take
+MIN_LIMIT = 60.0  # seconds, which the first compilation may take
 DEFAULTS = Floors()
 
 
 def above_0(name: str, text: str) -> float:
-    """A number above 0. Raises BadInput naming the flag."""
+    """Returns a number above 0. Raises BadInput naming the flag."""
     try:
         number = float(text)
     except ValueError:
@@ -48,15 +48,15 @@ def above_0(name: str, text: str) -> float:
 
 
 def probes_of(name: str, text: str) -> tuple[str, ...]:
-    """'products,links' as names. Raises BadInput for one that is none."""
+    """Returns the probes of a list such as 'products,links'. Raises BadInput for an unknown one."""
     names = tuple(text.split(","))
     if unknown := [one for one in names if one not in PROBES]:
-        raise BadInput(f"--{name}={unknown[0]} is no probe; there are {', '.join(PROBES)}")
+        raise BadInput(f"--{name}={unknown[0]} is not a probe; there are {', '.join(PROBES)}")
     return names
 
 
 def floor(default: float, help: str) -> float:
-    """A flag for a floor."""
+    """Returns a flag for a floor."""
     return flag(default, help, f"{default:g}", read=above_0)
 
 
@@ -64,30 +64,30 @@ def floor(default: float, help: str) -> float:
 class QualifyFlags(cluster.HostFlags):
     """The flags of `jaxscale qualify`."""
 
-    out: str = flag("qualify", "where the page and the JSON are written", "FOLDER")
+    out: str = flag("qualify", "folder for the page and the JSON", "FOLDER")
     saves: str | None = flag(
-        None, "where saves are tried, gs:// too; default FOLDER. 4 GiB of each process, removed afterwards", "FOLDER"
+        None, "folder for test saves, or gs://; default: --out. 4 GiB per process, deleted afterwards", "FOLDER"
     )
     minutes: float = flag(
-        8.0, "no probe begins after that; one that takes as long alone hangs (exit 15)", "8", read=above_0
+        8.0, "starts no probe after this time; one probe that takes as long hangs (exit 15)", "8", read=above_0
     )
-    only: tuple[str, ...] = flag(PROBES, f"some of {', '.join(PROBES)}", "products,links", read=probes_of)
-    config: str = flag("", "times the step of this config in place of the 1B class", "FILE")
-    settings: dict[str, str] = flag(dict, "sets any setting of that", "VALUE", name="config.NAME")
+    only: tuple[str, ...] = flag(PROBES, f"a subset of {', '.join(PROBES)}", "products,links", read=probes_of)
+    config: str = flag("", "times the step of this config instead of the 1B model", "FILE")
+    settings: dict[str, str] = flag(dict, "sets any setting of that config", "VALUE", name="config.NAME")
     devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
-    products_floor: float = floor(DEFAULTS.products, "least share of the datasheet's FLOP/s, in each type")
-    bandwidth_floor: float = floor(DEFAULTS.bandwidth, "of its memory bandwidth")
-    links_floor: float = floor(DEFAULTS.links, "of its link bandwidth, at the largest size along one dimension")
+    products_floor: float = floor(DEFAULTS.products, "minimum fraction of the datasheet's FLOP/s, for each dtype")
+    bandwidth_floor: float = floor(DEFAULTS.bandwidth, "minimum fraction of its memory bandwidth")
+    links_floor: float = floor(DEFAULTS.links, "minimum fraction of its link bandwidth, for the largest array")
     mfu_floor: float | None = flag(
-        None, "least MFU of the step; default 0.38 on chips of H100's architecture, none on others", "0.4", read=above_0
+        None, "minimum MFU of the step; default 0.38 on H100-class chips, none on others", "0.4", read=above_0
     )
     memory_within: float = floor(
-        DEFAULTS.memory_within, "how far the step's peak may be from the compiler's figure, as a share of that"
+        DEFAULTS.memory_within, "allowed relative difference of the step's peak memory from the compiler's estimate"
     )
-    slow: float = floor(DEFAULTS.slow, "a device is slow that takes more than this times the median")
+    slow: float = floor(DEFAULTS.slow, "a device that takes more than this multiple of the median is slow")
 
     def floors(self, chip: Chip | None) -> Floors:
-        """The limits of the figures on these chips."""
+        """Returns the floors on these chips."""
         return Floors(
             products=self.products_floor,
             bandwidth=self.bandwidth_floor,
@@ -102,12 +102,12 @@ class QualifyFlags(cluster.HostFlags):
 def main(arguments: Arguments) -> int:
     """Measures, prints the summary and returns the exit code."""
     flags: QualifyFlags = arguments.flags
-    own_model = model_of(arguments)
+    model = model_of(arguments)
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     facts = {f"--{name}": str(value) for name, value in vars(flags).items() if name not in cluster.FLAGS}
     with cluster.joined(cluster.discover_process(arguments.options), facts, arguments.options) as team:
-        result = measure(flags, own_model, team)
+        result = measure(flags, model, team)
         team("\n".join(["", *summary_lines(result)]))
         folder = paths.absolute(flags.out)
         team(f"written to {folder / 'qualify.html'} and qualify.json")
@@ -115,7 +115,7 @@ def main(arguments: Arguments) -> int:
 
 
 def model_of(arguments: Arguments) -> tuple[str, RunConfig] | None:
-    """(name, config) of --config; None without it."""
+    """Returns (name, config) of --config; None without it."""
     if arguments.config:
         return config_name(arguments.config), config_file.load_config(arguments.config, arguments.overrides)
     if arguments.overrides:
@@ -123,15 +123,15 @@ def model_of(arguments: Arguments) -> tuple[str, RunConfig] | None:
     return None
 
 
-def measure(flags: QualifyFlags, own_model: tuple[str, RunConfig] | None, team: cluster.Team) -> Qualification:
-    """All that was found, by this process and the others."""
+def measure(flags: QualifyFlags, model: tuple[str, RunConfig] | None, team: cluster.Team) -> Qualification:
+    """Runs all probes on all hosts and returns the results."""
     folder, seconds = paths.absolute(flags.out), 60 * flags.minutes
-    if own_model is not None:  # before minutes of other probes; none of its data are read
-        cfg = own_model[1]
+    if model is not None:  # before minutes of other probes; its data are not read
+        cfg = model[1]
         check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))
     if jax.process_index() == 0:
         paths.make_run_dir(folder, paths.PRIVATE)
-    limits = Limits.all(max(LEAST_LIMIT, seconds))
+    limits = Limits.all(max(MIN_LIMIT, seconds))
     with Watchdog(folder, limits, others=team, setting="--minutes") as dog:
         devices = tuple(jax.devices())
         chip = find_chip(devices[0].device_kind)
@@ -142,7 +142,7 @@ def measure(flags: QualifyFlags, own_model: tuple[str, RunConfig] | None, team: 
             folder=folder,
             save_folder=flags.saves or folder,
             seconds=seconds,
-            own_model=own_model,
+            own_model=model,
             phase=dog.phase,
         )
         return qualify(machine, only=flags.only, say=team)

@@ -1,12 +1,12 @@
-"""Writes one HTML page about a run, or about several beside each other: open it in any browser, send it on, print it.
+"""Writes one HTML page about a run, or a comparison of several runs.
 
   jaxscale report --workdir=RUN                    report.html: curves, cost, data, settings, samples, incidents
   jaxscale report --workdir=A --workdir=B          both in each plot, and the settings in which they differ
 
 The last line printed is the page's address, or the card's path.
 
-The page is one file without anything from elsewhere, and runs without a network. A run may be under way: what it has
-written so far is shown. Folders in a bucket (gs://) are read where they are. No device is touched.
+The page is one self-contained file that works offline. A running training is shown up to its latest metrics. Folders
+may be in a bucket (gs://). Needs no device.
 """
 
 import collections
@@ -35,18 +35,17 @@ class ReportFlags:
     no_config = "the settings of a run are read from its work folder"
 
     workdir: tuple[str, ...] = flag((), None, "FOLDER")
-    output: str | None = flag(None, "where the page is written", "report.html")
+    output: str | None = flag(None, "file of the page", "report.html")
     price: float | None = flag(
         None,
-        "what an hour of one chip costs, for the cost so far and in all; without it the list price of hardware.py, "
-        "where that has one",
+        "price of one chip hour, for the cost so far and in total; default: the list price in hardware.py",
         "DOLLARS",
         read=lambda name, text: price_of(f"--{name}", text),
     )
-    card: bool = flag(False, "card.md in its place: a short page in Markdown, a column for each run")
+    card: bool = flag(False, "writes card.md instead: a short page in Markdown, a column for each run")
     serve: int | None = flag(
         None,
-        "no file: the page at http://127.0.0.1:PORT, made again as the run goes on, until Ctrl-C; "
+        "serves the page at http://127.0.0.1:PORT instead, updated while the run trains, until Ctrl-C; "
         f"default port {PORT}, 0: any free one",
         "PORT",
         bare=str(PORT),
@@ -59,30 +58,30 @@ def main(arguments: Arguments) -> int:
     """Writes or serves the page and returns the exit code."""
     flags = arguments.flags
     if not flags.workdir:
-        raise BadInput("--workdir must be given, the folder of a run; more than one compares them")
-    if twice := [workdir for workdir, times in collections.Counter(flags.workdir).items() if times > 1]:
-        raise BadInput(f"--workdir={twice[0]} is given twice")
+        raise BadInput("--workdir must be given: the folder of a run; several are compared")
+    if repeated := [workdir for workdir, count in collections.Counter(flags.workdir).items() if count > 1]:
+        raise BadInput(f"--workdir={repeated[0]} is given twice")
     if flags.serve is not None:
         if flags.output or flags.card:
             raise BadInput("--serve writes no file; leave out --output and --card, or --serve")
         return serve(flags.workdir, flags.price, flags.serve)
     output = flags.output or ("card.md" if flags.card else "report.html")
     if not paths.is_remote(output) and not paths.as_path(output).parent.is_dir():
-        raise BadInput(f"--output={output} is in no folder that is there; make it, or choose another")
+        raise BadInput(f"--output={output}: its folder does not exist; make it, or choose another")
     if not paths.is_remote(output) and paths.as_path(output).is_dir():
         raise BadInput(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
     page = (make_card if flags.card else make_page)(read_all(flags.workdir), price=flags.price, now=time.time())
     stop_if_unwritable(lambda: paths.write_text_atomic(output, page), output)
-    way_on = "" if flags.card else "; open it in a browser:"
-    put(f"{output}: {', '.join(flags.workdir)}, {units.size(len(page.encode()))}{way_on}")
+    hint = "" if flags.card else "; open it in a browser:"
+    put(f"{output}: {', '.join(flags.workdir)}, {units.size(len(page.encode()))}{hint}")
     put(output if paths.is_remote(output) or flags.card else paths.as_path(output).absolute().as_uri())
     return 0
 
 
 def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
-    """Serves the page on this machine alone until Ctrl-C."""
+    """Serves the page to this machine only, until Ctrl-C."""
     pages = Pages(lambda version: make_page(read_all(workdirs), price=price, version=version), workdirs)
-    pages.page()  # errors in the folders are raised now, in one line
+    pages.page()  # raises errors of the folders before serving
     with open_server(pages, port) as server:
         put(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
         try:

@@ -44,7 +44,7 @@ def test_a_page_is_written_and_jax_is_not_imported(run, tmp_path):
         (["--workdir=RUN", "--price=nan"], "dollars for one hour"),
         (["--workdir=RUN", "--serve=70000"], "is not a port"),
         (["--workdir=RUN", "--serve", "--output=x.html"], "--serve writes no file"),
-        (["--workdir=RUN", "--output=RUN/no/x.html"], "is in no folder"),
+        (["--workdir=RUN", "--output=RUN/no/x.html"], "its folder does not exist"),
         (["--workdir=RUN", "--config=x.py"], "settings of a run are read from its work folder"),
     ],
 )

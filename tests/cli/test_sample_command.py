@@ -66,10 +66,10 @@ def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(w
 
 def test_the_speed_is_of_tokens_that_are_in_a_text_and_of_no_prompt():
     said = []
-    talk = sample_chat.Talk(None, SampleOptions(), said.append)
+    writer = sample_chat.TextWriter(None, SampleOptions(), said.append)
     timing = Timing(9.0, 0.5, prompt_tokens=20, decode_seconds=2.0, decoded_tokens=70)
-    talk.tell_speed(timing, [GeneratedText(tokens=31), GeneratedText(tokens=11), GeneratedText(tokens=0)])
-    talk.tell_speed(timing, [GeneratedText(tokens=1)])
+    writer.log_speed(timing, [GeneratedText(tokens=31), GeneratedText(tokens=11), GeneratedText(tokens=0)])
+    writer.log_speed(timing, [GeneratedText(tokens=1)])
     assert said == [
         "prefill 20 tokens, 40 tokens/s; decode 40 tokens, 20 tokens/s in 3 rows",
         "prefill 20 tokens, 40 tokens/s",
