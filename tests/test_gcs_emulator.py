@@ -106,10 +106,10 @@ def test_the_clients_of_a_checkpoint_work_against_it_and_get_through_faults(gcs,
 
 
 LOOKING = """
-from jaxscale.cli.supervise import look
+from jaxscale.cli.supervise import read_progress
 
 for _ in range(3):
-    print(sorted(look("gs://bucket/run").saved), flush=True)
+    print(sorted(read_progress("gs://bucket/run").saved), flush=True)
     input()
 """
 

@@ -1,8 +1,7 @@
-"""The Python interface, for notebooks and programs of one's own: the functions that the command line calls.
+"""The Python API, for notebooks and programs: the functions that the command line calls.
 
-`import jaxscale` gives them all, each from its module here when it is asked for; docs/python_api.md has more. What a
-person got wrong is a BadInput of one line; what else ends a training is a Stop with its exit code (both of
-jaxscale.system.exits).
+`import jaxscale` exports all of them and imports their modules on use; see docs/python_api.md. User errors raise
+BadInput with one line; other ends of a training raise Stop with an exit code (both of jaxscale.system.exits).
 """
 
 import dataclasses
@@ -11,11 +10,11 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A work folder after training in it: what the other calls are given."""
+    """The result of a training, which the other functions accept in place of a work folder."""
 
     workdir: str
-    step: int  # the last one that was trained
-    metrics: Mapping[str, float]  # the last of each that was measured: loss, validation/loss, ...
+    step: int  # the last trained step
+    metrics: Mapping[str, float]  # the last value of each: loss, validation/loss, ...
 
     def __str__(self) -> str:
         return self.workdir

@@ -2,7 +2,7 @@
 
   jaxscale watch --workdir=runs/first
 
-Ctrl-C leaves. Colours are off where NO_COLOR is set (https://no-color.org). No device is asked for anything.
+Ctrl-C ends it. NO_COLOR turns colours off (https://no-color.org). Needs no device.
 """
 
 import contextlib
@@ -27,27 +27,30 @@ from jaxscale.system.exits import BadInput, put_raw
 from jaxscale.system.redact import printable
 
 EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
-TICK_SECONDS = 0.2  # between two looks at the size of the terminal
+TICK_SECONDS = 0.2  # between checks of the terminal's size
 MOST_RECORDS = 50_000
 MOST_EVENTS = 10_000
 COLOURS = {"red": "\x1b[31m", "green": "\x1b[32m", "yellow": "\x1b[33m"}
 PLAIN = "\x1b[0m"
-OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor; and back
+OPEN, CLOSE = (
+    "\x1b[?1049h\x1b[?25l",
+    "\x1b[?25h\x1b[?1049l",
+)  # enter the alternate screen, hide the cursor; and back
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchFlags:
     """The flags of `jaxscale watch`."""
 
-    no_config = "what it shows is in the work folder"
+    no_config = "the work folder has all data"
 
-    workdir: str = flag("", "the folder of the run, local or gs://; it is only read", "FOLDER")
-    every: int | None = flag(None, "seconds between two looks; default 2, and 15 for a bucket", "SECONDS", least=1)
-    once: bool = flag(False, "prints one frame and leaves, as it does where the output is no terminal")
+    workdir: str = flag("", "the folder of the run, local or gs://; read-only", "FOLDER")
+    every: int | None = flag(None, "seconds between updates; default 2, and 15 for a bucket", "SECONDS", least=1)
+    once: bool = flag(False, "prints one frame and exits; the default if the output is not a terminal")
 
 
-class Look:
-    """The run in a work folder, kept up to date by reading what is new."""
+class RunReader:
+    """Reads the new records of a run in a work folder."""
 
     def __init__(self, workdir: str):
         self.workdir, self.folder = workdir, paths.as_path(workdir)
@@ -57,19 +60,19 @@ class Look:
         self.config: dict[str, Any] = {}
         self.starts_seen = -1
 
-    def again(self) -> History:
-        """What is known now. Storage that does not answer is a line in the frame."""
+    def read(self) -> History:
+        """Returns the history so far. A storage error becomes a problem of the history."""
         problems = ()
         try:
             self.records = grown(self.records, self.metrics, MOST_RECORDS, clean_record)
             self.events = grown(self.events, self.log, MOST_EVENTS, clean_event)
             starts = sum(event.get("event") in ("started", "resumed") for event in self.events)
-            if starts != self.starts_seen:  # each start may write another one
+            if starts != self.starts_seen:  # each start may write a new one
                 self.config = self.read_config()
                 self.starts_seen = starts if self.config else -1
-        except Exception as error:  # whatever the storage's client raises: the next look may be luckier
-            told = str(error).splitlines()[0] if str(error) else ""
-            problems = (f"cannot be read now: {type(error).__name__}: {told}",)
+        except Exception as error:  # any storage client's errors, which may be temporary
+            reason = str(error).splitlines()[0] if str(error) else ""
+            problems = (f"cannot be read now: {type(error).__name__}: {reason}",)
         times = [follow.grown_at for follow in (self.metrics, self.log) if follow.grown_at is not None]
         return History(
             workdir=self.workdir, rows=tuple(self.records), events=tuple(self.events), config=self.config,
@@ -77,7 +80,7 @@ class Look:
         )  # fmt: skip
 
     def read_config(self) -> dict[str, Any]:
-        """config.json, {} while there is none."""
+        """Returns config.json, {} before it exists."""
         try:
             config = paths.read_json(self.folder / "config.json")
         except FileNotFoundError:
@@ -86,7 +89,7 @@ class Look:
 
 
 def clean_record(record: Row) -> Row | None:
-    """The record's numbers, None for those that are not finite; None for a record without a step."""
+    """Returns the record's numbers, None for non-finite ones; None for a record without a step."""
     if type(record.get("step")) is not int:
         return None
     numbers = {name: value for name, value in record.items() if value is None or isinstance(value, (int, float))}
@@ -94,10 +97,10 @@ def clean_record(record: Row) -> Row | None:
 
 
 def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row], Row | None]) -> list[Row]:
-    """The newest records, with what the file has now."""
-    found, again = follow.poll()
+    """Returns the newest records, including the new ones of the file."""
+    found, restarted = follow.poll()
     new = [row for record in found if (row := clean(record)) is not None]
-    return (new if again else before + new)[-most:] if new or again else before
+    return (new if restarted else before + new)[-most:] if new or restarted else before
 
 
 @command(WatchFlags)
@@ -109,60 +112,60 @@ def main(arguments: Arguments) -> int:
     if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
         raise BadInput(f"--workdir={workdir} is not a folder; give that of a run, such as --workdir=runs/first")
     default = EVERY_SECONDS_REMOTE if paths.is_remote(workdir) else EVERY_SECONDS
-    look, stream = Look(workdir), sys.stdout
+    reader, stream = RunReader(workdir), sys.stdout
     if flags.once or not is_terminal(stream):
         size = shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
-        put_raw(spelt(look.again(), size, stream, colour=has_colour(stream)) + "\n")  # with our colours
+        put_raw(frame_text(reader.read(), size, stream, colour=has_colour(stream)) + "\n")  # keeps the colour codes
         return 0
     with screen(stream), contextlib.suppress(KeyboardInterrupt):
-        show(look, stream, flags.every or default)
+        show(reader, stream, flags.every or default)
     return 0
 
 
-def show(look: Look, stream: TextIO, every: float) -> None:
-    """Draws frames until interrupted: every `every` seconds, and at once when the terminal is resized."""
-    seen, looked, drawn = None, float("-inf"), None
+def show(reader: RunReader, stream: TextIO, every: float) -> None:
+    """Draws a frame every `every` seconds, and when the terminal is resized, until interrupted."""
+    history, read_at, drawn = None, float("-inf"), None
     while True:
         now, size = time.monotonic(), shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
-        if now - looked >= every:
-            seen, looked, drawn = look.again(), now, None
-        if seen is not None and drawn != size:
-            text = spelt(seen, size, stream, colour=has_colour(stream)).replace("\n", "\x1b[K\r\n")
+        if now - read_at >= every:
+            history, read_at, drawn = reader.read(), now, None
+        if history is not None and drawn != size:
+            text = frame_text(history, size, stream, colour=has_colour(stream)).replace("\n", "\x1b[K\r\n")
             stream.write(f"\x1b[H{text}\x1b[K\x1b[J")
             stream.flush()
             drawn = size
         time.sleep(TICK_SECONDS)
 
 
-def spelt(seen: History, size: os.terminal_size, stream: TextIO, *, colour: bool) -> str:
-    """A frame as text for the stream, without a newline at its end."""
+def frame_text(history: History, size: os.terminal_size, stream: TextIO, *, colour: bool) -> str:
+    """Returns a frame as text for the stream, without a final newline."""
     encoding = getattr(stream, "encoding", None) or "ascii"
     unicode = "utf" in encoding.lower()
-    lines = frame(seen, time.time(), size.columns, size.lines - 1, unicode=unicode)
+    lines = frame(history, time.time(), size.columns, size.lines - 1, unicode=unicode)
     text = "\n".join(painted(lines, colour=colour))
     return text if unicode else text.encode(encoding, "replace").decode(encoding)
 
 
 def painted(lines: Sequence[Line], *, colour: bool) -> Iterator[str]:
-    """The lines, with the terminal's codes for their colours if it shall have any."""
+    """Yields the lines, with terminal codes of their colours if `colour`."""
     for line in lines:
         text = printable(line.text)
         yield f"{COLOURS[line.colour]}{text}{PLAIN}" if colour and line.colour else text.rstrip()
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """True if the stream can move its cursor."""
+    """Returns True if the stream can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def has_colour(stream: TextIO) -> bool:
-    """True on a terminal, unless NO_COLOR is set to anything."""
+    """Returns True for a terminal unless NO_COLOR is set."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 @contextlib.contextmanager
 def screen(stream: TextIO) -> Iterator[None]:
-    """The terminal's other screen, left again whatever ends the block; an end by SIGTERM is one by Ctrl-C."""
+    """Shows the terminal's alternate screen during the block. SIGTERM raises KeyboardInterrupt."""
 
     def leave(number: int, where: Any) -> None:
         raise KeyboardInterrupt
@@ -173,7 +176,7 @@ def screen(stream: TextIO) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        with contextlib.suppress(OSError):  # a terminal that was closed
+        with contextlib.suppress(OSError):  # the terminal may be closed
             stream.write(CLOSE)
             stream.flush()
 

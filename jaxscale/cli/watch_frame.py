@@ -1,4 +1,4 @@
-"""One frame of `jaxscale watch`, drawn from what a work folder says of its run. Pure: data in, lines of text out."""
+"""One frame of `jaxscale watch`: pure functions from the history of a run to lines of text."""
 
 import datetime
 import math
@@ -21,24 +21,24 @@ LEAST_WIDTH, LEAST_HEIGHT = 80, 24
 LABEL = 12  # columns
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = "_.-~=+*#"
-EXPERTS = {  # of a mixture
+EXPERTS = {  # metrics of a mixture of experts
     "experts_busiest": "busiest {:.3g} times the mean".format,
     "experts_effective": "effective {:.3g}".format,
     "experts_dead": "dead {:.0f}".format,
     "expert_rounds": "rounds {:.0f}".format,
 }
-STATES = {"running": "green", "finished": "green", "silent": "red", "failed": "red"}  # all others are yellow
+STATES = {"running": "green", "finished": "green", "silent": "red", "failed": "red"}  # other states are yellow
 
 
 class Line(NamedTuple):
-    """Text and the name of its colour, '' for the terminal's own."""
+    """Text and the name of its colour, '' for the default."""
 
     text: str
     colour: str = ""
 
 
 def frame(run: History, now: float, width: int, height: int, *, unicode: bool = True) -> list[Line]:
-    """At most `height` lines of at most `width` columns. now: seconds since 1970."""
+    """Returns at most `height` lines of at most `width` columns. now: seconds since 1970."""
     training = [row for row in run.rows if "loss" in row]
     status = status_of(run, now)
     eta = status.left_seconds if status.state.name in ("running", "starting") else None
@@ -48,7 +48,7 @@ def frame(run: History, now: float, width: int, height: int, *, unicode: bool = 
             both_ends(f"jaxscale watch  {run.workdir}", status.state.words, width),
             STATES.get(status.state.name, "yellow"),
         ),
-        Line(about(run.config)),
+        Line(run_line(run.config)),
         Line(bar(status.step, status.total_steps or 0, eta, width, unicode=unicode)),
         Line(""),
         *curves(training, run.rows, room, unicode=unicode),
@@ -62,8 +62,8 @@ def frame(run: History, now: float, width: int, height: int, *, unicode: bool = 
     return [Line(cut(shown(line.text).replace("\n", " "), width), line.colour) for line in lines[:height]]
 
 
-def about(config: Mapping[str, Any]) -> str:
-    """'llama, 8 x TPU v5p'."""
+def run_line(config: Mapping[str, Any]) -> str:
+    """Returns text such as 'llama (12 layers), 8 x TPU v5p'."""
     devices, model = as_dict(config.get("devices")), as_dict(as_dict(config.get("config")).get("model"))
     if not devices:
         return "no config.json yet"
@@ -77,18 +77,18 @@ SIZES = {"num_layers": "layers", "embed_dim": "wide"}
 
 
 def bar(step: int, total: float, eta: float | None, width: int, *, unicode: bool) -> str:
-    """' 51% ██████····  step 10,200 of 20,000  eta 3h12m'."""
+    """Returns text such as ' 51% ██████····  step 10,200 of 20,000  eta 3h12m'."""
     done = min(max(step / total, 0.0), 1.0) if total else 0.0
-    told = f"step {step:,} of {total:,}" if total else f"step {step:,}"
-    told += "" if eta is None else f"  eta {units.duration(eta)}"
-    columns = max(10, width - len(told) - 8)
+    label = f"step {step:,} of {total:,}" if total else f"step {step:,}"
+    label += "" if eta is None else f"  eta {units.duration(eta)}"
+    columns = max(10, width - len(label) - 8)
     full, empty = ("█", "·") if unicode else ("#", ".")
     filled = int(done * columns)
-    return f"{done:4.0%} {full * filled}{empty * (columns - filled)}  {told}"
+    return f"{done:4.0%} {full * filled}{empty * (columns - filled)}  {label}"
 
 
 def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *, unicode: bool) -> list[Line]:
-    """Loss, validation, gradient norm, learning rate and throughput: the last value, a curve, its range."""
+    """Returns lines of loss, validation, gradient norm, learning rate and throughput: last value, curve, range."""
     last = training[-1] if training else {}
     lines = [curve("loss", [r.get("loss") for r in training], room, unicode=unicode, alarm=last.get("loss") is None)]
     validation = [record for record in records if "validation/loss" in record]
@@ -96,9 +96,13 @@ def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *
     lines.append(curve("validation", [r["validation/loss"] for r in validation], room, unicode=unicode, note=where))
     lines.append(curve("grad norm", [r.get("grad_norm") for r in training], room, unicode=unicode))
     rate = lambda value: f"{value:.2e}"
-    lines.append(curve("learn. rate", [r.get("learning_rate") for r in training], room, unicode=unicode, spell=rate))
     lines.append(
-        curve("tokens/s", [r.get("tokens_per_second") for r in training], room, unicode=unicode, spell=units.count)
+        curve("learn. rate", [r.get("learning_rate") for r in training], room, unicode=unicode, format_value=rate)
+    )
+    lines.append(
+        curve(
+            "tokens/s", [r.get("tokens_per_second") for r in training], room, unicode=unicode, format_value=units.count
+        )
     )
     if skipped := last.get("skipped_total"):
         lines.append(Line(f"{'refused':<{LABEL}}{int(skipped)} steps of this run", "yellow"))
@@ -111,23 +115,23 @@ def curve(
     room: int,
     *,
     unicode: bool,
-    spell: Any = format_number,
+    format_value: Any = format_number,
     note: str = "",
     alarm=False,
 ) -> Line:
-    """'loss        2.314      ▇▆▅▄▃▂▁  2.31 to 4.16'."""
+    """Returns text such as 'loss        2.314      ▇▆▅▄▃▂▁  2.31 to 4.16'."""
     numbers = [value for value in values if is_finite(value)]
     if not numbers:
         return Line(f"{label:<{LABEL}}n/a")
     newest = next((value for value in reversed(values) if is_finite(value)), None)
-    shown_value = "not finite" if alarm and values[-1] is None else spell(newest)
-    told = note or f"{spell(min(numbers))} to {spell(max(numbers))}"
-    line = f"{label:<{LABEL}}{shown_value:<11} {sparkline(values, room, unicode=unicode):<{room}}  {told}"
+    shown_value = "not finite" if alarm and values[-1] is None else format_value(newest)
+    note = note or f"{format_value(min(numbers))} to {format_value(max(numbers))}"
+    line = f"{label:<{LABEL}}{shown_value:<11} {sparkline(values, room, unicode=unicode):<{room}}  {note}"
     return Line(line, "red" if shown_value == "not finite" else "")
 
 
 def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
-    """Block characters for the means of `room` equal parts of the values; a part without numbers is a space."""
+    """Returns block characters for the means of `room` equal parts of the values; spaces for parts without numbers."""
     blocks = BLOCKS if unicode else PLAIN_BLOCKS
     columns = min(room, len(values))
     edges = [round(column * len(values) / columns) for column in range(columns + 1)] if columns else []
@@ -141,7 +145,7 @@ def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
 
 
 def machine(training: Sequence[Mapping]) -> list[Line]:
-    """The step's time, MFU, the wait for data, experts, memory, and what the devices say."""
+    """Returns lines of step time, MFU, wait for data, experts, memory and device metrics."""
     last = training[-1] if training else {}
     if not last:
         return []
@@ -156,27 +160,31 @@ def machine(training: Sequence[Mapping]) -> list[Line]:
     if used:
         memory.append(f"device {units.size(used)}" + (f" of {units.size(limit)} ({used / limit:.0%})" if limit else ""))
     lines.append(Line(f"{'peak memory':<{LABEL}}{'  '.join(memory) or 'n/a'}"))
-    spelt = {
+    formats = {
         "utilisation": lambda v: f"busy {v:.0%}",
         "power_watts": lambda v: f"{v:.0f} W",
         "temperature_c": "{:.0f} C".format,
     }
-    return lines + numbers_line("device", last, "device/", spelt)
+    return lines + numbers_line("device", last, "device/", formats)
 
 
-def numbers_line(label: str, last: Mapping, prefix: str, spelt: Mapping[str, Callable[[float], str]]) -> list[Line]:
-    """One line of those numbers of a record that are known, [] for none."""
-    parts = [spell(last[prefix + name]) for name, spell in spelt.items() if is_finite(last.get(prefix + name))]
+def numbers_line(label: str, last: Mapping, prefix: str, formats: Mapping[str, Callable[[float], str]]) -> list[Line]:
+    """Returns one line with the finite numbers of a record, [] without any."""
+    parts = [
+        format_value(last[prefix + name])
+        for name, format_value in formats.items()
+        if is_finite(last.get(prefix + name))
+    ]
     return [Line(f"{label:<{LABEL}}{'  '.join(parts)}")] if parts else []
 
 
 def goodput_lines(run: History, now: float | None, width: int) -> list[Line]:
-    """'goodput     91.2% of 3d04h  compile 2%  save 1%', over all starts."""
+    """Returns text such as 'goodput     91.2% of 3d04h  compile 2%  save 1%', over all starts."""
     goodput = measure_goodput(run.rows, run.events, now)
     if goodput.fraction is None:
         return []
     wall = goodput.wall_seconds
-    rest = [
+    overheads = [
         f"{kind} {seconds / wall:.1%}"
         for kind, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1])
         if kind != "step" and seconds / wall >= 0.001
@@ -184,39 +192,39 @@ def goodput_lines(run: History, now: float | None, width: int) -> list[Line]:
     starts = f", {goodput.starts} starts" if goodput.starts > 1 else ""
     starts += f", {units.plural(goodput.rewinds, 'rewind')}" if goodput.rewinds else ""
     first = f"{'goodput':<{LABEL}}{goodput.fraction:.1%} of {units.duration(wall)}{starts}"
-    while rest and LABEL + len("  ".join(rest)) > width:
-        rest.pop()  # the smallest
-    return [Line(first), Line(" " * LABEL + "  ".join(rest))]
+    while overheads and LABEL + len("  ".join(overheads)) > width:
+        overheads.pop()  # the smallest
+    return [Line(first), Line(" " * LABEL + "  ".join(overheads))]
 
 
 def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> list[Line]:
-    """'12:01:33  step 200: checkpoint saved, 1.2s' of the newest events, newest last; of another day with its date."""
+    """Returns lines such as '12:01:33  step 200: checkpoint saved, 1.2s' of the newest events, dated for other days."""
     found, today = [], datetime.datetime.fromtimestamp(now).date()
     for event in events[-most:]:
         when = unix_time(event.get("time"))
         local = None if when is None else datetime.datetime.fromtimestamp(when)
         form = "%H:%M:%S" if local is None or local.date() == today else "%Y-%m-%d %H:%M"
         clock = "??:??:??" if local is None else local.strftime(form)
-        (told,), _ = incidents([event])
-        step = f"step {told.step}: " if told.step else ""
-        found.append(Line(f"{clock}  {step}{told.what}", "red" if told.is_trouble else ""))
+        (incident,), _ = incidents([event])
+        step = f"step {incident.step}: " if incident.step else ""
+        found.append(Line(f"{clock}  {step}{incident.what}", "red" if incident.is_trouble else ""))
     return found
 
 
 def newest_of(records: Sequence[Mapping], name: str) -> Any:
-    """The newest number of this name, None if there is none among the last few records."""
+    """Returns the newest number of this name among the last five records, or None."""
     return next((r[name] for r in reversed(records[-5:]) if is_finite(r.get(name))), None)
 
 
 def both_ends(left: str, right: str, width: int) -> str:
-    """Two texts at the two ends of a line; the left one gives way."""
+    """Returns a line with a text at each end; the left one is cut if they do not fit."""
     room = max(0, width - columns_of(right) - 2)
     left = cut(shown(left), room)
     return left + " " * (width - columns_of(left) - columns_of(right)) + right
 
 
 def cut(text: str, width: int) -> str:
-    """The text, cut where it would be wider than `width` columns."""
+    """Returns the text, cut to `width` columns."""
     used = 0
     for number, character in enumerate(text):
         used += columns_of(character)
@@ -226,5 +234,5 @@ def cut(text: str, width: int) -> str:
 
 
 def columns_of(text: str) -> int:
-    """Columns that a terminal needs: two for wide characters, none for those that are put over others."""
+    """Returns the terminal columns of a text: two for wide characters, none for combining ones."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxscale.cli import supervise
-from jaxscale.cli.supervise import look
+from jaxscale.cli.supervise import read_progress
 from jaxscale.system.exits import ADVICE, BadInput, Exit, codes_help, may_start_again, meaning
 
 # In the place of a training: does what the next line of WORKDIR/../plan says ("saves=7": commits step 7), and ends.
@@ -152,7 +152,7 @@ def test_a_crash_loop_ends_with_the_reason_and_the_last_good_step_stays(tmp_path
     told = capfd.readouterr().err
     assert "gave up: crash loop: 4 starts in a row brought no new checkpoint; step 7 is the newest and is kept" in told
     assert "they ended: killed by SIGKILL, killed by SIGKILL, killed by SIGKILL, killed by SIGKILL\n" in told
-    assert look(training.workdir).newest == 7
+    assert read_progress(training.workdir).newest == 7
     (last,) = training.ledger("gave_up")
     assert (last["code"], last["steps_won"], last["steps_lost"]) == (1, 7, 8)
 
@@ -168,7 +168,7 @@ def test_starts_are_counted_since_the_last_new_checkpoint(tmp_path, capfd):
     training = Training(tmp_path, *advances, "dies=9", "exits=0")
     assert training.supervise("--max_fruitless=2") == Exit.ERROR and training.left() == 1
     told = capfd.readouterr().err
-    assert told.count("started again in") == 8 and told.count("(start 1 of at most 2 without a new checkpoint)") == 4
+    assert told.count("restarting in") == 8 and told.count("(start 1 of at most 2 without a new checkpoint)") == 4
     assert "gave up: crash loop: 2 starts in a row" in told
 
 
@@ -183,10 +183,10 @@ def test_a_run_that_advances_by_local_copies_alone_is_no_crash_loop(tmp_path, ca
 def test_a_step_that_is_saved_again_after_a_rewind_is_new(tmp_path):
     training = Training(tmp_path, "saves=8 exits=13")
     training.supervise("--max_fruitless=1")
-    before = look(training.workdir)
+    before = read_progress(training.workdir)
     record = training.workdir / "checkpoints" / "8" / "run" / "metadata"
     os.utime(record, (1, 1))
-    assert not before.won(before) and look(training.workdir).won(before)
+    assert not before.advanced(before) and read_progress(training.workdir).advanced(before)
 
 
 def test_the_seconds_of_the_ledger_add_up_to_the_wall(tmp_path):
@@ -205,7 +205,7 @@ def test_the_seconds_of_the_ledger_add_up_to_the_wall(tmp_path):
 @pytest.fixture
 def nothing_ignored():
     """Signals as a terminal leaves them: under nohup some are ignored, and a supervisor leaves those alone."""
-    previous = {number: signal.signal(number, signal.SIG_DFL) for number in supervise.PASSED_ON}
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in supervise.FORWARDED_SIGNALS}
     yield
     for number, handler in previous.items():
         signal.signal(number, handler)
@@ -215,7 +215,7 @@ def nothing_ignored():
 def test_a_signal_goes_on_to_the_training_which_saves_and_both_leave(tmp_path, number, nothing_ignored):
     training = Training(tmp_path, f"waits={int(number)}", "exits=0")
     assert training.supervise() == Exit.PREEMPTED
-    assert (training.workdir / "told").read_text() == signal.Signals(supervise.PASSED_ON[number]).name
+    assert (training.workdir / "told").read_text() == signal.Signals(supervise.FORWARDED_SIGNALS[number]).name
     assert training.left() == 1 and training.ledger("leave")[0]["code"] == 10
 
 
@@ -274,7 +274,7 @@ def test_a_folder_that_was_moved_under_its_run_is_not_begun_anew(tmp_path, capsy
     ("arguments", "told"),
     [
         ([], "nothing to supervise"),
-        (["--config=x.py"], "it belongs to the training: jaxscale supervise -- --config=FILE"),
+        (["--config=x.py"], "it is a flag of the training: jaxscale supervise -- --config=FILE"),
         (["--max_fruitless=no", "--", "x", "--workdir=w"], "--max_fruitless=no must be a whole number"),
         (["--max_fruitles=3", "--", "x"], "did you mean --max_fruitless?"),
         (["--", "python"], "names neither --workdir nor --config"),
@@ -302,6 +302,7 @@ def test_the_work_folder_is_that_of_the_command(command, folder):
 def test_each_of_several_processes_keeps_a_ledger_of_its_own():
     place = ["--coordinator=localhost:4000", "--num_processes=4"]
     ledgers = [
-        supervise.default_ledger("w", supervise.place_of(["p", *place, f"--process_id={number}"])) for number in (0, 3)
+        supervise.default_ledger("w", supervise.process_info_of(["p", *place, f"--process_id={number}"]))
+        for number in (0, 3)
     ]
     assert ledgers == ["w/supervise.jsonl", "w/supervise-3.jsonl"]

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxscale
-from jaxscale.cli.supervise import look
+from jaxscale.cli.supervise import read_progress
 from jaxscale.system.exits import Exit
 
 pytestmark = [pytest.mark.soak, pytest.mark.fault("F28")]
@@ -21,7 +21,7 @@ def test_a_training_that_dies_at_its_third_step_each_time_is_given_up(tmp_path):
     flags = [f"--config={tmp_path / 'tiny.py'}", f"--workdir={tmp_path / 'run'}"]
     env = os.environ | {"PYTHONPATH": str(pathlib.Path(jaxscale.__file__).parent.parent)}
     first = subprocess.run([sys.executable, "-m", "jaxscale.main", *flags, "--stop_after=5"], env=env, timeout=400)
-    assert first.returncode == 0 and look(tmp_path / "run").newest == 5
+    assert first.returncode == 0 and read_progress(tmp_path / "run").newest == 5
     supervise = [
         sys.executable,
         "-m",
