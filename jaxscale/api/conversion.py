@@ -1,4 +1,4 @@
-"""convert: models of other tools in and out."""
+"""convert: imports and exports Hugging Face models."""
 
 import dataclasses
 import os
@@ -21,9 +21,9 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted
 
-OUT_ONLY = ("step", "dtype", "shard_bytes", "push", "ema")
-SHARD_BYTES = 5_000_000_000  # what the Hub takes well in one file
-LONGEST_ROW = 4096  # tokens, of the config that is written for a model that can read more
+EXPORT_ONLY = ("step", "dtype", "shard_bytes", "push", "ema")
+SHARD_BYTES = 5_000_000_000  # the Hub's recommended file size
+MAX_SEQ_LEN = 4096  # of the written config, for models with a longer context
 Say = Callable[[str], None]
 MakeProgress = Callable[[str], Callable[..., None]]
 
@@ -32,7 +32,7 @@ no_progress: MakeProgress = lambda what: lambda *counts, **more: None
 
 
 def bytes_of(name: str, text: str) -> int:
-    """A number of bytes. Raises BadInput if the text is not a number."""
+    """Returns a number of bytes. Raises BadInput if the text is not a number."""
     try:
         size = float(text)
     except ValueError:
@@ -44,56 +44,56 @@ def bytes_of(name: str, text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """What comes in (from_) or goes out (to), and how; the flags of `jaxscale convert`."""
+    """Options of an import (from_) or export (to); the flags of `jaxscale convert`."""
 
     from_: str | None = flag(
         None,
-        "a Hugging Face model: config.json and safetensors, one file or many. Local or gs://. Or an adapter of PEFT's: "
-        "adapter_config.json and adapter_model.safetensors. Or OWNER/NAME, or its address at huggingface.co: fetched "
-        "from the Hub (extra: hub), the safetensors alone; HF_TOKEN in the environment for what is not public",
+        "a Hugging Face model, local or gs://: config.json and safetensors. Or a PEFT adapter: adapter_config.json and "
+        "adapter_model.safetensors. Or OWNER/NAME or its URL at huggingface.co: fetches the safetensors from the Hub "
+        "(extra: hub), with the HF_TOKEN variable for private models",
         "FOLDER",
         name="from",
     )
-    revision: str | None = flag(None, "with that: a commit, a branch or a tag; main unless given", "NAME")
+    revision: str | None = flag(None, "with OWNER/NAME: a commit, branch or tag; default: main", "NAME")
     base: str | None = flag(
         None,
-        "the model that the adapter is for; else the local folder that its adapter_config.json names. With --to: the "
-        "name that is written there; else what the run began with",
+        "the adapter's base model; default: the local folder in its adapter_config.json. With --to: the name to write; "
+        "default: the model that the run started from",
         "FOLDER",
     )
-    workdir: str = flag("", "with --from: the new work folder. With --to: the run whose weights go out", "FOLDER")
-    to: str | None = flag(None, "where the Hugging Face model goes; a new folder, local or gs://", "FOLDER")
-    step: int | None = flag(None, "the step to export; the newest unless given", "N", least=0)
+    workdir: str = flag("", "with --from: the new work folder. With --to: the run to export", "FOLDER")
+    to: str | None = flag(None, "new folder of the Hugging Face model, local or gs://", "FOLDER")
+    step: int | None = flag(None, "the step to export; default: the newest", "N", least=0)
     adapter: bool = flag(
-        False, "with --from: keep the adapter beside the weights; with --to: export the adapters alone"
+        False, "with --from: keep the adapter separate from the weights; with --to: export only the adapters"
     )
-    ema: bool = flag(False, "export the average of the weights, where the run keeps one")
+    ema: bool = flag(False, "export the exponential moving average of the weights")
     dtype: Format | None = flag(
-        None, "or float32: of the exported tensors; adapters are float32 unless told otherwise", "bfloat16"
+        None, "dtype of the exported tensors: bfloat16 or float32; default for adapters: float32", "bfloat16"
     )
-    shard_bytes: int | None = flag(None, "of tensors in one file, at most", "5e9", read=bytes_of)
-    push: str | None = flag(None, "send the finished folder to the Hub; a new repository is private", "OWNER/NAME")
+    shard_bytes: int | None = flag(None, "maximum bytes of tensors per file", "5e9", read=bytes_of)
+    push: str | None = flag(None, "push the finished folder to the Hub; a new repository is private", "OWNER/NAME")
 
 
 def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress = no_progress) -> dict[str, Any]:
-    """A Hugging Face model as a work folder, or a work folder's weights as one, and what was done: `jaxscale convert`.
+    """Imports or exports a Hugging Face model and returns a record of it: `jaxscale convert`.
 
-    A conversion that was killed goes on where it was. progress: of a part's name, what hears of the bytes done.
+    Resumes a killed conversion. progress: makes a callback for the bytes done, from the name of a part.
     """
     if (options.from_ is None) == (options.to is None):
-        raise BadInput("convert needs --from=FOLDER to bring a model in, or --to=FOLDER to take one out, one of them")
+        raise BadInput("convert needs one of --from=FOLDER, to import a model, and --to=FOLDER, to export one")
     if not options.workdir:
         raise BadInput("convert needs --workdir=FOLDER, the work folder; see jaxscale convert --help")
     if options.to is not None:
-        return take_out(options.to, options, say, progress)
-    if wrong := [name for name in OUT_ONLY if getattr(options, name) not in (None, False)]:
-        raise BadInput(f"--{wrong[0]} is for an export, with --to; it says nothing with --from")
+        return export_model(options.to, options, say, progress)
+    if wrong := [name for name in EXPORT_ONLY if getattr(options, name) not in (None, False)]:
+        raise BadInput(f"--{wrong[0]} is for an export, with --to; leave it out with --from")
     assert options.from_ is not None, "checked above, with to"
-    return bring_in(options.from_, options, say, progress)
+    return import_model(options.from_, options, say, progress)
 
 
-def bring_in(source: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """Makes a work folder of Hugging Face's folder and returns what was done."""
+def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
+    """Converts a Hugging Face folder to a work folder and returns a record of it."""
     workdir = flags.workdir
     model = hub.fetch(source, flags.revision, "--from")
     base = hub.fetch(flags.base, None, "--base") if flags.base else None
@@ -119,15 +119,15 @@ def bring_in(source: str, flags: ConvertOptions, say: Say, progress: MakeProgres
     done = import_tensors(folder, journal, found.pairs, found.tensors, run, progress("convert"))
     for note in found.notes:
         say(f"{found.name}: {note}")
-    tell_odd(found, done["not_finite"], say)
+    warn_about_source(found, done["not_finite"], say)
     record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": cfg.num_params, "config": made}
     return record | done
 
 
 def run_config(found: Incoming, folder: Any) -> RunConfig:
-    """The config of the work folder: the model, and what its tokenizer is. What is trained with it is another run's."""
-    longest = found.cfg.max_seq_len or found.kept.get("max_position_embeddings") or LONGEST_ROW
-    seq_len = max(2, min(int(longest), LONGEST_ROW))
+    """Returns the config of the work folder: the model and its tokenizer; a training run sets the rest."""
+    longest = found.cfg.max_seq_len or found.kept.get("max_position_embeddings") or MAX_SEQ_LEN
+    seq_len = max(2, min(int(longest), MAX_SEQ_LEN))
     main = tokenizer_files.main_file(found.files)
     kept_at = folder / tokenizer_files.FOLDER
     data = {"tokenizer": os.fspath(kept_at / tokenizer_files.kept_name(main)) if main else ""}
@@ -141,24 +141,24 @@ def run_config(found: Incoming, folder: Any) -> RunConfig:
     )
 
 
-def tell_odd(found: Incoming, not_finite: tuple[str, ...], say: Say) -> None:
-    """Says what a person should know of the source."""
+def warn_about_source(found: Incoming, not_finite: tuple[str, ...], say: Say) -> None:
+    """Prints warnings about the source."""
     if not_finite:
         say(f"WARNING: {', '.join(not_finite[:3])} of {found.name}: NaN or infinity among its values")
     if not tokenizer_files.main_file(found.files):
         missing = tokenizer_files.missing_tokenizer(found.files, paths.as_path(found.name))
-        say(f"no tokenizer was brought along: {missing}")
+        say(f"no tokenizer was imported: {missing}")
 
 
-def take_out(to: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """Writes a step's weights as Hugging Face's folder, or its adapters as PEFT's, and returns what was done."""
+def export_model(to: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
+    """Exports a step's weights as a Hugging Face folder, or its adapters for PEFT, and returns a record of it."""
     adapter = flags.adapter
     if flags.base and not adapter:
-        raise BadInput("--base says which model an adapter is for; give --adapter too")
+        raise BadInput("--base names the base model of an adapter; give --adapter too")
     if flags.revision:
-        raise BadInput("--revision is of a model of the Hub that comes in, with --from")
+        raise BadInput("--revision is for an import from the Hub, with --from")
     if adapter and flags.shard_bytes:
-        raise BadInput("--shard_bytes divides the files of a model; PEFT reads an adapter from one")
+        raise BadInput("--shard_bytes does not apply to adapters, which PEFT reads from one file")
     dtype: Format = flags.dtype or ("float32" if adapter else "bfloat16")
     if dtype not in FORMATS:
         raise BadInput(f"--dtype={dtype} must be {units.or_list(FORMATS)}")

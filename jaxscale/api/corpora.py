@@ -1,4 +1,4 @@
-"""prepare: raw text to token shards."""
+"""prepare: makes token shards from raw text."""
 
 import contextlib
 import errno
@@ -33,29 +33,29 @@ def prepare(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The manifest of the token shards that a recipe makes: `jaxscale prepare`. Killed, the same call goes on.
+    """Makes the token shards of a recipe and returns their manifest: `jaxscale prepare`. Resumes after a kill.
 
-    Args: output: a folder, or gs://BUCKET/FOLDER with work_dir, the local folder in which it is made. keep_work: leaves
-    that there. strict: raises BadInput where reading left out more than 1%, a file is broken, or the tokenizer loses
-    more than 1% of the characters of samples. executor: where the work is done; all cores of this machine unless given.
+    Args: output: a folder, or gs://BUCKET/FOLDER with work_dir, a local folder. keep_work: does not delete work_dir.
+    strict: raises BadInput if reading skips more than 1%, a file is broken, or the tokenizer loses more than 1% of the
+    characters of samples. executor: runs the tasks; default: all cores of this machine.
     """
     if is_remote(output) and work_dir is None:
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")
     if executor is None:
-        with LocalExecutor(os.cpu_count() or 1) as own:
+        with LocalExecutor(os.cpu_count() or 1) as local_executor:
             return prepare(
                 recipe,
                 output,
                 work_dir=work_dir,
                 keep_work=keep_work,
                 strict=strict,
-                executor=own,
+                executor=local_executor,
                 progress=progress,
             )
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or Progress()
-    with room_in(folder):
+    with storage_errors(folder):
         engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work, strict=strict)
-        publish_indexes(folder, recipe.rows, progress.say)  # what is there already is left alone
+        publish_indexes(folder, recipe.rows, progress.say)  # existing indexes are not changed
     if is_remote(output):
         progress.say(f"copying to {output}")
         learned = [WEIGHTS] if (folder / WEIGHTS).exists() else []
@@ -64,17 +64,17 @@ def prepare(
 
 
 @contextlib.contextmanager
-def room_in(folder: pathlib.Path) -> Iterator[None]:
-    """Around work in a folder. Raises Stop with exit code 14 where the disk is full, BadInput where this user may not
-    write there or the system allows too few open files."""
+def storage_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Translates errors of the block. Raises Stop with exit code 14 for a full disk, BadInput for missing permissions
+    or a too low limit of open files."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Stop(Exit.STORAGE, f"{folder} is full; make room, and run the same command again to go on") from None
+            raise Stop(Exit.STORAGE, f"{folder} is full; make room, then run the same command to resume") from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            place = error.filename or folder
-            raise BadInput(f"{place}: {error.strerror}; use a folder that this user may write") from None
+            path = error.filename or folder
+            raise BadInput(f"{path}: {error.strerror}; use a folder that this user may write") from None
         if hint := too_many(error):
             raise BadInput(f"{error.filename or folder}: {error.strerror}{hint}") from None
         raise

@@ -1,4 +1,4 @@
-"""plan and preflight: what a run costs and whether it fits, before any chip is held."""
+"""plan and preflight: cost and memory of a run, without a device."""
 
 import pathlib
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def plan(
     *,
     workdir: str | None = None,
 ) -> RunPlan:
-    """What a run costs on a machine, by arithmetic: `jaxscale plan`. No step is compiled.
+    """Returns the estimated cost of a run on a machine: `jaxscale plan`. Compiles nothing.
 
     Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. wishes: price, deadline, budget and what else is known.
     say: takes a line for each dtype that was 'auto', and for a result of preflight that cannot be read. workdir: of a
@@ -45,9 +45,9 @@ def plan(
 
 
 def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
-    """(where the run in a work folder resumes, its config). Without a folder (the beginning, {}).
+    """Returns (the position at which a work folder's run resumes, its config); (BEGINNING, {}) without a folder.
 
-    Raises BadInput where it has no checkpoint.
+    Raises BadInput for a folder without a checkpoint.
     """
     if workdir is None:
         return BEGINNING, {}
@@ -56,7 +56,7 @@ def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
 
 
 def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
-    """(the machine that a topology names, what was measured on it if it is this one, or on chips of its kind)."""
+    """Returns (the machine of a topology, measurements on it if it is this one, or on chips of its kind)."""
     if topology is None:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
     if topology != HERE:
@@ -81,10 +81,10 @@ def preflight(
     say: Callable[[str], None] = lambda line: None,
     workdir: str | None = None,
 ) -> Report:
-    """The training step compiled for chips that need not be here: does it fit: `jaxscale preflight`.
+    """Compiles the training step for chips that need not be present, and reports its memory: `jaxscale preflight`.
 
-    Args: name: of the config, in the report. fresh: compile again what was compiled before. save_executable: a file for
-    the compiled step. workdir: of a run that resumes there: stages of its ramps that are over need not fit.
+    Args: name: of the config, in the report. fresh: ignore earlier results. save_executable: a file for the compiled
+    step. workdir: of a run to resume: finished stages of its ramps need not fit.
     """
     file = None if save_executable is None else pathlib.Path(save_executable)
     machine, (position, recorded) = open_topology(topology), run_to_resume(workdir)

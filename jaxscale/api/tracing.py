@@ -1,4 +1,4 @@
-"""trace: the documents that a step of a run has trained on, or the steps that saw a document."""
+"""trace: the documents of a training step, or the steps that train on a document."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -26,21 +26,21 @@ from jaxscale.units import BatchSizes, recorded_sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
-    """A run whose documents can be listed."""
+class TracedRun:
+    """A run opened for tracing."""
 
     ledger: Ledger
     total_steps: int
-    done: int  # steps, as far as the last checkpoint and metrics.jsonl tell
-    hashes: dict[int, str]  # of the batch of a step, as metrics.jsonl has it
-    row_tokens: BatchSizes  # tokens in a row of each batch, as it was trained on
+    done: int  # completed steps according to the last checkpoint and metrics.jsonl
+    hashes: dict[int, str]  # {step: hash of its batch} from metrics.jsonl
+    row_tokens: BatchSizes  # tokens per row of each batch in training
 
 
-def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
-    """The run in a work folder.
+def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
+    """Opens the run in a work folder.
 
-    Raises BadInput where there is none, Stop(CHECKPOINT_CORRUPT) where none of its checkpoints can be believed, and
-    Stop(DATA_MISMATCH) where the data are not those of the run.
+    Raises BadInput without a run, Stop(CHECKPOINT_CORRUPT) without a valid checkpoint, and Stop(DATA_MISMATCH) for data
+    that are not those of the run.
     """
     folder = paths.as_path(workdir)
     if not (folder / "config.json").exists():
@@ -49,7 +49,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     cfg = schema.from_dict(RunConfig, schema.merge(written["config"], current_overrides(overrides)))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     decisions = parse_decisions(read_events(folder))
-    pending = decisions.pending  # what lies behind its step is moved away by the next start
+    pending = decisions.pending  # the next start moves later steps away
     step = newest_readable_step(checkpoints, print_stderr, before=pending.to + 1 if pending else None)
     run = checkpoints.read_run(step) if step is not None else None
     recorded = run["data"] if run else None
@@ -59,14 +59,14 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     total_steps, sizes = written["budget"]["total_steps"], recorded_sizes(written["budget"], cfg.seq_len)
     decided = decisions.with_recorded_detours(recorded)
     begun = recorded_position(run, step or 0).begun
-    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decided, sizes, begun)
+    skipped, mixture = plan_batches(cfg, corpus, recorded, step or 0, total_steps, decided, sizes, begun)
     hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}
     done = max(step or 0, 1 + max(hashes, default=-1))
     row_tokens = recorded_rows(written["budget"], cfg.seq_len)
-    return Traced(Ledger(corpus, corpus.batches(sizes, mixture), skipped), total_steps, done, hashes, row_tokens)
+    return TracedRun(Ledger(corpus, corpus.batches(sizes, mixture), skipped), total_steps, done, hashes, row_tokens)
 
 
-def reckoned(
+def plan_batches(
     cfg: RunConfig,
     corpus: Corpus,
     recorded: dict[str, Any] | None,
@@ -76,17 +76,17 @@ def reckoned(
     sizes: BatchSizes,
     begun: Mapping[str, int],
 ) -> tuple[Ranges, Mixture | None]:
-    """(skipped batches, mixture) as run.open_run has them: what the last checkpoint, of `step`, has recorded, and what
-    the newest start and the run's rewinds have changed ahead of it.
+    """Returns (skipped batches, mixture) like run.open_run: those of the last checkpoint, of `step`, with later changes
+    by the newest start and by rewinds.
 
-    Raises Stop(DATA_MISMATCH) where that would give other batches to the steps up to the checkpoint.
+    Raises Stop(DATA_MISMATCH) if these give other batches to the steps up to the checkpoint.
     """
     before = [tuple(part) for part in recorded["skipped"]] if recorded else []
     if recorded and (recorded["fingerprint"], recorded.get("order")) != (corpus.fingerprint, ORDER):
         raise Stop(
             Exit.DATA_MISMATCH,
             f"the data are not those of the run: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{recorded['fingerprint'][:16]} then; bring the old data back (or the release that made the order)",
+            f"{recorded['fingerprint'][:16]} then; restore the old data (or the release that made the order)",
         )
     skipped = merge_skips(before, [*cfg.data.skip_batches, *decisions.skip_batches], step)
     num_batches = batch_index(total_steps - 1, skipped) + 1
@@ -95,14 +95,14 @@ def reckoned(
     if recorded and not same_past(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise Stop(
             Exit.DATA_MISMATCH,
-            f"data.mixture and data.max_epochs of config.json give other rows to the {step} steps that are done than "
-            "the checkpoint has recorded; bring back the config.json of the run's last start (or the release it ran)",
+            f"data.mixture and data.max_epochs of config.json give other rows to the {step} completed steps than the "
+            "checkpoint has recorded; restore the config.json of the run's last start (or its release)",
         )
     return skipped, mixture
 
 
 def hashes_of(folder: Any) -> dict[int, str]:
-    """{step: the hash of its batch} from metrics.jsonl."""
+    """Returns {step: hash of its batch} from metrics.jsonl."""
     records = read_records(folder / "metrics.jsonl")
     hashed = (record for record in records if "tokens_hash" in record and isinstance(record.get("step"), int))
     return {record["step"] - 1: str(record["tokens_hash"]) for record in hashed}
@@ -112,16 +112,16 @@ def hashes_of(folder: Any) -> dict[int, str]:
 class Piece:
     """A part of a document in a batch."""
 
-    step: int | None  # that trains on the batch; None for a batch that is skipped
+    step: int | None  # that trains on the batch; None for a skipped batch
     batch: int
-    done: bool  # whether the run has done the step
+    done: bool  # True if the step is completed
     entry: Entry
-    row_tokens: int  # that the row was cut into pieces of to be trained on; seq_len where it was not
+    row_tokens: int  # row length in training, below seq_len if seq_len_ramp cuts the row
     text: str | None = None
 
     @property
     def record(self) -> dict[str, Any]:
-        """Plain data."""
+        """The piece as a JSON object."""
         found = {"step": self.step, "batch": self.batch, "done": self.done, "row_tokens": self.row_tokens}
         found |= dataclasses.asdict(self.entry)
         return found | ({} if self.text is None else {"text": self.text})
@@ -129,13 +129,13 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What was asked for: the pieces of a step's batch, or every piece of a document."""
+    """The pieces of a step's batch, or every piece of a document."""
 
-    run: Traced
+    run: TracedRun
     pieces: Iterator[Piece]
-    step: int | None = None  # of a batch: None where it is skipped
+    step: int | None = None  # None for a skipped batch or a document
     batch: int | None = None  # None for a document
-    hash_now: str = ""  # of the batch, where metrics.jsonl has another: the step trained on something else
+    hash_now: str = ""  # of the batch, if metrics.jsonl has another: the step trained on other data
 
 
 def trace(
@@ -148,10 +148,10 @@ def trace(
     characters: int = 200,
     moved: Mapping[str, str] | None = None,
 ) -> Trace:
-    """The documents that a step of a run trains on, or the steps that see a document: `jaxscale trace`.
+    """Returns the documents of a training step, or the steps that train on a document: `jaxscale trace`.
 
-    Args: step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: of the batch; else all
-    rows. characters: of each text; 0: none. moved: settings of the data, {NAME: VALUE}, where they lie elsewhere now.
+    Args: step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: of the batch; default: all
+    rows. characters: of each text; 0: none. moved: data settings with new paths, {NAME: VALUE}.
     Raises: BadInput, and Stop for checkpoints or data that are not those of the run.
     """
     if sum(value is not None for value in (step, batch, document)) != 1:
@@ -161,18 +161,18 @@ def trace(
             whole_number(name, str(number), 0)
     run = open_run_folder(str(workdir), dict(moved or {}))
     if document is not None:
-        return Trace(run, sights(run, document))
+        return Trace(run, pieces_of_document(run, document))
     step, n = step_and_batch(run, step, batch, row or 0)
-    unchanged = not run.ledger.corpus.cfg.transforms  # whose tokens the hashes are of
+    unchanged = not run.ledger.corpus.cfg.transforms  # hashes are of tokens before transforms
     recorded = run.hashes.get(step) if unchanged and step is not None else None
     now = tokens_hash(run.ledger.batches.batch(n)) if recorded else ""
-    return Trace(run, contents(run, step, n, row, characters), step, n, now if now != recorded else "")
+    return Trace(run, pieces_of_batch(run, step, n, row, characters), step, n, now if now != recorded else "")
 
 
-def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
-    """(step, or None for a skipped batch, batch) of either.
+def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
+    """Returns (step, batch) of either; step is None for a skipped batch.
 
-    Raises BadInput for one behind the end of the run, and for a row that no batch has.
+    Raises BadInput for one after the end of the run, and for a row that the batch lacks.
     """
     name, number = ("batch", batch) if step is None else ("step", step)
     assert number is not None, "one of step and batch is given"
@@ -188,8 +188,8 @@ def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -
     return step_of(n, run.ledger.skipped), n
 
 
-def contents(run: Traced, step: int | None, n: int, row: int | None, characters: int) -> Iterator[Piece]:
-    """Yields each piece of a batch, which `step` trains on, or of one row."""
+def pieces_of_batch(run: TracedRun, step: int | None, n: int, row: int | None, characters: int) -> Iterator[Piece]:
+    """Yields the pieces of a batch, or of one row. step: trains on it."""
     tokens_BT = run.ledger.tokens(n) if characters else None
     for entry in run.ledger.batch(n):
         if row is None or entry.row == row:
@@ -197,8 +197,8 @@ def contents(run: Traced, step: int | None, n: int, row: int | None, characters:
             yield Piece(step, n, step is not None and step < run.done, entry, run.row_tokens.size(n), text)
 
 
-def sights(run: Traced, document: str) -> Iterator[Piece]:
-    """Yields each time that a step sees the document."""
+def pieces_of_document(run: TracedRun, document: str) -> Iterator[Piece]:
+    """Yields the pieces of a document in the order of steps."""
     for step, entry in run.ledger.steps_of(document, run.total_steps):
         n = run.ledger.batch_of(step)
         yield Piece(step, n, step < run.done, entry, run.row_tokens.size(n))

@@ -36,14 +36,14 @@ def train(
     allow_change: str | Sequence[str] = (),
     steal_lock: bool = False,
 ) -> Trained:
-    """The folder of the run, trained to its end: `jaxscale train`, in this process.
+    """Trains a run to its end in this process, like `jaxscale train`, and returns its folder.
 
-    A run that has begun goes on from its newest checkpoint, and one that is complete is left as it is. Interrupting the
-    cell saves, and raises Stop with exit code 10: the same call goes on. In a notebook progress is a bar.
+    Resumes a run from its newest checkpoint; a complete run is unchanged. Interrupting the cell saves and raises Stop
+    with exit code 10; the same call resumes. A notebook shows a progress bar.
 
-    Args: cfg: of load_config. workdir: local or gs://. stop_after: leave after this step, the horizon stays as it is.
-    allow_change: settings in which a run that goes on may differ from how it began.
-    Raises: BadInput and Stop as `jaxscale train` ends with their codes.
+    Args: cfg: from load_config. workdir: local or gs://. stop_after: stop after this step, without changing the
+    horizon. allow_change: settings that a resumed run may change.
+    Raises: BadInput and Stop where `jaxscale train` exits with their codes.
     """
     names = (allow_change,) if isinstance(allow_change, str) else allow_change
     options = RunOptions(
@@ -52,11 +52,11 @@ def train(
         steal_lock=steal_lock,
     )
     if not isinstance(cfg, RunConfig):
-        raise BadInput(f"cfg={cfg!r} is not a config; train(load_config(FILE), WORKDIR) is how a file is trained")
+        raise BadInput(f"cfg={cfg!r} is not a config; for a file, use train(load_config(FILE), WORKDIR)")
     train_in(str(workdir), cfg, options, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    latest.pop("step", None)  # of the last line of metrics: training may have ended between two
+    latest.pop("step", None)  # of the last metrics line, which may be before the last step
     return Trained(str(workdir), open_source(str(workdir), named="workdir").step, latest)
 
 
@@ -68,24 +68,24 @@ def train_file(
     flags: Mapping[str, str],
     branch: tuple[str, str | None] | None = None,
 ) -> None:
-    """Trains what a config file describes in a work folder to completion.
+    """Trains a config file in a work folder to completion.
 
-    Args: flags: as of train_in. branch: (run that this is a branch of, tokens over which its rate decays or None); a
-    setting of the branch that is in `overrides` stays as it is there.
+    Args: flags: as in train_in. branch: (the run to branch from, tokens of the learning rate decay or None);
+    `overrides` take precedence over settings of the branch.
     """
     recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
     if branch is not None:
         if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
-            raise BadInput(f"--branch_from={branch[0]} and {both[0]} say what the run begins with; give one of them")
+            raise BadInput(f"--branch_from={branch[0]} and {both[0]} both set the initial state; give one of them")
         overrides = {**branch_settings(*branch, recorded()), **overrides}
     train_in(workdir, load_config(file, overrides, recorded), options, flags)
 
 
 def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:
-    """Trains in a work folder to completion. flags: cluster.FLAGS; where there are none, the cluster is asked."""
-    place = cluster.discover_process(flags)
+    """Trains in a work folder to completion. flags: cluster.FLAGS; default: process discovery by the cluster."""
+    process_info = cluster.discover_process(flags)
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
-    with raise_on_sigterm(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
+    with raise_on_sigterm(), files_as(options.mode), cluster.joined(process_info, facts, flags) as team:
         enable_shared_cache(workdir)
         resolved, _ = resolve_run_dtypes(cfg, workdir, options.replay)
         check_machine(resolved, begun=stop_if_unreachable(lambda: has_begun(workdir), workdir))
@@ -95,7 +95,7 @@ def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[s
             programs.append(build.make_program(cfg, budget))
             return programs[-1]
 
-        explained = out_of_memory_explained(lambda: memory_help(programs[-1] if programs else None))
-        with run_services(cfg, workdir, options, team) as services, explained:
+        explain_oom = out_of_memory_explained(lambda: memory_help(programs[-1] if programs else None))
+        with run_services(cfg, workdir, options, team) as services, explain_oom:
             run = open_run(cfg, workdir, team, services=services, options=options, make_program=make_program)
             train_to_completion(run)

@@ -1,9 +1,9 @@
-"""What a run costs, before it is paid for: size, tokens, memory, time, money, data, and what is unwise about it.
+"""Estimates size, tokens, memory, time, cost and data of a run, with warnings about its settings.
 
   jaxscale plan --config=FILE --topology=v5p-256
 
-Nothing is compiled and no device is touched. Times, money and energy are ranges, and each assumption is named at the
-end with its source. Exit code 0: it fits by the estimate, or a proposal was made; 3: it does not fit.
+Compiles nothing and needs no device. Times, costs and energy are ranges; the assumptions and their sources are listed
+at the end. Exit code 0: it fits by the estimate, or a proposal was made; 3: it does not fit.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def positive(name: str, text: str) -> float:
-    """A number above 0, '1e6' and '1_000_000' too, with or without '$'. Raises BadInput naming the flag."""
+    """Returns a number above 0, such as '1e6', '1_000_000' or '$5'. Raises BadInput naming the flag."""
     try:
         number = float(text.removeprefix("$").replace(",", ""))
     except ValueError:
@@ -41,28 +41,28 @@ def positive(name: str, text: str) -> float:
 
 
 def share(name: str, text: str) -> float:
-    """A number above 0, at most 1."""
+    """Returns a number above 0, at most 1."""
     if (number := positive(name, text)) > 1:
-        raise BadInput(f"--{name}={text} must be a share of the peak, such as 0.4")
+        raise BadInput(f"--{name}={text} must be a fraction of the peak, such as 0.4")
     return number
 
 
 def overhead(name: str, text: str) -> float:
-    """A number of 1 or more."""
+    """Returns a number of at least 1."""
     if (number := positive(name, text)) < 1:
-        raise BadInput(f"--{name}={text} must be 1 or more: what the building uses over its machines")
+        raise BadInput(f"--{name}={text} must be 1 or more: energy of the data centre over that of its machines")
     return number
 
 
 def duration_of(name: str, text: str) -> float:
-    """Seconds of '30d', '12h', '90m'. Raises BadInput for anything else."""
+    """Returns the seconds of '30d', '12h' or '90m'. Raises BadInput for anything else."""
     if (seconds := units.seconds_of(text)) is None:
         raise BadInput(f"--{name}={text} must be a time such as 30d, 12h or 90m")
     return seconds
 
 
 def size_of(name: str, text: str) -> float:
-    """Parameters of '7b', '350m', '1.5e9'. Raises BadInput for anything else."""
+    """Returns the parameters of '7b', '350m' or '1.5e9'. Raises BadInput for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
     if not found or float(found[1]) == 0:
         raise BadInput(f"--{name}={text} must be a number of parameters such as 7b, 350m or 1.5e9")
@@ -77,38 +77,35 @@ class PlanFlags:
     topology: str | None = flag(
         None,
         "as in preflight: v5p:4x4x8, v5p-256 (TensorCores), 2*v6e:16x16, h100:32x8 (hosts x cards); also v3-8, gb200, "
-        "b200, v100, p100, t4, l4, a10g; here: this machine, once `jaxscale qualify` or `jaxscale bench step --save` "
-        "measured it",
+        "b200, v100, p100, t4, l4, a10g; here: this machine, after `jaxscale qualify` or `jaxscale bench step --save`",
         "NAME",
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
     workdir: str | None = flag(
-        None, "a run that resumes there: stages of batch_ramp and seq_len_ramp that are over need not fit", "FOLDER"
+        None, "a run to resume: finished stages of batch_ramp and seq_len_ramp need not fit", "FOLDER"
     )
     price: float | None = flag(
-        None, "dollars of a chip and hour; else the list price that is shown with its date", "4.20", read=positive
+        None, "dollars per chip hour; default: the list price, shown with its date", "4.20", read=positive
     )
-    deadline: float | None = flag(None, "says whether that is enough (s, m, h, d, w)", "30d", read=duration_of)
+    deadline: float | None = flag(None, "reports if the run ends in this time (s, m, h, d, w)", "30d", read=duration_of)
     budget: float | None = flag(
         None,
-        "dollars: the same. Without --config it proposes a model, its tokens and settings",
+        "reports if the run costs at most these dollars; without --config, proposes a model, tokens and settings",
         "1e6",
         read=positive,
     )
-    flops: float | None = flag(None, "proposes for so many operations, without --config", "1e21", read=positive)
+    flops: float | None = flag(None, "proposes a model for these FLOPs, without --config", "1e21", read=positive)
     model_size: float | None = flag(
-        None, "proposes tokens, shape and settings for so many parameters, without --config", "7b", read=size_of
+        None, "proposes tokens, shape and settings for this number of parameters, without --config", "7b", read=size_of
     )
     write: pathlib.Path | None = flag(None, "writes the proposal as a config file", "FILE", read=file_to_write)
     mfu: float | None = flag(
-        None, "the share of the peak that you know you reach; else the range of published runs", "0.4", read=share
+        None, "MFU, if known, as a fraction of the peak; default: the range of published runs", "0.4", read=share
     )
-    pue: float | None = flag(None, "energy of the building over that of its machines", "1.1", read=overhead)
-    save_bandwidth: float | None = flag(None, "bytes/s to storage, of all hosts together", "1e9", read=positive)
-    json: pathlib.Path | None = flag(None, "writes the plan", "FILE", read=file_to_write)
-    loss: bool = flag(
-        False, "forecasts the loss from a ladder of small runs; jaxscale plan --loss --help has its flags"
-    )
+    pue: float | None = flag(None, "energy of the data centre over that of its machines", "1.1", read=overhead)
+    save_bandwidth: float | None = flag(None, "bytes/s to storage, total of all hosts", "1e9", read=positive)
+    json: pathlib.Path | None = flag(None, "writes the plan as JSON", "FILE", read=file_to_write)
+    loss: bool = flag(False, "forecasts the loss from a ladder of small runs; see jaxscale plan --loss --help")
 
     def wishes(self, name: str) -> Wishes:
         """What was given beside config and machine."""
@@ -137,7 +134,7 @@ def main(arguments: Arguments) -> int:
 
 
 def answer(cfg: RunConfig, flags: PlanFlags, wishes: Wishes) -> Exit:
-    """Prints the plan of a config; DONE, or NO_GO where it does not fit."""
+    """Prints the plan of a config. Returns DONE, or NO_GO if it does not fit."""
     plan = api.plan(cfg, flags.topology, wishes, say=print_stderr, workdir=flags.workdir)
     put(*plan_lines(plan))
     if flags.json:
@@ -146,22 +143,22 @@ def answer(cfg: RunConfig, flags: PlanFlags, wishes: Wishes) -> Exit:
 
 
 def propose(arguments: Arguments) -> Exit:
-    """Prints a proposal, and its plan where a topology is given; writes its config where asked."""
+    """Prints a proposal, and its plan if a topology is given; writes its config with --write."""
     flags: PlanFlags = arguments.flags
-    asked = [name for name in ("budget", "flops", "model_size") if name in arguments.options]
-    if len(asked) != 1:
+    requested = [name for name in ("budget", "flops", "model_size") if name in arguments.options]
+    if len(requested) != 1:
         raise BadInput(
             "give --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to get one"
         )
     if flags.workdir:
-        raise BadInput(f"--workdir={flags.workdir} is of a run that resumes; give its --config too")
+        raise BadInput(f"--workdir={flags.workdir} is for a run to resume; give its --config too")
     found = proposal_of(arguments, flags)
     if arguments.overrides:
         raise BadInput(
-            f"--config.{next(iter(arguments.overrides))} sets a setting of a config, and a proposal is none yet; "
-            "--write=FILE it, then plan it with --config=FILE"
+            f"--config.{next(iter(arguments.overrides))} needs a config; write the proposal with --write=FILE, "
+            "then plan it with --config=FILE"
         )
-    given = [name for name in (asked[0], "topology", "price", "mfu") if name in arguments.options]
+    given = [name for name in (requested[0], "topology", "price", "mfu") if name in arguments.options]
     command = " ".join(["jaxscale plan", *(f"--{name}={arguments.options[name]}" for name in given)])
     wishes = flags.wishes("the proposal")
     if flags.topology:
@@ -183,14 +180,13 @@ def propose(arguments: Arguments) -> Exit:
 
 
 def run_of(found: Proposal) -> RunConfig:
-    """The config of a proposal."""
+    """Returns the config of a proposal."""
     return schema.from_dict(RunConfig, found.values())
 
 
 def fitted(found: Proposal, topology_name: str, wishes: Wishes) -> Proposal:
-    """The proposal with the fewest microbatches that fit, where any do, and the tokens that a budget buys at least.
-
-    Its checkpoints are as far apart as loses the least time.
+    """Returns the proposal with the fewest microbatches that fit, the tokens that the budget covers, and the checkpoint
+    interval that loses the least time.
     """
     topology, measured = api.machine_of(topology_name)
     plan = make_plan(run_of(found), topology, wishes, measured=measured)
@@ -210,29 +206,29 @@ def fitted(found: Proposal, topology_name: str, wishes: Wishes) -> Proposal:
 
 
 def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
-    """The proposal for a budget, for operations or for a size."""
+    """Returns the proposal for a budget, a number of FLOPs or a model size."""
     if flags.model_size:
         return propose_for_size(flags.model_size, f"--model_size={arguments.options['model_size']}")
     if flags.flops:
         return propose_for_flops(flags.flops, f"--flops={flags.flops:.3g}")
-    assert flags.budget is not None, "propose() wants one of the three"
+    assert flags.budget is not None, "propose() requires one of the three"
     topology, measured = api.machine_of(flags.topology)
     chip = topology.chip
     price = flags.price or (chip.price and chip.price.dollars_per_hour)
     if price is None:
-        raise BadInput(f"--budget: no price of {chip.name} is known; give --price=DOLLARS a chip and hour")
+        raise BadInput(f"--budget: no price of {chip.name} is known; give --price=DOLLARS per chip hour")
     if topology.platform not in ("tpu", "gpu") and not flags.mfu:
         raise BadInput("--budget needs --topology of TPUs or GPUs, or --mfu")
     if flags.mfu:
         check_peak(topology, flags.mfu)
-    mfu = flags.mfu or usual_mfu(topology, measured)[0].low  # what is left over costs less than what is short
+    mfu = flags.mfu or usual_mfu(topology, measured)[0].low  # the low end, to stay within budget
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(flags.budget, price, peak, mfu, cost.GOODPUT)
-    why = (
+    basis = (
         f"${flags.budget:,.0f} at ${price:.2f} buy {flags.budget / price:,.0f} hours of {chip.name}, or "
         f"{flops:.3g} FLOPs at {mfu:.1%} MFU and {cost.GOODPUT:.0%} goodput"
     )
-    return propose_for_flops(flops, why)
+    return propose_for_flops(flops, basis)
 
 
 if __name__ == "__main__":

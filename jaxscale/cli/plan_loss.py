@@ -1,10 +1,10 @@
-"""Forecasts the loss of a run from a ladder of small finished ones: E + A/N^alpha + B/D^beta, with an interval.
+"""Forecasts the loss of a run from a ladder of small finished runs: E + A/N^alpha + B/D^beta, with an interval.
 
   jaxscale plan --loss --runs='runs/ladder/*' --config=configs/7b.py
 
-Runs are compared by their held-out loss after the last step. Those that are not finished, diverged, or differ in data,
-tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
-It ends with the best size for the run's operations, by curves, by runs of equal operations and by the law.
+Runs are compared by their held-out loss after the last step. Unfinished or diverged runs, and runs with other data,
+tokenizer, row length or schedule, are left out with a reason. Compiles nothing and takes seconds. The output ends with
+the compute-optimal size for the run's FLOPs, by loss curves, by IsoFLOP profiles and by the fitted law.
 """
 
 import contextlib
@@ -26,24 +26,24 @@ from jaxscale.planning.loss_law import INTERVAL, LossLaw, Noise, Prediction, fit
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
 
-LEAST_DRAWS = 200
-MOST_NOISE = 0.2  # of a run's loss; more is a percentage that was written without its sign
-NO_FLOOR = 0.05  # an E below this part of the least loss
+MIN_DRAWS = 200
+MAX_NOISE = 0.2  # as a fraction of the loss; a larger number is probably a percentage without %
+NO_FLOOR = 0.05  # E below this fraction of the lowest loss
 FAR = 10.0  # times the FLOPs of the largest run: both trials beyond it, in docs/loss_law.md, missed the interval
 
 
 def number_file(name: str, text: str) -> Any:
-    """The file of --json, which may be in a bucket. Raises BadInput where it cannot be written."""
+    """Returns the file of --json, which may be in a bucket. Raises BadInput if it cannot be written."""
     return paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text)
 
 
 def noise_of(name: str, text: str) -> float:
-    """A part of the loss, '0.005' or '0.5%'. Raises BadInput for anything else."""
+    """Returns a fraction of the loss, '0.005' or '0.5%'. Raises BadInput for anything else."""
     with contextlib.suppress(ValueError):
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if 0 < number <= MOST_NOISE:
+        if 0 < number <= MAX_NOISE:
             return number
-    raise BadInput(f"--{name}={text} must be a part of the loss above 0, at most {MOST_NOISE:g}, such as 0.005 or 0.5%")
+    raise BadInput(f"--{name}={text} must be a fraction of the loss, at most {MAX_NOISE:g}, such as 0.005 or 0.5%")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,31 +51,31 @@ class ForecastFlags:
     """The flags of `jaxscale plan --loss`."""
 
     runs: str = flag(
-        "", "work folders of finished runs, with * and commas, quoted; configs/ladder.py makes such runs", "PATTERNS"
+        "", "quoted work folders of finished runs, with * and commas, as from configs/ladder.py", "PATTERNS"
     )
-    config: str = flag("", "the run to be forecast; --config.NAME=VALUE sets any setting, as in training", "FILE")
+    config: str = flag("", "the run to forecast; --config.NAME=VALUE sets any setting, as in training", "FILE")
     settings: dict[str, str] = flag(dict, None, "VALUE", name="config.NAME")
-    tokens: str | None = flag(None, "in place of its train_tokens", "AMOUNT")
+    tokens: str | None = flag(None, "instead of its train_tokens", "AMOUNT")
     to: str | None = flag(
         None,
-        "writes forecast.json there: the band that its training loss should stay in, for the report and the alerts",
+        "writes forecast.json there: the expected band of the training loss, for the report and the alerts",
         "WORKDIR",
     )
     noise: float | None = flag(
         None,
-        "standard deviation, as a part of the loss, of runs that differ in seed alone; 5 runs are then enough, else 7. "
-        "Measured where the ladder holds such runs",
+        "standard deviation over seeds, as a fraction of the loss; 5 runs are then enough, else 7. Measured if the "
+        "ladder has runs that differ only in their seed",
         "0.005",
         read=noise_of,
     )
-    draws: int = flag(LEAST_DRAWS, "fits of the bootstrap", least=LEAST_DRAWS)
-    seed: int = flag(0, "of these", least=0)
-    json: Any = flag(None, "writes all numbers", "FILE", read=number_file)
+    draws: int = flag(MIN_DRAWS, "bootstrap samples", least=MIN_DRAWS)
+    seed: int = flag(0, "seed of the bootstrap", least=0)
+    json: Any = flag(None, "writes all numbers as JSON", "FILE", read=number_file)
     loss: bool = flag(False, None)
 
 
 class Forecast(NamedTuple):
-    """What is known of a run's loss before it begins."""
+    """The forecast of a run's loss."""
 
     ladder: Ladder
     law: LossLaw
@@ -84,15 +84,15 @@ class Forecast(NamedTuple):
     flops: float
     end: Prediction
     band: Band | None
-    why_no_band: str  # or ""
-    covered: dict[str, float]  # of each run of the ladder's curve, by the band of the others' and its own end
-    largest: tuple[str, float] | None  # the largest run, and how much of its curve all others' forecast of it holds
-    noise: Noise | None  # as it was given, or measured from seeds
+    no_band_reason: str  # or ""
+    covered: dict[str, float]  # fraction of each ladder run's curve inside the others' band around its end
+    largest: tuple[str, float] | None  # the largest run, and the fraction of its curve inside the others' forecast
+    noise: Noise | None  # as given, or measured from seeds
     ways: list[Way]  # to the best size for its operations
 
 
 class Fitting(NamedTuple):
-    """How a law is fitted."""
+    """Options of fit()."""
 
     draws: int
     seed: int
@@ -101,15 +101,15 @@ class Fitting(NamedTuple):
 
 @command(ForecastFlags)
 def main(arguments: Arguments) -> None:
-    """Prints the forecast. Raises BadInput for a ladder that allows none."""
+    """Prints the forecast. Raises BadInput for an unsuitable ladder."""
     flags = arguments.flags
     if not flags.runs:
         raise BadInput("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     cfg, budget = target_budget(cfg, flags.tokens)
     ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
-    for folder, why in ladder.left_out:
-        put(f"left out {folder}: {why}")
+    for folder, reason in ladder.left_out:
+        put(f"left out {folder}: {reason}")
     given = None if flags.noise is None else Noise(flags.noise, math.inf)
     forecast = make_forecast(ladder, cfg, budget, Fitting(flags.draws, flags.seed, given or ladder.noise))
     put(*forecast_lines(forecast))
@@ -121,62 +121,62 @@ def main(arguments: Arguments) -> None:
 
 
 def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: Fitting) -> Forecast:
-    """The forecast of a run's end, and of its curve where the ladder allows one. Raises BadInput as fit() does."""
+    """Returns the forecast of a run's final loss, and of its curve if possible. Raises BadInput as fit() does."""
     law = fit(ladder.points, **how._asdict())
     params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
     end = law.predict(params, tokens, how.seed)
-    band, why = None, ""
+    band, reason = None, ""
     try:
         band = make_band(end, shape_of(ladder.rungs, schedule_of(cfg, budget)), tokens)
     except BadInput as error:
-        why = str(error)
+        reason = str(error)
     tried = (coverage(ladder.rungs), forecast_largest(ladder, how)) if band else ({}, None)
     flops = cfg.flops_per_token * tokens
     curves = [rung.curve for rung in ladder.rungs]
     ways = three_ways(ladder.points, curves, flops, said="those of the run to be forecast", law=law)
-    return Forecast(ladder, law, params, tokens, flops, end, band, why, *tried, how.noise, ways)
+    return Forecast(ladder, law, params, tokens, flops, end, band, reason, *tried, how.noise, ways)
 
 
 def forecast_largest(ladder: Ladder, how: Fitting) -> tuple[str, float] | None:
-    """(the run with most FLOPs, part of its curve in the band that all others make for it); None if these are too few.
+    """Returns (the run with most FLOPs, fraction of its curve inside the others' forecast band); None for too few runs.
 
-    This is the whole forecast tried once: law, interval and shape know nothing of the run.
+    This validates the whole forecast: law, interval and shape are fitted without the run.
     """
-    *rest, largest = ladder.rungs
+    *others, largest = ladder.rungs
     try:
-        law = fit([point for rung in rest for point in rung.points], **how._asdict())
+        law = fit([point for rung in others for point in rung.points], **how._asdict())
         end = law.predict(largest.params, largest.tokens, how.seed)
-        band = make_band(end, shape_of(rest, largest.schedule), largest.tokens)
+        band = make_band(end, shape_of(others, largest.schedule), largest.tokens)
     except BadInput:
         return None
-    held = inside(band, largest)
-    return None if held is None else (largest.name, held)
+    covered = inside(band, largest)
+    return None if covered is None else (largest.name, covered)
 
 
 def forecast_lines(forecast: Forecast) -> list[str]:
-    """The forecast for people."""
+    """Returns the forecast as text."""
     law, ladder, end = forecast.law, forecast.ladder, forecast.end
     lines = ["", "run                     parameters  tokens     FLOPs  nats/token    law"]
     lines += [rung_line(rung, law) for rung in ladder.rungs]
     lines += ["", law_line(law)]
     if law.terms.E < NO_FLOOR * min(point.loss for point in law.points):
-        lines.append("these runs show no floor (E is next to nothing), so far beyond them this law falls too low")
+        lines.append("these runs show no floor (E is almost 0), so the law is too low far beyond them")
     if law.form == "tokens":
-        lines.append("the ladder has one size: how the loss falls with parameters is not known, and not forecast")
+        lines.append("the ladder has one size: the dependence on parameters is unknown, and not forecast")
     if law.form == "params":
-        lines.append("tokens follow from parameters in this ladder: the two are told apart for none but such runs")
+        lines.append("tokens follow from parameters in this ladder: the forecast holds only for such runs")
     if law.left_out_error is None:
         lines.append("too few runs to forecast the largest from the others")
     else:
         largest = max(law.points, key=lambda point: point.compute)
-        told = largest.loss / math.exp(law.left_out_error)
+        predicted = largest.loss / math.exp(law.left_out_error)
         lines.append(
-            f"check: without it, the largest run ({short(largest.run)}) is forecast at {told:.4f} and ended at "
-            f"{largest.loss:.4f} ({largest.loss / told - 1:+.1%}); the band is at least as wide as that error"
+            f"check: without it, the largest run ({short(largest.run)}) is forecast at {predicted:.4f} and ended at "
+            f"{largest.loss:.4f} ({largest.loss / predicted - 1:+.1%}); the band is at least as wide as that error"
         )
-    sure = f"{INTERVAL[1] - INTERVAL[0]:.0%}"
+    level = f"{INTERVAL[1] - INTERVAL[0]:.0%}"
     lines += ["", f"forecast of {units.count(forecast.params)} parameters, {units.count(forecast.tokens)} tokens:"]
-    lines.append(f"  {end.middle:.4f} nats/token, {end.low:.4f} to {end.high:.4f} ({sure} interval)")
+    lines.append(f"  {end.middle:.4f} nats/token, {end.low:.4f} to {end.high:.4f} ({level} interval)")
     bits = ladder.bits_per_nat
     if bits is not None:
         lines.append(f"  {bits * end.middle:.4f} bits/byte, {bits * end.low:.4f} to {bits * end.high:.4f}")
@@ -184,11 +184,11 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     times = law.reach(forecast.params, forecast.tokens, forecast.flops)
     lines.append(f"  {units.digits(times)} times the FLOPs of the ladder's largest run" + far(times))
     lines.append(band_line(forecast))
-    return [*lines, "", "the best size, three ways:", *(f"  {way.text}" for way in forecast.ways)]
+    return [*lines, "", "the compute-optimal size, by three approaches:", *(f"  {way.text}" for way in forecast.ways)]
 
 
 def pull_line(forecast: Forecast) -> str:
-    """What the pull toward published exponents does to the forecast."""
+    """Returns the effect of the prior on published exponents on the forecast."""
     law, end = forecast.law, forecast.end
     free = law.without_pull.loss(forecast.params, forecast.tokens)
     names = [name for name in ("alpha", "beta") if getattr(law.terms, name)]
@@ -196,80 +196,80 @@ def pull_line(forecast: Forecast) -> str:
         f"{name} {getattr(law.without_pull, name):.3g}, not {getattr(law.terms, name):.3g}" for name in names
     )
     share = end.middle / free - 1
-    text = f"the pull of exponents toward {PULL_AT:g} moved it by {share:+.1%}: without it {free:.4f}, {moved}"
+    text = f"the prior of exponents at {PULL_AT:g} changed it by {share:+.1%}: without it {free:.4f}, {moved}"
     if end.low <= free <= end.high:
         return text
-    return f"{text}; that is outside the interval, so not the ladder decides but the pull: add sizes further apart"
+    return f"{text}; that is outside the interval, so the prior dominates the ladder: add sizes further apart"
 
 
 def noise_line(forecast: Forecast) -> str:
-    """Where the noise of one run in the interval is from."""
+    """Returns the source of the noise of one run in the interval."""
     freedom, noise = forecast.law.freedom, forecast.noise
-    left = f"Student's interval of {freedom:.0f} degrees of freedom"
+    left = f"Student's t interval with {freedom:.0f} degrees of freedom"
     if noise is None or noise.freedom != freedom:
-        more = "" if noise is None else f", more than the {noise.off:.2%} that were told"
-        return f"the noise of a run is what the ladder lies off its law{more}: {left}"
+        more = "" if noise is None else f", more than the given {noise.off:.2%}"
+        return f"the noise of a run is the ladder's deviation from its law{more}: {left}"
     if math.isinf(freedom):
         return f"the noise of a run is {noise.off:.2%}, as given"
     return f"the noise of a run is {noise.off:.2%}, measured from seeds: {left}"
 
 
 def far(times: float) -> str:
-    """A warning where the run lies further out than this was tried."""
+    """Returns a warning if the extrapolation is larger than any tested one."""
     if times <= FAR:
         return ""
-    return f": further than {FAR:g} times; the interval knows the law's errors, and not those of another law"
+    return f": more than {FAR:g} times; the interval covers errors of the fit, not of the form of the law"
 
 
 def band_line(forecast: Forecast) -> str:
-    """What the band over the curve rests on."""
+    """Returns a description of the validation of the band."""
     if forecast.band is None:
-        return f"no band over the curve: {forecast.why_no_band}"
-    held = forecast.covered
-    if not held:
-        return "the band over the curve could not be tried on held-out runs: there are too few"
-    part = sum(held.values()) / len(held)
-    worst = min(held, key=held.__getitem__)
+        return f"no band over the curve: {forecast.no_band_reason}"
+    covered = forecast.covered
+    if not covered:
+        return "the band over the curve could not be validated on held-out runs: there are too few"
+    part = sum(covered.values()) / len(covered)
+    worst = min(covered, key=covered.__getitem__)
     text = (
-        f"the shape of the other runs' curves holds {part:.0%} of each run's own, from its own end, on average "
-        f"(worst: {worst}, {held[worst]:.0%})"
+        f"the band from the other runs' curves covers {part:.0%} of each run's curve around its end, on average "
+        f"(worst: {worst}, {covered[worst]:.0%})"
     )
     if forecast.largest:
-        text += f"; forecast whole from the others, {forecast.largest[0]} has {forecast.largest[1]:.0%} in its band"
+        text += f"; a forecast of {forecast.largest[0]} from the others covers {forecast.largest[1]:.0%} of its curve"
     return text
 
 
 def rung_line(rung: Rung, law: LossLaw) -> str:
-    """A row of the table."""
-    told = law.terms.loss(rung.params, rung.tokens)
+    """Returns a row of the table."""
+    predicted = law.terms.loss(rung.params, rung.tokens)
     return (
         f"{rung.name[:22]:22}  {units.count(rung.params):>10}  {units.count(rung.tokens):>6}  {rung.flops:8.2e}  "
-        f"{rung.loss:10.4f}  {rung.loss / told - 1:+.2%}"
+        f"{rung.loss:10.4f}  {rung.loss / predicted - 1:+.2%}"
     )
 
 
 def law_line(law: LossLaw) -> str:
-    """The fitted law, and the intervals of its numbers."""
-    terms, told = law.terms, law.to_dict()["intervals"]
+    """Returns the fitted law and the intervals of its parameters."""
+    terms, intervals = law.terms, law.to_dict()["intervals"]
     text = f"loss = {terms.E:.4g}"
     names = ["E"]
     if law.form != "tokens":
         text, names = f"{text} + {terms.A:.4g} / parameters^{terms.alpha:.4g}", [*names, "alpha"]
     if law.form != "params":
         text, names = f"{text} + {terms.B:.4g} / tokens^{terms.beta:.4g}", [*names, "beta"]
-    ranges = ", ".join(f"{name} {told[name][0]:.3g} to {told[name][1]:.3g}" for name in names)
+    ranges = ", ".join(f"{name} {intervals[name][0]:.3g} to {intervals[name][1]:.3g}" for name in names)
     return f"{text}    ({ranges})"
 
 
 def short(folder: str) -> str:
-    """The folder's own name."""
+    """Returns the last component of a folder."""
     return folder.rstrip("/").rpartition("/")[2]
 
 
 def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Writes forecast.json. Raises BadInput where there is no band, or the folder holds another run."""
+    """Writes forecast.json. Raises BadInput without a band, or if the folder has another run."""
     if forecast.band is None:
-        raise BadInput(f"--to={workdir}: no band to write: {forecast.why_no_band}")
+        raise BadInput(f"--to={workdir}: no band to write: {forecast.no_band_reason}")
     folder = paths.make_run_dir(workdir)
     if (folder / "config.json").exists():
         check_same_end(paths.read_json(folder / "config.json"), workdir, cfg, budget)
@@ -281,7 +281,7 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
         made_from=[rung.name for rung in forecast.ladder.rungs],
         left_out=[short(name) for name, _ in forecast.ladder.left_out],
         made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        of="loss",  # the training loss, averaged over so much of the run:
+        of="loss",  # the training loss, averaged over this fraction of the run:
         smoothed_over=SMOOTHED,
         end=numbers["nats_per_token"],
         end_bits_per_byte=numbers["bits_per_byte"],
@@ -293,10 +293,10 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
 
 
 def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Raises BadInput if the run in the folder is not the one that was forecast."""
+    """Raises BadInput if the folder's run is not the forecast one."""
     model, steps = recorded.get("config", {}).get("model"), recorded.get("budget", {}).get("total_steps")
-    own = schema.to_dict(cfg.model)
-    differ = sorted(name for name, value in own.items() if not model or model.get(name, value) != value)
+    settings = schema.to_dict(cfg.model)
+    differ = sorted(name for name, value in settings.items() if not model or model.get(name, value) != value)
     if differ or steps != budget.total_steps:
         what = f"model.{differ[0]}" if differ else f"its length, {steps} steps and not {budget.total_steps}"
         raise BadInput(
@@ -306,7 +306,7 @@ def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) 
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """All numbers, for --json."""
+    """Returns all numbers, for --json."""
     bits = forecast.ladder.bits_per_nat
     return {
         "params": forecast.params,
@@ -317,9 +317,9 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "reach": forecast.law.reach(forecast.params, forecast.tokens, forecast.flops),
         "law": forecast.law.to_dict(),
         "noise": forecast.noise and {"off": forecast.noise.off, "measured": math.isfinite(forecast.noise.freedom)},
-        "left_out": [{"run": folder, "why": why} for folder, why in forecast.ladder.left_out],
+        "left_out": [{"run": folder, "why": reason} for folder, reason in forecast.ladder.left_out],
         "band": forecast.band._asdict() if forecast.band else None,
-        "why_no_band": forecast.why_no_band,
+        "why_no_band": forecast.no_band_reason,
         "coverage": forecast.covered,
         "best_size": {way.name: size_json(way, forecast.flops) for way in forecast.ways},
         "largest_inside": dict([forecast.largest]) if forecast.largest else None,
@@ -327,7 +327,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
 
 
 def size_json(way: Way, flops: float) -> dict[str, Any]:
-    """What a way says of the best size, for --json."""
+    """Returns the result of an approach to the compute-optimal size, for --json."""
     if way.law is None:
         return {"told": way.text}
     found = {"params": way.law.params(flops), "tokens": way.law.tokens(flops)}

@@ -1,8 +1,8 @@
-"""Turns raw text into token shards: read, screened, deduplicated, tokenised, shuffled, each document traceable.
+"""Makes token shards from raw text: reads, filters, deduplicates, tokenizes, shuffles; documents can be traced.
 
   jaxscale prepare --config=configs/data/web.py --input='raw/*.jsonl.gz' --output=FOLDER
 
-Killed at any moment, the same command goes on. Exit code 0: the set is complete.
+The same command resumes after a kill. Exit code 0: the set is complete.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from jaxscale import schema
-from jaxscale.api.corpora import prepare, room_in
+from jaxscale.api.corpora import prepare, storage_errors
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config_file import config_values
@@ -38,47 +38,45 @@ EXPORTS = {"megatron": export_megatron, "array_record": export_array_record}
 class PrepareFlags:
     """The flags of `jaxscale prepare`."""
 
-    config: str = flag("", "a recipe; without one, the default stages", "FILE")
+    config: str = flag("", "a recipe; default: the default stages", "FILE")
     settings: dict[str, str] = flag(
         dict, "sets any setting of the recipe by its dotted name", "VALUE", name="config.NAME"
     )
     input: str | None = flag(
-        None, "files of the recipe's one source, or of one named text; else the recipe's own", "GLOB"
+        None, "files of the recipe's only source, or of a source named text; default: the recipe's files", "GLOB"
     )
-    output: str = flag(
-        "", "where the shards, manifest.json and report.html go: a folder, or gs://BUCKET/FOLDER", "FOLDER"
-    )
-    workers: int | None = flag(None, "processes; default: all cores. The output does not depend on it", "N", least=1)
+    output: str = flag("", "folder of the shards, manifest.json and report.html; may be gs://BUCKET/FOLDER", "FOLDER")
+    workers: int | None = flag(None, "processes; default: all cores. Does not change the output", "N", least=1)
     runner: str = flag(
         "local",
-        "an Apache Beam runner, such as DirectRunner, DataflowRunner, FlinkRunner; its own flags come after --, as in: "
+        "an Apache Beam runner, such as DirectRunner, DataflowRunner, FlinkRunner, with its flags after --: "
         "--runner=DataflowRunner -- --project=P --temp_location=gs://B/tmp",
         "local|NAME",
     )
     work_dir: str | None = flag(
         None,
-        "for an output under gs://: the local folder in which it is made, and from which it is copied",
+        "for an output under gs://: a local folder for the work",
         "FOLDER",
     )
-    keep_work: bool = flag(False, "leaves it there in the end")
+    keep_work: bool = flag(False, "does not delete --work_dir in the end")
     index: bool = flag(
         False,
-        "makes the indexes of a finished --output that it lacks, as of a set by an earlier version: its documents by "
-        "name, for jaxscale trace, and the row plans of --config.rows.seq_len; and nothing else",
+        "only makes missing indexes of a finished --output, such as one by an earlier version: documents by name, for "
+        "jaxscale trace, and the row plans of --config.rows.seq_len",
     )
     strict: bool = flag(
         False,
-        "exit code 2 if reading left out more than 1% of documents or bytes, or a broken file, or if the tokenizer "
-        "loses more than 1% of the characters of samples",
+        "exit code 2 if reading skips more than 1% of documents or bytes, or a broken file, or if the tokenizer loses "
+        "more than 1% of the characters of samples",
     )
-    report: bool = flag(False, "writes report.html of a finished --output again, and nothing else")
+    report: bool = flag(False, "only rewrites report.html of a finished --output")
     export: str | None = flag(
         None,
-        "writes a finished --output again as megatron:BASE (BASE.bin and BASE.idx) or array_record:FILE (a record for "
-        "each document, its ids as little-endian numbers), and does nothing else",
+        "only exports a finished --output as megatron:BASE (BASE.bin and BASE.idx) or array_record:FILE (a record per "
+        "document, token ids as little-endian numbers)",
         "KIND:FILE",
     )
-    plan: bool = flag(False, "says what would be done, and does nothing")
+    plan: bool = flag(False, "prints the passes without running them")
 
 
 @command(PrepareFlags, settings=PrepareConfig, passes_on=True)
@@ -89,14 +87,14 @@ def main(arguments: Arguments) -> int:
     if not output and not flags.plan:
         raise BadInput("--output must be given: the folder for shards, manifest and report")
     if is_remote(output) and (flags.report or flags.export or flags.index):
-        raise BadInput(f"--output={output}: a report is written, and a set indexed and exported, in a local folder")
+        raise BadInput(f"--output={output}: --report, --index and --export need a local folder")
     if flags.report:
         rewrite_report(pathlib.Path(output).expanduser())
         progress.say(f"wrote {output}/report.html")
         return 0
     if flags.index:
         folder, rows = pathlib.Path(output).expanduser(), load_rows(arguments.config, arguments.overrides)
-        with room_in(folder):
+        with storage_errors(folder):
             publish_indexes(folder, rows, progress.say)
         return 0
     if flags.export:
@@ -106,7 +104,7 @@ def main(arguments: Arguments) -> int:
     if flags.plan:
         progress.say(describe(make_plan(recipe)))
         return 0
-    check_places(flags)
+    check_work_dir(flags)
     with make_executor(flags, arguments.behind) as executor:
         made = prepare(
             recipe,
@@ -126,12 +124,12 @@ def main(arguments: Arguments) -> int:
 
 
 def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> PrepareConfig:
-    """The settings of file and flags. Raises BadInput for those that are wrong."""
+    """Returns the recipe of file and flags. Raises BadInput for invalid settings."""
     values = config_values(file) if file else {}
     if input:
         sources = values.get("sources") or {"text": {}}
         if not isinstance(sources, Mapping) or not all(isinstance(one, Mapping) for one in sources.values()):
-            return schema.from_dict(PrepareConfig, values)  # which says what is wrong with them
+            return schema.from_dict(PrepareConfig, values)  # raises with the reason
         if len(sources) > 1:
             raise BadInput(
                 f"--input={input} names files of one source, and the recipe has "
@@ -142,15 +140,15 @@ def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> P
 
 
 def load_rows(file: str, overrides: Mapping[str, str]) -> RowsConfig:
-    """The settings of row plans in a recipe and flags. Raises BadInput for other flags, which --index does not read."""
+    """Returns the row plan settings of a recipe and flags. Raises BadInput for flags that --index does not use."""
     if others := [name for name in overrides if not name.startswith("rows.")]:
         raise BadInput(f"--config.{others[0]}: --index reads rows.* alone; leave this out")
     values = schema.merge(config_values(file) if file else {}, overrides)
     return schema.from_dict(RowsConfig, values.get("rows", {}))
 
 
-def check_places(flags: PrepareFlags) -> None:
-    """Raises BadInput unless --work_dir is given where the output is remote, and there alone."""
+def check_work_dir(flags: PrepareFlags) -> None:
+    """Raises BadInput unless --work_dir is given exactly for a remote output."""
     if flags.work_dir and not is_remote(flags.output):
         raise BadInput(f"--work_dir is for an output under gs://; --output={flags.output} keeps its work in itself")
     if is_remote(flags.output) and not flags.work_dir:
@@ -160,7 +158,7 @@ def check_places(flags: PrepareFlags) -> None:
 
 
 def make_executor(flags: PrepareFlags, beam_flags: Sequence[str]) -> Executor:
-    """Where the pieces of work are done."""
+    """Returns the executor of the work."""
     if flags.runner == "local":
         if beam_flags:
             raise BadInput(f"flags after -- are for a Beam runner, and --runner is local: {' '.join(beam_flags)}")
@@ -170,21 +168,21 @@ def make_executor(flags: PrepareFlags, beam_flags: Sequence[str]) -> Executor:
     return BeamExecutor(flags.runner, beam_flags)
 
 
-def export(output: pathlib.Path, wish: str) -> str:
-    """Writes the finished set in another program's format, and says so."""
-    kind, _, file = wish.partition(":")
+def export(output: pathlib.Path, target: str) -> str:
+    """Exports the finished set, and returns a message."""
+    kind, _, file = target.partition(":")
     if kind not in EXPORTS or not file:
-        raise BadInput(f"--export={wish} must be KIND:FILE, with KIND one of {', '.join(EXPORTS)}")
+        raise BadInput(f"--export={target} must be KIND:FILE, with KIND one of {', '.join(EXPORTS)}")
     shards = open_set(read_manifest(output / MANIFEST))
     EXPORTS[kind](shards, pathlib.Path(file).expanduser())
     return f"wrote {sum(shard.header['num_documents'] for shard in shards):,} documents to {file}"
 
 
 def describe(plan: PreparePlan) -> str:
-    """The passes over how many pieces of which files."""
+    """Returns a description of the passes and their inputs."""
     files = {file.path for file in plan.pieces.files}
-    size = sum(size_of(path) or 0 for path in files)  # of a stream, nobody knows
-    lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB as they lie, in {len(plan.pieces):,} pieces"]
+    size = sum(size_of(path) or 0 for path in files)  # unknown for a stream
+    lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB on disk, in {len(plan.pieces):,} pieces"]
     for number, step in enumerate(plan.passes):
         then = {"joins": ", ".join(step.joins), "sample": "training the tokenizer", "tokens": "shards"}[step.ends]
         lines.append(f"pass {number + 1}: {', '.join(step.stages) or 'nothing'}; then {then}")

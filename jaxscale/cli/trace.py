@@ -4,15 +4,14 @@
   jaxscale trace --workdir=RUN --doc=ID          every step, so far and to come, that has it; also FILE:OFFSET and
                                                  SHARD.bin:NUMBER
 
-Steps count from 0, as batches do: step n trains on the batch that the console and metrics.jsonl report as step n + 1,
-for these count steps that are done. That is said on stderr each time. Places, [begin, end), and
-text are those of the packed row of text, which an objective such as span_corruption turns into inputs and targets, and
-which seq_len_ramp cuts: "row_tokens" is the length of the rows that the batch was trained on in. A step behind the last
-checkpoint and the last line of metrics.jsonl counts as still to come ("done": false).
+Steps and batches are counted from 0: step n trains on the batch that the console and metrics.jsonl report as step n + 1
+(completed steps); a note on stderr repeats this. Positions [begin, end) and text are those of the packed row, before an
+objective such as span_corruption makes inputs and targets and before seq_len_ramp cuts it: "row_tokens" is the length
+of the rows in training. Steps after the last checkpoint and the last line of metrics.jsonl have "done": false.
 
-What is listed is computed as training would go on: from config.json, which each start of the run writes, the last
-checkpoint, and the data, which must be those of the run. Where metrics.jsonl tells the hash of a listed step's batch,
-as it was after the objective, the two are compared; if they differ, that is said on stderr and the exit code is 12.
+The list is computed from config.json, the last checkpoint and the data, which must be unchanged. If metrics.jsonl has
+the hash of a listed step's batch, after the objective, the hashes are compared; if they differ, a message is printed to
+stderr and the exit code is 12.
 """
 
 import dataclasses
@@ -31,23 +30,21 @@ from jaxscale.system.redact import on_one_line
 class TraceFlags:
     """The flags of `jaxscale trace`."""
 
-    no_config = "what the run trains on is read from its work folder, and only --config.data.NAME may be set"
+    no_config = "the run's data are read from its work folder, and only --config.data.NAME may be set"
 
     workdir: str = flag("", None, "RUN")
     step: int | None = flag(None, None, "N", least=0)
     doc: str | None = flag(None, None, "ID")
     batch: int | None = flag(
-        None, "in place of --step: by the number of the batch (metrics.jsonl has it as batch_index)", "N", least=0
+        None, "instead of --step: the number of the batch (batch_index in metrics.jsonl)", "N", least=0
     )
     row: int | None = flag(None, "only this row of the batch", "R", least=0)
-    text: int = flag(200, "characters of each piece that are shown; 0: none", least=0)
+    text: int = flag(200, "characters of text to print per piece; 0: none", least=0)
     json: bool = flag(False, "one JSON object a line")
-    settings: dict[str, str] = flag(
-        dict, "where the data lie now, if they have moved: cache_dir, files", "V", name="config.data.NAME"
-    )
+    settings: dict[str, str] = flag(dict, "new paths of moved data: cache_dir, files", "V", name="config.data.NAME")
 
 
-WHAT_WAS_TRAINED_ON = ("data.mixture", "data.max_epochs", "data.skip_batches", "data.objective")  # stays as it was
+FIXED_SETTINGS = ("data.mixture", "data.max_epochs", "data.skip_batches", "data.objective")  # they determine batches
 
 
 @command(TraceFlags)
@@ -57,9 +54,9 @@ def main(arguments: Arguments) -> int:
     if not flags.workdir:
         raise BadInput("--workdir must be given, the folder of the run, which holds its config")
     if moved := [name for name in arguments.overrides if not name.startswith("data.")]:
-        raise BadInput(f"--config.{moved[0]}: only settings of data may be given, to say where the data lie now")
-    if fixed := [name for name in arguments.overrides if name.startswith(WHAT_WAS_TRAINED_ON)]:
-        raise BadInput(f"--config.{fixed[0]}: what the run trains on is read from its work folder; leave this out")
+        raise BadInput(f"--config.{moved[0]}: only settings of data may be given, for moved data")
+    if fixed := [name for name in arguments.overrides if name.startswith(FIXED_SETTINGS)]:
+        raise BadInput(f"--config.{fixed[0]}: this is read from the run's work folder; leave it out")
     found = trace(
         flags.workdir,
         step=flags.step,
@@ -71,50 +68,49 @@ def main(arguments: Arguments) -> int:
     )
     code, piece = 0 if found.batch is None else remarks(found, found.batch), None
     for piece in found.pieces:
-        line = piece_line(piece, found.run.ledger.corpus.seq_len, of_document=found.batch is None)
+        line = piece_line(piece, found.run.ledger.corpus.seq_len, with_step=found.batch is None)
         put(json.dumps(piece.record) if flags.json else line)
     if piece is None and found.batch is None:
         print_stderr(
-            f"no step of this run, done or to come, has {flags.doc}: it is held out, or lies behind the last step"
+            f"no step of this run, past or future, has {flags.doc}: it is held out, or comes after the last step"
         )
     return code
 
 
 def remarks(found: Trace, n: int) -> int:
-    """Says on stderr what a reader of the list of batch n must know, and returns the exit code."""
+    """Prints notes about batch n to stderr, and returns the exit code."""
     step, run = found.step, found.run
     if step is None:
         print_stderr(f"batch {n} is skipped: no step trains on it")
     elif step < run.done:
         print_stderr(
-            f"step {step}, counted from 0; the console and metrics.jsonl call it {step + 1}, of steps that are done"
+            f"step {step}, counted from 0; it is step {step + 1} in the console and in metrics.jsonl, which count "
+            "completed steps"
         )
     else:
-        print_stderr(f"step {step} is still to come: the run has done {run.done} steps, as far as its folder tells")
+        print_stderr(f"step {step} is in the future: the run has done {run.done} steps according to its folder")
     if (length := run.row_tokens.size(n)) < run.ledger.corpus.seq_len:
-        print_stderr(
-            f"batch {n} is trained on in rows of {length} tokens, into which each of its rows is cut (seq_len_ramp)"
-        )
+        print_stderr(f"training cuts the rows of batch {n} into rows of {length} tokens (seq_len_ramp)")
     if found.hash_now and step is not None:
         print_stderr(
-            f"what is listed is NOT what step {step} trained on: metrics.jsonl has tokens_hash {run.hashes[step]} for "
-            f'it ("step": {step + 1}), and batch {n}, after the objective, has {found.hash_now} now; bring back the '
+            f"step {step} did NOT train on this list: metrics.jsonl has tokens_hash {run.hashes[step]} for "
+            f'it ("step": {step + 1}), but batch {n}, after the objective, now has {found.hash_now}; restore the '
             "config.json, the checkpoints and the release of the run"
         )
         return Exit.DATA_MISMATCH
     return 0
 
 
-def piece_line(piece: Piece, seq_len: int, *, of_document: bool) -> str:
-    """The line for people. seq_len: tokens in a row of the data."""
-    to_come = "" if piece.done else ", still to come"
-    to_come += f", in rows of {piece.row_tokens}" if piece.row_tokens < seq_len else ""
-    head = f"step {piece.step} (batch {piece.batch}{to_come}) " if of_document else ""
+def piece_line(piece: Piece, seq_len: int, *, with_step: bool) -> str:
+    """Returns the line of a piece. seq_len: tokens in a row of the data."""
+    notes = "" if piece.done else ", in the future"
+    notes += f", in rows of {piece.row_tokens}" if piece.row_tokens < seq_len else ""
+    head = f"step {piece.step} (batch {piece.batch}{notes}) " if with_step else ""
     return head + line_of(piece.entry, piece.text)
 
 
 def line_of(entry: Entry, text: str | None) -> str:
-    """'row 3 [0, 812): web, a.jsonl:1200 ..., tokens [0, 812)', and the text behind it on one line."""
+    """Returns a line such as 'row 3 [0, 812): web, a.jsonl:1200 ..., tokens [0, 812)', followed by the text."""
     source, file, shard = map(on_one_line, (entry.source, entry.file, entry.shard))
     place = f"row {entry.row} [{entry.begin}, {entry.begin + entry.tokens}): {source}"
     origin = f"{file}:{entry.offset}" if entry.offset >= 0 else f"{file} {shard}:{entry.number}".strip()

@@ -119,7 +119,7 @@ def test_a_full_disk_is_one_line_and_the_copy_goes_on_afterwards(kept, tmp_path)
     assert caught.value.code == Exit.STORAGE and there(tmp_path / "copy").all_steps() == []
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:  # not even the note of what is copied: of any verb such an error is one line
-        with pytest.raises(Stop, match="/copy: File too large; mend that, then run it again$") as caught:
+        with pytest.raises(Stop, match="/copy: File too large; fix that, then run it again$") as caught:
             ckpt.main(["copy", f"--workdir={kept.directory.parent}", "--step=20", f"--to={tmp_path}/copy"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -66,7 +66,7 @@ def test_verify_says_what_is_damaged_where_and_leaves_with_19(do, run):
         and f"/{path.name}" in lines[2]
         and "wide: its bits differ" in lines[2]
     )
-    assert told == "1 damaged: 30; step 20 is whole; move a damaged step away before going on\n"
+    assert told == "1 damaged: 30; step 20 is whole; move damaged steps away before resuming\n"
     code, lines, _ = do("verify", "--json", "--step=30")
     record = json.loads(lines[0])
     assert code == 19 and not record["ok"] and record["damages"][0]["what"].endswith("/wide")

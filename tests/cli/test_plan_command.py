@@ -106,7 +106,7 @@ def test_a_wrong_command_line_is_told_in_one_line(argv, said, monkeypatch, tmp_p
 
 
 def test_saving_is_of_the_step_alone():
-    with pytest.raises(ValueError, match="--save keeps what `jaxscale bench step` measured"):
+    with pytest.raises(ValueError, match="--save saves what `jaxscale bench step` measured"):
         bench.main(["loop", "--save"])
 
 

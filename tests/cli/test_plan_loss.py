@@ -36,7 +36,7 @@ def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, co
     assert f"{middle:.4f} nats/token, {low:.4f} to {high:.4f} (90% interval)" in printed
     assert told["bits_per_byte"]["middle"] == pytest.approx(made_ladder.BITS_PER_NAT * middle)
     assert f"{told['reach']:.3g} times the FLOPs of the ladder's largest run" in printed
-    assert "forecast whole from the others, 64-800 has" in printed and told["largest_inside"]["64-800"] > 0.8
+    assert "a forecast of 64-800 from the others covers" in printed and told["largest_inside"]["64-800"] > 0.8
     assert "and 9 curves show" in printed and "Approach 2, parabolas at equal FLOPs: " in printed
     law, size = made_ladder.LAW, told["best_size"]["Approach 3, a law"]["told"]
     assert (
@@ -74,7 +74,7 @@ def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_p
     assert told["noise"] == {"off": pytest.approx(0.003), "measured": False}
     assert "the noise of a run is 0.30%, as given" in printed
     free = told["law"]["without_pull"]["alpha"]
-    assert "the pull of exponents toward 0.35 moved it by" in printed and f"alpha {free:.3g}, not " in printed
+    assert "the prior of exponents at 0.35 changed it by" in printed and f"alpha {free:.3g}, not " in printed
 
 
 def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs, config_file, tmp_path, capsys):
@@ -90,7 +90,7 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
     [
         (["--runs=RUNS/16-*"], "needs 7 finished runs or more, and the ladder has 3"),
         (["--runs=RUNS/16-*", "--noise=0.5%"], "and the ladder has 3"),
-        (["--runs=RUNS/*", "--noise=5"], "--noise=5 must be a part of the loss above 0"),
+        (["--runs=RUNS/*", "--noise=5"], "--noise=5 must be a fraction of the loss, at most 0.2"),
         (["--runs=RUNS/none*"], "matches no folder"),
         ([], "--runs must be given"),
         (["--runs=RUNS/*", "--draws=20"], "--draws=20 must be a whole number, 200 or more"),

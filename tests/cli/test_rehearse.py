@@ -137,7 +137,7 @@ def test_a_kill_before_any_checkpoint_was_committed_is_no_go(tmp_path, report):
 
 def test_a_run_that_is_not_killed_is_no_go(tmp_path, report):
     what, seen = failing_row(report, rehearsal.run_killed, made(tmp_path, "print('done: 8 steps')"), report)
-    assert what == "kill" and "instead: exit 0, done: done: 8 steps" in seen
+    assert what == "kill" and "but: exit 0, done: done: 8 steps" in seen
 
 
 def write_run(folder, changed=()):

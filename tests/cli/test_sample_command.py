@@ -167,7 +167,7 @@ def test_prompts_come_from_a_terminal_until_it_ends(workdir, capsys, monkeypatch
     flags = [f"--workdir={workdir}", "--interactive", "--num_tokens=4", "--temperature=0", "--context=64"]
     out, err = written(capsys, *flags)
     assert "one" in out and "two" in out
-    assert "error: this has 135 tokens, and a text here has at most 64" in err
+    assert "error: this has 135 tokens, but a text can have at most 64" in err
     assert "texts of up to 64 tokens; the model was trained on rows of 16" in err
 
 

@@ -23,7 +23,7 @@ from jaxscale.system.exits import Exit, Stop
 from jaxscale.units import BatchSizes
 
 STEPS = 12
-COUNTS = "step {}, counted from 0; the console and metrics.jsonl call it {}, of steps that are done\n"
+COUNTS = "step {}, counted from 0; it is step {} in the console and in metrics.jsonl, which count completed steps\n"
 STAGES = {"0": {"web": 0.75, "code": 0.25}, "6 steps": {"web": 0.5, "code": 0.5}}
 VALUES = tiny.VALUES | dict(
     model=tiny.LLAMA | dict(vocab_size=272, num_layers=1),
@@ -136,7 +136,7 @@ def test_a_document_lists_its_steps(home, run, capsys):
     seen = {piece["file"].rpartition("/")[2] for pieces in by_step.values() for piece in pieces}
     never = next(file.name for file in sorted(home.glob("code*.txt")) if file.name not in seen)
     assert trace.main([f"--workdir={run}", f"--doc={never}:0"]) == 0
-    assert f"no step of this run, done or to come, has {never}:0" in capsys.readouterr().err
+    assert f"no step of this run, past or future, has {never}:0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_document_lists_its_steps(home, run, capsys):
         (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or place"),
         (["--workdir=nowhere", "--step=1"], "holds no config.json"),
         (["--workdir={run}", "--step=1", "--config.seed=3"], "only settings of data may be given"),
-        (["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"], "is read from its work folder"),
+        (["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"], "this is read from the run's work folder"),
         (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of batch 1; give 0 to 15"),
         (
             ["--workdir={run}", "--step=12"],
@@ -244,7 +244,7 @@ def test_a_batch_that_is_not_the_one_in_the_metrics_is_called_so(run, tmp_path, 
     assert trace.main([f"--workdir={copy}", "--step=4", *flags]) == Exit.DATA_MISMATCH
     listed, said = capsys.readouterr()
     assert listed.startswith("row 0 [") and said.count("\n") == 2
-    assert "what is listed is NOT what step 4 trained on: metrics.jsonl has tokens_hash 0123456789abcdef" in said
+    assert "step 4 did NOT train on this list: metrics.jsonl has tokens_hash 0123456789abcdef" in said
     assert trace.main([f"--workdir={copy}", "--step=3", *flags]) == 0 and capsys.readouterr().err == COUNTS.format(3, 4)
 
 
@@ -252,8 +252,8 @@ def test_a_step_that_is_to_come_and_a_skipped_batch_are_called_so(run, tmp_path,
     copy = copied(run, tmp_path, upto=7)  # the checkpoint of step 5, and two more lines of metrics
     for flag, note in (
         ("--step=6", COUNTS.format(6, 7)),
-        ("--step=7", "step 7 is still to come: the run has done 7 steps"),
-        ("--batch=9", "step 7 is still to come"),
+        ("--step=7", "step 7 is in the future: the run has done 7 steps"),
+        ("--batch=9", "step 7 is in the future"),
         ("--batch=4", "batch 4 is skipped: no step trains on it"),
     ):
         assert trace.main([f"--workdir={copy}", flag, "--json"]) == 0
@@ -263,7 +263,7 @@ def test_a_step_that_is_to_come_and_a_skipped_batch_are_called_so(run, tmp_path,
     name = "{shard}:{number}".format_map(json.loads(listed.splitlines()[0]))
     lines = told(capsys, f"--workdir={copy}", f"--doc={name}")
     ahead = [int(line.split()[1]) >= 7 for line in lines]
-    assert any(ahead) and [", still to come)" in line for line in lines] == ahead
+    assert any(ahead) and [", in the future)" in line for line in lines] == ahead
 
 
 def test_a_mixture_may_not_change_behind(home, run):

@@ -191,7 +191,7 @@ def test_a_long_file_is_read_from_near_its_end(tmp_path):
         (["--workdir=.", "--every=0"], "--every=0 must be a whole number, 1 or more"),
         (
             ["--workdir=.", "--config=x.py"],
-            "--config=x.py is not a flag of this command; what it shows is in the work folder",
+            "--config=x.py is not a flag of this command; the work folder has all data",
         ),
     ],
 )

@@ -231,8 +231,8 @@ def test_flags_that_mean_nothing_here_are_refused(tmp_path, llama):
     for flags, told in (
         ([base.replace("base", "from", 1), run, "--adapter"], "--adapter is for an adapter of PEFT's"),
         ([base.replace("base", "from", 1), run, base], "--base is for an adapter of PEFT's"),
-        ([run, f"--to={tmp_path / 'out'}", base], "--base says which model an adapter is for; give --adapter too"),
-        ([run, f"--to={tmp_path / 'out'}", "--adapter", "--shard_bytes=9"], "PEFT reads an adapter from one"),
+        ([run, f"--to={tmp_path / 'out'}", base], "--base names the base model of an adapter; give --adapter too"),
+        ([run, f"--to={tmp_path / 'out'}", "--adapter", "--shard_bytes=9"], "PEFT reads from one"),
         ([adapter, adapter.replace("from", "base", 1), run], "--base=.*adapter holds no config.json"),
     ):
         with pytest.raises(BadInput, match=told):

@@ -230,7 +230,7 @@ def test_mfu_is_counted_two_ways_which_the_page_of_the_h200_has(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--only=speed"], "--only=speed is no probe; there are products, devices, links, kernels, step, storage"),
+        (["--only=speed"], "--only=speed is not a probe; there are products, devices, links, kernels, step, storage"),
         (["--minutes=0"], "--minutes=0 must be a number above 0"),
         (["--mfu_floor=half"], "--mfu_floor=half must be a number above 0"),
         (["--config.seq_len=8"], "sets a setting of a config; give --config=FILE too"),

@@ -12,7 +12,7 @@ import pytest
 from gcs_emulator import Emulator, Fault
 
 from jaxscale import schema
-from jaxscale.api.corpora import room_in
+from jaxscale.api.corpora import storage_errors
 from jaxscale.cli import prepare
 from jaxscale.data.array_record import read_records
 from jaxscale.data.config import DataConfig
@@ -118,7 +118,7 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
         (["--output=gs://b/x", "--input=RAW"], "give --work_dir=FOLDER"),
         (["--output=o", "--input=RAW", "--work_dir=w"], "--work_dir is for an output under gs://"),
         (["--output=RAW", "--input=RAW"], "cannot be made"),
-        (["--output=gs://b/x", "--report"], "a report is written, and a set indexed and exported, in a local folder"),
+        (["--output=gs://b/x", "--report"], "--report, --index and --export need a local folder"),
         (["--index", "--output=TMP", "--config.write.seed=1"], "--index reads rows.* alone"),
         (["--output=o", "--input=RAW", "--", "--project=p"], "flags after -- are for a Beam runner"),
         (
@@ -166,6 +166,6 @@ def test_a_recipe_is_short_says_how_it_is_run_and_can_be_planned(file, tmp_path,
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 14), (errno.EROFS, 2), (errno.EACCES, 2)])
 def test_a_disk_that_is_full_or_may_not_be_written_is_one_line_with_its_code(tmp_path, number, code):
-    with pytest.raises((Stop, BadInput)) as caught, room_in(tmp_path):
+    with pytest.raises((Stop, BadInput)) as caught, storage_errors(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "names"))
     assert verdict(caught.value)[0] == code and str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
