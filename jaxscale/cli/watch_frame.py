@@ -11,10 +11,10 @@ from jaxscale import units
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.console import format_number
 from jaxscale.monitor.goodput import measure_goodput, unix_time
+from jaxscale.reporting.event_text import incidents
 from jaxscale.reporting.history import History, is_finite
 from jaxscale.reporting.json_lines import as_dict
 from jaxscale.reporting.status import status_of
-from jaxscale.reporting.words import incidents
 from jaxscale.system.redact import shown
 
 LEAST_WIDTH, LEAST_HEIGHT = 80, 24

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxscale.lab.experiment import Conclusion, Experiment
 from jaxscale.lab.trial import Base, Result
-from jaxscale.reporting.page import foot, whole_page
+from jaxscale.reporting.page import footer, whole_page
 from jaxscale.reporting.plots import draw
 from jaxscale.reporting.sections import Section
 from jaxscale.reporting.tables import Cell, table
@@ -27,7 +27,7 @@ def lab_page(name: str, experiment: Experiment, base: Base, results: Sequence[Re
         f'<div class="top"><h1>{escape(experiment.question)}</h1></div>'
         f'<p class="sub">{escape(summary(base, results))}</p>'
     )
-    end = foot(time.time(), f"jaxscale lab {name}").partition(" Drag")[0]
+    end = footer(time.time(), f"jaxscale lab {name}").partition(" Drag")[0]
     return whole_page(experiment.question, head, [s for s in sections if s.html], end, None)
 
 

@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs nothing else, or as a card in Markdown."""
+"""Reports of runs: a self-contained HTML page, or a card in Markdown."""
 
 from jaxscale.reporting.card import make_card
 from jaxscale.reporting.page import make_evals_page, make_page

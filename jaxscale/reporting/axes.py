@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 Points = list[tuple[float, float]]
 STEPS = (1.0, 2.0, 5.0, 10.0)
-LEAST = 1e-100  # a smaller number is drawn as 0: ratios and logarithms stay those of floats
+LEAST = 1e-100  # smaller numbers are drawn as 0, so that ratios and logarithms stay finite
 
 
 class Axis(NamedTuple):
@@ -18,7 +18,7 @@ class Axis(NamedTuple):
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where the value lies: 0 at the low end, 1 at the high one. Outside of it, up to one length, it is cut off."""
+        """Relative position of a value: 0 at the low end, 1 at the high end, clipped to [-1, 2]."""
         if self.log:
             value = max(value, self.low * 1e-9, 1e-300)
             at = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 
 def size_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Multiples of a power of two within [low, high]: memory comes in such pieces."""
+    """Multiples of a power of two within [low, high], for memory sizes."""
     if not high > low:
         return [low]
     step = 2.0 ** math.ceil(math.log2((high - low) / max(most, 1)) - 1e-9)
@@ -51,7 +51,7 @@ def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Powers of ten within [low, high]; with 2 and 5 times them where few are, and round values where still few are."""
+    """Powers of ten within [low, high]; if fewer than 3, with 2 and 5 times them, else linear ticks."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(1, math.ceil((last - first) / max(most, 1)))
     within = lambda factors: [
@@ -67,10 +67,9 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False) -> Axis:
-    """An axis that has room for the values.
+    """Returns an axis that covers the values, except a few outliers such as those of a diverging loss.
 
-    A few values far away from all others, as of a loss that explodes, do not flatten the rest: they lie beyond its
-    end. log: values that are not above 0 count for nothing. zero: the axis begins at 0.
+    log: values of 0 or less are ignored. zero: the axis begins at 0.
     """
     known = sorted(value if abs(value) > LEAST else 0.0 for value in values if not log or value > LEAST)
     if not known:
@@ -91,33 +90,33 @@ def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False)
 
 
 def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """The value below which such a fraction of the ordered values lies."""
+    """Returns the quantile of sorted values."""
     return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)]
 
 
 def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) -> Points:
-    """The points, at most four for each of so many equal parts of the range of steps: first, lowest, highest, last.
+    """Reduces each of `columns` equal parts of the step range to at most four points: first, lowest, highest, last.
 
-    A line through them covers the same pixels as one through all, and no spike is lost. steps: in order.
+    A line through them covers the same pixels as one through all points. steps: sorted.
     """
     points = list(zip(steps, values))
     if len(points) <= 2 * columns:
         return points
     first, last = steps[0], steps[-1]
     width = (last - first) / columns or 1.0
-    kept: Points = []
+    thinned: Points = []
     for _, group in itertools.groupby(enumerate(points), key=lambda item: int((item[1][0] - first) / width)):
         column = list(group)
         ends = (column[0], column[-1])
         extremes = (min(column, key=lambda item: item[1][1]), max(column, key=lambda item: item[1][1]))
-        kept += [point for _, point in sorted({*ends, *extremes})]
-    return kept
+        thinned += [point for _, point in sorted({*ends, *extremes})]
+    return thinned
 
 
 def smooth(values: Sequence[float], half: int) -> list[float]:
-    """Of each value the mean over it and up to `half` neighbours on each side.
+    """Moving average over up to `half` neighbours on each side.
 
-    At the beginning, where a loss is steep, as many are taken behind as there are before; at the end all there are.
+    The window is symmetric at the beginning, where a loss is steep, and cut at the end.
     """
     total = [0.0, *itertools.accumulate(values)]
     count = len(values)

@@ -1,4 +1,4 @@
-"""All plots of a page: one axis of steps, and what the script needs of each in the order in which they stand."""
+"""The plots of a page: a common step axis, and the script data of each plot in page order."""
 
 import dataclasses
 import itertools
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxscale.reporting.axes import Axis, smooth
+from jaxscale.reporting.event_text import marks
 from jaxscale.reporting.heat import HeatMap, draw_heat
 from jaxscale.reporting.history import History, Row, is_number, series_of
 from jaxscale.reporting.plots import Line, Mark, Plot, color_of, draw
-from jaxscale.reporting.words import marks
 
-SMOOTHED_FROM = 80  # points; below it every one is seen
+SMOOTHED_FROM = 80  # points; shorter series are not smoothed
 SMOOTHED_SHARE = 1 / 40  # of the points, in one mean
 
 
@@ -41,7 +41,7 @@ class Canvas:
         return html
 
     def metric(self, name: str, title: str, label: str = "", **settings: Any) -> str:
-        """A plot of one metric of all runs, with what was abandoned in grey; '' where no run has it."""
+        """A plot of one metric of all runs, abandoned steps in grey; '' if no run has it."""
         settings.setdefault("marks", self.marks())
         label = label if self.single else ""
         lines = [line for place, h in enumerate(self.histories) for line in self.lines_of(h, place, name, label)]
@@ -64,7 +64,7 @@ class Canvas:
         return lines
 
     def marks(self) -> list[Mark]:
-        """What happened, for a page of one run; of several it would be a thicket."""
+        """Marks of events, for a page of one run only."""
         return marks(self.histories[0].events) if self.single else []
 
 
@@ -79,20 +79,20 @@ def history_label(history: History, label: str) -> str:
 
 
 def abandoned_lines(history: History, name: str) -> list[Line]:
-    """One grey line for each time that the run went back."""
+    """One grey line per rewind."""
     lines = []
     for _, group in itertools.groupby(history.abandoned, key=lambda row: row["rewind"]):
-        steps, values = series_of(rising(group), name)
+        steps, values = series_of(sorted_by_step(group), name)
         lines.append(Line("abandoned", steps, values, "c7", "gone"))
     return lines
 
 
-def rising(rows: Iterable[Row]) -> list[Row]:
-    """The rows by step: a line goes from left to right."""
+def sorted_by_step(rows: Iterable[Row]) -> list[Row]:
+    """Sorts rows by step."""
     return sorted(rows, key=lambda row: row["step"])
 
 
-def across_of(histories: Sequence[History]) -> Axis:
+def step_axis(histories: Sequence[History]) -> Axis:
     """The axis of steps that all plots share: from 0 to the newest step."""
     last = [row["step"] for h in histories for row in (*h.rows[-1:], *h.abandoned, *h.evals[-1:])]
     return Axis(0.0, float(max([*last, 1])))
@@ -100,15 +100,15 @@ def across_of(histories: Sequence[History]) -> Axis:
 
 def tokens_per_step(history: History) -> float | None:
     """Tokens of one step, by the config or the metrics."""
-    told = history.part("budget").get("batch_tokens")
-    if is_number(told) and told >= 1:
-        return told
+    batch_tokens = history.part("budget").get("batch_tokens")
+    if is_number(batch_tokens) and batch_tokens >= 1:
+        return batch_tokens
     steps, tokens = history.series("tokens_seen")
     return tokens[-1] / steps[-1] if steps and steps[-1] else None
 
 
-def grouped(names: Iterable[str], prefix: str, key: Callable[[str], str]) -> dict[str, list[str]]:
-    """Metrics under a prefix by what `key` makes of the rest of their names."""
+def group_by(names: Iterable[str], prefix: str, key: Callable[[str], str]) -> dict[str, list[str]]:
+    """Groups metrics under a prefix by `key` of the remaining name."""
     found: dict[str, list[str]] = {}
     for name in names:
         if name.startswith(prefix):

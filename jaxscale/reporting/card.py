@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxscale import units
 from jaxscale.reporting.evals import METRICS, eval_names, label_of, parts_of, shown
 from jaxscale.reporting.history import History
-from jaxscale.reporting.page import told_apart
+from jaxscale.reporting.page import with_unique_names
 from jaxscale.reporting.status import Status, status_of
 from jaxscale.reporting.text import clock, money, plain
 from jaxscale.system.redact import block_in_markdown, in_markdown
@@ -19,7 +19,7 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
 
     Args: price: dollars an hour of one chip; else its list price, where there is one. now: Unix seconds.
     """
-    histories = told_apart(histories)
+    histories = with_unique_names(histories)
     statuses = [status_of(history, now, price) for history in histories]
     heads = ["", *(history.name for history in histories)]
     facts = [[name, *cells] for name, cells in fact_rows(histories, statuses) if any(cell != NONE for cell in cells)]

@@ -1,4 +1,4 @@
-"""What a model was measured on by name, over its checkpoints: plots, a table, and a page of these alone."""
+"""Evaluation results over checkpoints: plots and a table."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jaxscale.reporting.tables import n, table
 from jaxscale.reporting.text import plain
 
 SHOWN = re.compile(r"evals(?:_ema)?/(?P<name>.+)/(?P<metric>[a-z_]+)")
-METRICS = {  # in this order; what else there is are errors and counts
+METRICS = {  # in page order; other metrics are errors and counts
     "bits_per_byte": "bits per byte",
     "acc": "accuracy",
     "acc_norm": "accuracy, likelihood per character",
@@ -18,7 +18,7 @@ METRICS = {  # in this order; what else there is are errors and counts
     "perplexity": "perplexity",
     "loss": "nats per token",
 }
-FALLING = ("bits_per_byte", "perplexity", "loss")  # steeply at first, as a training loss does
+FALLING = ("bits_per_byte", "perplexity", "loss")  # steep at first, like a training loss
 
 
 def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""What experts.jsonl tells: how often each expert of each layer was chosen, over windows of steps."""
+"""Reads experts.jsonl: token counts per layer and expert, over windows of steps."""
 
 import collections
 import statistics
@@ -10,7 +10,7 @@ from jaxscale.reporting.json_lines import LARGEST_NUMBER, read_lines
 MOST_WINDOWS = 10_000  # the newest; a run writes some 130
 
 
-class Window(NamedTuple):
+class CountWindow(NamedTuple):
     """The steps from one record to the next."""
 
     step: int  # the last of them
@@ -22,11 +22,11 @@ class Window(NamedTuple):
 class ExpertCounts(NamedTuple):
     """All windows of a run, and the newest in full."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[CountWindow, ...]
     counts: tuple[tuple[int, ...], ...]  # of the newest window, by layer and expert
 
     @property
-    def newest(self) -> Window:
+    def newest(self) -> CountWindow:
         """The window of `counts`."""
         return self.windows[-1]
 
@@ -37,8 +37,8 @@ class ExpertCounts(NamedTuple):
 
 
 def read_expert_counts(folder: Any, problems: list[str]) -> ExpertCounts | None:
-    """The counts in a work folder; None where there are none. Each step counts once, as the last record of it says."""
-    windows: collections.deque[Window] = collections.deque(maxlen=MOST_WINDOWS)
+    """Reads the counts of a work folder; None without any. The last record of a step counts."""
+    windows: collections.deque[CountWindow] = collections.deque(maxlen=MOST_WINDOWS)
     counts: tuple[tuple[int, ...], ...] = ()
     for record in read_lines(folder / "experts.jsonl", problems):
         found = counts_in(record)
@@ -46,17 +46,17 @@ def read_expert_counts(folder: Any, problems: list[str]) -> ExpertCounts | None:
             continue
         while windows and windows[-1].step >= record["step"]:
             windows.pop()
-        busiest = tuple(over_mean(of_layer) for of_layer in found)
-        windows.append(Window(record["step"], record["steps"], record["first_layer"], busiest))
+        busiest = tuple(max_over_mean(layer_counts) for layer_counts in found)
+        windows.append(CountWindow(record["step"], record["steps"], record["first_layer"], busiest))
         counts = found
     if not windows:
         return None
-    alike = [one for one in windows if (one.first_layer, len(one.busiest)) == (windows[-1].first_layer, len(counts))]
-    return ExpertCounts(tuple(alike), counts)
+    similar = [one for one in windows if (one.first_layer, len(one.busiest)) == (windows[-1].first_layer, len(counts))]
+    return ExpertCounts(tuple(similar), counts)
 
 
 def counts_in(record: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:
-    """The table of a record; None where it is none."""
+    """Returns the table of a record; None if it is invalid."""
     facts = [record.get(name) for name in ("step", "steps", "first_layer")]
     table = record.get("counts")
     if not all(type(fact) is int and 0 <= fact <= LARGEST_NUMBER for fact in facts) or not isinstance(table, list):
@@ -69,6 +69,6 @@ def counts_in(record: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:
     return tuple(map(tuple, table))
 
 
-def over_mean(counts: Sequence[int]) -> float | None:
+def max_over_mean(counts: Sequence[int]) -> float | None:
     """The largest over the mean; None where all are 0."""
     return max(counts) / statistics.fmean(counts) if any(counts) else None

@@ -13,7 +13,7 @@ from jaxscale.reporting.text import escape
 MOST_LAYERED = 4  # runs whose layers are shown on one page
 HEAT_FROM = 4  # layers: fewer are lines
 MOST_NAMED = 8  # experts without a token
-# What colours reach over at least: an even spread is not to look like an uneven one.
+# Minimum color ranges, so that an even load does not look uneven.
 FROM_EVEN, AROUND_EVEN = (1.0, 4.0), (0.25, 4.0)
 NO_COUNTS = (
     "How often each expert was chosen is not recorded, or not yet: --config.monitor.statistics_every_steps=100 writes "
@@ -35,17 +35,17 @@ METRICS = (
 
 def experts_section(canvas: Canvas) -> str:
     """Numbers of each step, and of up to MOST_LAYERED runs layers and experts; '' for runs without experts."""
-    of_steps = [numbers(canvas, *metric) for metric in METRICS]
+    step_plots = [numbers(canvas, *metric) for metric in METRICS]
     counted = [(history, history.experts) for history in canvas.histories if history.experts is not None]
     if not counted:
-        return plots(*of_steps) + (left_out(NO_COUNTS) if any(of_steps) else "")
+        return plots(*step_plots) + (left_out(NO_COUNTS) if any(step_plots) else "")
     if len(counted) > MOST_LAYERED:
-        told = f"Layers and experts are on the page of each run alone: here are more than {MOST_LAYERED} runs with any."
-        return plots(*of_steps) + left_out(told)
+        note = f"Layers and experts are on the page of each run alone: here are more than {MOST_LAYERED} runs with any."
+        return plots(*step_plots) + left_out(note)
     tables = {history.name: [by_layer(canvas, found), canvas.add(by_expert(found))] for history, found in counted}
     if canvas.single:
-        return plots(*of_steps, *tables[canvas.histories[0].name])
-    return plots(*of_steps) + "".join(f"<h3>{escape(name)}</h3>{plots(*both)}" for name, both in tables.items())
+        return plots(*step_plots, *tables[canvas.histories[0].name])
+    return plots(*step_plots) + "".join(f"<h3>{escape(name)}</h3>{plots(*both)}" for name, both in tables.items())
 
 
 def numbers(canvas: Canvas, title: str, unit: str, metrics: tuple[tuple[str, str], ...]) -> str:
@@ -68,15 +68,15 @@ def by_layer(canvas: Canvas, counts: ExpertCounts) -> str:
     for place, (name, row) in enumerate(rows.items()):
         known = [(step, value) for step, value in zip(steps, row) if value is not None]
         lines.append(Line(name, [step for step, _ in known], [value for _, value in known], color_of(place)))
-    return canvas.add(Plot(title=title, unit=OVER_MEAN, lines=lines, zero=True, marks=canvas.marks(), wide=True))
+    return canvas.add(Plot(title=title, unit=OVER_MEAN, lines=lines, zero=True, marks=canvas.marks(), full_width=True))
 
 
 def by_expert(counts: ExpertCounts) -> HeatMap:
-    """How busy each expert of each layer was in the newest window."""
-    mean = lambda of_layer: sum(of_layer) / len(of_layer) or 1.0
+    """Load of each expert of each layer in the newest window."""
+    mean = lambda layer_counts: sum(layer_counts) / len(layer_counts) or 1.0
     rows = {
-        f"layer {layer}": [count / mean(of_layer) for count in of_layer]
-        for layer, of_layer in zip(counts.layers, counts.counts, strict=True)
+        f"layer {layer}": [count / mean(layer_counts) for count in layer_counts]
+        for layer, layer_counts in zip(counts.layers, counts.counts, strict=True)
     }
     step, steps = counts.newest.step, counts.newest.steps
     return HeatMap(
@@ -87,16 +87,16 @@ def by_expert(counts: ExpertCounts) -> HeatMap:
         scale=AROUND_EVEN,
         across="expert",
         empty="no token",
-        note=idle_words(counts),
+        note=idle_experts_note(counts),
     )
 
 
-def idle_words(counts: ExpertCounts) -> str:
-    """Which experts had no token: '' for none."""
+def idle_experts_note(counts: ExpertCounts) -> str:
+    """Names of experts without tokens; '' if there are none."""
     idle = [
         f"{expert} of layer {layer}"
-        for layer, of_layer in zip(counts.layers, counts.counts, strict=True)
-        for expert, count in enumerate(of_layer)
+        for layer, layer_counts in zip(counts.layers, counts.counts, strict=True)
+        for expert, count in enumerate(layer_counts)
         if count == 0
     ]
     if not idle:

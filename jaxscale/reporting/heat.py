@@ -12,19 +12,19 @@ from jaxscale.reporting.text import escape, plain
 LEVELS = 12  # colours h0 to h11 of the style
 EMPTY = "empty"  # and one for 0
 MOST_COLUMNS = 240
-MOST_OWN_COLUMNS = 512  # where they are no steps: some two pixels each on a wide page
+MAX_CATEGORY_COLUMNS = 512  # where columns are not steps: about two pixels each on a wide page
 
 
 class HeatMap(NamedTuple):
-    """What is drawn. rows: values at the steps, by name; first at the bottom."""
+    """Data of a heat map. rows: {name: values at the steps}, bottom first."""
 
     title: str
     unit: str
     steps: Sequence[int]
     rows: Mapping[str, Sequence[float | None]]
-    scale: tuple[float, float] | None = None  # what the colours reach over at least
-    across: str = ""  # what a column is, where it is no step: then steps are 0, 1, 2, ...
-    empty: str = ""  # what 0 means, where it has a colour of its own
+    scale: tuple[float, float] | None = None  # minimum color range
+    across: str = ""  # name of a column that is not a step; then steps are 0, 1, 2, ...
+    empty: str = ""  # label of 0, if it has a separate color
     note: str = ""
 
 
@@ -34,21 +34,21 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
     Colours are logarithmic between the lowest and the highest positive value. Of more steps than fit, each column has
     the value that is farthest from the row's median, so that one step's outlier is seen.
     """
-    kept, cells = columns_of(heat.steps, heat.rows, MOST_OWN_COLUMNS if heat.across else MOST_COLUMNS)
+    column_steps, cells = columns_of(heat.steps, heat.rows, MAX_CATEGORY_COLUMNS if heat.across else MOST_COLUMNS)
     positive = [value for row in cells.values() for value in row if value is not None and value > LEAST]
     reached = [*positive, *(heat.scale or ())]
     low, high = (min(reached), max(reached)) if reached else (1.0, 1.0)
     paths: dict[str, list[str]] = {}
     if heat.across:
         across = Axis(-0.5, len(heat.steps) - 0.5)
-        edges = [WIDTH * max(across.place(step - 0.5), 0.0) for step in (*kept, len(heat.steps))]
+        edges = [WIDTH * max(across.place(step - 0.5), 0.0) for step in (*column_steps, len(heat.steps))]
     else:
-        edges = edges_of(kept, across)
+        edges = edges_of(column_steps, across)
     height = HEIGHT / max(len(cells), 1)
     for place, row in enumerate(cells.values()):
         top = HEIGHT - (place + 1) * height
         colours = [colour_of(value, low, high, bool(heat.empty)) for value in row]
-        for first, last, colour in stretches(colours):
+        for first, last, colour in runs_of_color(colours):
             left, right = edges[first], edges[last + 1]
             paths.setdefault(colour, []).append(
                 f"M{short(left)} {short(top)}h{short(right - left)}v{short(height)}H{short(left)}z"
@@ -69,14 +69,14 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
     values = [[None if value is None else float(f"{value:.4g}") for value in row] for row in cells.values()]
     return figure.html(across, number), {
         "x": [across.low, across.high],
-        "heat": {"x": kept, "names": names, "v": values},
+        "heat": {"x": column_steps, "names": names, "v": values},
     } | ({"own": heat.across} if heat.across else {})
 
 
 def columns_of(
     steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], most: int = MOST_COLUMNS
 ) -> tuple[list[int], dict[str, list[float | None]]]:
-    """(the step that each column begins with, values of the columns by row): at most so many."""
+    """Returns (first step of each column, {row: column values}), at most `most` columns."""
     stride = max(1, math.ceil(len(steps) / most))
     starts = range(0, len(steps), stride)
     cells: dict[str, list[float | None]] = {}
@@ -105,8 +105,8 @@ def edges_of(steps: Sequence[int], across: Axis) -> list[float]:
     return [WIDTH * min(max(across.place(step), 0.0), 1.0) for step in (outer[0], *inner, outer[1])]
 
 
-def stretches(colours: Sequence[str | None]) -> Iterator[tuple[int, int, str]]:
-    """Yields (first column, last column, colour) of neighbours with one colour; nothing where there is none."""
+def runs_of_color(colours: Sequence[str | None]) -> Iterator[tuple[int, int, str]]:
+    """Yields (first column, last column, colour) of neighbours with one colour; None is skipped."""
     first, before = 0, None
     for place, colour in enumerate([*colours, None]):
         if colour != before:
@@ -116,7 +116,7 @@ def stretches(colours: Sequence[str | None]) -> Iterator[tuple[int, int, str]]:
 
 
 def colour_of(value: float | None, low: float, high: float, is_empty: bool) -> str | None:
-    """The class of a value's colour; None where there is no value. is_empty: 0 has a colour of its own."""
+    """The class of a value's colour; None without a value. is_empty: 0 has a separate color."""
     if value is None:
         return None
     return EMPTY if is_empty and value == 0 else f"h{level_of(value, low, high)}"

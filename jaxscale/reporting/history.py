@@ -1,8 +1,7 @@
 """The history of a run, read from its work folder: metrics, events, config, samples, also while they are written.
 
-Everything that looks at a run from outside reads it here. Nothing is changed, and nothing that is damaged ends the
-reading: what was left out is told in `problems`. Lines are read one by one and thinned on the way, so that a run of
-millions of lines costs a bounded amount of memory.
+Reports and tools read runs through this module. Nothing is modified, and damaged files do not raise:
+`problems` lists what was skipped. Lines are read one by one and thinned, so that memory is bounded.
 """
 
 import collections
@@ -24,8 +23,8 @@ MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
 MOST_EVENTS = 20_000  # the newest; about 20 MB
 MOST_SAMPLES = 200
 LONGEST_TEXT = 20_000  # characters of a sample
-KNOWN = ("metrics.jsonl", "events.jsonl", "config.json")
-OTHERS = ("abandoned.jsonl", "samples.jsonl", "experts.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
+RUN_FILES = ("metrics.jsonl", "events.jsonl", "config.json")
+OPTIONAL_FILES = ("abandoned.jsonl", "samples.jsonl", "experts.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
 LEDGERS = "supervise*.jsonl"  # one for each host that supervises
 
 
@@ -45,7 +44,7 @@ class History:
     abandoned: tuple[Row, ...] = ()  # the same of steps that the run went back from, with "rewind": number or None
     events: tuple[Row, ...] = ()  # oldest first
     config: dict[str, Any] = dataclasses.field(default_factory=dict)  # config.json, {} where there is none
-    problems: tuple[str, ...] = ()  # what is missing, damaged or left out, in words
+    problems: tuple[str, ...] = ()  # messages about missing, damaged or skipped data
     samples: tuple[Sample, ...] = ()
     forecast: dict[str, Any] | None = None  # forecast.json: tokens, low, middle, high, made_from
     evals: tuple[Row, ...] = ()  # of evals.jsonl: what was measured of checkpoints from outside, by step
@@ -84,12 +83,12 @@ class History:
 
     @property
     def batches(self) -> BatchSizes | None:
-        """How many tokens each batch has, by config.json; None where it does not tell."""
-        told = self.part("budget")
-        pairs = [part for part in as_list(told.get("ramp")) if isinstance(part, list) and len(part) == 2]
-        numbers = [told.get("batch_tokens"), *(number for _, number in pairs)]
+        """Tokens of each batch by config.json; None if unknown."""
+        budget = self.part("budget")
+        pairs = [part for part in as_list(budget.get("ramp")) if isinstance(part, list) and len(part) == 2]
+        numbers = [budget.get("batch_tokens"), *(number for _, number in pairs)]
         is_whole = all(is_number(number) and number >= 1 for number in numbers)
-        return recorded_sizes(told | {"ramp": pairs}) if is_whole and all(is_number(n) for n, _ in pairs) else None
+        return recorded_sizes(budget | {"ramp": pairs}) if is_whole and all(is_number(n) for n, _ in pairs) else None
 
     def latest(self, name: str) -> float | None:
         """The last finite value of a metric; None without one."""
@@ -97,7 +96,7 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The newest step that metrics.jsonl tells of, 0 without any."""
+        """The newest step in metrics.jsonl, 0 without any."""
         return self.rows[-1]["step"] if self.rows else 0
 
     @property
@@ -107,7 +106,7 @@ class History:
 
 
 def reached_step(reported: int, events: Iterable[Mapping[str, Any]]) -> int:
-    """The newest step that metrics tell of, or that the events since the last start or rewind say was saved."""
+    """Returns the newest step in the metrics, or saved since the last start or rewind."""
     saved = 0
     for event in events:
         kind, step = event.get("event"), event.get("to" if event.get("event") == "rewind" else "step")
@@ -127,13 +126,13 @@ def series_of(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], 
 def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History:
     """The History of a work folder, local or in a bucket.
 
-    Args: most_values: about so many numbers are kept of metrics.jsonl; of each group of rows those with the lowest and
-    highest loss, the largest gradient norm, the longest step, and a skipped one. None: all.
-    Raises: BadInput where there is no such folder, or nothing of a run in it.
+    Args: most_values: approximate limit of values from metrics.jsonl; each group keeps the rows with lowest and highest
+    loss, the largest gradient norm, the longest step and a skipped step. None: all.
+    Raises: BadInput if the folder does not exist or has no run.
     """
     folder = paths.as_path(workdir)
-    if not any((folder / name).exists() for name in KNOWN):
-        raise BadInput(no_run(workdir, folder))
+    if not any((folder / name).exists() for name in RUN_FILES):
+        raise BadInput(missing_run_message(workdir, folder))
     problems: list[str] = []
     metrics = read_metrics(folder, most_values, problems)
     abandoned = read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics
@@ -164,15 +163,15 @@ def newest_write(folder: Any) -> float | None:
     return max(times, default=None)
 
 
-def no_run(workdir: Any, folder: Any) -> str:
-    """Why there is nothing to read, for people."""
+def missing_run_message(workdir: Any, folder: Any) -> str:
+    """Returns the error message for a folder without a run."""
     if not os.fspath(workdir).strip():
         return f"workdir={workdir!r} is empty; name the folder of a run, such as --workdir=runs/first"
     if not folder.exists() and not paths.is_remote(workdir):
         return f"workdir={workdir} does not exist; name the folder of a run, as training was given it"
     if not paths.is_remote(workdir) and not folder.is_dir():
         return f"workdir={workdir} is a file; name the folder of a run"
-    return f"workdir={workdir} holds no run: none of {', '.join(KNOWN)} is in it"
+    return f"workdir={workdir} holds no run: none of {', '.join(RUN_FILES)} is in it"
 
 
 def read_newest(path: Any, problems: list[str]) -> list[Row]:
@@ -188,7 +187,7 @@ def read_newest(path: Any, problems: list[str]) -> list[Row]:
 
 
 def read_evals(folder: Any, problems: list[str]) -> list[Row]:
-    """What evals.jsonl has of each step as finite numbers, by step, older measurements first."""
+    """Reads the finite numbers of evals.jsonl, sorted by step, older measurements first."""
     found: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
     for record in read_lines(folder / "evals.jsonl", problems):
         step = record.get("step")

@@ -1,4 +1,4 @@
-"""JSON objects out of files that may still be written: the whole ones are given, the others told, nothing is raised."""
+"""Reads JSON objects from files that may still be written: damaged ones are skipped and reported, nothing is raised."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from jaxscale.monitor.records import Damage, read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
-LARGEST_NUMBER = 1e100  # a number beyond it is no measurement
+LARGEST_NUMBER = 1e100  # larger numbers are not measurements
 NUMBERS = tuple("step code seconds bytes to until batch number steps_won steps_lost wall_seconds".split())
 OBJECTS = ("devices", "goodput", "left")
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
-    """Yields the JSON objects of a file, one a line. A damaged line is left out and told; no file yields nothing."""
+    """Yields the JSON objects of a file's lines. Damaged lines are skipped and reported; a missing file is empty."""
     damage = Damage()
     try:
         yield from read_records(path, damage)
@@ -31,9 +31,9 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
 
 
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
-    """The JSON object in a file, as `finite` leaves it; {} with a problem told where there is none.
+    """Returns the JSON object in a file after `finite`; {} with a problem if there is none.
 
-    Args: without: what it means that there is none.
+    Args: without: consequence of a missing object, for the message.
     """
     try:
         found = paths.read_json(path)
@@ -44,13 +44,13 @@ def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
         problems.append(f"{path.name} is damaged: {without}")
         return {}
     if not isinstance(found, dict):
-        problems.append(f"{path.name} is no JSON object: {without}")
+        problems.append(f"{path.name} is not a JSON object: {without}")
         return {}
     return finite(found)
 
 
 def clean_event(record: Row) -> Row | None:
-    """The event with None for what its fields cannot hold; None for what is no event."""
+    """Replaces invalid fields of an event with None; None if it is not an event."""
     if not isinstance(record.get("event"), str):
         return None
     event = finite(record)
@@ -62,7 +62,7 @@ def clean_event(record: Row) -> Row | None:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for numbers that are not finite, or too large for any measurement, however deep."""
+    """Replaces non-finite and too large numbers with None, recursively."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list):

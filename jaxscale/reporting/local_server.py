@@ -1,4 +1,4 @@
-"""A server for this machine alone: it knows its own name, and no client that is idle or slow keeps others waiting.
+"""An HTTP server for this machine, in which idle or slow clients do not block others.
 
 It listens on 127.0.0.1 and answers only to that name: a page of somebody else's, whose own name is made to lead here
 (DNS rebinding), asks with another Host header and gets nothing.
@@ -97,7 +97,7 @@ class LocalServer(ThreadingHTTPServer):
 
 
 class LocalHandler(BaseHTTPRequestHandler):
-    """What every page of ours for this machine alone does: it knows its own name, and says what a page may do."""
+    """Base handler of local pages: checks the Host header and sets security headers."""
 
     server: LocalServer
     server_version, sys_version = "jaxscale", ""

@@ -12,7 +12,7 @@ from jaxscale.reporting.json_lines import LARGEST_NUMBER, read_lines
 LONGEST_VALUE = 200  # characters of a text among the numbers
 VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Writer's vitals
 GROUP = 10  # rows, of which thinning keeps at most half
-LARGEST = float(2**63)  # an integer beyond it is no measurement
+LARGEST = float(2**63)  # larger integers are not measurements
 
 Row = dict[str, Any]
 
@@ -29,23 +29,23 @@ class Metrics:
     thinned: bool = False
 
     def add(self, row: Row) -> None:
-        """Takes in the next row. One that begins again at an earlier step replaces what was told from there on."""
+        """Adds a row. A row of an earlier step replaces all rows from that step on."""
         self.lines += 1
-        step, apart = row["step"], []
+        step, same_step = row["step"], []
         while self.rows and self.rows[-1]["step"] >= step:
             last = self.rows.pop()
             if last["step"] == step and not shared_names(last, row):
-                apart.append(last)  # a validation after the training step of the same number
+                same_step.append(last)  # a validation after the training step of the same number
                 continue
             self.values -= len(last)
             self.replaced.append({"rewind": None} | last)
-        self.rows += [*reversed(apart), row]
+        self.rows += [*reversed(same_step), row]
         self.values += len(row)
         if self.most_values is not None:
             self.shrink(self.most_values)
 
     def shrink(self, most_values: int) -> None:
-        """Thins out once there are twice as many values as wished, so that all lines together cost O(lines)."""
+        """Thins once there are twice as many values as allowed, so that the total cost is O(lines)."""
         while self.values > 2 * most_values and len(self.rows) > GROUP:
             self.rows, self.thinned = [*thin(self.rows[:-1]), self.rows[-1]], True  # the last says how far it is
             self.values = sum(map(len, self.rows))
@@ -54,12 +54,12 @@ class Metrics:
 
 
 def shared_names(a: Row, b: Row) -> bool:
-    """True if both rows tell of the same metric, what every row tells of the moment when it was written left out."""
+    """True if both rows have a common metric, apart from those that every row has."""
     return any(name in b for name in a if name not in ("step", "nonfinite") and not name.startswith(VITALS))
 
 
 def thin(rows: list[Row]) -> list[Row]:
-    """At most about half of the rows, in order: of each group of one kind those that a reader would look for."""
+    """Keeps at most about half of the rows, in order: the notable ones of each group."""
     groups: dict[bool, list[tuple[int, Row]]] = {True: [], False: []}
     places: list[int] = []
     for place, row in enumerate(rows):
@@ -127,7 +127,7 @@ def read_abandoned(folder: Any, metrics: Metrics, most_values: int | None, probl
     if replaced:
         steps = [row["step"] for row in replaced]
         problems.append(
-            f"metrics.jsonl tells of steps {min(steps)} to {max(steps)} twice: the later lines count, the earlier are "
+            f"metrics.jsonl has steps {min(steps)} to {max(steps)} twice: the later lines count, the earlier are "
             "shown as abandoned"
         )
     in_order = lambda row: (row["rewind"] if is_number(row["rewind"]) else math.inf, row["step"])
@@ -149,7 +149,7 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
             without_step += 1
             continue
         row: Row = {"step": int(step)}
-        nonfinite = [str(name) for name in told] if isinstance(told := record.get("nonfinite"), list) else []
+        nonfinite = [str(name) for name in listed] if isinstance(listed := record.get("nonfinite"), list) else []
         for name, value in record.items():
             kind = type(value)
             if kind is float and abs(value) <= LARGEST_NUMBER:  # nearly all there is, and a million lines are read

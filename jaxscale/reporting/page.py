@@ -1,4 +1,4 @@
-"""The page as a whole: head, sections, and the little that makes it safe to open and to send on."""
+"""The whole page: header, sections and security policy."""
 
 import dataclasses
 import importlib.resources
@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxscale.reporting.canvas import Canvas, across_of, tokens_per_step
+from jaxscale.reporting.canvas import Canvas, step_axis, tokens_per_step
 from jaxscale.reporting.evals import eval_plots, eval_table
+from jaxscale.reporting.event_text import described
 from jaxscale.reporting.history import History
 from jaxscale.reporting.json_lines import as_list
 from jaxscale.reporting.sections import Section, plot_sections
@@ -24,7 +25,6 @@ from jaxscale.reporting.tables import (
     table,
 )
 from jaxscale.reporting.text import clock, count, duration, escape, json_block, money, percent, plain
-from jaxscale.reporting.words import described
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MOST_OPEN = 4  # runs whose samples and incidents are open at once
@@ -34,39 +34,39 @@ SERVED = "; connect-src 'self'"  # the page of --serve asks its own server wheth
 def make_page(
     histories: Sequence[History], *, price: float | None = None, now: float | None = None, version: str | None = None
 ) -> str:
-    """One HTML file about one run, or several beside each other.
+    """One HTML file about one run, or several side by side.
 
     Args: price: dollars an hour for one chip. now: the time of the page, Unix seconds. version: of a page that is
     served and asks for a newer one.
     """
     now = time.time() if now is None else now
-    histories = told_apart(histories)
-    canvas = Canvas(histories, across_of(histories))
+    histories = with_unique_names(histories)
+    canvas = Canvas(histories, step_axis(histories))
     statuses = [status_of(history, now, price) for history in histories]
     sections = [*differences(histories), *plot_sections(canvas), *text_sections(histories)]
-    head = one_head(histories[0], statuses[0]) if canvas.single else several_heads(histories, statuses)
+    head = run_header(histories[0], statuses[0]) if canvas.single else runs_header(histories, statuses)
     title = ", ".join(history.name for history in histories)
     data = {"plots": canvas.data, "version": version}
-    return whole_page(title, head, sections, foot(now, "jaxscale report"), data, told(histories))
+    return whole_page(title, head, sections, footer(now, "jaxscale report"), data, problem_list(histories))
 
 
 def make_evals_page(history: History, *, now: float | None = None) -> str:
     """One HTML file about what the checkpoints of a run were measured on."""
-    canvas = Canvas([history], across_of([history]))
+    canvas = Canvas([history], step_axis([history]))
     sections = [Section("evals", "Evaluations", eval_plots(canvas)), Section("numbers", "Numbers", eval_table(history))]
     sections = [section for section in sections if section.html]
     head = f'<div class="top"><h1>{escape(history.name)}</h1></div><p class="sub">{escape(history.workdir)}</p>'
-    made = foot(time.time() if now is None else now, "jaxscale evaluate")
-    return whole_page(history.name, head, sections, made, {"plots": canvas.data}, told([history]))
+    made = footer(time.time() if now is None else now, "jaxscale evaluate")
+    return whole_page(history.name, head, sections, made, {"plots": canvas.data}, problem_list([history]))
 
 
 def whole_page(
-    title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any] | None, told: str = ""
+    title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any] | None, problem_list: str = ""
 ) -> str:
     """The HTML file around these sections.
 
     Args: data: what page.js needs of their plots, and the version of a served page; None: a page without a script.
-    told: HTML below the links.
+    problem_list: HTML below the links.
     """
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
@@ -77,14 +77,14 @@ def whole_page(
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
         f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body>"
-        f"<header>{head}<nav>{links}</nav>{told}</header><main>{body}</main>"
+        f"<header>{head}<nav>{links}</nav>{problem_list}</header><main>{body}</main>"
         f"<footer>{escape(end)}</footer>"
         f"{'' if data is None else script(data)}</body></html>\n"
     )
 
 
 def script(data: Mapping[str, Any]) -> str:
-    """What makes plots answer: their points, and the code."""
+    """Returns the script of the plots, with their data."""
     return (
         '<button id="reset" type="button" hidden>Show the whole run</button>'
         f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
@@ -93,12 +93,12 @@ def script(data: Mapping[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    """The text of a file that lies beside this one in the package."""
+    """Returns the text of a file in this package."""
     return importlib.resources.files("jaxscale.reporting").joinpath(name).read_text("utf-8")
 
 
-def told_apart(histories: Sequence[History]) -> list[History]:
-    """The runs, with their whole paths as names where folders of the same name would be mixed up."""
+def with_unique_names(histories: Sequence[History]) -> list[History]:
+    """Labels runs with their full path where folder names are equal."""
     names = [history.name for history in histories]
     return [
         dataclasses.replace(history, label=history.workdir) if names.count(history.name) > 1 else history
@@ -106,7 +106,7 @@ def told_apart(histories: Sequence[History]) -> list[History]:
     ]
 
 
-def foot(now: float, by: str) -> str:
+def footer(now: float, by: str) -> str:
     """When the page was made, by which command, and how it is used."""
     return (
         f"Made {clock(now)} by {by}. Drag across a plot to look closer, double click for the whole run; "
@@ -114,14 +114,14 @@ def foot(now: float, by: str) -> str:
     )
 
 
-def told(histories: Sequence[History]) -> str:
-    """What was missing or left out."""
+def problem_list(histories: Sequence[History]) -> str:
+    """Returns the list of missing or skipped data as HTML."""
     lines = [(history.name, problem) for history in histories for problem in history.problems]
     items = "".join(f"<li>{escape(f'{name}: {line}' if len(histories) > 1 else line)}</li>" for name, line in lines)
     return f'<ul class="told">{items}</ul>' if items else ""
 
 
-def one_head(history: History, status: Status) -> str:
+def run_header(history: History, status: Status) -> str:
     """Name, state and the numbers that are asked for first."""
     chips = f"{plain(status.chips)} x {status.chip}" if status.chips else ""
     parts = [str(history.part("config", "model").get("name") or ""), chips, history.workdir]
@@ -155,7 +155,7 @@ def one_head(history: History, status: Status) -> str:
 
 
 def fine_print(statuses: Sequence[Status]) -> str:
-    """What the cost rests on."""
+    """Returns the price that the cost is based on."""
     return f'<p class="fine">{escape(words)}</p>' if (words := price_words(statuses)) else ""
 
 
@@ -177,7 +177,7 @@ def starts_text(status: Status) -> str:
     return "in one start" if status.starts == 1 else f"in {status.starts} starts"
 
 
-def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> str:
+def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str:
     """A row for each run."""
     has_cost = any(status.cost is not None for status in statuses)
     rows = []
@@ -196,12 +196,12 @@ def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> s
 
 
 def differences(histories: Sequence[History]) -> list[Section]:
-    """What several runs differ by, which is what the plots after it are read for; none of a page of one run."""
+    """Settings in which several runs differ; [] for one run."""
     if len(histories) == 1:
         return []
     each = {tokens for history in histories if (tokens := tokens_per_step(history))}
-    told = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
-    steps = left_out(told) if len(each) > 1 else ""
+    problem_list = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
+    steps = left_out(problem_list) if len(each) > 1 else ""
     return [Section("settings", "Settings that differ", difference_table(histories) + steps)]
 
 
@@ -216,7 +216,7 @@ def text_sections(histories: Sequence[History]) -> list[Section]:
 
 
 def per_run(histories: Sequence[History], make) -> str:
-    """The same of each run, under its name where there are several; of many it is folded."""
+    """Applies `make` to each run, under its name if there are several, folded if there are many."""
     if len(histories) == 1:
         return make(histories[0])
     named = [(run_name(history, place).html, make(history)) for place, history in enumerate(histories)]
@@ -226,7 +226,7 @@ def per_run(histories: Sequence[History], make) -> str:
 
 
 def samples(history: History) -> str:
-    """What the model wrote, newest first."""
+    """Generated texts, newest first."""
     title = lambda sample: f"step {sample.step:,}" if sample.step is not None else "at the end of the run"
     found = [f"<h3>{escape(title(s))}</h3><pre>{escape(s.text)}</pre>" for s in reversed(history.samples)]
     if not found:
@@ -241,7 +241,7 @@ def samples(history: History) -> str:
 
 
 def log(history: History) -> str:
-    """What happened."""
+    """The incident log."""
     return incident_table(history) or left_out("There is no events.jsonl, or nothing in it.")
 
 

@@ -1,7 +1,7 @@
 """One figure as HTML and SVG: lines, bands and marks over the steps of a run. It needs no script; that adds the zoom.
 
-The drawing is stretched to whatever width there is, while strokes and text keep their size: lines do not scale their
-stroke, and what is written stands beside the drawing as HTML.
+The drawing is stretched to the available width, while strokes and text keep their size: strokes do not scale, and
+labels are HTML next to the drawing.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ STEPS = "steps"
 COLORS, DASHES = 8, 4  # c0 to c7 of the style, and k1 to k3 of it
 STYLES = ("band", "faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last stands in the legend
 POINTS_UP_TO = 40  # points of a line that are also shown as such
-KEPT_COLUMNS = 1400  # what the script gets, for a closer look
+SCRIPT_COLUMNS = 1400  # points for the script's zoom
 
 
 class Line(NamedTuple):
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plot:
-    """What is drawn. numbers: a name of text.NUMBERS."""
+    """Data of a plot. numbers: a key of text.NUMBERS."""
 
     title: str
     lines: Sequence[Line]
@@ -63,8 +63,8 @@ class Plot:
     bands: Sequence[Band] = ()
     marks: Sequence[Mark] = ()
     note: str = ""
-    wide: bool = False
-    explained: bool = False  # its legend also tells what is grey and what is marked, which holds for all
+    full_width: bool = False
+    explained: bool = False  # its legend also explains grey lines and marks
     focused: bool = False  # the steep beginning does not decide on the axis of values
     until: float | None = None  # the last step of its axis, where that is not the page's
     named: bool = False  # its legend also names a line that is alone, as one of several runs must be
@@ -92,7 +92,7 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
     """(the figure as HTML, what the script needs of it). number: by which the script finds the one for the other.
     below: the name of the axis below, where that is not of steps; such a plot has no zoom."""
     across = across._replace(high=max(across.high, plot.until or 0.0))
-    seen = [value for line in plot.drawn if line.style != "gone" for value in of_the_axis(plot, line, across)]
+    seen = [value for line in plot.drawn if line.style != "gone" for value in values_for_axis(plot, line, across)]
     late = lambda values: values[len(values) // 20 :]
     seen += [value for band in plot.bands for value in (*late(band.low), *late(band.high))]
     up = axis_over(seen, log=plot.log, zero=plot.zero)
@@ -112,22 +112,22 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
     if plot.log and (hidden := sum(value <= 0 for value in seen)):
         notes.append(f"{hidden} points are 0 or less, which a logarithmic axis does not have.")
     drawn = f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}'
-    kind, words, left = "plot wide" if plot.wide else "plot", summary(plot, below), left_labels(plot, up)
+    kind, words, left = "plot wide" if plot.full_width else "plot", summary(plot, below), left_labels(plot, up)
     unit = ", ".join(filter(None, (plot.unit, "logarithmic" if plot.log else "")))
     figure = Figure(kind, plot.title, unit, legend(plot), words, drawn, left, " ".join(notes), below)
     return figure.html(across, number), script_data(plot, across, up)
 
 
 class Figure(NamedTuple):
-    """What every figure is made of, a plot of lines as well as a heat map."""
+    """HTML and SVG parts of a figure, line plot or heat map."""
 
     kind: str  # classes of the style
     title: str
     unit: str
     legend: str  # HTML
-    words: str  # for who cannot see it
+    words: str  # for screen readers
     drawn: str  # SVG
-    left: str  # HTML of the labels beside it
+    left: str  # HTML of the labels next to it
     note: str = ""
     below: str = STEPS  # the name of the axis below
 
@@ -144,12 +144,12 @@ class Figure(NamedTuple):
 
 
 def left_label(top: float, text: str) -> str:
-    """What is written beside the drawing. top: 0 at its upper end, 1 at the lower."""
+    """Returns a label next to the drawing. top: 0 at its upper end, 1 at the lower."""
     return f'<span class="ty" style="top:{100 * top:.2f}%">{escape(text)}</span>'
 
 
-def of_the_axis(plot: Plot, line: Line, across: Axis) -> Sequence[float]:
-    """The values of a line that have to be on the axis."""
+def values_for_axis(plot: Plot, line: Line, across: Axis) -> Sequence[float]:
+    """Returns the values of a line that the axis must cover."""
     if not plot.focused or line.steps[-1] < STEEP_PART * across.high * 3:
         return line.values
     return [value for step, value in zip(line.steps, line.values) if step >= STEEP_PART * across.high]
@@ -180,13 +180,13 @@ def line_path(line: Line, across: Axis, up: Axis) -> str:
 
 def band_path(band: Band, across: Axis, up: Axis) -> str:
     """The outline of a band."""
-    there = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.high)]
-    back = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.low)]
-    return "M" + "L".join([*there, *reversed(back)]) + "Z"
+    upper = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.high)]
+    lower = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.low)]
+    return "M" + "L".join([*upper, *reversed(lower)]) + "Z"
 
 
 def ticks_of(plot: Plot, up: Axis) -> list[float]:
-    """The values that are written beside the plot."""
+    """Returns the tick values next to the plot."""
     return size_ticks(up.low, up.high) if plot.numbers == "size" and not up.log else up.ticks()
 
 
@@ -196,13 +196,13 @@ def grid_path(plot: Plot, up: Axis) -> str:
 
 
 def left_labels(plot: Plot, up: Axis) -> str:
-    """What is written at the ticks of the axis of values."""
+    """Returns the tick labels of the value axis."""
     ticks = ticks_of(plot, up)
     return "".join(left_label(1 - up.place(at), text) for at, text in zip(ticks, tick_texts(ticks, plot.numbers)))
 
 
 def x_labels(across: Axis, name: str) -> str:
-    """What is written below the axis, and its name; at its right end it stands to the left of its place."""
+    """Returns the tick labels below the axis, and its name; the last label is left of its tick."""
     ticks = [at for at in across.ticks(5) if at == int(at) or name != STEPS]
     texts = [f"{at:,.0f}" for at in ticks] if name == STEPS else tick_texts(ticks, "plain")
     return f'<span class="xn">{escape(name)}</span>' + "".join(
@@ -212,14 +212,14 @@ def x_labels(across: Axis, name: str) -> str:
 
 
 def legend(plot: Plot) -> str:
-    """What the lines are, where there is more than one kind, each as it is drawn; grey and marks are told as well."""
+    """Returns the legend, if there is more than one kind of line; with grey lines and marks if `explained`."""
     styles: dict[tuple[str, str], list[str]] = {}
     for line in sorted(plot.drawn, key=lambda line: line.style == "gone"):  # what counts comes first
         if line.style != "gone" or plot.explained:
             styles.setdefault((line.label, "" if line.style == "gone" else line.color), []).append(line.style)
     for band in plot.bands:
         styles.setdefault((band.label, band.color), []).append("band")
-    # each value, points and a band about a line of the same name and colour are no kind of their own
+    # points and a band of a line with the same name and color are not separate kinds
     kinds = [(max(found, key=STYLES.index), color, label) for (label, color), found in styles.items()]
     if len(kinds) < 2 and not plot.named:
         kinds = []
@@ -236,7 +236,7 @@ def key(style: str, color: str) -> str:
 
 
 def summary(plot: Plot, below: str = STEPS) -> str:
-    """The plot in words, for who cannot see it."""
+    """Describes the plot for screen readers."""
     write = NUMBERS[plot.numbers]
     at = lambda x: f"step {x:,.0f}" if below == STEPS else f"{below} {NUMBERS['plain'](x)}"
     parts = [
@@ -268,7 +268,7 @@ def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
 
 def points_data(line: Line) -> dict[str, list[float]]:
     """{x, y}, thinned to what a closer look needs."""
-    points = thin_columns(line.steps, line.values, KEPT_COLUMNS)
+    points = thin_columns(line.steps, line.values, SCRIPT_COLUMNS)
     return {"x": [x for x, _ in points], "y": [rounded(y) for _, y in points]}
 
 

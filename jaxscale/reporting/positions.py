@@ -1,4 +1,4 @@
-"""Held-out loss by position: whether a model makes use of what it read long before."""
+"""Validation loss by position, which shows the use of long context."""
 
 import re
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxscale import units
 from jaxscale.monitor.health.speed_rules import OTHER_WORK
-from jaxscale.reporting.canvas import Canvas, grouped, history_label, plots, tokens_per_step
+from jaxscale.reporting.canvas import Canvas, group_by, history_label, plots, tokens_per_step
 from jaxscale.reporting.evals import evals_section
 from jaxscale.reporting.experts import HEAT_FROM, MOST_LAYERED, experts_section
 from jaxscale.reporting.heat import HeatMap
@@ -62,38 +62,38 @@ def plot_sections(canvas: Canvas) -> list[Section]:
 
 def loss(canvas: Canvas) -> str:
     """Train and validation loss, with the forecast where there is one; of several runs each has a plot."""
-    train, held_out, bands = [], [], []
+    train, validation, bands = [], [], []
     for place, history in enumerate(canvas.histories):
         name = "train" if canvas.single else ""
         train += canvas.lines_of(history, place, "loss", name, smoothed=True)
         other, name, style = (place + 1, "validation", "dash") if canvas.single else (place, "", "line")
-        held_out += with_points(canvas.lines_of(history, other, "validation/loss", name, style))
+        validation += with_points(canvas.lines_of(history, other, "validation/loss", name, style))
         bands += forecast_of(history, canvas.single)
     smoothed = any(line.style == "faint" for line in train)
     notes = ["Bold: the mean over a fortieth of the reports; faint: every one."] if smoothed else []
     note = " ".join([*notes, *not_finite(canvas, "loss")])
     until = max((band.steps[-1] for band in bands), default=None)
     plot = functools.partial(
-        Plot, unit="nats per token", bands=bands, marks=canvas.marks(), wide=True, focused=True, until=until
+        Plot, unit="nats per token", bands=bands, marks=canvas.marks(), full_width=True, focused=True, until=until
     )
     if canvas.single:
-        drawn = [plot(title="Loss", lines=grey_first([*train, *held_out]), note=note, explained=True)]
+        drawn = [plot(title="Loss", lines=abandoned_first([*train, *validation]), note=note, explained=True)]
     else:
         drawn = [
-            plot(title="Training loss", lines=grey_first(train), note=note, explained=True),
-            plot(title="Validation loss", lines=grey_first(held_out)),
+            plot(title="Training loss", lines=abandoned_first(train), note=note, explained=True),
+            plot(title="Validation loss", lines=abandoned_first(validation)),
         ]
     return plots(*map(canvas.add, drawn)) or left_out("No loss has been reported yet.")
 
 
 def not_finite(canvas: Canvas, name: str) -> list[str]:
-    """How many reports a line goes on without, since their value was not finite; [] for none."""
+    """Notes about reports without a point, because their value was not finite."""
     count = sum(name in row.get("nonfinite", ()) for h in canvas.histories for row in h.rows)
     return [f"{units.plural(count, 'report')} had a value that is not finite, and no point here."] if count else []
 
 
-def grey_first(lines: list[Line]) -> list[Line]:
-    """What was abandoned below all else, so that nothing that counts is hidden."""
+def abandoned_first(lines: list[Line]) -> list[Line]:
+    """Sorts abandoned lines first, so that they are drawn below the others."""
     return sorted(lines, key=lambda line: line.style != "gone")
 
 
@@ -161,11 +161,11 @@ def optimizer(canvas: Canvas) -> str:
             Plot(title="Gradient norm", unit="before clipping", lines=lines, log=True, marks=canvas.marks(), note=note)
         ),
         canvas.metric("learning_rate", "Learning rate", zero=True),
-        canvas.metric("train/loss_scale", "Loss scale", log=True) if moves(canvas, "train/loss_scale") else "",
+        canvas.metric("train/loss_scale", "Loss scale", log=True) if varies(canvas, "train/loss_scale") else "",
     )
 
 
-def moves(canvas: Canvas, name: str) -> bool:
+def varies(canvas: Canvas, name: str) -> bool:
     """True if the metric takes more than one value."""
     return any(len(set(history.series(name)[1])) > 1 for history in canvas.histories)
 
@@ -193,7 +193,7 @@ def speed(canvas: Canvas) -> str:
 
 
 def other_work(canvas: Canvas) -> str:
-    """What other programs took of the first host's processors, where that was ever much."""
+    """CPU share of other programs on the first host, if it was ever large."""
     shares = [share for history in canvas.histories for share in history.series("host_other_share")[1]]
     if not any(share >= OTHER_WORK for share in shares):
         return ""
@@ -224,25 +224,25 @@ def memory(canvas: Canvas) -> str:
     ]
     drawn = plots(device, host, *others)
     if drawn and not device:
-        drawn += left_out("Device memory is not shown: this platform does not tell it.")
+        drawn += left_out("Device memory is not shown: this platform does not report it.")
     return drawn
 
 
 def goodput(canvas: Canvas) -> str:
-    """Where the time went."""
+    """Goodput and the time by kind."""
     drawn = canvas.metric("goodput/fraction", "Goodput", unit="of each start", numbers="percent", zero=True)
     times, starts = goodput_table(canvas.histories), supervised_table(canvas.histories)
     if not (drawn or times or starts):
         return left_out("No goodput was recorded, and there is no ledger of `jaxscale supervise`.")
-    beside = f"<div>{times}</div>" if canvas.single and times else ""  # one run's table is narrow
-    return plots(drawn, beside) + ("" if beside else times) + starts
+    table_cell = f"<div>{times}</div>" if canvas.single and times else ""  # one run's table is narrow
+    return plots(drawn, table_cell) + ("" if table_cell else times) + starts
 
 
 def layers(canvas: Canvas) -> str:
     """Statistics of layers and groups: a heat map where there are many, else lines."""
     drawn = ""
     for history in canvas.histories if len(canvas.histories) <= MOST_LAYERED else ():
-        groups = grouped(history.names(), "stats/", lambda rest: rest.partition("/")[0])
+        groups = group_by(history.names(), "stats/", lambda suffix: suffix.partition("/")[0])
         known = {name: (title, unit) for name, title, unit in STATISTICS}
         made = []
         for group, names in sorted(groups.items(), key=lambda item: [*known, item[0]].index(item[0])):
@@ -271,5 +271,5 @@ def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: s
 
 
 def layer_label(name: str) -> str:
-    """'layer 3' of '03'; of what is no layer its own name."""
+    """Returns 'layer 3' for '03', else the name."""
     return f"layer {int(name)}" if name.isdecimal() else name

@@ -1,4 +1,4 @@
-"""The page over HTTP for this machine alone, made anew when the run has written something."""
+"""Serves the page on this machine, and renders it again when the run's files change."""
 
 import hashlib
 import threading
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.reporting.history import KNOWN, LEDGERS, OTHERS
+from jaxscale.reporting.history import LEDGERS, OPTIONAL_FILES, RUN_FILES
 from jaxscale.reporting.local_server import LocalHandler, LocalServer
 from jaxscale.reporting.page import POLICY, SERVED
 from jaxscale.reporting.status import QUIET_SECONDS
@@ -14,7 +14,7 @@ from jaxscale.reporting.text import escape
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Stop, print_stderr
 
-LOOK_SECONDS = 2.0  # between two looks at the files, however many ask
+CHECK_SECONDS = 2.0  # between two looks at the files, however many ask
 
 
 class Pages:
@@ -25,32 +25,32 @@ class Pages:
         self.make, self.clock = make, clock
         self.folders = [paths.as_path(workdir) for workdir in workdirs]
         self.lock = threading.Lock()
-        self.looked_at, self.current, self.made, self.content = float("-inf"), "", "", ""
+        self.checked_at, self.current, self.made, self.content = float("-inf"), "", "", ""
 
     def version(self) -> str:
         """A name for what the files hold now; another one when they have changed, or have not for long."""
         with self.lock:
-            return self.look()
+            return self.current_version()
 
     def page(self) -> str:
         """The page of the newest version."""
         with self.lock:
-            version = self.look()
+            version = self.current_version()
             if version != self.made:
                 self.content = self.make(version)
                 self.made = version
             return self.content
 
-    def look(self) -> str:
+    def current_version(self) -> str:
         """The version, from the files' sizes and times."""
         now = self.clock()
-        if now - self.looked_at >= LOOK_SECONDS:
-            marks = [mark_of(file) for folder in self.folders for file in watched(folder)]
+        if now - self.checked_at >= CHECK_SECONDS:
+            marks = [size_and_time(file) for folder in self.folders for file in watched(folder)]
             newest = max((mark[1] for mark in marks if mark), default=0.0)
             # a run that falls silent changes its page too: looked at after 3 minutes, 6, 12, ...
             quiet = max(0, int((now - newest) / QUIET_SECONDS)).bit_length()
-            told = repr((marks, quiet))
-            self.current, self.looked_at = hashlib.sha256(told.encode()).hexdigest()[:16], now
+            state = repr((marks, quiet))
+            self.current, self.checked_at = hashlib.sha256(state.encode()).hexdigest()[:16], now
         return self.current
 
 
@@ -58,12 +58,12 @@ def watched(folder: Any) -> list[Any]:
     """The files of a work folder that the page is made of, those that may come included."""
     try:
         ledgers = sorted(folder.glob(LEDGERS))
-    except OSError:  # the page itself tells of a folder that cannot be listed
+    except OSError:  # the page reports a folder that cannot be listed
         ledgers = []
-    return [*(folder / name for name in (*KNOWN, *OTHERS)), *ledgers]
+    return [*(folder / name for name in (*RUN_FILES, *OPTIONAL_FILES)), *ledgers]
 
 
-def mark_of(path: Any) -> tuple[int, float] | None:
+def size_and_time(path: Any) -> tuple[int, float] | None:
     """(bytes, time of the last change) of a file; None where there is none, or it cannot be asked."""
     try:
         found = path.stat()

@@ -1,4 +1,4 @@
-"""What data was seen: the settings in a sentence, and a row for each source with the tokens that it gave.
+"""Data summary: the settings in a sentence, and a row per source with its tokens.
 
 Which source a row is from is arithmetic, so nothing is logged of it: config.json has the stages of the mixture, in rows
 of the stream, and within a stage every prefix is less than one row from its share (data/mixture.py). Batches that were
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxscale import units
+from jaxscale.reporting.event_text import described, is_pair
 from jaxscale.reporting.history import History, is_number
 from jaxscale.reporting.json_lines import as_dict, as_list
 from jaxscale.reporting.tables import n, run_name, table
 from jaxscale.reporting.text import escape, percent, plain
-from jaxscale.reporting.words import described, is_pair
 
 UNTOLD = (n("n/a"), n("none"))  # a column of these alone is left out
 Stage = tuple[float, dict[str, float]]  # first row in the stream, weights
@@ -29,32 +29,32 @@ def data_table(histories: Sequence[History]) -> str:
 
 
 def data_words(history: History) -> str:
-    """What was read, in a sentence or two."""
+    """Returns the data settings in a sentence or two."""
     config, data = history.part("config"), history.part("config", "data")
-    told = []
+    parts = []
     if data:
-        told.append(
+        parts.append(
             f"{data.get('name') or 'data'}" + (f", files {described(data['files'])}" if data.get("files") else "")
         )
-        told.append(f"packing {data.get('packing')}")
+        parts.append(f"packing {data.get('packing')}")
         if objective := history.part("config", "data", "objective").get("name"):
-            told.append(f"objective {objective}")
+            parts.append(f"objective {objective}")
         if data.get("tokenizer"):
-            told.append(f"tokenizer {data['tokenizer']}")
+            parts.append(f"tokenizer {data['tokenizer']}")
     if is_number(config.get("seq_len")):
-        told.append(f"rows of {config['seq_len']:,} tokens")
+        parts.append(f"rows of {config['seq_len']:,} tokens")
     tokens = history.latest("tokens_seen")
     if tokens is not None:
-        told.append(f"{units.count(tokens)} tokens seen ({tokens:,.0f})")
-    (steps, real), batches = history.series("train/real_tokens"), history.batches
-    if real and batches is not None and (all_tokens := sum(batches.size(step - 1) for step in steps)):
-        told.append(f"{percent(sum(real) / all_tokens)} of them real, the rest padding (of the steps reported)")
+        parts.append(f"{units.count(tokens)} tokens seen ({tokens:,.0f})")
+    (steps, unpadded), batches = history.series("train/real_tokens"), history.batches
+    if unpadded and batches is not None and (all_tokens := sum(batches.size(step - 1) for step in steps)):
+        parts.append(f"{percent(sum(unpadded) / all_tokens)} of them real, the rest padding (of the steps reported)")
     if gated := history.latest("gated_rows_total"):
-        told.append(f"{gated:,.0f} rows gated since the last start")
+        parts.append(f"{gated:,.0f} rows gated since the last start")
     skips = data.get("skip_batches")
     if skips:
-        told.append(f"left out by data.skip_batches: {described(skips)}")
-    return f"<p>{escape('; '.join(told))}.</p>" if told else ""
+        parts.append(f"left out by data.skip_batches: {described(skips)}")
+    return f"<p>{escape('; '.join(parts))}.</p>" if parts else ""
 
 
 def source_table(history: History) -> str:
@@ -72,13 +72,13 @@ def source_table(history: History) -> str:
     rows = []
     for name in sources:
         shares = [weights.get(name, 0.0) / (sum(weights.values()) or 1.0) for _, weights in planned]
-        wish = ", then ".join(map(percent, dict.fromkeys(shares))) if planned else "n/a"
+        planned_share = ", then ".join(map(percent, dict.fromkeys(shares))) if planned else "n/a"
         seen = rows_seen.get(name, 0.0) if all_rows else None
         tokens = units.count(seen * row_tokens) if seen is not None and is_number(row_tokens) else "n/a"
         epochs = seen / sizes[name] if seen is not None and is_number(sizes.get(name)) and sizes[name] else None
         cap = plain(caps[name]) if is_number(caps.get(name)) else "none"
         rows.append((
-            name, n(wish), n(tokens),
+            name, n(planned_share), n(tokens),
             n(percent(seen / all_rows) if seen is not None else "n/a"),
             n(plain(epochs and round(epochs, 3))), n(cap), n(plain(history.latest(f"train/{name}/loss"))),
             n(plain(history.latest(f"validation/{name}/bits_per_byte"))),
@@ -90,7 +90,7 @@ def source_table(history: History) -> str:
 
 
 def rows_by_source(history: History) -> dict[str, float]:
-    """Rows that steps have trained on by source, up to the last report; {} where config.json does not tell the stages.
+    """Rows that steps have trained on by source, up to the last report; {} if config.json has no stages.
 
     Correct to less than a row in each stage, and in each place where batches were left out.
     """
@@ -103,7 +103,7 @@ def rows_by_source(history: History) -> dict[str, float]:
     row = lambda n: batches.begin(int(n)) / seq_len  # where batch n begins
     found: dict[str, float] = {}
     ends = [first for first, _ in stages[1:]] + [float("inf")]
-    for begin, end in kept_ranges(int(newest) + 1, skipped_batches(history)):
+    for begin, end in trained_ranges(int(newest) + 1, skipped_batches(history)):
         for (first, weights), stop in zip(stages, ends):
             rows = max(0.0, min(row(end), stop) - max(row(begin), first))
             for name, weight in weights.items():
@@ -113,8 +113,8 @@ def rows_by_source(history: History) -> dict[str, float]:
 
 def recorded_stages(history: History) -> list[Stage]:
     """The stages as config.json has them in "mixture"; of an older run with one stage, that of its settings."""
-    told = as_list(history.part("mixture").get("stages"))
-    pairs = [(part[0], weights_of(part[1])) for part in told if isinstance(part, list) and len(part) == 2]
+    parts = as_list(history.part("mixture").get("stages"))
+    pairs = [(part[0], weights_of(part[1])) for part in parts if isinstance(part, list) and len(part) == 2]
     stages = [(float(first), weights) for first, weights in pairs if is_number(first) and weights]
     data = history.part("config", "data")
     planned = stages_of(data.get("mixture"))
@@ -131,12 +131,12 @@ def weights_of(value: Any) -> dict[str, float]:
 def skipped_batches(history: History) -> list[tuple[int, int]]:
     """Batches [first, behind the last) that no step trains on: by the settings, and by rewinds."""
     data = history.part("config", "data")
-    told = [*as_list(data.get("skip_batches"))]
-    told += [part for e in history.events if e["event"] == "rewind" for part in as_list(e.get("skip_batches"))]
-    return [(int(part[0]), int(part[1])) for part in told if is_pair(part)]
+    parts = [*as_list(data.get("skip_batches"))]
+    parts += [part for e in history.events if e["event"] == "rewind" for part in as_list(e.get("skip_batches"))]
+    return [(int(part[0]), int(part[1])) for part in parts if is_pair(part)]
 
 
-def kept_ranges(stop: int, skips: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def trained_ranges(stop: int, skips: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The parts of [0, stop) that are in none of the ranges, in order."""
     found, begin = [], 0
     for first, last in sorted(skips):
@@ -148,8 +148,8 @@ def kept_ranges(stop: int, skips: Iterable[tuple[int, int]]) -> list[tuple[int, 
 
 def is_of_source(name: str) -> bool:
     """True for 'train/web/loss' and 'validation/web/bits_per_byte'."""
-    room, _, rest = name.partition("/")
-    return room in ("train", "validation") and rest.count("/") == 1
+    room, _, suffix = name.partition("/")
+    return room in ("train", "validation") and suffix.count("/") == 1
 
 
 def stages_of(mixture: Any) -> list[tuple[str, dict[str, float]]]:

@@ -1,7 +1,4 @@
-"""Where a run stands: state, time, what is left, when it counts as silent, and what it costs, also in words.
-
-The report and `jaxscale watch` both ask here.
-"""
+"""Status of a run: state, time, remaining time and cost, for the report and `jaxscale watch`."""
 
 import dataclasses
 import statistics
@@ -15,18 +12,18 @@ from jaxscale.reporting.history import History, Row, is_finite, is_number
 from jaxscale.reporting.text import NONE, clock, money
 from jaxscale.system.exits import Exit, is_failure, meaning
 
-MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop that is no training
+MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop apart from training
 RECENT = 20  # reports over which the speed, and their distance, are taken
 PACE = 50  # reports over which the wall time of a step is taken
 QUIET_SECONDS = 180.0  # saves, validation and a bucket's uploads lie between two lines
-RECORDS = 10  # or as long as so many of them take
+RECORDS = 10  # or the time of this number of reports
 STARTING_SECONDS = 3600.0  # before the first one, while it compiles: the default of hang.compile_seconds
 BEGINS = ("started", "resumed")
-OWN = "as given by --price"
+PRICE_FLAG = "as given by --price"
 
 
 class State(NamedTuple):
-    """How a run is."""
+    """State of a run."""
 
     name: str  # running, starting, finished, stopped, failed, silent, begun
     words: str  # in short
@@ -34,13 +31,13 @@ class State(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Both, as they stand beside the name."""
+        """Both, as shown next to the name."""
         return "; ".join(part for part in (self.words, self.more) if part and part != self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """What the head of the page says of a run. None: not known."""
+    """Facts in the page's header. None: unknown."""
 
     state: State
     step: int
@@ -73,7 +70,7 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
         chips = chips / chip.devices_per_chip
     wall, starts = wall_seconds(history)
     left = left_seconds(history, total) if state.name != "finished" else 0.0
-    paid = Price(price, "", OWN) if price is not None else chip.price if chip else None
+    paid = Price(price, "", PRICE_FLAG) if price is not None else chip.price if chip else None
     hourly = paid.dollars_per_hour * chips / 3600 if paid and chips else None
     return Status(
         state=state,
@@ -104,16 +101,16 @@ def tokens_of(history: History) -> float | None:
 
 
 def state_of(history: History, now: float, total: float | None) -> State:
-    """What the last start or end, and the age of the files, say."""
+    """Derives the state from the last start or end and the age of the files."""
     last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), None)
     if last is not None and last["event"] == "stopped":
         code = last.get("code")
         code = code if isinstance(code, int) else Exit.ERROR
-        when, why = clock(unix_time(last.get("time"))), str(last.get("why") or "")
+        when, reason = clock(unix_time(last.get("time"))), str(last.get("why") or "")
         if code == Exit.DONE and (total is None or history.reached_step >= total):
             return State("finished", "all steps are done", when)
         words = "ended before its last step, as it was told to" if code == Exit.DONE else meaning(code)
-        more = "; ".join(part for part in ("" if why == "done" else why, when) if part)
+        more = "; ".join(part for part in ("" if reason == "done" else reason, when) if part)
         return State("failed" if is_failure(code) else "stopped", words, more)
     if last is None and not history.rows:
         return State("begun", "no start and no step noted yet")
@@ -164,14 +161,14 @@ def left_seconds(history: History, total: float | None) -> float | None:
 
 
 def wall_pace(rows: Sequence[Row]) -> float | None:
-    """Wall time of a step over the last reports of this start, with saves and validations, where they tell it."""
+    """Wall time of a step over the last reports of this start, with saves and validations, if reported."""
     wall = f"{PREFIX}wall_seconds"
-    told = [row for row in rows[-2 * PACE :] if "loss" in row and is_number(row.get(wall))][-PACE:]
-    first = len(told) - 1
-    while first > 0 and told[first - 1][wall] <= told[first][wall]:  # a start's clock begins at 0
+    reports = [row for row in rows[-2 * PACE :] if "loss" in row and is_number(row.get(wall))][-PACE:]
+    first = len(reports) - 1
+    while first > 0 and reports[first - 1][wall] <= reports[first][wall]:  # a start's clock begins at 0
         first -= 1
-    steps = told[-1]["step"] - told[first]["step"] if told else 0
-    return (told[-1][wall] - told[first][wall]) / steps if steps > 0 else None
+    steps = reports[-1]["step"] - reports[first]["step"] if reports else 0
+    return (reports[-1][wall] - reports[first][wall]) / steps if steps > 0 else None
 
 
 def step_pace(history: History) -> float | None:
@@ -196,12 +193,12 @@ def recent(rows: Sequence[Row], name: str) -> float | None:
 
 def patience_seconds(records: Sequence[Mapping[str, Any]], began_at: int) -> float:
     """Seconds without a line after which a run is silent. began_at: the step that its last start went on from."""
-    own = [record for record in records if "loss" in record and (record.get("step") or 0) > began_at][-RECENT:]
-    if not own:
+    reports = [record for record in records if "loss" in record and (record.get("step") or 0) > began_at][-RECENT:]
+    if not reports:
         return STARTING_SECONDS
-    first = own[0]["step"] if len(own) > 1 else began_at
-    stride = (own[-1]["step"] - first) / max(len(own) - 1, 1)
-    times = [record["step_seconds"] for record in own if is_finite(record.get("step_seconds"))]
+    first = reports[0]["step"] if len(reports) > 1 else began_at
+    stride = (reports[-1]["step"] - first) / max(len(reports) - 1, 1)
+    times = [record["step_seconds"] for record in reports if is_finite(record.get("step_seconds"))]
     return max(QUIET_SECONDS, RECORDS * stride * (statistics.median(times) if times else 0.0))
 
 
@@ -215,11 +212,11 @@ def cost_fact(status: Status) -> tuple[str, str, str]:
 
 
 def price_words(statuses: Sequence[Status]) -> str:
-    """Which prices the cost rests on, and how to give another; '' where nothing is known of the chips."""
-    told = list(dict.fromkeys(line for status in statuses if (line := price_line(status))))
+    """Describes the prices of the cost and --price; '' if the chips are unknown."""
+    reports = list(dict.fromkeys(line for status in statuses if (line := price_line(status))))
     given = any(status.price and not status.price.date for status in statuses)
     way_out = "" if given else " --price=DOLLARS gives what an hour of one chip really costs."
-    return f"Cost: {'; '.join(told)}.{way_out}" if told else ""
+    return f"Cost: {'; '.join(reports)}.{way_out}" if reports else ""
 
 
 def price_line(status: Status) -> str:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.monitor.goodput import measure_goodput
+from jaxscale.reporting.event_text import described, incidents
 from jaxscale.reporting.history import History, is_number
 from jaxscale.reporting.json_lines import as_list
 from jaxscale.reporting.plots import color_of, key
 from jaxscale.reporting.text import escape, percent
-from jaxscale.reporting.words import described, incidents
 
 MOST_CHANGES = 200
 MOST_COLUMNS = 6  # runs
@@ -29,23 +29,25 @@ class Cell(NamedTuple):
 
 
 def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
-    """A table in a box of its own, which scrolls where it is too wide. Text is escaped, a Cell is HTML already."""
+    """A table in a scrolling box. Text is escaped, a Cell is HTML already."""
     lines = []
     kinds: list[str] = []
     for number, row in enumerate(rows):
         cells = [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
         kinds = kinds or [cell.kind for cell in cells]
-        of_row = f' class="{row_kinds[number]}"' if row_kinds and row_kinds[number] else ""
-        lines.append(f"<tr{of_row}>" + "".join(f"<td{of(cell.kind)}>{cell.html}</td>" for cell in cells) + "</tr>")
+        row_class = f' class="{row_kinds[number]}"' if row_kinds and row_kinds[number] else ""
+        lines.append(
+            f"<tr{row_class}>" + "".join(f"<td{css_class(cell.kind)}>{cell.html}</td>" for cell in cells) + "</tr>"
+        )
     if not lines:
         return ""
-    number = lambda place: of("n") if kinds[place] == "n" else ""
+    number = lambda place: css_class("n") if kinds[place] == "n" else ""
     html = [title.html if isinstance(title, Cell) else escape(title) for title in head]
     titles = "".join(f"<th{number(place)}>{title}</th>" for place, title in enumerate(html))
     return f'<div class="table"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def of(kind: str) -> str:
+def css_class(kind: str) -> str:
     """' class="n"', or ''."""
     return f' class="{kind}"' if kind else ""
 
@@ -55,7 +57,7 @@ def n(text: str) -> Cell:
     return Cell(escape(text), "n")
 
 
-def whole(value: Any) -> str:
+def integer_text(value: Any) -> str:
     """'2,830'."""
     return f"{value:,}" if is_number(value) else described(value)
 
@@ -113,25 +115,25 @@ def supervised_table(histories: Sequence[History]) -> str:
             (
                 n(described(end.get("number"))), Cell(escape(str(end.get("time", ""))[:19].replace("T", " ")), "t"),
                 n(units.duration(end["seconds"]) if is_number(end.get("seconds")) else "n/a"),
-                n(whole(end.get("steps_won"))), n(whole(end.get("steps_lost"))),
+                n(integer_text(end.get("steps_won"))), n(integer_text(end.get("steps_lost"))),
                 Cell(escape(end.get("meaning") or ""), "w"),
             )
             for end in ends[-50:]
         ]  # fmt: skip
         leaves = [record for record in history.supervised if record.get("event") in ("leave", "gave_up")]
         last = leaves[-1] if leaves else {}
-        told = f"<p>{escape(leave_text(last))}</p>" if last else ""
+        summary = f"<p>{escape(leave_text(last))}</p>" if last else ""
         if rows:
             name = f", {run_name(history, place).html}" if len(histories) > 1 else ""
             heading = f"<h3>Starts by the supervisor{name}</h3>"
             parts.append(
-                heading + told + table(("start", "ended (UTC)", "ran", "steps won", "run in vain", "end"), rows)
+                heading + summary + table(("start", "ended (UTC)", "ran", "steps won", "run in vain", "end"), rows)
             )
     return "".join(parts)
 
 
 def leave_text(last: Mapping[str, Any]) -> str:
-    """How the supervisor's work came out."""
+    """Summary of the supervisor's last record."""
     parts = [str(last.get("why") or "")]
     if is_number(last.get("goodput")):
         parts.append(f"goodput {percent(last['goodput'])} of {units.duration(last.get('wall_seconds') or 0.0)}")
@@ -151,14 +153,14 @@ def change_table(history: History) -> str:
     written = history.config.get("changed", history.config.get("allowed_changes"))  # the name before 2026-11-22
     changes = [change for change in as_list(written) if isinstance(change, dict)]
     rows = [
-        (n(whole(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")), effect(c))
+        (n(integer_text(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")), effect(c))
         for c in changes[-MOST_CHANGES:]
     ]
     return table(("from step", "setting", "before", "after", "and so"), rows)
 
 
 def effect(change: Mapping[str, Any]) -> Cell:
-    """What followed from a change: the learning rate's jump, other numbers, or none."""
+    """Effect of a change: the learning rate's jump, other numbers, or none."""
     rates = as_list(change.get("learning_rate"))
     if len(rates) == 2 and all(map(is_number, rates)):
         return Cell(f"the learning rate went from {rates[0]:.4g} to {rates[1]:.4g}", "w")
@@ -167,13 +169,13 @@ def effect(change: Mapping[str, Any]) -> Cell:
 
 def settings_table(config: Mapping[str, Any]) -> str:
     """Every setting."""
-    return table(("setting", "value"), [(mono(name), mono(value)) for name, value in flat(config).items()])
+    return table(("setting", "value"), [(mono(name), mono(value)) for name, value in flatten(config).items()])
 
 
 def difference_table(histories: Sequence[History]) -> str:
     """The settings in which the runs differ, and the machines and versions; a column for each run, of many a row."""
     known = [(run_name(history, place), made_with(history)) for place, history in enumerate(histories)]
-    known = [(name, facts) for name, facts in known if facts]  # the head says that there is no config.json
+    known = [(name, facts) for name, facts in known if facts]  # the header reports a missing config.json
     names = list(dict.fromkeys(name for _, facts in known for name in facts))
     differing = [name for name in names if len({repr(facts.get(name, MISSING)) for _, facts in known}) > 1]
     if not differing:
@@ -188,7 +190,7 @@ def difference_table(histories: Sequence[History]) -> str:
 def made_with(history: History) -> dict[str, Any]:
     """{dotted name: value} of the settings, and of what the run was made on and with; {} without config.json."""
     config, devices = history.config, history.part("devices")
-    found = flat(history.part("config"))
+    found = flatten(history.part("config"))
     if devices.get("kind"):
         found["devices"] = f"{devices.get('number', '?')} x {devices['kind']}"
     if config.get("git_commit"):
@@ -196,12 +198,12 @@ def made_with(history: History) -> dict[str, Any]:
     return found | {f"version of {name}": version for name, version in history.part("versions").items() if version}
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{dotted name: value} of nested settings."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            found |= flatten(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
     return found

@@ -31,7 +31,7 @@ def plain(value: float | None) -> str:
     if value is None:
         return NONE
     size = abs(value)
-    if size >= 9999.5:  # five digits, as it is written
+    if size >= 9999.5:  # would round to five digits
         return units.count(value)
     if size and size < 1e-4:
         return power(value)
@@ -62,7 +62,7 @@ size, count, money, duration = map(or_none, (units.size, units.count, units.doll
 
 
 def tick_texts(values: Sequence[float], numbers: str) -> list[str]:
-    """What is written at an axis: 0 without a unit, sizes exactly, and small numbers all in one notation."""
+    """Formats ticks: 0 without a unit, exact sizes, and small numbers in one notation."""
     others = [abs(value) for value in values if value]
     small = numbers == "plain" and bool(others) and min(others) < 1e-4 and max(others) < 1e-2
     write = power if small else exact_size if numbers == "size" else NUMBERS[numbers]

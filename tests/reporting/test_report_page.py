@@ -15,14 +15,14 @@ from jaxscale.hardware import CHIPS
 from jaxscale.monitor.goodput import measure_goodput
 from jaxscale.reporting import make_page
 from jaxscale.reporting.axes import Axis, axis_over, linear_ticks, log_ticks, size_ticks, smooth, thin_columns
-from jaxscale.reporting.canvas import Canvas, across_of
+from jaxscale.reporting.canvas import Canvas, step_axis
+from jaxscale.reporting.event_text import event_message, incidents, marks
 from jaxscale.reporting.history import History, read_history
 from jaxscale.reporting.plots import Line, Plot, draw
 from jaxscale.reporting.sections import sources
 from jaxscale.reporting.status import status_of
 from jaxscale.reporting.tables import goodput_table
 from jaxscale.reporting.text import escape, json_block, plain, tick_texts
-from jaxscale.reporting.words import in_words, incidents, marks
 
 ROOT = pathlib.Path(__file__).parents[2]
 V5P = CHIPS["TPU v5"].price
@@ -56,7 +56,7 @@ def test_memory_has_ticks_at_multiples_of_a_power_of_two_and_small_numbers_one_n
 
 
 def test_a_steep_beginning_does_not_flatten_what_is_held_out_either(run):
-    canvas = Canvas([run], across_of([run]))
+    canvas = Canvas([run], step_axis([run]))
     page = sources(canvas)
     for plot, name in zip(canvas.data, ("validation/bits_per_byte", "train/web/loss")):
         steps, values = run.series(name)
@@ -251,9 +251,9 @@ def test_incidents_are_words_and_saves_in_a_row_one_line(run):
     busy = event(1, "alert", 4000, what="busy_machine", seen="the machine was busy with other work")
     late = event(1, "alarm", 4000, cause="the save before was still in progress", waited=0.015)
     assert not any(one.is_trouble for one in incidents([busy, late])[0]) and marks([busy, late]) == []
-    assert in_words(late) == "the save before was still in progress; waited 15ms"
+    assert event_message(late) == "the save before was still in progress; waited 15ms"
     assert len(marks([late | {"waited": 30.0}])) == 1
-    assert in_words({"event": "new_kind", "step": 1, "x": 2}) == "new_kind: x 2"
+    assert event_message({"event": "new_kind", "step": 1, "x": 2}) == "new_kind: x 2"
 
 
 def test_what_is_absent_is_said_and_what_is_abandoned_is_grey(run, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.data.mixture import plan_mixture
 from jaxscale.reporting.history import History
-from jaxscale.reporting.sources import kept_ranges, rows_by_source, source_table
+from jaxscale.reporting.sources import rows_by_source, source_table, trained_ranges
 
 NAMES, ROWS, SEQ_LEN = ("web", "code", "math"), 8, 16
 SETTING = {"0": {"web": 0.8, "code": 0.2}, "40%": {"web": 0.5, "code": 0.3, "math": 0.2}}
@@ -53,7 +53,7 @@ def test_batches_that_were_left_out_count_for_nobody():
     found = rows_by_source(run)
     assert [found[name] for name in NAMES] == pytest.approx(counted(planned, 95, skips + rewinds), abs=8)
     assert sum(found.values()) == pytest.approx((96 - 10 - 4 - 6) * ROWS)
-    assert kept_ranges(96, [(12, 20), (10, 13), (90, 99)]) == [(0, 10), (20, 90)]
+    assert trained_ranges(96, [(12, 20), (10, 13), (90, 99)]) == [(0, 10), (20, 90)]
 
 
 def test_rows_of_batches_that_grow_are_those_of_their_sizes():

@@ -16,7 +16,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.goodput import iso_time
-from jaxscale.reporting.words import in_words
+from jaxscale.reporting.event_text import event_message
 from jaxscale.run.limiting import first_limit, hourly_dollars, overrun_advice
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.options import RunOptions
@@ -193,7 +193,7 @@ def test_a_run_decays_early_and_ends_at_the_smallest_rate_on_record(ended):
     np.testing.assert_array_equal([found[step] for step in range(2, begin + 2)], np.float32(1e-2))
     np.testing.assert_allclose([found[n] for n in range(begin + 1, until + 1)], np.linspace(1e-2, 1e-3, 6), rtol=1e-6)
     assert found[until] == np.float32(1e-3)
-    kinds = {event["event"]: in_words(event) for event in read_events(folder)}
+    kinds = {event["event"]: event_message(event) for event in read_events(folder)}
     assert kinds["overrun"].startswith("limit.deadline=40s will not be kept, ")
     assert kinds["early_decay"] == f"the decay begins early, and the run ends at step {until}: limit.deadline=40s"
     written = json.loads((folder / "config.json").read_text())

@@ -50,11 +50,11 @@ def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]
 
 def incident(event: Mapping[str, Any]) -> Incident:
     """One event."""
-    return Incident(when(event), step_text(event), shortened(in_words(event), LONGEST), is_trouble(event))
+    return Incident(when(event), step_text(event), shortened(event_message(event), LONGEST), is_trouble(event))
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, cut at so many characters, with a sign where it was."""
+    """Shortens a text to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 
@@ -100,13 +100,13 @@ def step_text(event: Mapping[str, Any]) -> str:
     return f"{event['step']:,}" if is_number(event.get("step")) else ""
 
 
-def in_words(event: Mapping[str, Any]) -> str:
-    """What an event says."""
+def event_message(event: Mapping[str, Any]) -> str:
+    """Returns the message of an event."""
     get = event.get
     cause = str(get("cause") or "")
     batch = f", batch {get('batch'):,}" if is_number(get("batch")) else ""
-    told = (("loss", "loss"), ("grad_norm", "gradient norm"))
-    numbers = ", ".join(f"{word} {plain(get(name))}" for name, word in told if is_number(get(name)))
+    metrics = (("loss", "loss"), ("grad_norm", "gradient norm"))
+    numbers = ", ".join(f"{word} {plain(get(name))}" for name, word in metrics if is_number(get(name)))
     match event["event"]:
         case "started":
             return f"started{devices_text(get('devices'))}"
@@ -130,8 +130,8 @@ def in_words(event: Mapping[str, Any]) -> str:
             return f"loss spike: {numbers}{batch}"
         case "alarm":
             waited = f"waited {seconds(get('waited'))}" if is_number(get("waited")) else ""
-            told = [str(get("what") or cause), numbers, waited]
-            return ("" if is_harmless(event) else "alarm: ") + "; ".join(filter(None, told)) + batch
+            parts = [str(get("what") or cause), numbers, waited]
+            return ("" if is_harmless(event) else "alarm: ") + "; ".join(filter(None, parts)) + batch
         case "alert":
             return alert_text(event)
         case "lr_cut":
@@ -139,7 +139,7 @@ def in_words(event: Mapping[str, Any]) -> str:
         case "overrun":
             late = get("over_seconds")
             over = f", {units.duration(late)} after it" if is_number(late) else ""
-            ends = "its decay is to begin early" if get("decays") is True else "the run goes on"
+            ends = "its decay is to begin early" if get("decays") is True else "the run continues"
             return f"{get('limit')} {'has passed' if get('passed') is True else 'will not be kept'}{over}: {ends}"
         case "early_decay":
             return f"the decay begins early, and the run ends at step {get('until')}: {get('why')}"
@@ -147,8 +147,8 @@ def in_words(event: Mapping[str, Any]) -> str:
             return rewind_text(event)
         case "stopped":
             code = get("code")
-            told = meaning(code) if isinstance(code, int) else "ended"
-            return told if str(get("why")) in ("", "None", "done") else f"{told}: {get('why')}"
+            ending = meaning(code) if isinstance(code, int) else "ended"
+            return ending if str(get("why")) in ("", "None", "done") else f"{ending}: {get('why')}"
         case "hang":
             return f"nothing moved: {cause}"
         case "replicas_differ":
@@ -162,14 +162,14 @@ def in_words(event: Mapping[str, Any]) -> str:
 
 
 def rewind_text(event: Mapping[str, Any]) -> str:
-    """Where the run went back to, and what is left out."""
+    """Message of a rewind: target step and skipped batches."""
     skips = as_list(event.get("skip_batches"))
     ranges = ", ".join(f"{part[0]} to {part[1] - 1}" for part in skips if is_pair(part))
     to = event.get("to")
     lost = f", {event['step'] - to:,} steps are abandoned" if is_number(to) and is_number(event.get("step")) else ""
-    reason = {"skipped": "too many steps were not applied", "replicas": "copies of the state differed"}
-    why = reason.get(str(event.get("why")), event.get("why"))
-    return f"went back to step {to}{lost}: {why}" + (f"; batches {ranges} are left out" if ranges else "")
+    reasons = {"skipped": "too many steps were not applied", "replicas": "copies of the state differed"}
+    reason = reasons.get(str(event.get("why")), event.get("why"))
+    return f"went back to step {to}{lost}: {reason}" + (f"; batches {ranges} are left out" if ranges else "")
 
 
 def is_pair(part: Any) -> bool:
@@ -221,27 +221,27 @@ def devices_text(devices: Any) -> str:
 
 def changes_text(changes: Any) -> str:
     """'; changed: optim.peak_lr 0.002 -> 0.001'."""
-    told = [
+    changed = [
         f"{change.get('name')} {described(change.get('old'))} -> {described(change.get('new'))}"
         for change in as_list(changes)
         if isinstance(change, dict)
     ]
-    return f"; changed: {', '.join(told)}" if told else ""
+    return f"; changed: {', '.join(changed)}" if changed else ""
 
 
-def facts_text(event: Mapping[str, Any], told: Iterable[str]) -> str:
+def facts_text(event: Mapping[str, Any], shown: Iterable[str]) -> str:
     """': name value, ...' of what else a line holds."""
-    facts = {name: value for name, value in event.items() if name not in ("time", "event", "step", *told)}
+    facts = {name: value for name, value in event.items() if name not in ("time", "event", "step", *shown)}
     return f": {described(facts)}" if facts else ""
 
 
 def marks(events: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """What is marked in the plots: troubles and restarts, the newest MOST_MARKS; alike ones at one step count once."""
+    """Returns the newest MOST_MARKS problems and restarts for the plots, equal ones at one step only once."""
     found: dict[tuple[float, str], Mark] = {}
     for event in events:
         kind = "trouble" if event["event"] in MARKED and is_trouble(event) else ""
         kind = "change" if event["event"] in RESTARTS else kind
         if kind and is_number(event.get("step")):
             about = (event["step"], f"{event['event']} {event.get('what')}")
-            found.setdefault(about, Mark(event["step"], shortened(in_words(event), LONGEST_MARK), kind))
+            found.setdefault(about, Mark(event["step"], shortened(event_message(event), LONGEST_MARK), kind))
     return list(found.values())[-MOST_MARKS:]
