@@ -34,10 +34,10 @@ from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.system.exits import BadInput
 from jaxscale.units import table
 
-SKEWED = 1.4  # rows of the busiest expert over the mean: so many a trained router gave (configs/small_mixture.py)
+SKEWED = 1.4  # rows of the busiest expert over the mean, as measured for a trained router (configs/small_mixture.py)
 NEAR = 0.05  # of it, relative
 WARM_TURNS = 3
-RAGGED_PART = 6  # ragged_dot takes so many times as long on a CPU, and so many times fewer turns
+RAGGED_PART = 6  # ragged_dot is this many times slower on a CPU, so it gets fewer turns
 HALVINGS, MOST_PUSH = 30, 64.0  # of the range of logits in which a push is looked for
 EVEN, RAGGED, UNEVEN = "new router", "new router, ragged_dot", f"busiest {SKEWED} times the mean"
 
@@ -45,10 +45,10 @@ Pass = Callable[[jax.Array], Any]
 
 
 def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]:
-    """What --json prints: for each layer its seconds, and those of the dense one in the same turns.
+    """Returns the record of --json: seconds of each layer, and of the dense layer in the same turns.
 
-    Nothing is trained: one router is new; in the other one expert is wanted more by all tokens, until it has SKEWED
-    times the mean. Raises BadInput for a model without experts.
+    Nothing is trained: one router is new; the other is biased to one expert until that has SKEWED times the mean rows.
+    Raises BadInput for a model without experts.
     """
     model = cfg.model
     if not isinstance(model, LlamaConfig) or model.experts is None:
@@ -70,7 +70,7 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
         alone[UNEVEN].router[...] = router
     ragged = ExpertKernels(ragged_project, run_grouped, weighted_activation, as_bits=kernels.experts.as_bits)
     by_ragged = {RAGGED: make_sparse(model, dataclasses.replace(kernels, experts=ragged), cfg.seed)}
-    # ragged_dot runs apart: it evicts the caches, and the layer after it would be slower.
+    # ragged_dot runs separately: it evicts the caches, and the layer after it would be slower.
     layers = [
         dict(name=name, busiest=busiest_share(mlp, x_BTD), **found)
         for group, turns in ((alone, rounds), (by_ragged, -(-rounds // RAGGED_PART)))
@@ -107,33 +107,32 @@ def sparse_passes(group: Mapping[str, SparseMlp], dy_BTD: jax.Array) -> list[Pas
 
 
 def pass_of(mlp: nnx.Module, call: Callable, dy_BTD: jax.Array) -> Pass:
-    """x_BTD -> (y_BTD, its gradients, what the layer tells), compiled. call(mlp, x_BTD) -> (y_BTD, what it tells)."""
+    """Returns a jitted x_BTD -> (y_BTD, gradients, metrics). call(mlp, x_BTD) -> (y_BTD, metrics)."""
     graphdef, params = nnx.split(mlp)
 
     @jax.jit
     def run(params, x_BTD, dy_BTD):
         forward = lambda params, x_BTD: call(nnx.merge(graphdef, params), x_BTD)
-        y_BTD, pull, told = jax.vjp(forward, params, x_BTD, has_aux=True)
-        return y_BTD, pull(dy_BTD), told
+        y_BTD, pull, metrics = jax.vjp(forward, params, x_BTD, has_aux=True)
+        return y_BTD, pull(dy_BTD), metrics
 
     return lambda x_BTD: run(params, x_BTD, dy_BTD)
 
 
 def beside(run_dense: Pass, passes: list[Pass], x_BTD: jax.Array, turns: int) -> list[dict[str, Any]]:
-    """Of each, run in turn with the dense one: turns, seconds, dense_seconds, and the ratio in a turn with its
-    quartiles."""
+    """Alternates the passes with the dense one. Returns for each: turns, seconds, dense_seconds, ratio, quartiles."""
     seconds_by_turn = []
     for _ in range(WARM_TURNS + turns):
         runs = [lambda run=run: jax.block_until_ready(run(x_BTD)) for run in (run_dense, *passes)]
         seconds_by_turn.append([seconds_of(run)[0] for run in runs])
     dense, *others = zip(*seconds_by_turn[WARM_TURNS:])
     found = []
-    for own in others:
-        ratios = sorted(one / plain for one, plain in zip(own, dense, strict=True))
+    for sparse in others:
+        ratios = sorted(one / plain for one, plain in zip(sparse, dense, strict=True))
         found.append(
             {
                 "turns": turns,
-                "seconds": statistics.median(own),
+                "seconds": statistics.median(sparse),
                 "dense_seconds": statistics.median(dense),
                 "ratio": statistics.median(ratios),
                 "ratio_quartiles": [ratios[turns // 4], ratios[-1 - turns // 4]],

@@ -48,7 +48,7 @@ class Elsewhere:
         self.connection.send(told)
 
     def answer(self) -> Any:
-        """What it came to. Raises BadInput where the process has ended."""
+        """Returns the result. Raises BadInput if the process has ended."""
         try:
             found = self.connection.recv()
         except EOFError:
@@ -68,7 +68,7 @@ class Elsewhere:
 
 @contextlib.contextmanager
 def groups(count: int, workers: int) -> Iterator[list[Any]]:
-    """The processes of a simulation of so many hosts: one for the first host, and so many for the others."""
+    """Starts the processes of a simulation of `count` hosts: one for the first host, `workers` for the others."""
     others = [range(start + 1, count, workers) for start in range(min(workers, count - 1))]
     made = [Elsewhere(numbers, count) for numbers in ([0], *others)]
     try:
@@ -101,7 +101,7 @@ class Simulation:
         self.made, self.count, self.parts = made, count, []
 
     def all(self, *told: Any) -> list[Any]:
-        """What each group answers."""
+        """Returns the answer of each group."""
         for group in self.made:
             group.tell(*told)
         return [group.answer() for group in self.made]
@@ -124,7 +124,7 @@ class Simulation:
         self.all("run", "prepare")
 
     def work(self) -> None:
-        """What a run agrees about on its way, to a save that fails and a signal that all obey."""
+        """Runs the agreements of a training, up to a failed save and a signal that all hosts obey."""
         self.part("a decision", "agree", AT_ONCE)
         self.part("all are here", "barrier", 5)
         self.part("a step", "step", AT_ONCE)

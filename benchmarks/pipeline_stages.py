@@ -90,7 +90,7 @@ def in_units(cfg: RunConfig, schedule: Schedule) -> float:
 
 
 def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
-    """The median of so many steps, after one that is not counted."""
+    """Returns the median time of `steps` steps, after an untimed one."""
     cfg = dataclasses.replace(
         cfg,
         batch_tokens=cut.microbatches * cfg.seq_len,
@@ -121,7 +121,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def stage_lines(record: dict[str, Any]) -> list[str]:
-    """What the table says."""
+    """Returns a summary of the table."""
     far = max(abs(row["ratio"] - 1) for row in record["rows"])
     few = record["cores"] < record["stages"]
     cores = f"{record['cores']} cores" + (", fewer than stages: stages that idle lend theirs to others" if few else "")
@@ -129,7 +129,7 @@ def stage_lines(record: dict[str, Any]) -> list[str]:
 
 
 def on_stages(stages: int, command: list[str]) -> None:
-    """Returns if jax will see so many simulated devices of one thread each, else replaces this process by `command`."""
+    """Returns if jax will see `stages` single-threaded simulated devices, else re-executes `command` with them."""
     env = simulated_devices_env(stages)
     if ONE_THREAD not in env["XLA_FLAGS"]:
         env["XLA_FLAGS"] += f" {ONE_THREAD}"

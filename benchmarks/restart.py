@@ -132,7 +132,7 @@ def measure_restart(flags: Sequence[str], *, processes: int, seconds: float, rou
 
 
 def medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure of several restarts the median."""
+    """Returns the median of each figure over several restarts."""
     middle = lambda name, of: statistics.median(one[name] for one in of)
     inner = [one["phases"] for one in turns]
     figures = [name for name in turns[0] if name != "phases"]
@@ -142,7 +142,7 @@ def medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def one_restart(flags: Sequence[str], count: int, seconds: float, folder: pathlib.Path) -> dict[str, Any]:
-    """What one kill and restart took."""
+    """Measures one kill and restart."""
     with started(flags, count, folder) as before:
         before.wait_for(STEP)
         time.sleep(seconds)

@@ -1,6 +1,6 @@
-"""How the loader grows: a set of tiny made-up documents is planned, indexed, opened, read and traced at several sizes.
+"""Growth of loader costs: plans, indexes, opens, reads and traces a synthetic set of tiny documents at several sizes.
 
-Each stage runs in a process of its own, whose memory is that of the stage.
+Each stage runs in its own process, so that its memory can be measured.
 """
 
 import concurrent.futures
@@ -64,7 +64,7 @@ def measure_loader(
 def growth(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each stage whose CPU time or memory grows faster than the documents; none is good.
 
-    What is too small to be measured (a tenth of a second, ten megabytes, a hundred files) is no growth.
+    What is too small to be measured (a tenth of a second, ten megabytes, a hundred files) does not count as growth.
     """
     lines = []
     for before, after in zip(records, records[1:]):
@@ -100,7 +100,7 @@ def loader_lines(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def alone(stage: Callable[..., int], *arguments: Any) -> dict[str, Any]:
-    """What a stage costs in a process of its own."""
+    """Measures a stage in a new process."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(costs_of, functools.partial(stage, *arguments)).result()

@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def made(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the first process makes of what all say of a stage, as a save does."""
+    """Combines all hosts' results of a stage, like a save."""
     return stage_result(parts, lambda results: "")
 
 
@@ -63,7 +63,7 @@ class Counted:
 
 
 def characters(value: Any) -> int:
-    """How long all texts in it are."""
+    """Returns the total length of all strings in it."""
     if isinstance(value, str):
         return len(value)
     return sum(map(characters, value)) if isinstance(value, list | tuple) else 0
@@ -108,7 +108,7 @@ class Host:
         barrier(self.peer)
 
     def step(self) -> None:
-        """What all ask after each step."""
+        """Runs the checks after each step."""
         self.board.refresh()
         expect(self.reports.news(1) is None and self.stop.stop_after(1) is None)
 
@@ -150,7 +150,7 @@ class Host:
         self.cut()
 
     def end(self, code: int) -> None:
-        """What the watch does at last: the process would end, and its connections with it."""
+        """Handles the end of the process by the watch, which closes its connections."""
         self.code = code
         self.cut()
         self.over.set()
@@ -163,7 +163,7 @@ class Host:
 
 
 class Outcome(NamedTuple):
-    """What a part took in one process of the simulation, by the machine's monotonic clock."""
+    """Times and results of a part in one process, by the machine's monotonic clock."""
 
     began: float
     ended: float
@@ -205,7 +205,7 @@ class Group:
         return Outcome(began, ended, requests, sent, found)
 
     def cpu_seconds(self) -> float:
-        """What this process has spent so far, in Python and in C++."""
+        """Returns the CPU seconds of this process, in Python and C++."""
         return time.process_time()
 
     def counts(self) -> tuple[int, int]:
@@ -215,11 +215,11 @@ class Group:
 
 
 def serve(connection: Any, numbers: Sequence[int], count: int) -> None:
-    """A process of the simulation: does what it is told until it is told None."""
+    """Runs a process of the simulation: executes commands until None."""
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # every host would tell how it ended
     group = Group(numbers, count)
-    while (told := connection.recv()) is not None:
-        name, *args = told
+    while (command := connection.recv()) is not None:
+        name, *args = command
         try:
             connection.send(getattr(group, name)(*args))
         except BaseException:

@@ -83,23 +83,23 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
 
 
 def timed_guard(cfg: GuardConfig, rounds: int) -> float:
-    """Seconds of the guard's judgement as a program of its own, which in a step is fused with the rest."""
+    """Seconds of the guard's judgement as a separate program; in a step it is fused with the rest."""
     calls = 100
     check = jax.jit(functools.partial(guard.check, cfg))
     state, one = guard.init_guard(cfg.window_steps), jnp.float32(1)
 
     def run() -> None:
-        held = state
+        guard_state = state
         for _ in range(calls):
-            _, _, held = check(held, one, one)
-        jax.block_until_ready(held)
+            _, _, guard_state = check(guard_state, one, one)
+        jax.block_until_ready(guard_state)
 
     run()
     return median_seconds(run, rounds) / calls
 
 
 def pass_phases(dog: Watchdog) -> None:
-    """What the loop asks of the watchdog in a step."""
+    """Enters the watchdog phases of one step of the loop."""
     for name in PHASES:
         with dog.phase(name, 1):
             pass

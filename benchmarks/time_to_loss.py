@@ -32,7 +32,7 @@ from jaxscale.reporting.history import read_history
 from jaxscale.system.exits import BadInput, put
 from jaxscale.units import table
 
-HORIZON = 4  # times the tokens of our run: so many are written for the others, if there is as much text
+HORIZON = 4  # rows written for other programs, as a multiple of our run's, if there is enough text
 ROWS, MODEL = "rows.npz", "model.json"
 KEYS = ("tokens", "loss")  # of the line that another program prints
 SHOWN = 300  # characters of what a run that failed said
@@ -41,7 +41,7 @@ SHOWN = 300  # characters of what a run that failed said
 def measure_time_to_loss(
     cfg: RunConfig, own: Sequence[str], commands: Sequence[str], *, loss: float | None, rounds: int, say: Callable
 ) -> dict[str, Any]:
-    """What --json prints: {"loss": to be reached, "rounds", "systems": [{name, tokens, loss, seconds of each round}]}.
+    """Returns the record of --json: {"loss": target, "rounds", "systems": [{name, tokens, loss, seconds per round}]}.
 
     Each command gets the folder of write_rows as its last argument, trains as it likes, and prints a line of JSON with
     "tokens" trained on and "loss" of the held-out rows, in nats a token. Seconds are those of the whole process: start,
