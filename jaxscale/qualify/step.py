@@ -156,6 +156,14 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "device_peak_mb": memory["device_peak_bytes"] and round(memory["device_peak_bytes"] / 2**20),
         "loss0": round(losses[0], 4),
         "lossN": round(losses[-1], 4),
+        **describe_program(program),
+    }
+
+
+def describe_program(program: Program) -> dict[str, Any]:
+    """Returns sizes of the model and its batch, and the machine, for the record of a measurement."""
+    cfg = program.cfg
+    return {
         "log_vocab": round(math.log(cfg.model.vocab_size), 4),
         "logit_variance": round(logit_variance(cfg.model), 4),
         "params": cfg.model.num_params,
