@@ -14,7 +14,7 @@ from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
 from jaxscale.config_file import load_config
 from jaxscale.models.config import DENSE
-from jaxscale.planning.memory import least_memory
+from jaxscale.planning.memory import memory_lower_bound
 
 ROOT = pathlib.Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("update_configs", ROOT / "tests" / "golden" / "update_configs.py")
@@ -52,7 +52,7 @@ def test_its_memory_can_be_told_without_a_device(name):
     cfg = load_config(PATHS[name])
     moments = 1 if cfg.optim.name == "muon" else 2
     a_parameter = 4 if cfg.lora.on else 4 * (2 + moments)  # float32, and so are gradients; frozen: itself alone
-    assert least_memory(cfg, 1).state >= a_parameter * cfg.model.num_params
+    assert memory_lower_bound(cfg, 1).state >= a_parameter * cfg.model.num_params
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda file: file.stem)

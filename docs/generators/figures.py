@@ -25,8 +25,8 @@ from jaxscale.ops.attention import resolve_attention
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.machine import open_machine
-from jaxscale.planning.plan import Wishes, make_plan
-from jaxscale.planning.reached import ROWS, reached_on, rows_for
+from jaxscale.planning.plan import PlanOptions, make_plan
+from jaxscale.planning.reached import ROWS, published_mfu, published_rows
 from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.speed import recomputed_flops
 from jaxscale.sharding.rules import RULES
@@ -70,7 +70,7 @@ def plan_of(name: str, machine: str, network: float = 1.0, **settings: str) -> R
     slower = (topology.chip.dcn_bandwidth or 0.0) * network or None
     topology = dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, dcn_bandwidth=slower))
     cfg = config_file.load_config(f"{ROOT}/configs/{name}.py", overrides)
-    return make_plan(cfg, topology, Wishes(config_name=name))
+    return make_plan(cfg, topology, PlanOptions(config_name=name))
 
 
 def state_of(plan: RunPlan) -> float:
@@ -171,9 +171,9 @@ def ten_million() -> str:
     """What ten million dollars buy on each chip with a price and a published MFU."""
     rows = []
     for chip in CHIPS.values():
-        if chip.price is None or not rows_for(chip):
+        if chip.price is None or not published_rows(chip):
             continue
-        mfu = reached_on(chip)[0]
+        mfu = published_mfu(chip)[0]
         low, high = (bought(chip, 1e7, share) for share in mfu)
         rows.append([
             chip.name,
@@ -215,7 +215,7 @@ def published_runs() -> str:
         ("Llama 2 70B (arXiv:2307.09288), 6 N D", scaling.train_flops(70e9, 2e12)),
         ("Llama 3 405B (arXiv:2407.21783), 6 N D", scaling.train_flops(405e9, 15.6e12)),
     )
-    low, high = reached_on(CARD)[0]
+    low, high = published_mfu(CARD)[0]
     days = lambda flops, mfu: f"{float(f'{by_hand.device_days(flops, CARD.peak_flops, mfu):.3g}'):,.0f}"
     rows = [
         [name, f"{flops:.2e}", days(flops, 1.0), f"{days(flops, high)} to {days(flops, low)}"] for name, flops in runs

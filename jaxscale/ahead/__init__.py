@@ -1,1 +1,1 @@
-"""Programs compiled for chips that are not here: what the compiler says of memory, time and traffic."""
+"""Programs compiled for devices that are not attached: memory, time and traffic as reported by the compiler."""

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the training step for devices that need not be attached, with results cached on disk.
 
-jax's own compilation cache is off meanwhile: what it writes for devices that are not attached cannot be read back.
+jax's compilation cache is disabled meanwhile: its entries for unattached devices cannot be read back.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from jaxscale.ahead.hlo import Collective, HloFacts, read_hlo
 from jaxscale.ahead.hlo_schedule import item_from_json
 from jaxscale.build import Program
 from jaxscale.planning import gpu_target, links
-from jaxscale.planning.links import Stage, make_torus
+from jaxscale.planning.links import Phase, make_torus
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import VARIABLES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
 
-FORMAT = 5  # of a kept result; another number makes all earlier ones unread
+FORMAT = 5  # of cached results; a new number invalidates earlier ones
 CACHE_ENABLED = "jax_enable_compilation_cache"  # the name of jax's setting
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([0-9.]+)([BKMGT]?)"
-# How XLA:TPU says that a program does not fit: libtpu 0.0.42 to 0.0.51, and (not seen in these) before that.
+# XLA:TPU's out-of-memory messages: libtpu 0.0.42 to 0.0.51, and (not seen in these) earlier versions.
 SHORTAGES = (
     re.compile(rf"memory on (?P<space>\w+), the total memory required .*?\({SIZE}\) exceeds available \w+ \({SIZE}\)"),
     re.compile(rf"memory in memory space (?P<space>\w+)\. Used {SIZE} of {SIZE}"),
@@ -47,25 +47,25 @@ LARGE = re.compile(rf"^\s*\d+\. Size: {SIZE}\s(?:(?!^\s*\d+\. Size:).)*?^\s*Shap
 class Memory:
     """Bytes on one device, from the compiler's buffer assignment."""
 
-    peak: int  # the largest sum of live buffers at any time: what must fit
+    peak: int  # largest sum of live buffers: must fit
     arguments: int
     code: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """A device that is too small, in the compiler's words."""
+    """Out of memory, as reported by the compiler."""
 
     space: str  # 'hbm', or an on-chip memory such as 'vmem'
-    needed: int | None  # bytes, arguments included; None where the message has no figure
+    needed: int | None  # bytes, arguments included; None if the message has no figure
     available: int | None
-    largest: tuple[tuple[int, str], ...]  # (bytes, shape) of the largest arrays, where the compiler lists them
-    said: str
+    largest: tuple[tuple[int, str], ...]  # (bytes, shape) of the largest arrays, if listed
+    said: str  # the message
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What compiling a step told. Either memory and facts are there, or the shortage."""
+    """Result of a compilation: memory and facts, or the shortage."""
 
     memory: Memory | None
     facts: HloFacts | None
@@ -74,7 +74,7 @@ class Compiled:
     compile_seconds: float
     versions: dict[str, str]
     date: str
-    kept: bool = False  # read from the folder of results, not compiled now
+    kept: bool = False  # read from the cache
 
 
 def compile_ahead(
@@ -85,16 +85,16 @@ def compile_ahead(
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Compiled:
-    """What the compiler makes of a program's training step on a topology, which the program was made for.
+    """Compiles a program's training step for the topology that the program was made for.
 
     keep: read and write results in the user's cache folder. With save_executable it is always compiled, and the
-    executable is written there if the step fits.
+    executable is written if the step fits.
     """
     begin = time.monotonic()
     lowered, key = lower(program, topology)
     lower_seconds = time.monotonic() - begin
-    if keep and save_executable is None and (found := read_result(key, say)):
-        return found
+    if keep and save_executable is None and (cached := read_result(key, say)):
+        return cached
     begin = time.monotonic()
     memory = facts = shortage = None
     with without_compilation_cache():
@@ -117,36 +117,39 @@ def compile_ahead(
 
 
 def read_executable(executable: jax.stages.Compiled, program: Program, topology: Topology) -> tuple[Memory, HloFacts]:
-    """What the compiler says of a training step that it has compiled, for devices that are here or not."""
-    devices = list(program.mesh.devices.flat)  # XLA numbers devices by their place in the mesh
+    """Returns memory and facts of a compiled training step, for devices attached or not."""
+    devices = list(program.mesh.devices.flat)  # XLA numbers devices by their position in the mesh
     torus = make_torus(devices, topology.chip)
     text = executable.as_text()
-    assert text is not None, "XLA prints what it has compiled"
+    assert text is not None, "XLA returns the text of compiled programs"
     facts = read_hlo(text, dict(program.mesh.shape), link_domains(devices), torus)
     return read_memory(executable.memory_analysis(), topology.platform), facts
 
 
 def lower(program: Program, topology: Topology) -> tuple[jax.stages.Lowered, str]:
-    """(the training step as StableHLO, the key of its result)."""
+    """Returns (the training step as StableHLO, the cache key of its result)."""
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     return lowered, result_key(lowered.as_text(), program, topology)
 
 
 def read_memory(stats: Any, platform: str) -> Memory:
-    """The compiler's CompiledMemoryStats. XLA:CPU's peak leaves temporaries out (jax 0.10.2); there it is an upper
-    bound. XLA:TPU's has the host's arguments in it (libtpu 0.0.51: more than device arguments and temporaries)."""
+    """Returns the compiler's CompiledMemoryStats.
+
+    XLA:CPU's peak omits temporaries (jax 0.10.2); an upper bound replaces it. XLA:TPU's includes host arguments (libtpu
+    0.0.51: more than device arguments and temporaries).
+    """
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
-    fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    unaliased = stats.output_size_in_bytes - stats.alias_size_in_bytes
     on_host = stats.host_argument_size_in_bytes if platform == "tpu" else 0
     return Memory(
-        peak=arguments + fresh + temporaries if platform == "cpu" else stats.peak_memory_in_bytes - on_host,
+        peak=arguments + unaliased + temporaries if platform == "cpu" else stats.peak_memory_in_bytes - on_host,
         arguments=arguments,
         code=stats.generated_code_size_in_bytes,
     )
 
 
 def read_shortage(message: str) -> Shortage:
-    """The compiler's RESOURCE_EXHAUSTED message as numbers, as far as it has any."""
+    """Returns the compiler's RESOURCE_EXHAUSTED message as numbers, where it has any."""
     said = next((line.strip() for line in message.splitlines() if line.strip()), "RESOURCE_EXHAUSTED")
     said = said.partition("RESOURCE_EXHAUSTED:")[2].strip() or said
     largest = tuple((to_bytes(size, unit), shape) for size, unit, shape in LARGE.findall(message))
@@ -159,16 +162,16 @@ def read_shortage(message: str) -> Shortage:
 
 
 def to_bytes(number: str, unit: str) -> int:
-    """'15.75', 'G' -> 16911433728."""
+    """Returns 16911433728 for '15.75', 'G'."""
     return round(float(number) * UNITS[unit])
 
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """jax's persistent compilation cache is off inside."""
+    """Disables jax's persistent compilation cache."""
     before = getattr(jax.config, CACHE_ENABLED)
     jax.config.update(CACHE_ENABLED, False)
-    compilation_cache.reset_cache()  # jax looks at the setting once, with the first program
+    compilation_cache.reset_cache()  # jax reads the setting once, at the first program
     try:
         yield
     finally:
@@ -177,7 +180,7 @@ def without_compilation_cache() -> Iterator[None]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what takes part in compiling."""
+    """Returns versions of the packages that affect compilation."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -186,7 +189,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
-    """A hash of everything that a result depends on."""
+    """Returns a hash of everything that a result depends on."""
     material = {
         "format": FORMAT,
         "stablehlo": hashlib.sha256(stablehlo.encode()).hexdigest(),
@@ -202,30 +205,29 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
 
 
 def reader_digest() -> str:
-    """A hash of the code that turns a compiled program into facts, that knows links, and that describes GPUs."""
-    described = [pathlib.Path(str(module.__file__)) for module in (gpu_target, links)]
-    files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), *described]
+    """Returns a hash of the code that reads compiled programs, models links, and describes GPUs."""
+    modules = [pathlib.Path(str(module.__file__)) for module in (gpu_target, links)]
+    files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), *modules]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def result_file(key: str) -> pathlib.Path:
-    """Where a result is kept."""
     return cache_dir() / "preflight" / f"{key}.json"
 
 
 def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None:
-    """Keeps a result. Says so where the folder cannot be written."""
+    """Writes a result to the cache. Reports an unwritable folder."""
     file = result_file(key)
     try:
         make_private(file.parent.parent)
         file.parent.mkdir(exist_ok=True)
         write_json(file, dataclasses.asdict(result))
     except OSError as error:
-        say(f"this result is not kept: {file.parent}: {error.strerror or error}; set XDG_CACHE_HOME")
+        say(f"this result is not cached: {file.parent}: {error.strerror or error}; set XDG_CACHE_HOME")
 
 
 def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
-    """The kept result, or None. Says so where there is one that cannot be read."""
+    """Returns the cached result, or None. Reports one that cannot be read."""
     file = result_file(key)
     try:
         values = read_json(file)
@@ -233,12 +235,12 @@ def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
     except FileNotFoundError:
         return None
     except (BadInput, TypeError, KeyError, AttributeError) as error:
-        say(f"a kept result cannot be read ({error}) and counts for nothing: {file}")
+        say(f"ignored a cached result that cannot be read ({error}): {file}")
         return None
 
 
 def from_json(values: dict[str, Any]) -> Compiled:
-    """The inverse of dataclasses.asdict and JSON."""
+    """Inverse of dataclasses.asdict and JSON."""
     memory, facts, shortage = values["memory"], values["facts"], values["shortage"]
     if facts is not None:
         collectives = [collective_from_json(one) for one in facts["collectives"]]
@@ -251,23 +253,23 @@ def from_json(values: dict[str, Any]) -> Compiled:
 
 
 def collective_from_json(values: dict[str, Any]) -> Collective:
-    """The inverse of dataclasses.asdict and JSON."""
-    stages = tuple(Stage(**stage) for stage in values["stages"])
+    """Inverse of dataclasses.asdict and JSON."""
+    stages = tuple(Phase(**stage) for stage in values["stages"])
     return Collective(**(values | {"axes": tuple(values["axes"]), "stages": stages}))
 
 
 def write_executable(executable: jax.stages.Compiled, file: pathlib.Path, topology: str) -> None:
-    """Writes the executable as jax serialises it, and beside it a .json that says what it is.
+    """Writes the executable as jax serialises it, and a .json with its metadata next to it.
 
-    Loading one has not been tried: that needs the chips. Load only files that you wrote: jax unpickles them.
+    Loading has not been tested: it needs the chips. Load only files that you wrote: jax unpickles them.
     """
     payload, _, _ = serialize_executable.serialize(executable)
     file.write_bytes(payload)
-    about = {
+    metadata = {
         "topology": topology,
         "versions": installed_versions(),
         "sha256": hashlib.sha256(payload).hexdigest(),
         "load": "jax.experimental.serialize_executable.deserialize_and_load, with the trees of the same program",
-        "tested": "written only; loading needs the chips and was never tried",
+        "tested": "written only; loading needs the chips and was not tested",
     }
-    write_json(file.with_name(file.name + ".json"), about)
+    write_json(file.with_name(file.name + ".json"), metadata)

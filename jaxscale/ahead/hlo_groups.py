@@ -1,4 +1,4 @@
-"""Which devices a collective joins, and hence which mesh axes and slices it spans."""
+"""Replica groups of a collective, and the mesh axes and slices that they span."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxscale.ahead.hlo_text import Instruction
-from jaxscale.planning.links import Stage, Torus, group_lines, permute_line
+from jaxscale.planning.links import Phase, Torus, group_lines, permute_links
 
 MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")
 IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -17,12 +17,12 @@ PAIRS = r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PartitionLayout:
     """The mesh that a program was compiled for: axis sizes, outermost first, and the slice of each position."""
 
     mesh_shape: Mapping[str, int]
     slice_of: tuple[int, ...]
-    positions: tuple[int, ...]  # of the program's own partitions: all, or one slice's where it was compiled by slice
+    positions: tuple[int, ...]  # of the program's partitions: all, or one slice's if compiled per slice
     torus: Torus | None  # None: a switch joins the devices of a slice
 
     @property
@@ -41,19 +41,19 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What the groups of a collective cover."""
+    """Extent of the groups of a collective."""
 
-    axes: tuple[str, ...]  # mesh axes along which members of one group differ
+    axes: tuple[str, ...]  # along which members of one group differ
     size: int  # devices in a group
     slices: int  # slices in a group
-    lines: tuple[Stage, ...] = ()  # the links that join its members within a slice
-    chip_links: int = 1  # of the torus, at each chip
+    lines: tuple[Phase, ...] = ()  # links between members within a slice
+    chip_links: int = 1  # torus links per chip
 
 
 def make_layout(
     mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, num_partitions: int | None, torus: Torus | None
-) -> Layout:
-    """Raises ValueError where the program, the mesh and the slices do not belong together."""
+) -> PartitionLayout:
+    """Returns the layout. Raises ValueError if program, mesh and slices are inconsistent."""
     size = math.prod(mesh_shape.values())
     slices = tuple(slice_of) if slice_of is not None else (0,) * size
     if len(slices) != size:
@@ -63,11 +63,11 @@ def make_layout(
     partitions = num_partitions or 1
     if partitions not in (1, size, len(first)):
         raise ValueError(f"the program has {partitions} partitions, and the mesh {dict(mesh_shape)} has {size} devices")
-    return Layout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)), torus)
+    return PartitionLayout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)), torus)
 
 
-def span_groups(instruction: Instruction, layout: Layout) -> Span:
-    """What a collective's replica groups or source-target pairs cover."""
+def read_span(instruction: Instruction, layout: PartitionLayout) -> Span:
+    """Returns the extent of a collective's replica groups or source-target pairs."""
     is_permute = instruction.opcode.startswith("collective-permute")
     if is_permute:
         groups = np.array(ints(instruction.attribute(PAIRS) or ""), int).reshape(-1, 2)  # (source, target)
@@ -86,9 +86,9 @@ def span_groups(instruction: Instruction, layout: Layout) -> Span:
         if np.any(coordinate != coordinate[:, :1]):
             axes.append(name)
             sizes.append(length)
-    inside = [row for row, ids in zip(positions.tolist(), slices.tolist()) if len(set(ids)) == 1]
+    same_slice = [row for row, ids in zip(positions.tolist(), slices.tolist()) if len(set(ids)) == 1]
     if is_permute:
-        lines = permute_line(layout.torus, inside)
+        lines = permute_links(layout.torus, same_slice)
     else:
         lines = group_lines(layout.torus, positions[0][slices[0] == slices[0][0]].tolist())
     chip_links = layout.torus.num_links if layout.torus else 1
@@ -97,7 +97,7 @@ def span_groups(instruction: Instruction, layout: Layout) -> Span:
 
 
 def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """The groups of a collective in any of XLA's spellings, int[G, S]. Raises ValueError for one it does not know."""
+    """Returns the groups of a collective in any of XLA's formats, int[G, S]. Raises ValueError for an unknown one."""
     if match := MESH_GROUPS.search(attributes):
         return mesh_groups(match[1], match[2], match[3])
     if match := IOTA_GROUPS.search(attributes):
@@ -105,24 +105,24 @@ def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
     if match := LISTED_GROUPS.search(attributes):
         rows = [ints(row) for row in re.findall(r"\{([\d,]*)\}", match[1])]
         if not rows:
-            return np.arange(num_devices).reshape(1, -1)  # empty: everyone
+            return np.arange(num_devices).reshape(1, -1)  # empty: all devices
         longest = max(map(len, rows))  # a shorter group repeats its last member, which moves nothing
         return np.array([row + (row[-1],) * (longest - len(row)) for row in rows])
     raise ValueError(f"unknown replica groups: {attributes[:120]}")
 
 
 def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:
-    """Groups along some axes of XLA's own mesh: `'a'=2,'b'=4` and `'b'`, or `'b':(2)2` for a part of an axis."""
+    """Returns groups along axes of XLA's mesh: `'a'=2,'b'=4` and `'b'`, or `'b':(2)2` for a part of an axis."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
-    wanted = {name: (pre, size) for name, pre, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", used)}
-    split, grouped = [], []  # each axis as up to three parts: before, in and after the part that is used
+    used_axes = {name: (pre, size) for name, pre, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", used)}
+    split, grouped = [], []  # each axis as up to three factors: before, in and after the used part
     for name, length in sizes.items():
-        if name not in wanted:
+        if name not in used_axes:
             parts = [(length, False)]
-        elif not wanted[name][1]:
+        elif not used_axes[name][1]:
             parts = [(length, True)]
         else:
-            pre, size = map(int, wanted[name])
+            pre, size = map(int, used_axes[name])
             parts = [(pre, False), (size, True), (length // (pre * size), False)]
         for part, is_used in parts:
             split.append(part)
@@ -133,7 +133,7 @@ def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:
 
 
 def device_order(device_ids: str | None, size: int) -> np.ndarray:
-    """The devices of XLA's own mesh in its order: counted up, `[4,2]T(1,0)` or listed."""
+    """Returns the devices of XLA's mesh in its order: an iota, `[4,2]T(1,0)`, or a list."""
     if not device_ids:
         return np.arange(size)
     if match := re.fullmatch(r"(?:\[[\d,]+\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\)?)?", device_ids.strip()):
@@ -142,12 +142,12 @@ def device_order(device_ids: str | None, size: int) -> np.ndarray:
 
 
 def iota(dims: str, permutation: str | None) -> np.ndarray:
-    """0, 1, 2, ... shaped and transposed."""
+    """Returns 0, 1, 2, ... reshaped and transposed."""
     shape = ints(dims)
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return numbers.transpose(ints(permutation)) if permutation else numbers
 
 
 def ints(text: str) -> tuple[int, ...]:
-    """The numbers in `1,2,3`."""
+    """Returns the numbers in `1,2,3`."""
     return tuple(int(number) for number in re.findall(r"\d+", text))

@@ -1,4 +1,4 @@
-"""A compiled program's text as computations of instructions. Only what counting needs is read."""
+"""Parser of a compiled program's text into computations of instructions, as far as counting needs."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 NAME = re.compile(r"%([\w.\-]+)")
 END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?\s*")
 BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
-FUSIONS = ("fusion", "fusion-start")  # opcodes; XLA:GPU runs some copies of slices beside other work
+FUSIONS = ("fusion", "fusion-start")  # opcodes; XLA:GPU runs some slice copies asynchronously
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """One array: its element type, its sizes and the memory it is in (0 the device's own, 1 on-chip, 5 the host's)."""
+    """One array: element type, sizes and memory space (0 HBM, 1 on-chip, 5 host)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of its elements; the padding of TPU tiles is not counted."""
+        """Bytes of its elements, without the padding of TPU tiles."""
         bits = 8 if self.dtype == "pred" else int(match[1]) if (match := BITS.match(self.dtype)) else 0
         return math.prod(self.dims) * bits / 8
 
@@ -45,12 +45,12 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of what it reads."""
+        """Names of its operands."""
         return tuple(NAME.findall(self.operands_text))
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Every array of its result, however deep in tuples."""
+        """Every array of its result, however nested in tuples."""
         return parse_shapes(self.type_text)
 
     @functools.cached_property
@@ -59,13 +59,13 @@ class Instruction:
         return tuple(parse_shapes(part) for part in tuple_parts(self.type_text))
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression in its attributes."""
+        """Returns the first group of a regular expression in its attributes."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations it mentions, but for the reducers of reduce and its like."""
+        """Names of called computations, except reducers."""
         found = re.findall(
             r"\b(?:calls|true_computation|false_computation|condition|body)=%?([\w.\-]+)", self.attributes
         )
@@ -79,14 +79,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions in the order they are printed, which puts operands first."""
+    """Instructions in printed order, operands first."""
 
     name: str
     instructions: dict[str, Instruction]
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The returned instruction."""
         marked = [instruction for instruction in self.instructions.values() if instruction.is_root]
         return marked[0] if marked else list(self.instructions.values())[-1]
 
@@ -107,16 +107,16 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A whole program. Computations stand in printed order: whoever is called comes before the caller."""
+    """A whole program. Computations are in printed order: callees before callers."""
 
     computations: dict[str, Computation]
     entry: str
     num_partitions: int | None
-    is_scheduled: bool  # instructions stand in the order in which they run
+    is_scheduled: bool  # instructions are in execution order
 
 
 def parse_module(text: str) -> Module:
-    """The computations of a compiled program (`compiled.as_text()`). Raises BadInput if it has no entry."""
+    """Returns a compiled program (`compiled.as_text()`). Raises BadInput if it has no entry."""
     computations: dict[str, Computation] = {}
     entry, name, lines = None, None, []
     for line in text.splitlines():
@@ -131,7 +131,7 @@ def parse_module(text: str) -> Module:
         elif INSTRUCTION.match(line) or not lines:
             lines.append(line)
         else:
-            lines[-1] += line  # Pallas kernels carry metadata that is printed over several lines
+            lines[-1] += line  # metadata of Pallas kernels is printed over several lines
     if entry is None:
         raise BadInput("this is not the text of a compiled program: it has no ENTRY computation")
     header = text[: text.find("\n")]
@@ -140,21 +140,23 @@ def parse_module(text: str) -> Module:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """`  ROOT %name = TYPE opcode(operands), attributes` taken apart; None for a line that is something else."""
+    """Parses ` ROOT %name = TYPE opcode(operands), attributes`; None for any other line."""
     start = INSTRUCTION.match(line)
     if not start:
         return None
-    is_root, name, rest = bool(start[1]), start[2], start[3]
-    end = closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    match = OPCODE.match(rest, end)
+    is_root, name, definition = bool(start[1]), start[2], start[3]
+    end = closing_bracket(definition, 0) + 1 if definition.startswith("(") else definition.find(" ")
+    match = OPCODE.match(definition, end)
     if end <= 0 or not match:
         return None
-    close = closing(rest, match.end() - 1)
-    return Instruction(name, match[1], rest[:end], rest[match.end() : close], rest[close + 1 :], is_root)
+    close = closing_bracket(definition, match.end() - 1)
+    return Instruction(
+        name, match[1], definition[:end], definition[match.end() : close], definition[close + 1 :], is_root
+    )
 
 
-def closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes."""
+def closing_bracket(text: str, start: int) -> int:
+    """Returns the index of the bracket that closes the one at `start`."""
     depth = 0
     for match in re.finditer(r"[()\[\]{}]", text[start:]):
         depth += 1 if match[0] in "([{" else -1
@@ -164,7 +166,7 @@ def closing(text: str, start: int) -> int:
 
 
 def tuple_parts(text: str) -> list[str]:
-    """The members of a printed tuple type; an array type is its own only member."""
+    """Returns the members of a printed tuple type; an array type is its own only member."""
     if not text.startswith("("):
         return [text]
     parts, depth, start = [], 0, 1
@@ -183,7 +185,7 @@ def tuple_parts(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=65536)
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Every array in a printed type. Tokens and opaque handles hold no bytes and are left out."""
+    """Returns every array in a printed type. Tokens and opaque handles have no bytes and are omitted."""
     found = []
     for dtype, dims, layout in SHAPE.findall(text):
         if dtype == "pred" or BITS.fullmatch(dtype) or re.match(r"f\d+e\d", dtype):

@@ -1,26 +1,26 @@
-"""How often each computation of a program runs. XLA's own cost analysis counts a loop's body once."""
+"""Number of runs of each computation in a step. XLA's cost analysis counts a loop's body once."""
 
 import re
 
 from jaxscale.ahead.hlo_text import FUSIONS, Computation, Instruction, Module
 
-SAME = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape", "optimization-barrier"}
-REACH = 64  # operands followed before giving up: real chains are under 10
+IDENTITY_OPS = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape", "optimization-barrier"}
+MAX_DEPTH = 64  # of operands: real chains are under 10
 
-# A value in a loop is `carried value + constant`: (the carried value's index, or None for a plain constant; constant).
+# `carried value + constant` in a loop: (index of the carried value, or None for a constant; constant).
 Linear = tuple[int | None, int]
 
 
 def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
-    """(runs of each computation per step, names of those inside fusions, loops whose trips could not be read).
+    """Returns (runs of each computation per step, names of those inside fusions, loops with unreadable trip counts).
 
-    Such a loop counts as one trip. Of a conditional each branch counts as often as branch_shares says.
+    Such a loop counts as one trip. Branches of a conditional count by branch_shares.
     """
     runs = dict.fromkeys(module.computations, 0)
     runs[module.entry] = 1
     fused: set[str] = set()
     unknown = 0
-    for name in reversed(module.computations):  # a caller is printed after what it calls
+    for name in reversed(module.computations):  # callers are printed after callees
         for instruction in module.computations[name].instructions.values() if runs[name] else ():
             times = runs[name]
             if instruction.opcode == "while":
@@ -39,11 +39,10 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
 
 
 def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
-    """{branch: the part of a conditional's runs that take it}; {} for anything else.
+    """Returns {branch: the fraction of a conditional's runs that take it}; {} for anything else.
 
-    One of two branches whose name says how often it is true, `taken_N_of_M` (ops.attention.either, a pipeline's ticks),
-    is known. Of any other conditional, also of one inside such a branch, the branch with the most instructions is taken
-    for the one that runs: the most that it can cost.
+    Known for one of two branches with a name `taken_N_of_M` (ops.attention.either, a pipeline's ticks). For any other
+    conditional, also inside such a branch, the branch with the most instructions is assumed to run: an upper bound.
     """
     if instruction.opcode != "conditional":
         return {}
@@ -54,28 +53,28 @@ def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
         largest = max(branches, key=size)
         return {name: float(name == largest) for name in branches}
     if_true = instruction.attribute(r"\btrue_computation=%?([\w.\-]+)") or branches[1]
-    often = int(share[1]) / int(share[2])
-    return {name: often if name == if_true else 1 - often for name in branches}
+    fraction = int(share[1]) / int(share[2])
+    return {name: fraction if name == if_true else 1 - fraction for name in branches}
 
 
 def reachable(module: Module, name: str) -> list[Computation]:
-    """A computation and all that it calls."""
-    found, waiting = {}, [name]
-    while waiting:
-        current = module.computations.get(waiting.pop())
+    """Returns a computation and all its callees."""
+    found, pending = {}, [name]
+    while pending:
+        current = module.computations.get(pending.pop())
         if current is not None and current.name not in found:
             found[current.name] = current
-            waiting += [called for one in current.instructions.values() for called in one.called]
+            pending += [called for one in current.instructions.values() for called in one.called]
     return list(found.values())
 
 
 def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Trips of a while loop: as XLA noted them, or read off its condition, start and step; None if neither can be.
+    """Returns the trips of a while loop: XLA's note, or from its condition, start and step; None if unknown.
 
-    A loop whose length is in the data says how long it usually is: its name ends in `usually_N_trips/while`.
+    A loop with a data-dependent length has its usual length in its name: `usually_N_trips/while`.
     """
-    for noted in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
-        if trips := loop.attribute(noted):
+    for pattern in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
+        if trips := loop.attribute(pattern):
             return int(trips)
     body, condition = (
         module.computations.get(loop.attribute(rf"\b{key}=%?([\w.\-]+)") or "") for key in ("body", "condition")
@@ -86,15 +85,15 @@ def count_trips(module: Module, caller: Computation, loop: Instruction) -> int |
     if test is None:
         return None
     (index, shift), (limit_index, limit), direction = test
-    if index is None:  # the constant stands on the left
+    if index is None:  # the constant is on the left
         (index, shift), (limit_index, limit) = (limit_index, limit), (index, shift)
         direction = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(direction, direction)
     if index is None or body.root.opcode != "tuple" or index >= len(body.root.operands):
         return None
-    start = initial(module, caller, loop, index)
-    if limit_index is not None:  # the limit is carried too: it must be a constant that the body hands on
-        handed_on = linear(module, body, body.root.operands[limit_index]) == (limit_index, 0)
-        begin = initial(module, caller, loop, limit_index) if handed_on else None
+    start = initial_value(module, caller, loop, index)
+    if limit_index is not None:  # a carried limit must be a constant that the body forwards
+        is_forwarded = linear(module, body, body.root.operands[limit_index]) == (limit_index, 0)
+        begin = initial_value(module, caller, loop, limit_index) if is_forwarded else None
         if begin is None:
             return None
         limit += begin
@@ -110,7 +109,7 @@ def count_trips(module: Module, caller: Computation, loop: Instruction) -> int |
 
 
 def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Linear, str] | None:
-    """The two sides and the direction of the comparison that is a loop's condition, also one wrapped in a fusion."""
+    """Returns both sides and the direction of a loop's condition, also inside a fusion."""
     root, arguments = condition.root, None
     if root.opcode in ("fusion", "call") and len(root.called) == 1:
         arguments = [linear(module, condition, operand) for operand in root.operands]
@@ -123,8 +122,8 @@ def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Line
     return None if left is None or right is None else (left, right, direction)
 
 
-def initial(module: Module, caller: Computation, loop: Instruction, index: int) -> int | None:
-    """The constant that a loop's carried value starts from."""
+def initial_value(module: Module, caller: Computation, loop: Instruction, index: int) -> int | None:
+    """Returns the constant initial value of a loop's carried value, or None."""
     before = caller.instructions.get(loop.operands[0])
     if before is None or before.opcode != "tuple" or index >= len(before.operands):
         return None
@@ -137,13 +136,13 @@ def linear(
     computation: Computation,
     name: str,
     arguments: list[Linear | None] | None = None,
-    reach: int = REACH,
+    depth: int = MAX_DEPTH,
 ) -> Linear | None:
-    """A value as `carried value + constant`; None where it is anything else. `arguments` are a fusion's."""
+    """Returns a value as `carried value + constant`, or None. `arguments` are a fusion's."""
     instruction = computation.instructions.get(name)
-    if instruction is None or reach == 0:
+    if instruction is None or depth == 0:
         return None
-    back = lambda operand: linear(module, computation, operand, arguments, reach - 1)
+    resolve = lambda operand: linear(module, computation, operand, arguments, depth - 1)
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "constant":
         match = re.fullmatch(r"\s*(-?\d+)\s*", instruction.operands_text)
@@ -156,11 +155,11 @@ def linear(
         index = int(instruction.attribute(r"index=(\d+)") or 0)
         if source is not None and source.opcode == "parameter" and arguments is None:
             return index, 0
-        return back(source.operands[index]) if source is not None and source.opcode == "tuple" else None
-    if opcode in SAME:
-        return back(operands[0])
+        return resolve(source.operands[index]) if source is not None and source.opcode == "tuple" else None
+    if opcode in IDENTITY_OPS:
+        return resolve(operands[0])
     if opcode in ("add", "subtract"):
-        left, right = back(operands[0]), back(operands[1])
+        left, right = resolve(operands[0]), resolve(operands[1])
         if left is None or right is None:
             return None
         if opcode == "subtract":
@@ -170,5 +169,5 @@ def linear(
         return (right[0] if left[0] is None else left[0], left[1] + right[1])
     if opcode in ("fusion", "call") and len(instruction.called) == 1:
         inner = module.computations[instruction.called[0]]
-        return linear(module, inner, inner.root.name, [back(operand) for operand in operands], reach - 1)
+        return linear(module, inner, inner.root.name, [resolve(operand) for operand in operands], depth - 1)
     return None

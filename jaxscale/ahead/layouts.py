@@ -1,4 +1,4 @@
-"""Meshes that are worth a guess: sizes of all axes that multiply to the devices, and how stages share the layers."""
+"""Candidate meshes: sizes of all axes whose product is the number of devices, and pipeline chunks."""
 
 import itertools
 import math
@@ -9,23 +9,23 @@ from jaxscale import units
 from jaxscale.config import RunConfig
 from jaxscale.models.config import BLOCKS
 from jaxscale.planning.fitting import MAX_TENSOR
-from jaxscale.planning.positions import LEAST_POSITIONS
+from jaxscale.planning.positions import MIN_POSITIONS
 from jaxscale.planning.stages import Stages
 from jaxscale.sharding.config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
 
-MAX_PIPELINE = 32  # stages: beyond it the bubble asks for more microbatches than batches have rows
-MAX_CHUNKS = 4  # of a stage: from there on each more takes less than a fifth of the bubble, and sends as much again
-MOST_LACKING = 1.15  # layers that stages have room for, over those that there are
-LEAST_RUNS = 1  # of chunks, a stage: with fewer a stage stands still for more than half of the time
+MAX_PIPELINE = 32  # stages: more need more microbatches than batches have rows
+MAX_CHUNKS = 4  # per stage: each further one removes less than a fifth of the bubble, and sends as much again
+MAX_PADDING = 1.15  # layer slots of all stages over layers
+MIN_RUNS = 1  # chunk runs per stage: with fewer a stage is idle more than half of the time
 
-Layout = dict[str, int]  # sizes by mesh axis, and 'chunks'
+MeshSizes = dict[str, int]  # sizes by mesh axis, and 'chunks'
 
 
-def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterator[Layout]:
-    """Every layout with pipeline, context and expert within reason, those without any of them first.
+def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterator[MeshSizes]:
+    """Yields every mesh with reasonable pipeline, context and expert sizes, those without these axes first.
 
-    Copies of the model (data) beside stages, shared positions or shared experts only as many as there are slices:
-    within a slice fsdp sends as little and holds less.
+    With these axes, copies of the model (data) are limited to the number of slices: within a slice fsdp sends as little
+    and uses less memory.
     """
     inner = [
         {"pipeline": pipeline, "expert": expert, "context": context, "tensor": tensor, "chunks": chunks}
@@ -35,57 +35,58 @@ def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterat
         for tensor in units.divisors(num_devices)
         if tensor <= MAX_TENSOR
     ]
-    for one in inner:
-        left, rest = divmod(num_devices, math.prod(one[axis] for axis in ("pipeline", "expert", "context", "tensor")))
-        shared = one["tensor"] * (2 * one["context"] if one["context"] > 1 else 1)  # halves of a zigzag
-        if rest or cfg.seq_len % shared:
+    for sizes in inner:
+        inner_devices = math.prod(sizes[axis] for axis in ("pipeline", "expert", "context", "tensor"))
+        data_devices, remainder = divmod(num_devices, inner_devices)
+        divisor = sizes["tensor"] * (2 * sizes["context"] if sizes["context"] > 1 else 1)  # halves of a zigzag
+        if remainder or cfg.seq_len % divisor:
             continue
-        plain = one["pipeline"] == one["context"] == one["expert"] == 1
-        for data in units.divisors(left):
-            if plain or data in (1, num_slices):
-                yield one | {"data": data, "fsdp": left // data}
+        is_simple = sizes["pipeline"] == sizes["context"] == sizes["expert"] == 1
+        for data in units.divisors(data_devices):
+            if is_simple or data in (1, num_slices):
+                yield sizes | {"data": data, "fsdp": data_devices // data}
 
 
 def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
-    """[(stages, chunks of each)] for the layers of the model: without a pipeline first."""
-    layers, before, found = cfg.model.layer_stacks.get(BLOCKS, 0), cfg.model.leading_layers, [(1, 1)]
+    """Returns [(stages, chunks of each)] for the layers of the model, without a pipeline first."""
+    layers, leading, sizes = cfg.model.layer_stacks.get(BLOCKS, 0), cfg.model.leading_layers, [(1, 1)]
     if not layers or not cfg.model.scan_layers or cfg.optim.offload_params:
-        return found
+        return sizes
     for size, chunks in itertools.product(units.divisors(num_devices)[1:], (1, 2, MAX_CHUNKS)):
         if size * chunks <= layers and size <= MAX_PIPELINE:
-            stages = Stages(size, layers, 1, chunks, leading_layers=before)
-            if size * chunks * stages.chunk_work <= MOST_LACKING * (layers + before):
-                found.append((size, chunks))
-    return found
+            stages = Stages(size, layers, 1, chunks, leading_layers=leading)
+            if size * chunks * stages.chunk_work <= MAX_PADDING * (layers + leading):
+                sizes.append((size, chunks))
+    return sizes
 
 
 def expert_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
-    """Numbers of devices among which the experts of a layer can be shared equally; 1 for a model without any."""
+    """Returns sizes of the expert axis that divide the experts equally; [1] for a dense model."""
     experts = getattr(cfg.model, "experts", None)
     return units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]
 
 
 def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
-    """Powers of two that cut a row into halves of a zigzag and leave each device enough positions."""
+    """Returns powers of two that divide a row into zigzag halves with enough positions per device."""
     sizes, size = [1], 2
-    while num_devices % size == 0 and cfg.seq_len % (2 * size) == 0 and cfg.seq_len // size >= LEAST_POSITIONS:
+    while num_devices % size == 0 and cfg.seq_len % (2 * size) == 0 and cfg.seq_len // size >= MIN_POSITIONS:
         sizes.append(size)
         size *= 2
     return sizes if cfg.model.kind == "decoder" else [1]
 
 
-def layout_parts(cfg: RunConfig, layout: Layout) -> list[int]:
-    """Numbers of microbatches that divide the rows of a batch, and that the stages can use."""
+def microbatch_choices(cfg: RunConfig, layout: MeshSizes) -> list[int]:
+    """Returns numbers of microbatches that divide the rows of a batch, and that the stages can use."""
     rows, size, chunks = cfg.rows_per_step, layout["pipeline"], layout["chunks"]
     shards = layout["data"] * layout["fsdp"] * layout["expert"]
     parts = [part for part in units.divisors(rows) if rows // part % shards == 0]
     if size == 1:
         return parts
-    return [part for part in parts if chunks * part >= LEAST_RUNS * size and (chunks == 1 or part % size == 0)]
+    return [part for part in parts if chunks * part >= MIN_RUNS * size and (chunks == 1 or part % size == 0)]
 
 
-def layout_settings(cfg: RunConfig, layout: Layout) -> dict[str, Any]:
-    """The settings of a layout by dotted name. What is set for an axis of one device, which nobody would read, goes."""
+def layout_settings(cfg: RunConfig, layout: MeshSizes) -> dict[str, Any]:
+    """Returns the settings of a mesh by dotted name. Settings for an axis of size 1 are reset."""
     found: dict[str, Any] = {f"mesh.{axis}": layout[axis] for axis in MESH_AXES}
     if layout["pipeline"] == 1:
         found |= {f"pipeline.{name}": value for name, value in vars(PipelineConfig()).items()}
@@ -98,13 +99,15 @@ def layout_settings(cfg: RunConfig, layout: Layout) -> dict[str, Any]:
     return found
 
 
-def schedules(cfg: RunConfig, layout: Layout) -> list[str]:
-    """The schedules of stages that are worth a guess: the config's own, and those that keep the inputs of few
-    microbatches, with the smaller bubble or without a second pass for gradients of weights."""
+def schedules(cfg: RunConfig, layout: MeshSizes) -> list[str]:
+    """Returns candidate pipeline schedules: the config's, and those that save inputs of few microbatches.
+
+    Of these, 1f1b recomputes nothing for weight gradients, and zero_bubble has the smaller bubble.
+    """
     return list(dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])) if layout["pipeline"] > 1 else []
 
 
-def spans(layouts: Sequence[Layout]) -> str:
-    """'pipeline 1, 2, 4; data 1, 2; ...': the sizes of each axis among these layouts."""
+def axis_sizes_text(layouts: Sequence[MeshSizes]) -> str:
+    """Returns 'pipeline 1, 2, 4; data 1, 2; ...': the sizes of each axis among these meshes."""
     sizes = {axis: sorted({layout[axis] for layout in layouts}) for axis in MESH_AXES}
     return "; ".join(f"{axis} {', '.join(map(str, found))}" for axis, found in sizes.items() if len(found) > 1)

@@ -1,4 +1,4 @@
-"""The training step of a config, compiled for a topology and judged: does it fit, and what can it reach at best."""
+"""Preflight: compiles the training step of a config for a topology; reports whether it fits, and its lower bounds."""
 
 import pathlib
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from jaxscale.ahead.roofline import Roofline, roofline
 from jaxscale.budget import BEGINNING, Position, batch_sizes, resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
-from jaxscale.planning.experts import routing_text
+from jaxscale.planning.experts import routing_assumption
 from jaxscale.planning.fitting import UNCOUNTED, fitting_program
-from jaxscale.planning.measured import Kept
-from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, stage_weights, usable_memory
-from jaxscale.planning.speed import head_share
-from jaxscale.planning.stages import held_numbers, stages_of
+from jaxscale.planning.measured import CompiledStep
+from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, stage_weight_bytes, usable_memory
+from jaxscale.planning.speed import head_flops_fraction
+from jaxscale.planning.stages import pipeline_stages, stage_elements
 from jaxscale.planning.topology import Topology, open_topology
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system.exits import BadInput
@@ -34,9 +34,9 @@ def preflight(
     say: Callable[[str], None] = print,
     position: Position = BEGINNING,
 ) -> Report:
-    """The report on a config on a topology. Raises BadInput for a config that no such machine can run.
+    """Returns the report on a config and topology. Raises BadInput for a config that no such machine can run.
 
-    position: where a run resumes on these devices: stages of its ramps that are over need not fit.
+    position: where a run resumes on these devices; stages of its ramps that are over need not fit.
     """
     program = fitting_program(cfg, topology.devices, position=position)
     compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
@@ -44,41 +44,41 @@ def preflight(
 
 
 def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
-    """The program of the last stage that training makes, for the devices of a topology."""
+    """Returns the program of training's last ramp stage, for the devices of a topology."""
     return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED).without_ramps, topology.devices)
 
 
-def find_kept(cfg: RunConfig, topology: str, say: Callable[[str], None]) -> Kept | None:
-    """What preflight kept about this very step; None where nothing is, or no package here could tell.
+def find_compiled_step(cfg: RunConfig, topology: str, say: Callable[[str], None]) -> CompiledStep | None:
+    """Returns preflight's cached result for this step; None if there is none, or no compiler is installed here.
 
-    The step is not compiled, but traced to find its name, which takes seconds; nothing is where nothing is kept.
-    Options for the compiler, where the config has any, are each tried on a small program, as before training.
+    Traces the step for its cache key, which takes seconds, unless the cache is empty. Compiler options of the config
+    are each tried on a small program, as before training.
     """
     if not any((cache_dir() / "preflight").glob("*.json")):
         return None
     try:
         opened = open_topology(topology)
         program = ahead_program(cfg, opened)
-    except BadInput:  # no libtpu or CUDA plugin here, or a machine that only plan knows
+    except BadInput:  # no libtpu or CUDA plugin, or a machine that only plan supports
         return None
-    if (found := read_result(lower(program, opened)[1], say)) is None:
+    if (cached := read_result(lower(program, opened)[1], say)) is None:
         return None
-    report = make_report("", program, opened, found)
+    report = make_report("", program, opened, cached)
     if report.peak_bytes is None or report.roofline is None:
         return None
-    return Kept(report.peak_bytes, report.roofline.mfu_ceiling, report.date)
+    return CompiledStep(report.peak_bytes, report.roofline.mfu_ceiling, report.date)
 
 
 def make_report(config_name: str, program: Program, topology: Topology, compiled: Compiled) -> Report:
-    """What was found out about a program, put together."""
+    """Returns the report of a program."""
     cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
     num_devices = len(topology.devices)
     model_flops = cfg.flops_per_token * cfg.tokens_per_step / num_devices
-    stages, head = stages_of(cfg, program.mesh.shape), head_share(cfg)
+    stages, head = pipeline_stages(cfg, program.mesh.shape), head_flops_fraction(cfg)
     bounds = facts and roofline(facts, topology.chip, model_flops, stages, head)
-    usable, why = usable_memory(topology)
+    usable, usable_source = usable_memory(topology)
     if shortage is not None and shortage.space == "hbm" and shortage.available is not None:
-        usable, why = shortage.available, "what the compiler may use"
+        usable, usable_source = shortage.available, "available to the compiler"
     peak = compiled.memory.peak if compiled.memory else None
     if shortage is not None and shortage.space == "hbm":
         peak = shortage.needed
@@ -98,7 +98,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
         code_bytes=compiled.memory.code if compiled.memory else 0,
         chip_bytes=topology.chip.hbm_bytes,
         usable_bytes=usable,
-        usable_why=why,
+        usable_why=usable_source,
         shortage=shortage,
         compiled_flops=facts and facts.dot_flops + facts.kernel_flops,
         model_flops=model_flops,
@@ -116,7 +116,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
 
 
 def settings(program: Program) -> dict[str, Any]:
-    """The settings that decide memory and speed, by their last name."""
+    """Returns the settings that affect memory and speed, by the last part of their names."""
     cfg = program.cfg
     found: dict[str, Any] = {
         "rules": cfg.rules,
@@ -144,51 +144,51 @@ def settings(program: Program) -> dict[str, Any]:
 
 
 def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple[MemoryRow, ...]:
-    """The peak, divided by kind. State is known exactly from its shardings; what XLA makes for itself is the rest."""
+    """Returns the peak by kind. State is exact, from its shardings; XLA's own buffers are the remainder."""
     state = program.abstract_state
     params, moments, average = (shard_bytes(tree) for tree in (state.params, state.opt_state, state.ema))
-    gradients, weights = shard_bytes(program.abstract_grads), stage_weights(program)
-    how = "from their shardings"
+    gradients, weights = shard_bytes(program.abstract_grads), stage_weight_bytes(program)
+    source = "from their shardings"
     if weights:
-        gradients, how = 4 * sum(held_numbers(program, program.abstract_grads)), "of a stage, in float32"
+        gradients, source = 4 * sum(stage_elements(program, program.abstract_grads)), "of a stage, in float32"
     known = params + moments + average
     arguments = compiled.memory.arguments if compiled.memory else known + shard_bytes(program.abstract_batch)
     rows = [
         MemoryRow("parameters", params, "from their shardings"),
         MemoryRow("moments", moments, "from their shardings"),
-        MemoryRow("batch, counters, padding", max(0, arguments - known), "the rest of the arguments"),
+        MemoryRow("batch, counters, padding", max(0, arguments - known), "the other arguments"),
     ]
     if average:
         rows.insert(2, MemoryRow("average of parameters", average, "from their shardings"))
     if peak is None:
-        return (*rows, MemoryRow("gradients", gradients, how))
-    inside = max(0, peak - arguments)  # gradients may be used up one by one, and then are less than all of them
+        return (*rows, MemoryRow("gradients", gradients, source))
+    remaining = max(0, peak - arguments)  # gradients may be freed one by one, so fewer may be live
     if weights:
-        weights = min(weights, inside)
-        inside -= weights
-        rows.append(MemoryRow("gathered weights", weights, "of a stage, at most what is left of the peak"))
-    gradients = min(gradients, inside)
+        weights = min(weights, remaining)
+        remaining -= weights
+        rows.append(MemoryRow("gathered weights", weights, "of a stage, at most the remaining peak"))
+    gradients = min(gradients, remaining)
     rows += [
-        MemoryRow("gradients", gradients, f"{how}, at most what is left of the peak"),
-        MemoryRow("activations, temporaries", inside - gradients, "what is left of the peak"),
+        MemoryRow("gradients", gradients, f"{source}, at most the remaining peak"),
+        MemoryRow("activations, temporaries", remaining - gradients, "the remaining peak"),
     ]
     return tuple(rows)
 
 
 def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
-    """What a reader of the figures must know."""
+    """Returns the limits of the figures."""
     sizes = batch_sizes(program.configs)
-    plain = [f"batches: the figures are of the last of {sizes}"] if sizes else []
+    lines = [f"batches: the figures are of the last of {sizes}"] if sizes else []
     if reason := program.attention_fallback:
-        plain.append(f"attention is {program.attention}: {reason}")
-    plain += [f"context: {program.sharing}"] if program.sharing else []
-    plain += [f"expert: {program.exchange}"] if program.exchange else []
-    if why := program.model.slots_fallback_reason:
-        plain.append(f"experts: their products run in slots: {why}")
+        lines.append(f"attention is {program.attention}: {reason}")
+    lines += [f"context: {program.sharing}"] if program.sharing else []
+    lines += [f"expert: {program.exchange}"] if program.exchange else []
+    if reason := program.model.slots_fallback_reason:
+        lines.append(f"experts: their matmuls run in slots: {reason}")
     model = program.cfg.model
     if model.active_params != model.num_params:
         active, params = units.count(model.active_params), units.count(model.num_params)
-        plain.append(f"FLOPs and MFU are of the {active} parameters that a token goes through, memory of all {params}")
+        lines.append(f"FLOPs and MFU are of the {active} active parameters, memory of all {params}")
     if program.model.exchange.form == "send":
-        plain.append(f"counted with {routing_text(program)}")
-    return (*plain, *(f"in none of the times: {line}" for line in (bounds.unpriced if bounds else ())))
+        lines.append(f"counted with {routing_assumption(program)}")
+    return (*lines, *(f"not in the times: {line}" for line in (bounds.unpriced if bounds else ())))

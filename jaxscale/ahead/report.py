@@ -1,4 +1,4 @@
-"""What compiling a step ahead found, as tables for people and as plain data for machines. Pure: facts in, text out."""
+"""Report of a compiled step, as tables and as plain data. Pure: facts in, text out."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxscale.ahead.roofline import Roofline
 from jaxscale.planning.memory import MemoryRow
 from jaxscale.units import INDENT, table
 
-LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # the fast links, and those between islands of them
+LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # within and between domains of fast links
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The answer before the spend."""
+    """Result of preflight."""
 
     config: str
     topology: str
@@ -37,12 +37,12 @@ class Report:
     num_devices: int
     num_hosts: int
     num_slices: int
-    layout: str  # the mesh in words
-    settings: dict[str, Any]  # those that decide memory and speed
+    layout: str  # the mesh as text
+    settings: dict[str, Any]  # that affect memory and speed
     memory: tuple[MemoryRow, ...]  # on the device
-    host_bytes: int  # in the host's memory, for each device
-    peak_bytes: int | None  # of arguments, results and temporaries; None where the compiler did not say
-    code_bytes: int  # beside the peak; 0 where the compiler does not say
+    host_bytes: int  # in host memory, per device
+    peak_bytes: int | None  # of arguments, results and temporaries; None if unknown
+    code_bytes: int  # in addition to the peak; 0 if unknown
     chip_bytes: int
     usable_bytes: int
     usable_why: str
@@ -52,34 +52,34 @@ class Report:
     traffic: tuple[Traffic, ...]
     collectives: tuple[CollectiveRow, ...]  # in the order of the program
     roofline: Roofline | None
-    notes: tuple[str, ...]  # what the figures leave out
+    notes: tuple[str, ...]  # limits of the figures
     lower_seconds: float
     compile_seconds: float
     versions: dict[str, str]
     date: str
     kept: bool
-    pipeline: str = ""  # how its stages go through the microbatches of a step
+    pipeline: str = ""  # its schedule as text
 
     @property
     def fits(self) -> bool:
-        """True if the step was compiled, and its peak and code are within what a program may use."""
+        """True if the step was compiled, and its peak and code are within the usable memory."""
         return self.shortage is None and self.left_bytes is not None and self.left_bytes >= 0
 
     @property
     def left_bytes(self) -> int | None:
-        """What is left of each device; negative where it is too small."""
+        """Free bytes of each device; negative if it is too small."""
         return None if self.peak_bytes is None else self.usable_bytes - self.peak_bytes - self.code_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Returns plain data for JSON."""
         found: dict[str, Any] = dataclasses.asdict(self) | {"fits": self.fits}
         if self.roofline is not None:
-            del found["roofline"]["played"]  # it is in the rows of collectives
+            del found["roofline"]["played"]  # in the rows of collectives
         return found
 
 
 def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
-    """One row for each kind and axes, the most bytes first."""
+    """Returns one row per kind and axes, the most bytes first."""
     rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for one in collectives:
         row = rows.setdefault((one.kind, one.axes), [0, 0.0, 0.0])
@@ -91,10 +91,10 @@ def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
 
 
 def report_lines(report: Report) -> list[str]:
-    """The whole report for people."""
-    where = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
+    """Returns the whole report as text."""
+    machine = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
     slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
-    lines = [f"{report.config} on {report.topology}: {where}{slices}; mesh {report.layout}"]
+    lines = [f"{report.config} on {report.topology}: {machine}{slices}; mesh {report.layout}"]
     lines.append(INDENT + " ".join(f"{name}={value}" for name, value in report.settings.items()))
     lines += [f"{INDENT}pipeline: {report.pipeline}"] if report.pipeline else []
     lines += ["", *memory_lines(report)]
@@ -107,17 +107,17 @@ def report_lines(report: Report) -> list[str]:
 
 
 def memory_lines(report: Report) -> list[str]:
-    """Memory of one device by kind, beside what is there."""
+    """Returns memory of one device by kind, and the usable memory."""
     rows = [(row.kind, units.size(row.num_bytes), row.source) for row in report.memory]
     if report.peak_bytes is not None:
         share = report.peak_bytes / report.usable_bytes
         rows.append(("peak", units.size(report.peak_bytes), f"{share:.0%} of {units.size(report.usable_bytes)}"))
     if report.code_bytes:
-        rows.append(("code", units.size(report.code_bytes), "as compiled, beside the peak"))
+        rows.append(("code", units.size(report.code_bytes), "as compiled, in addition to the peak"))
     lines = ["memory of one device", *table(rows, right=(1,))]
     lines.append(f"{INDENT}{report.chip} has {units.size(report.chip_bytes)}: {report.usable_why}")
     if report.host_bytes:
-        lines.append(f"{INDENT}and {units.size(report.host_bytes)} a device in the host's memory")
+        lines.append(f"{INDENT}and {units.size(report.host_bytes)} per device in host memory")
     if report.shortage is not None:
         lines.append(f"{INDENT}the compiler: {report.shortage.said}")
         if report.shortage.largest:
@@ -128,18 +128,18 @@ def memory_lines(report: Report) -> list[str]:
 
 
 def flops_lines(report: Report) -> list[str]:
-    """What is computed, as compiled and by the model's formula."""
-    assert report.compiled_flops is not None, "asked of a report with facts"
-    more = report.compiled_flops / report.model_flops - 1
+    """Returns FLOPs as compiled and by the model's formula."""
+    assert report.compiled_flops is not None, "the report has facts"
+    excess = report.compiled_flops / report.model_flops - 1
     rows = [
-        ("as compiled", f"{report.compiled_flops / 1e12:,.4g} TFLOP", "matrix products, loops counted"),
-        ("by the model's formula", f"{report.model_flops / 1e12:,.4g} TFLOP", f"the difference is {more:+.1%} of it"),
+        ("as compiled", f"{report.compiled_flops / 1e12:,.4g} TFLOP", "matmuls, times loop trips"),
+        ("by the model's formula", f"{report.model_flops / 1e12:,.4g} TFLOP", f"difference: {excess:+.1%}"),
     ]
     return ["floating-point operations of one device and step", *table(rows, right=(1,))]
 
 
 def traffic_lines(report: Report) -> list[str]:
-    """What is sent, by kind and axes."""
+    """Returns bytes sent, by kind and axes."""
     if not report.traffic:
         return ["no communication"]
     fast, slow = LINKS.get(report.platform, ("fast", "slow"))
@@ -153,23 +153,23 @@ def traffic_lines(report: Report) -> list[str]:
 
 
 def roofline_lines(report: Report) -> list[str]:
-    """The least time that a step can take, by part."""
+    """Returns the lower bound of a step's time, by part."""
     roofline = report.roofline
-    assert roofline is not None, "asked of a report with a roofline"
-    rows = [("products", milliseconds(roofline.compute_s), ""), ("device memory", milliseconds(roofline.hbm_s), "")]
+    assert roofline is not None, "the report has a roofline"
+    rows = [("matmuls", milliseconds(roofline.compute_s), ""), ("device memory", milliseconds(roofline.hbm_s), "")]
     for name, seconds in roofline.links_s.items():
         exposed = roofline.exposed_s.get(name, 0.0)
         rows.append(
             (f"link {name}", milliseconds(seconds), f"{milliseconds(exposed)} of it exposed" if exposed else "")
         )
     if roofline.bubble:
-        rows.append(("bubble", milliseconds(roofline.bubble_s), f"{roofline.bubble} of the time of the stages"))
+        rows.append(("bubble", milliseconds(roofline.bubble_s), f"{roofline.bubble} of the stages' time"))
     rows += [
-        ("at least, in the program's order", milliseconds(roofline.at_least_s), "products, and what they wait for"),
-        ("all at once (the longest)", milliseconds(roofline.overlapped_s), "if the order let all hide"),
-        ("one after another (the sum)", milliseconds(roofline.serial_s), ""),
+        ("at least, in program order", milliseconds(roofline.at_least_s), "matmuls and exposed communication"),
+        ("full overlap (the longest)", milliseconds(roofline.overlapped_s), "if the order allowed it"),
+        ("no overlap (the sum)", milliseconds(roofline.serial_s), ""),
     ]
-    lines = ["roofline: least time of a step at the chip's peak rates, nothing measured", *table(rows, right=(1,))]
+    lines = ["roofline: lower bound of a step at the chip's peak rates, nothing measured", *table(rows, right=(1,))]
     if report.collectives:
         lines.append(f"{INDENT}{overlap_line(report.collectives)}")
     lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}")
@@ -177,18 +177,18 @@ def roofline_lines(report: Report) -> list[str]:
 
 
 def compiled_line(report: Report) -> str:
-    """How and when this was found out."""
+    """Returns time and versions of the compilation."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     took = f"{report.compile_seconds:.1f} s (and {report.lower_seconds:.1f} s to trace)"
     if report.kept:
-        return f"kept result of {report.date}, compiled then in {took}: {versions}"
+        return f"cached result of {report.date}, compiled in {took}: {versions}"
     return f"compiled in {took}: {versions}"
 
 
 def verdict_line(report: Report) -> str:
-    """'go: ...' or 'no-go: ...'."""
+    """Returns 'go: ...' or 'no-go: ...'."""
     if report.fits and report.left_bytes is not None:
-        return f"go: {units.size(report.left_bytes)} of each device are left"
+        return f"go: {units.size(report.left_bytes)} of each device are free"
     if report.shortage is not None and report.shortage.space != "hbm":
         return f"no-go: the on-chip memory {report.shortage.space} is too small"
     if report.left_bytes is None:
@@ -197,18 +197,18 @@ def verdict_line(report: Report) -> str:
 
 
 def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
-    """A table with a row for each (label, report), for a search."""
+    """Returns a table with a row per (label, report), for a search."""
     rows: list[tuple[str, ...]] = [("settings", "peak", "at least", "sum", "MFU at most", "compiled in", "")]
     for label, report in reports:
         line = report.roofline
         times = (milliseconds(line.at_least_s), milliseconds(line.serial_s)) if line else ("", "")
         mfu = f"{line.mfu_ceiling:.1%}" if line else ""
         peak = units.size(report.peak_bytes) if report.peak_bytes is not None else "too large"
-        took = "kept" if report.kept else f"{report.compile_seconds:.0f} s"
+        took = "cached" if report.kept else f"{report.compile_seconds:.0f} s"
         rows.append((label, peak, *times, mfu, took, "fits" if report.fits else "does not fit"))
     return table(rows, right=(1, 2, 3, 4, 5))
 
 
 def milliseconds(seconds: float) -> str:
-    """'12.3 ms'."""
+    """Returns '12.3 ms'."""
     return f"{seconds * 1e3:,.4g} ms"

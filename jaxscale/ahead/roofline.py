@@ -1,50 +1,50 @@
-"""The least time that a compiled step can take on a chip: from what it does, in which order, and what the chip can."""
+"""Lower bound of a compiled step's time on a chip: from its work, its order, and the chip's peak rates."""
 
 import collections
 import dataclasses
 import math
 
 from jaxscale.ahead.hlo import HloFacts
-from jaxscale.ahead.timeline import Played, Timeline, link_seconds, play, work_seconds
+from jaxscale.ahead.timeline import CollectiveTime, Timeline, link_seconds, simulate, work_seconds
 from jaxscale.hardware import Chip
-from jaxscale.planning.stages import SENT, Stages
+from jaxscale.planning.stages import COMMUNICATION_COSTS, Stages
 from jaxscale.sharding.schedules import EQUAL_COSTS
 
-IN_STAGE = {"expert", "context", "tensor"}  # axes whose devices are of one stage of a pipeline
+IN_STAGE = {"expert", "context", "tensor"}  # axes within a pipeline stage
 NO_STAGES = Stages(size=1, layers=1, microbatches=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of one step on one device, resource by resource, and what follows from them."""
+    """Seconds of one step on one device by resource, and their combinations."""
 
-    compute_s: float  # matrix products at the chip's peak for their types
+    compute_s: float  # matmuls at the chip's peak for their types
     hbm_s: float
     links_s: dict[str, float]  # 'ici:fsdp:x', 'dcn:data', ...: for each set of mesh axes and kind of link
-    exposed_s: dict[str, float]  # of these, how long products stand still, by the order of the program
-    blocking_s: dict[str, float]  # of those, what collectives take beside which nothing can run
-    at_least_s: float  # products, all that is exposed, and the bubble; or the memory, where that takes longer
-    overlapped_s: float  # everything hides behind the slowest resource, whatever the order
+    exposed_s: dict[str, float]  # of these, exposed by the program's order
+    blocking_s: dict[str, float]  # of those, of blocking collectives
+    at_least_s: float  # matmuls, exposed collectives and the bubble; or memory, if longer
+    overlapped_s: float  # full overlap with the slowest resource, in any order
     serial_s: float  # nothing overlaps
-    mfu_ceiling: float  # model FLOPs over what the chip could do in at_least_s
-    unpriced: tuple[str, ...]  # what has no figure and is in none of the times
-    played: tuple[Played, ...]  # what became of each collective; () where the program has no order
-    bubble_s: float = 0.0  # in at_least_s: what a stage of a pipeline waits while it fills and empties
-    bubble: str = ""  # with passes done twice, its part of the stages' time, with the formula; '' without a pipeline
+    mfu_ceiling: float  # model FLOPs over the chip's peak in at_least_s
+    unpriced: tuple[str, ...]  # costs without a figure, in none of the times
+    played: tuple[CollectiveTime, ...]  # time of each collective; () without a schedule
+    bubble_s: float = 0.0  # in at_least_s: idle time of a pipeline stage in fill and drain
+    bubble: str = ""  # fraction of the stages' time, with the formula; '' without a pipeline
 
 
 def roofline(
     facts: HloFacts, chip: Chip, model_flops_per_device: float, stages: Stages = NO_STAGES, head: float = 0.0
 ) -> Roofline:
-    """The bounds of a step. The truth lies above at_least_s, as far as kernels and links miss their peaks.
+    """Returns the bounds of a step. Real time exceeds at_least_s by as much as kernels and links miss their peaks.
 
-    stages: of its pipeline. A device's program has its own products alone, each as often as it runs them, and where
-    stages differ as often as the last one does; in the other ticks it waits for stages that run theirs. head: the part
-    of the model's products that are the output projection's, for which nobody waits in these.
+    stages: of its pipeline. A device's program has only its stage's matmuls, each as often as it runs, and where stages
+    differ as often as on the last one; in other ticks it is idle. head: the output projection's fraction of the model's
+    matmuls, for which no stage is idle.
 
-    Assumed: products run at the peak of their type, and float32 ones at bfloat16's (XLA's default on TPU); memory and
-    links run at their datasheet figure in one direction with no latency. Each stage of a collective has the links of
-    its own dimension of the torus (links.group_lines). A program that is not scheduled is taken to hide everything.
+    Assumes matmuls at the peak of their type, float32 at bfloat16's (XLA's default on TPU); memory and links at their
+    datasheet figure in one direction without latency. Each phase of a collective uses the links of its torus
+    dimension (links.group_lines). An unscheduled program is assumed to overlap everything.
     """
     unpriced: list[str] = []
     flops = facts.dot_flops_by_type or {"bf16": facts.dot_flops}
@@ -54,7 +54,7 @@ def roofline(
     if facts.unknown_trips:
         unpriced.append(f"all but one trip of {facts.unknown_trips} loops")
     if facts.host_bytes:
-        unpriced.append(f"{facts.host_bytes:.3g} bytes to and from the host's memory")
+        unpriced.append(f"{facts.host_bytes:.3g} bytes to and from host memory")
     links: dict[str, float] = collections.defaultdict(int)
     queues: dict[str, float] = collections.defaultdict(int)
     for collective in facts.collectives:
@@ -67,28 +67,29 @@ def roofline(
                 queues[queue] += seconds * collective.times
     hbm = facts.hbm_bytes / chip.hbm_bandwidth
     overlapped = max(compute, hbm, *queues.values())
-    order = play(facts.schedule, facts.collectives, chip) if facts.schedule else Timeline(overlapped, (), {}, {})
-    waits = math.fsum(seconds for link, seconds in order.exposed.items() if is_in_stage(link))
-    bubble = stages.waiting(EQUAL_COSTS) * (1 - stages.head_part(head)) * compute + stages.waiting(SENT) * waits
-    at_least = max(order.seconds + bubble, overlapped)
+    timeline = simulate(facts.schedule, facts.collectives, chip) if facts.schedule else Timeline(overlapped, (), {}, {})
+    exposed_in_stage = math.fsum(seconds for link, seconds in timeline.exposed.items() if is_in_stage(link))
+    idle = stages.idle_time(EQUAL_COSTS) * (1 - stages.head_fraction(head)) * compute
+    bubble = idle + stages.idle_time(COMMUNICATION_COSTS) * exposed_in_stage
+    at_least = max(timeline.seconds + bubble, overlapped)
     return Roofline(
         compute_s=compute,
         hbm_s=hbm,
         links_s=dict(links),
-        exposed_s=dict(order.exposed),
-        blocking_s=dict(order.blocking),
+        exposed_s=dict(timeline.exposed),
+        blocking_s=dict(timeline.blocking),
         at_least_s=at_least,
         overlapped_s=max(overlapped, compute + bubble),
         serial_s=compute + bubble + hbm + sum(links.values()),
         mfu_ceiling=model_flops_per_device / (chip.peak_flops * at_least) if at_least else 0.0,
         unpriced=tuple(dict.fromkeys(unpriced)),
-        played=order.collectives,
+        played=timeline.collectives,
         bubble_s=bubble,
-        bubble=stages.formula if stages.on else "",
+        bubble=stages.formula if stages.is_pipelined else "",
     )
 
 
 def is_in_stage(link: str) -> bool:
-    """True for a link such as 'ici:tensor:x', of what the devices of one stage say to each other."""
+    """True for a link such as 'ici:tensor:x', between devices of one pipeline stage."""
     axes = link.split(":")[1].split("+")
     return set(axes) <= IN_STAGE

@@ -1,4 +1,4 @@
-"""Searches all mesh axes, remat policies and microbatches: guesses at every candidate, compiles the most promising."""
+"""Search over mesh axes, remat policies and microbatches: estimates every candidate, compiles the most promising."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 from jaxscale import schema, units
-from jaxscale.ahead.layouts import Layout, all_layouts, layout_parts, layout_settings, schedules, spans
+from jaxscale.ahead.layouts import (
+    MeshSizes,
+    all_layouts,
+    axis_sizes_text,
+    layout_settings,
+    microbatch_choices,
+    schedules,
+)
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.ahead.report import Report
 from jaxscale.ahead.roofline import Roofline
@@ -16,37 +23,37 @@ from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import RematName
 from jaxscale.planning.memory import usable_memory
-from jaxscale.planning.speed import Estimate, estimate
+from jaxscale.planning.speed import StepEstimate, estimate_step
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.config import MESH_AXES
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.system.exits import BadInput
 
-HOPEFUL = 0.5  # of a guessed size, for a policy of which nothing was compiled yet: guesses are rather too large
-MARGIN = 0.9  # of a size that was scaled by what a sibling needed
-SURE = 1 / 3  # of the guessed wait for links: 38% to 72% of it was left in compiled programs (docs/plan.md)
-SAME_TIME = 1.01  # times this close are one time, and the next criterion decides
-LAST_TRIES = 2  # of the smallest candidates, where no guess fits
+PRIOR_SCALE = 0.5  # of estimated activations before any compilation: estimates tend to be too large
+MARGIN = 0.9  # of activations scaled by another candidate's
+MIN_EXPOSED = 1 / 3  # of estimated exposed communication: 38% to 72% of it remained in compiled programs (docs/plan.md)
+SAME_TIME = 1.01  # ratio of times that count as equal
+LAST_TRIES = 2  # of the smallest candidates, if no estimate fits
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """The config with some settings changed."""
+    """The config with changed settings."""
 
     changes: dict[str, Any]  # by dotted name
     cfg: RunConfig
-    guess: Estimate
+    estimate: StepEstimate
 
     @property
     def label(self) -> str:
-        """'mesh.tensor=2 model.remat=full'."""
-        return " ".join(f"{name}={setting_text(value)}" for name, value in self.changes.items()) or "as it is"
+        """'mesh.tensor=2 model.remat=full', or 'unchanged'."""
+        return " ".join(f"{name}={setting_text(value)}" for name, value in self.changes.items()) or "unchanged"
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The sooner compiled, the smaller: guessed time, the same without overlap, number of changes, memory."""
-        overlapped, serial = self.guess.cost
-        return bucket(overlapped), bucket(serial), len(self.changes), self.guess.memory()
+        """Sort key of compilation: estimated time, time without overlap, number of changes, memory."""
+        overlapped, serial = self.estimate.cost
+        return bucket(overlapped), bucket(serial), len(self.changes), self.estimate.memory()
 
 
 Compile = Callable[[Candidate], Report]
@@ -54,42 +61,43 @@ Tried = list[tuple[Candidate, Report]]
 
 
 def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], None] | None = None) -> list[Candidate]:
-    """Every layout of all mesh axes, with every remat policy and number of microbatches that goes with it.
+    """Returns every mesh, with every remat policy and number of microbatches that is valid on it.
 
-    Says what was looked at by arithmetic.
+    Reports the estimates.
     """
     layouts = list(all_layouts(cfg, len(topology.devices), topology.num_slices))
     found = list(make_candidates(cfg, topology, layouts, [cfg.rules], [cfg.optim.offload_moments]))
     if say and found:
         meshes = len({tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES) for one in found})
-        say(f"{len(found):,} settings guessed at, on {meshes:,} meshes ({spans(layouts)}){tried_text(found)}")
+        choices = choices_text(found)
+        say(f"{len(found):,} candidates estimated, on {meshes:,} meshes ({axis_sizes_text(layouts)}){choices}")
         for line in fastest_lines(found, usable_memory(topology)[0]):
             say(line)
     return found
 
 
-def tried_text(found: Sequence[Candidate]) -> str:
-    """'; schedules 1f1b, zero_bubble; experts are gathered, or rows sent to them', as far as there are such."""
+def choices_text(found: Sequence[Candidate]) -> str:
+    """Returns '; schedules 1f1b, zero_bubble; experts are gathered to rows, or sent rows', as far as applicable."""
     staged = [one.cfg.pipeline.schedule for one in found if one.cfg.mesh.pipeline != 1]
-    forms = [one.guess.exchange for one in found if one.guess.exchange]
+    forms = [one.estimate.exchange for one in found if one.estimate.exchange]
     words = {"gather": "gathered to rows", "send": "sent rows"}
-    said = f"; schedules {', '.join(dict.fromkeys(staged))}" if staged else ""
-    return said + (f"; experts are {' or '.join(words[form] for form in dict.fromkeys(forms))}" if forms else "")
+    text = f"; schedules {', '.join(dict.fromkeys(staged))}" if staged else ""
+    return text + (f"; experts are {' or '.join(words[form] for form in dict.fromkeys(forms))}" if forms else "")
 
 
 def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
-    """Which are the fastest by arithmetic alone: of large programs few are compiled in the time that there is."""
-    best = min(found, key=lambda one: one.guess.cost)
-    fits = min((one for one in found if one.guess.memory() <= usable), key=lambda one: one.order, default=None)
-    told = lambda one: f"{one.label}, {units.size(one.guess.memory())}, {cost_text(one.guess)}"
+    """Returns the fastest candidates by estimate: few large programs can be compiled in the given time."""
+    best = min(found, key=lambda one: one.estimate.cost)
+    fits = min((one for one in found if one.estimate.memory() <= usable), key=lambda one: one.order, default=None)
+    text = lambda one: f"{one.label}, {units.size(one.estimate.memory())}, {cost_text(one.estimate)}"
     if fits is best:
-        return [f"the fastest by arithmetic, which fits: {told(best)}"]
-    second = f"of those that fit: {told(fits)}" if fits else f"none fits into {units.size(usable)}"
-    return [f"the fastest by arithmetic, whether it fits or not: {told(best)}", second]
+        return [f"the fastest estimate, which fits: {text(best)}"]
+    second = f"of those that fit: {text(fits)}" if fits else f"none fits into {units.size(usable)}"
+    return [f"the fastest estimate, whether it fits or not: {text(best)}", second]
 
 
 def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
-    """What may make a config fit that does not: also zero3, and moments in the host's memory. Not the config itself."""
+    """Returns changes that may make a config fit, including zero3 and offloaded moments."""
     current = mesh_shape(cfg.mesh, len(topology.devices))
     layouts = [
         layout
@@ -104,62 +112,62 @@ def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
 def make_candidates(
     cfg: RunConfig,
     topology: Topology,
-    layouts: Sequence[Layout],
+    layouts: Sequence[MeshSizes],
     rules: Sequence[str],
     offload: Sequence[bool],
 ) -> Iterator[Candidate]:
-    """Candidates with their guesses, of all combinations that training would accept."""
-    now = mesh_shape(cfg.mesh, len(topology.devices))
-    # an axis that is -1 goes on taking what is left
-    kept = {f"mesh.{axis}" for axis in MESH_AXES if getattr(cfg.mesh, axis) == -1}
-    for layout, rule, away in itertools.product(layouts, rules, offload):
-        wished = layout_settings(cfg, layout) | {"rules": rule, "optim.offload_moments": away}
-        placed = {f"mesh.{axis}" for axis in MESH_AXES if layout[axis] == now[axis]} | kept
-        changes = changed(cfg, {name: value for name, value in wished.items() if name not in placed})
-        parts = layout_parts(cfg, layout)
-        if not parts or not (program := program_of(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
+    """Yields candidates with their estimates, of all combinations that training accepts."""
+    current = mesh_shape(cfg.mesh, len(topology.devices))
+    # an axis of -1 still takes the remaining devices
+    free = {f"mesh.{axis}" for axis in MESH_AXES if getattr(cfg.mesh, axis) == -1}
+    for layout, rule, offload_moments in itertools.product(layouts, rules, offload):
+        requested = layout_settings(cfg, layout) | {"rules": rule, "optim.offload_moments": offload_moments}
+        unchanged = {f"mesh.{axis}" for axis in MESH_AXES if layout[axis] == current[axis]} | free
+        changes = changed(cfg, {name: value for name, value in requested.items() if name not in unchanged})
+        parts = microbatch_choices(cfg, layout)
+        if not parts or not (program := try_program(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
             continue
-        staged = [{"pipeline.schedule": name} for name in schedules(cfg, layout)]
-        for settings in staged or remat_settings(cfg):
+        schedule_settings = [{"pipeline.schedule": name} for name in schedules(cfg, layout)]
+        for settings in schedule_settings or remat_settings(cfg):
             base = with_changes(cfg, changes | changed(cfg, settings))
             for part in parts:
-                more = changed(cfg, settings | {"train.num_microbatches": part})
-                wanted = dataclasses.replace(base, train=dataclasses.replace(base.train, num_microbatches=part))
-                guess = estimate(dataclasses.replace(program, cfg=wanted), topology)
-                yield Candidate(changes | more, wanted, guess)
+                further = changed(cfg, settings | {"train.num_microbatches": part})
+                candidate_cfg = dataclasses.replace(base, train=dataclasses.replace(base.train, num_microbatches=part))
+                estimate = estimate_step(dataclasses.replace(program, cfg=candidate_cfg), topology)
+                yield Candidate(changes | further, candidate_cfg, estimate)
 
 
-def program_of(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> Program | None:
-    """The program of a changed config, to be guessed at, or None where training would refuse it."""
-    try:  # options for the compiler change no guess, and checking them costs a compilation each time
+def try_program(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> Program | None:
+    """Returns the program of a changed config for an estimate, or None if training refuses it."""
+    try:  # compiler options do not change the estimate, and validating them costs a compilation
         return ahead_program(with_changes(cfg, changes | {"compiler": {}}), topology)
     except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
         return None
 
 
 def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
-    """The settings of every remat policy; one that needs lists of names only as the config has it."""
+    """Yields the settings of every remat policy; one that needs lists of names only as in the config."""
     lists = {"model.remat_save": cfg.model.remat_save, "model.remat_offload": cfg.model.remat_offload}
     yield {"model.remat": cfg.model.remat} | lists
     for name in get_args(RematName):
         if name not in ("save", cfg.model.remat):
-            whole = {"model.row_parts": 1} if name == "none" and cfg.model.row_parts > 1 else {}  # it would be unread
-            yield {"model.remat": name, "model.remat_save": (), "model.remat_offload": ()} | whole
+            unused = {"model.row_parts": 1} if name == "none" and cfg.model.row_parts > 1 else {}  # without remat
+            yield {"model.remat": name, "model.remat_save": (), "model.remat_offload": ()} | unused
 
 
 def with_changes(cfg: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """The config with settings changed by dotted name."""
+    """Returns the config with settings changed by dotted name."""
     return schema.from_dict(RunConfig, schema.merge(schema.to_dict(cfg), changes))
 
 
 def changed(cfg: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Those settings that differ from the config's."""
+    """Returns those settings that differ from the config's."""
     return {name: value for name, value in settings.items() if operator.attrgetter(name)(cfg) != value}
 
 
-def own_candidate(cfg: RunConfig, topology: Topology) -> Candidate:
-    """The config as it is, with its guess."""
-    return Candidate({}, cfg, estimate(ahead_program(cfg, topology), topology))
+def unchanged_candidate(cfg: RunConfig, topology: Topology) -> Candidate:
+    """Returns the unchanged config with its estimate."""
+    return Candidate({}, cfg, estimate_step(ahead_program(cfg, topology), topology))
 
 
 def explore(
@@ -172,31 +180,30 @@ def explore(
     say: Callable[[str], None],
     enough: int | None = None,
 ) -> Tried:
-    """Compiles candidates, the best guess first, until time is up or nothing promising is left; all that was compiled.
+    """Compiles candidates, the best estimate first, until time is up or none is promising; returns all compiled ones.
 
-    What was learnt from one compilation corrects the guesses of others. Where nothing is guessed to fit, the smallest
-    are compiled, to see.
-    known: what was compiled already, which comes back first. enough: stop when so many fit.
+    Each compilation corrects the estimates of others. If no estimate fits, the smallest candidates are compiled. known:
+    results so far, returned first. enough: stop when this many fit.
     """
     begin, tries, tried = clock(), 0, list(known)
     longest = max((report.lower_seconds + report.compile_seconds for _, report in known), default=0.0)
     left = [one for one in candidates if all(one.changes != other.changes for other, _ in known)]
     while left and (enough is None or len(fitting(tried)) < enough):
-        hopeful = [one for one in left if is_hopeful(one, tried, enough)]
-        if not hopeful and (fitting(tried) or tries == LAST_TRIES):
+        promising = [one for one in left if is_promising(one, tried, enough)]
+        if not promising and (fitting(tried) or tries == LAST_TRIES):
             break
         if clock() - begin + longest > seconds:
-            count = len(hopeful) or LAST_TRIES - tries
+            count = len(promising) or LAST_TRIES - tries
             took = f"and the longest took {longest:.0f} s"
             say(f"time is up ({seconds:.0f} s): {count} more could be compiled, {took}; --search_seconds gives more")
             break
-        if hopeful:
-            chosen = min(hopeful, key=lambda one: one.order)
+        if promising:
+            chosen = min(promising, key=lambda one: one.order)
         else:
             tries += 1
-            chosen = min(left, key=lambda one: one.guess.memory())
+            chosen = min(left, key=lambda one: one.estimate.memory())
         left.remove(chosen)
-        say(f"compiling {chosen.label} (guess: {guess_text(chosen, tried)})")
+        say(f"compiling {chosen.label} (estimate: {estimate_text(chosen, tried)})")
         started = clock()
         report = compile_one(chosen)
         longest = max(longest, clock() - started)
@@ -205,60 +212,60 @@ def explore(
     return tried
 
 
-def is_hopeful(one: Candidate, tried: Tried, enough: int | None) -> bool:
-    """True if a candidate may fit, and may be better than what was compiled."""
+def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
+    """True if a candidate may fit, and may be better than the compiled ones."""
     usable = min((report.usable_bytes for _, report in tried), default=math.inf)
-    if one.guess.memory(learnt_scale(one, tried)) > usable:
+    if one.estimate.memory(activation_scale(one, tried)) > usable:
         return False
     for other, report in tried:
         if not report.fits and needs_as_much(one, other):
             return False
         if report.fits and enough and other.changes.items() <= one.changes.items():
-            return False  # the same repair, and more than that
+            return False  # a superset of a change that fits
     best = winner(tried)
-    least = one.guess.least_s + SURE * one.guess.exposed_s
+    least = one.estimate.least_s + MIN_EXPOSED * one.estimate.exposed_s
     return bool(enough) or best is None or least <= bounds_of(best[1]).at_least_s * SAME_TIME
 
 
-def learnt_scale(one: Candidate, tried: Tried) -> float:
-    """How many times larger than guessed the activations of a candidate will be, going by what was compiled.
+def activation_scale(one: Candidate, tried: Tried) -> float:
+    """Returns the expected ratio of a candidate's activations to their estimate, from compiled candidates.
 
-    The last one of its remat policy tells it, with or without a pipeline and rows that are sent as it is, else the last
-    of any; without one it is a hope.
+    From the last one with the same remat policy, pipeline and expert exchange, otherwise the last of any, otherwise a
+    prior.
     """
     measured = [
         (other, report.peak_bytes)
         for other, report in tried
-        if report.peak_bytes is not None and other.guess.activation_bytes
+        if report.peak_bytes is not None and other.estimate.activation_bytes
     ]
-    kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.guess.exchange)
-    alike = [both for both in measured if kind(both[0]) == kind(one)]
+    kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.estimate.exchange)
+    same_kind = [pair for pair in measured if kind(pair[0]) == kind(one)]
     if not measured:
-        return HOPEFUL
-    other, peak_bytes = (alike or measured)[-1]
-    return MARGIN * max(0, peak_bytes - other.guess.state_bytes) / other.guess.activation_bytes
+        return PRIOR_SCALE
+    other, peak_bytes = (same_kind or measured)[-1]
+    return MARGIN * max(0, peak_bytes - other.estimate.state_bytes) / other.estimate.activation_bytes
 
 
 def needs_as_much(one: Candidate, failed: Candidate) -> bool:
-    """True if a candidate differs from one that did not fit by fewer microbatches only."""
+    """True if a candidate differs from one that did not fit only by fewer microbatches."""
     parts = "train.num_microbatches"
-    rest = lambda candidate: {name: value for name, value in candidate.changes.items() if name != parts}
+    other_changes = lambda candidate: {name: value for name, value in candidate.changes.items() if name != parts}
     fewer = one.cfg.train.num_microbatches <= failed.cfg.train.num_microbatches
-    return fewer and rest(one) == rest(failed)
+    return fewer and other_changes(one) == other_changes(failed)
 
 
 def fitting(tried: Tried) -> Tried:
-    """Those that fit."""
+    """Returns those that fit."""
     return [pair for pair in tried if pair[1].fits]
 
 
 def ranked(tried: Tried) -> Tried:
-    """The best first: those that fit by their roofline, then those that do not by what they lack."""
+    """Returns the best first: fitting ones by roofline, then the others by peak memory."""
     return sorted(tried, key=rank)
 
 
 def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
-    """The smaller, the better. Times within 1% are one time; then less time without overlap, then less memory."""
+    """Sort key, the best first. Times within 1% are equal; then time without overlap, then memory."""
     _, report = pair
     if not report.fits:
         return (1, report.peak_bytes or math.inf)
@@ -274,65 +281,63 @@ def bounds_of(report: Report) -> Roofline:
 
 
 def winner(tried: Tried) -> tuple[Candidate, Report] | None:
-    """The best that fits, or None."""
+    """Returns the best that fits, or None."""
     return min(fitting(tried), key=rank, default=None)
 
 
-def why_lines(tried: Tried) -> list[str]:
-    """Why the best of those that fit is it: its time by part, beside that of the next and of the config as it is."""
-    best, *rest = fitting(ranked(tried))
-    lines = [f"{best[0].label} wins: {parts_text(bounds_of(best[1]))}"]
-    own = [pair for pair in tried if not pair[0].changes and pair is not best]
-    for one, report in [*(pair for pair in rest[:1] if pair[0].changes), *own]:
-        name = f"next, {one.label}" if one.changes else "the config as it is"
-        lines.append(f"{name}: {parts_text(bounds_of(report)) if report.fits else 'does not fit'}")
+def winner_lines(tried: Tried) -> list[str]:
+    """Returns the time of the best by part, compared with the next and the unchanged config."""
+    best, *others = fitting(ranked(tried))
+    lines = [f"{best[0].label} wins: {breakdown_text(bounds_of(best[1]))}"]
+    unchanged = [pair for pair in tried if not pair[0].changes and pair is not best]
+    for one, report in [*(pair for pair in others[:1] if pair[0].changes), *unchanged]:
+        name = f"next, {one.label}" if one.changes else "the unchanged config"
+        lines.append(f"{name}: {breakdown_text(bounds_of(report)) if report.fits else 'does not fit'}")
     return lines
 
 
-def parts_text(line: Roofline) -> str:
-    """'at least 12 ms a step: products 9 ms, bubble 1 ms, waiting for links 2 ms'."""
-    parts = [
-        ("products", line.compute_s),
-        ("bubble", line.bubble_s),
-        ("waiting for links", sum(line.exposed_s.values())),
-    ]
-    said = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
-    return f"at least {line.at_least_s * 1e3:.4g} ms a step: {said or 'nothing that is counted'}"
+def breakdown_text(line: Roofline) -> str:
+    """Returns 'at least 12 ms a step: matmuls 9 ms, bubble 1 ms, exposed communication 2 ms'."""
+    exposed = sum(line.exposed_s.values())
+    parts = [("matmuls", line.compute_s), ("bubble", line.bubble_s), ("exposed communication", exposed)]
+    text = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
+    return f"at least {line.at_least_s * 1e3:.4g} ms a step: {text or 'no counted work'}"
 
 
-def cost_text(guess: Estimate) -> str:
-    """'12 ms: products 9 ms, waiting for stages 1 ms, for links 2 ms'."""
-    parts = [("products", guess.compute_s), ("waiting for stages", guess.idle_s), ("for links", guess.exposed_s)]
-    said = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
-    return f"{guess.cost[0] * 1e3:.4g} ms: {said}"
+def cost_text(estimate: StepEstimate) -> str:
+    """Returns '12 ms: matmuls 9 ms, pipeline idle 1 ms, exposed communication 2 ms'."""
+    compute, idle, exposed = estimate.compute_s, estimate.idle_s, estimate.exposed_s
+    parts = [("matmuls", compute), ("pipeline idle", idle), ("exposed communication", exposed)]
+    text = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
+    return f"{estimate.cost[0] * 1e3:.4g} ms: {text}"
 
 
 def bucket(seconds: float) -> int:
-    """The time in steps of SAME_TIME."""
+    """Returns the time in steps of SAME_TIME."""
     return round(math.log(max(seconds, 1e-12)) / math.log(SAME_TIME))
 
 
-def guess_text(candidate: Candidate, tried: Tried) -> str:
-    """'12 ms, 20.1 GiB'."""
-    memory = candidate.guess.memory(learnt_scale(candidate, tried))
-    return f"{candidate.guess.cost[0] * 1e3:.4g} ms, {units.size(memory)}"
+def estimate_text(candidate: Candidate, tried: Tried) -> str:
+    """Returns '12 ms, 20.1 GiB'."""
+    memory = candidate.estimate.memory(activation_scale(candidate, tried))
+    return f"{candidate.estimate.cost[0] * 1e3:.4g} ms, {units.size(memory)}"
 
 
 def outcome_text(report: Report) -> str:
-    """'fits: 20.1 GiB, at least 13 ms' or 'does not fit: 40.2 GiB'."""
-    size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than there is"
+    """Returns 'fits: 20.1 GiB, at least 13 ms' or 'does not fit: 40.2 GiB'."""
+    size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than available"
     if not report.fits:
         return f"does not fit: {size}"
     return f"fits: {size}, at least {bounds_of(report).at_least_s * 1e3:.4g} ms a step"
 
 
 def override_lines(changes: dict[str, Any]) -> list[str]:
-    """'--config.mesh.tensor=2' for each change; no line has a space, so that a shell may split them."""
+    """Returns '--config.mesh.tensor=2' per change, without spaces, so that a shell may split them."""
     return [f"--config.{name}={setting_text(value)}" for name, value in changes.items()]
 
 
 def setting_text(value: Any) -> str:
-    """A value as the command line reads it."""
+    """Returns a value as the command line reads it."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(tuple(value)).replace(" ", "") if isinstance(value, (tuple, list)) else str(value)

@@ -10,21 +10,21 @@ from jaxscale.auto_dtype import device_dtypes
 from jaxscale.budget import BEGINNING, Position
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.config import RunConfig
-from jaxscale.planning.machine import HERE, measured_machine, open_machine
-from jaxscale.planning.measured import Measured, measured_file, newest_machine, of_chip, read_measured
-from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.machine import THIS_MACHINE, measured_machine, open_machine
+from jaxscale.planning.measured import Measured, measured_file, measured_on_chip, newest_machine, read_measured
+from jaxscale.planning.plan import PlanOptions, make_plan
 from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.topology import Topology, open_topology
 from jaxscale.run.resume_checks import recorded_position
 from jaxscale.system.exits import BadInput
 
-DEFAULT_WISHES = Wishes()
+DEFAULT_OPTIONS = PlanOptions()
 
 
 def plan(
     cfg: RunConfig,
     topology: str | None,
-    wishes: Wishes = DEFAULT_WISHES,
+    options: PlanOptions = DEFAULT_OPTIONS,
     say: Callable[[str], None] = lambda line: None,
     *,
     workdir: str | None = None,
@@ -40,8 +40,8 @@ def plan(
     cfg, dtypes = device_dtypes(cfg, machine.devices[0], recorded)
     for one in dtypes:
         say(str(one))
-    kept = None if machine.name == HERE else compiled.find_kept(cfg, machine.name, say)
-    return make_plan(cfg, machine, wishes, measured=measured, kept=kept, position=position)
+    found = None if machine.name == THIS_MACHINE else compiled.find_compiled_step(cfg, machine.name, say)
+    return make_plan(cfg, machine, options, measured=measured, compiled=found, position=position)
 
 
 def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
@@ -59,9 +59,9 @@ def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
     """Returns (the machine of a topology, measurements on it if it is this one, or on chips of its kind)."""
     if topology is None:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
-    if topology != HERE:
+    if topology != THIS_MACHINE:
         machine = open_machine(topology)
-        return machine, of_chip(read_measured(), machine.devices[0].device_kind)
+        return machine, measured_on_chip(read_measured(), machine.devices[0].device_kind)
     measured = newest_machine(read_measured())
     if not measured:
         raise BadInput(

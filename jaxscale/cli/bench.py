@@ -28,7 +28,7 @@ from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.planning.check import device_bytes
-from jaxscale.planning.measured import from_record, keep_measured
+from jaxscale.planning.measured import from_record, save_measured
 from jaxscale.qualify.collectives import collective_lines, measure_collectives, read_mesh, read_sizes
 from jaxscale.qualify.step import ModelFlags, measure_step, read_config, step_lines
 from jaxscale.system.exits import BadInput, put
@@ -137,7 +137,7 @@ def save_steps(arguments: Arguments) -> None:
         show(flags, record, lines)
         devices = jax.devices()
         memory_bytes = device_bytes(devices) or 0
-        file = keep_measured(
+        file = save_measured(
             from_record(record, platform=devices[0].platform, num_devices=len(devices), memory_bytes=memory_bytes)
         )
         if not flags.json:

@@ -19,9 +19,9 @@ from jaxscale.config import RunConfig
 from jaxscale.config_file import config_name
 from jaxscale.help_text import command
 from jaxscale.planning import cost
-from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.plan import PlanOptions, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
-from jaxscale.planning.speed import check_peak, usual_mfu
+from jaxscale.planning.speed import check_peak, expected_mfu
 from jaxscale.planning.text import plan_lines, proposal_lines
 from jaxscale.system.exits import BadInput, Exit, print_stderr, put
 from jaxscale.system.paths import write_json, write_text_atomic
@@ -107,9 +107,9 @@ class PlanFlags:
     json: pathlib.Path | None = flag(None, "writes the plan as JSON", "FILE", read=file_to_write)
     loss: bool = flag(False, "forecasts the loss from a ladder of small runs; see jaxscale plan --loss --help")
 
-    def wishes(self, name: str) -> Wishes:
+    def plan_options(self, name: str) -> PlanOptions:
         """What was given beside config and machine."""
-        return Wishes(
+        return PlanOptions(
             config_name=name,
             price=self.price,
             deadline_seconds=self.deadline,
@@ -130,12 +130,12 @@ def main(arguments: Arguments) -> int:
         if name in arguments.options:
             raise BadInput(f"--{name} proposes a model, and --config names one; give one of them")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
-    return answer(cfg, flags, flags.wishes(config_name(arguments.config)))
+    return answer(cfg, flags, flags.plan_options(config_name(arguments.config)))
 
 
-def answer(cfg: RunConfig, flags: PlanFlags, wishes: Wishes) -> Exit:
+def answer(cfg: RunConfig, flags: PlanFlags, options: PlanOptions) -> Exit:
     """Prints the plan of a config. Returns DONE, or NO_GO if it does not fit."""
-    plan = api.plan(cfg, flags.topology, wishes, say=print_stderr, workdir=flags.workdir)
+    plan = api.plan(cfg, flags.topology, options, say=print_stderr, workdir=flags.workdir)
     put(*plan_lines(plan))
     if flags.json:
         write_json(flags.json, plan.to_dict())
@@ -160,9 +160,9 @@ def propose(arguments: Arguments) -> Exit:
         )
     given = [name for name in (requested[0], "topology", "price", "mfu") if name in arguments.options]
     command = " ".join(["jaxscale plan", *(f"--{name}={arguments.options[name]}" for name in given)])
-    wishes = flags.wishes("the proposal")
+    options = flags.plan_options("the proposal")
     if flags.topology:
-        found = fitted(found, flags.topology, wishes)
+        found = fitted(found, flags.topology, options)
     if flags.write:
         write_text_atomic(flags.write, config_text(found, command))
     put(*proposal_lines(found))
@@ -173,7 +173,7 @@ def propose(arguments: Arguments) -> Exit:
         )
     if flags.topology:
         put("")
-        return answer(run_of(found), flags, wishes)
+        return answer(run_of(found), flags, options)
     if flags.json:
         write_json(flags.json, found.values())
     return Exit.DONE
@@ -184,21 +184,21 @@ def run_of(found: Proposal) -> RunConfig:
     return schema.from_dict(RunConfig, found.values())
 
 
-def fitted(found: Proposal, topology_name: str, wishes: Wishes) -> Proposal:
+def fitted(found: Proposal, topology_name: str, options: PlanOptions) -> Proposal:
     """Returns the proposal with the fewest microbatches that fit, the tokens that the budget covers, and the checkpoint
     interval that loses the least time.
     """
     topology, measured = api.machine_of(topology_name)
-    plan = make_plan(run_of(found), topology, wishes, measured=measured)
+    plan = make_plan(run_of(found), topology, options, measured=measured)
     if not plan.device.fits and plan.device.fitting_microbatches:
         found = dataclasses.replace(found, num_microbatches=plan.device.fitting_microbatches)
-        plan = make_plan(run_of(found), topology, wishes, measured=measured)
+        plan = make_plan(run_of(found), topology, options, measured=measured)
     if (
-        wishes.budget_dollars is not None
+        options.budget_dollars is not None
         and plan.money.dollars is not None
-        and plan.money.dollars.high > wishes.budget_dollars
+        and plan.money.dollars.high > options.budget_dollars
     ):
-        found = shortened(found, wishes.budget_dollars / plan.money.dollars.high)
+        found = shortened(found, options.budget_dollars / plan.money.dollars.high)
     if (step := plan.time.speed.step_seconds) is not None:
         every = float(f"{plan.saves.best_interval_seconds / step.high:.1g}")
         found = dataclasses.replace(found, save_every_steps=0 if every >= found.total_steps else max(1, int(every)))
@@ -221,7 +221,7 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
         raise BadInput("--budget needs --topology of TPUs or GPUs, or --mfu")
     if flags.mfu:
         check_peak(topology, flags.mfu)
-    mfu = flags.mfu or usual_mfu(topology, measured)[0].low  # the low end, to stay within budget
+    mfu = flags.mfu or expected_mfu(topology, measured)[0].low  # the low end, to stay within budget
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(flags.budget, price, peak, mfu, cost.GOODPUT)
     basis = (

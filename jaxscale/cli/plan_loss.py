@@ -18,9 +18,9 @@ from jaxscale.budget import Budget
 from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
-from jaxscale.planning.best_size import Way, three_ways
-from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
-from jaxscale.planning.loss_curve import SMOOTHED, Band, coverage, inside, make_band, shape_of
+from jaxscale.planning.best_size import Approach, three_approaches
+from jaxscale.planning.ladder import Ladder, LadderRun, find_runs, read_ladder, schedule_of, target_budget
+from jaxscale.planning.loss_curve import SMOOTHED, Band, coverage, curve_shape, fraction_inside, make_band
 from jaxscale.planning.loss_fit import PULL_AT
 from jaxscale.planning.loss_law import INTERVAL, LossLaw, Noise, Prediction, fit, write_forecast
 from jaxscale.system import paths
@@ -88,7 +88,7 @@ class Forecast(NamedTuple):
     covered: dict[str, float]  # fraction of each ladder run's curve inside the others' band around its end
     largest: tuple[str, float] | None  # the largest run, and the fraction of its curve inside the others' forecast
     noise: Noise | None  # as given, or measured from seeds
-    ways: list[Way]  # to the best size for its operations
+    ways: list[Approach]  # to the best size for its operations
 
 
 class Fitting(NamedTuple):
@@ -127,13 +127,13 @@ def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: Fitting) 
     end = law.predict(params, tokens, how.seed)
     band, reason = None, ""
     try:
-        band = make_band(end, shape_of(ladder.rungs, schedule_of(cfg, budget)), tokens)
+        band = make_band(end, curve_shape(ladder.rungs, schedule_of(cfg, budget)), tokens)
     except BadInput as error:
         reason = str(error)
     tried = (coverage(ladder.rungs), forecast_largest(ladder, how)) if band else ({}, None)
     flops = cfg.flops_per_token * tokens
     curves = [rung.curve for rung in ladder.rungs]
-    ways = three_ways(ladder.points, curves, flops, said="those of the run to be forecast", law=law)
+    ways = three_approaches(ladder.points, curves, flops, description="those of the run to be forecast", law=law)
     return Forecast(ladder, law, params, tokens, flops, end, band, reason, *tried, how.noise, ways)
 
 
@@ -146,10 +146,10 @@ def forecast_largest(ladder: Ladder, how: Fitting) -> tuple[str, float] | None:
     try:
         law = fit([point for rung in others for point in rung.points], **how._asdict())
         end = law.predict(largest.params, largest.tokens, how.seed)
-        band = make_band(end, shape_of(others, largest.schedule), largest.tokens)
+        band = make_band(end, curve_shape(others, largest.schedule), largest.tokens)
     except BadInput:
         return None
-    covered = inside(band, largest)
+    covered = fraction_inside(band, largest)
     return None if covered is None else (largest.name, covered)
 
 
@@ -239,7 +239,7 @@ def band_line(forecast: Forecast) -> str:
     return text
 
 
-def rung_line(rung: Rung, law: LossLaw) -> str:
+def rung_line(rung: LadderRun, law: LossLaw) -> str:
     """Returns a row of the table."""
     predicted = law.terms.loss(rung.params, rung.tokens)
     return (
@@ -326,7 +326,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def size_json(way: Way, flops: float) -> dict[str, Any]:
+def size_json(way: Approach, flops: float) -> dict[str, Any]:
     """Returns the result of an approach to the compute-optimal size, for --json."""
     if way.law is None:
         return {"told": way.text}

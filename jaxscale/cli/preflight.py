@@ -90,7 +90,7 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
         put(*collective_lines(report.collectives))
     if flags.save_executable and report.fits:
         put(f"the compiled step is in {flags.save_executable}; loading it needs the chips and is untested")
-    known, tried = [(search.own_candidate(cfg, topology), report)], []
+    known, tried = [(search.unchanged_candidate(cfg, topology), report)], []
     if flags.search:
         tried = search_more(topology, known, compile_one, flags.search_seconds)
         write_winner(tried, flags.overrides or pathlib.Path(f"{name}-{file_name(topology)}.flags"))
@@ -142,7 +142,7 @@ def write_winner(tried: Tried, file: pathlib.Path) -> None:
     if best is None:
         put("no compiled layout fits, so no settings are written")
         return
-    put("", *search.why_lines(tried))
+    put("", *search.winner_lines(tried))
     lines = search.override_lines(best[0].changes)
     write_text_atomic(file, "".join(f"{line}\n" for line in lines))
     settings = " ".join(lines) or "the unchanged config, so the file is empty"

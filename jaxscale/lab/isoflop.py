@@ -8,7 +8,7 @@ from jaxscale.lab.estimate import mean, power
 from jaxscale.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line
 from jaxscale.lab.sizes import train_tokens_of, wider
 from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
-from jaxscale.planning.best_size import three_ways
+from jaxscale.planning.best_size import three_approaches
 from jaxscale.planning.envelope import Curve, curve_of_run, smooth
 from jaxscale.planning.loss_law import Point
 from jaxscale.planning.scaling import KAPLAN_FLOPS, KAPLAN_TOKENS
@@ -75,7 +75,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     points, budgets = [point for _, point in held], sorted({float(r.at(BUDGET)) for r, _ in held})
     curves = [curve_of(result) for result, _ in held]
     said = f"{FARTHER:g} times the largest tried"
-    ways = three_ways(points, curves, FARTHER * budgets[-1], said=said, budgets=budgets, within=0.25)
+    ways = three_approaches(points, curves, FARTHER * budgets[-1], description=said, budgets=budgets, within=0.25)
     bests = [(way.name, {o.flops: o.params for o in way.law.optima}) for way in ways if way.law is not None]
     places = {params: place for place, params in enumerate(sorted({curve.params for curve in curves}))}
     drawings = [

@@ -9,7 +9,7 @@ from jaxscale.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, dr
 from jaxscale.lab.isoflop import point_of
 from jaxscale.lab.sizes import larger, train_tokens_of
 from jaxscale.lab.trial import Base, Result, Trial, distinct, groups_of
-from jaxscale.planning.ladder import noise_of
+from jaxscale.planning.ladder import estimate_noise
 from jaxscale.planning.loss_law import LossLaw, Point, Prediction, fit
 from jaxscale.planning.scaling import KAPLAN_FLOPS, kaplan_loss
 from jaxscale.reporting.tables import n
@@ -128,7 +128,7 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
 def law_of(runs: Sequence[Result]) -> LossLaw:
     """The law of these ends, with the noise that their seeds show. Raises BadInput as fit() does."""
     repeated = [[math.log(r.loss) for r in group] for group in groups_of(runs, lambda r: int(r.at(SIZE))).values()]
-    return fit([point_of(r) for r in runs], noise=noise_of(repeated))
+    return fit([point_of(r) for r in runs], noise=estimate_noise(repeated))
 
 
 def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:

@@ -1,1 +1,1 @@
-"""What a run costs, takes and needs, by arithmetic: from its config and a machine's name, without a compiler."""
+"""Cost, time and memory of a run by arithmetic, from its config and a machine's name, without a compiler."""

@@ -1,4 +1,4 @@
-"""The best size for so many operations, by the three ways of arXiv:2203.15556 side by side, in words."""
+"""The compute-optimal size by the three approaches of arXiv:2203.15556, as text."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,61 +13,61 @@ from jaxscale.units import count
 CURVES, EQUAL, LOSS = "Approach 1, the envelope of curves", "Approach 2, parabolas at equal FLOPs", "Approach 3, a law"
 
 
-class Way(NamedTuple):
-    """What one way says. text: with its name, or the reason why it says nothing."""
+class Approach(NamedTuple):
+    """The result of one approach. text: with its name, or why it has no result."""
 
     name: str
-    law: SizeLaw | None  # of approaches 1 and 2, where the runs fix one
+    law: SizeLaw | None  # of approaches 1 and 2, if the runs determine one
     text: str
 
 
-def three_ways(
+def three_approaches(
     points: Sequence[Point],
     curves: Sequence[Curve],
     flops: float,
     *,
-    said: str,
+    description: str,
     budgets: Sequence[float] = (),
     within: float = 0.1,
     law: LossLaw | None = None,
-) -> list[Way]:
-    """What each way says of so many operations.
+) -> list[Approach]:
+    """Returns the result of each approach for this many FLOPs.
 
-    Args: points: ends of runs. curves: their training. said: what these operations are, such as '10 times the largest
-    tried'. budgets, within: of parabolas(). law: of the points, where it is fitted already.
+    Args: points: ends of runs. curves: their training. description: of these FLOPs, such as '10 times the largest
+    tried'. budgets, within: of parabolas(). law: of the points, if already fitted.
     """
     return [
-        of_size(CURVES, lambda: envelope(curves), flops, said),
-        of_size(EQUAL, lambda: parabolas(points, budgets=budgets, within=within), flops, said),
-        Way(LOSS, None, of_loss(points, flops, law)),
+        size_law_result(CURVES, lambda: envelope(curves), flops, description),
+        size_law_result(EQUAL, lambda: parabolas(points, budgets=budgets, within=within), flops, description),
+        Approach(LOSS, None, loss_law_text(points, flops, law)),
     ]
 
 
-def of_size(name: str, make: Callable[[], SizeLaw], flops: float, said: str) -> Way:
-    """What a SizeLaw says of so many operations."""
+def size_law_result(name: str, make: Callable[[], SizeLaw], flops: float, description: str) -> Approach:
+    """Returns the result of a SizeLaw for this many FLOPs."""
     try:
         law = make()
     except BadInput as error:
-        return Way(name, None, f"{name}: {error}.")
+        return Approach(name, None, f"{name}: {error}.")
     a, size, tokens = law.params_exponent, law.params(flops), law.tokens(flops)
-    return Way(
+    return Approach(
         name,
         law,
         f"{name}: the best size grows as C ** {a.middle:.2f} ({a.low:.2f} to {a.high:.2f}); at {flops:.2g} FLOPs, "
-        f"{said}, it is {count(size.middle)} ({count(size.low)} to {count(size.high)}) parameters and "
+        f"{description}, it is {count(size.middle)} ({count(size.low)} to {count(size.high)}) parameters and "
         f"{count(tokens.middle)} tokens.",
     )
 
 
-def of_loss(points: Sequence[Point], flops: float, law: LossLaw | None = None) -> str:
-    """Approach 3 in words: the law of the loss, and the best size by it."""
+def loss_law_text(points: Sequence[Point], flops: float, law: LossLaw | None = None) -> str:
+    """Returns approach 3 as text: the loss law, and its compute-optimal size."""
     try:
         law = law or fit(points)
     except BadInput as error:
         return f"{LOSS} of the loss: {error}."
     terms = law.terms
     if not (terms.A and terms.B):
-        return f"{LOSS} of the loss: the runs tell of {law.form} alone, and a best size needs both."
+        return f"{LOSS} of the loss: the runs determine {law.form} only, and a best size needs both."
     exponent = terms.beta / (terms.alpha + terms.beta)
     log_ratio = math.log(terms.alpha * terms.A / (terms.beta * terms.B)) / (terms.alpha + terms.beta)
     log_params = log_ratio + exponent * math.log(flops / 6)

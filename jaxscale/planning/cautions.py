@@ -1,4 +1,4 @@
-"""What is unwise about a plan. Each function looks at one thing and returns a Caution, or None where all is well."""
+"""Cautions about a plan. Each function checks one thing and returns a Caution, or None if all is well."""
 
 import dataclasses
 import math
@@ -10,13 +10,13 @@ from jaxscale.hardware import VOLTA, Chip
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.stages import Stages
 
-LONGEST_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
-MOST_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
-MOST_SENDING = 0.2  # ours: part of a step that chips may wait for their links
+MAX_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
+MAX_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
+MAX_EXPOSED = 0.2  # fraction of a step, our choice
 
 
 class Caution(NamedTuple):
-    """One thing to look at."""
+    """A problem, its reason, the fix and the source."""
 
     what: str
     why: str
@@ -25,7 +25,7 @@ class Caution(NamedTuple):
 
 
 def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2: float) -> Caution | None:
-    """Fewer steps than Adam's second moment needs; from 1B parameters also less than every published run."""
+    """Fewer steps than Adam's second moment needs; from 1B parameters also fewer than any published run."""
     least = 2 / (1 - b2)
     if warmup_steps < least:
         return Caution(
@@ -47,7 +47,7 @@ def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2:
 
 
 def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.Range, list[str]]:
-    """(learning rates that published runs and formulas span for this size and batch, a line for each of them)."""
+    """Returns (learning rates of published runs and formulas for this size and batch, a line for each)."""
     rates, lines = [], []
     for run in scaling.near_runs(params):
         linear, root = scaling.linear_rule(run, batch_tokens), scaling.square_root_rule(run, batch_tokens)
@@ -70,28 +70,28 @@ def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.
 def rate_outside(
     params: float, tokens: float, batch_tokens: float, peak_lr: float, optimizer: str = "adamw"
 ) -> Caution | None:
-    """A peak learning rate outside what was published for the size, scaled to the batch by both rules.
+    """A peak learning rate outside the published range for the size, scaled to the batch by both rules.
 
     optimizer: of scaling.TIMES_ADAMW.
     """
     span, lines = rate_range(params, tokens, batch_tokens)
-    if (beside := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
-        low, high = beside
+    if (factors := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
+        low, high = factors
         lines.append(f"these are AdamW's, and those of {optimizer} {low:.2g} to {high:.2g} times as large")
         span = cost.Range(span.low * low, span.high * high)
     if span.low <= peak_lr <= span.high:
         return None
     side = "below" if peak_lr < span.low else "above"
     return Caution(
-        f"optim.peak_lr={peak_lr:g} lies {side} what was published for this size and batch",
+        f"optim.peak_lr={peak_lr:g} is {side} the published range for this size and batch",
         f"{span.low:.2g} to {span.high:.2g}: " + "; ".join(lines),
         f"set optim.peak_lr to {span.low:.2g} or more" if side == "below" else f"set it to {span.high:.2g} or less",
         "square-root rule for Adam: arXiv:2205.10287; linear, for SGD: arXiv:1706.02677",
     )
 
 
-def tokens_of_params(params: float, tokens: float, fewest: float = 10.0) -> Caution | None:
-    """Far fewer tokens than the size is worth."""
+def too_few_tokens(params: float, tokens: float, fewest: float = 10.0) -> Caution | None:
+    """Far fewer tokens than the size deserves."""
     ratio = tokens / params
     if ratio >= fewest:
         return None
@@ -105,89 +105,89 @@ def tokens_of_params(params: float, tokens: float, fewest: float = 10.0) -> Caut
     )
 
 
-def tokens_beyond_text(tokens: float) -> Caution | None:
+def too_many_tokens(tokens: float) -> Caution | None:
     """More tokens than any published run was trained on."""
-    if tokens <= MOST_TOKENS:
+    if tokens <= MAX_TOKENS:
         return None
     return Caution(
         f"{units.count(tokens)} tokens are more than any published run was trained on",
-        f"the most that we know of is {units.count(MOST_TOKENS)}, synthetic text included; where there is no more text "
-        "it is read again, and up to about 4 times that is worth nearly as much as new text",
-        f"set train_tokens={MOST_TOKENS:.3g} or less, and a model that suits them",
+        f"the published maximum is {units.count(MAX_TOKENS)}, synthetic text included; without more text the data "
+        "repeats, and up to about 4 epochs are worth nearly as much as new text",
+        f"set train_tokens={MAX_TOKENS:.3g} or less, and a model that suits them",
         "arXiv:2505.09388, section 3.1; arXiv:2305.16264",
     )
 
 
 def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Caution | None:
-    """A run of years. flops: operations of training, for decoders, so that a size for this machine can be proposed."""
-    if wall.low <= LONGEST_SECONDS:
+    """A run of years. flops: of training, for decoders, to propose a size for this machine."""
+    if wall.low <= MAX_SECONDS:
         return None
-    share, longest = LONGEST_SECONDS / wall.high, f"{LONGEST_SECONDS / cost.DAY:.0f} days"
+    share, longest = MAX_SECONDS / wall.high, f"{MAX_SECONDS / cost.DAY:.0f} days"
     failures = wall.low / cost.mean_seconds_between_failures(num_chips)
-    way_out = f"use about {cost.chips(math.ceil(num_chips / share))}"
+    fix = f"use about {cost.chips(math.ceil(num_chips / share))}"
     if flops is not None:
         best = scaling.lowest_alternative(share * flops)
-        way_out += (
+        fix += (
             f", or train {units.count(best.params)} parameters on {units.count(best.tokens)} tokens, which these "
             f"{units.digits(num_chips)} do in {longest}"
         )
     return Caution(
         f"the run takes {units.duration(wall.low)} at the better end",
-        f"the longest published one that we know of took {longest} (BLOOM, 176B parameters on 384 A100); "
-        f"{units.digits(failures)} interruptions are to be expected on the way",
-        way_out,
+        f"the longest published run that we know of took {longest} (BLOOM, 176B parameters on 384 A100); "
+        f"expect {units.digits(failures)} interruptions",
+        fix,
         f"arXiv:2211.02001, table 1; {cost.FAILURES_SOURCE}",
     )
 
 
-def waits_for_links(products: float, exposed: float) -> Caution | None:
-    """Chips that stand still while they send. Both in seconds of a step; exposed: what no product hides."""
+def exposed_communication(products: float, exposed: float) -> Caution | None:
+    """Exposed communication above a threshold. Both in seconds per step."""
     share = exposed / (products + exposed)
-    if share <= MOST_SENDING:
+    if share <= MAX_EXPOSED:
         return None
     return Caution(
-        f"{share:.0%} of each step is waiting for links, at the chips' full speed",
-        f"products take {products:.3g} s and hide none of {exposed:.3g} s of sending; what is sent hardly depends on "
-        "the tokens of a step, and the products do",
-        "give each device more tokens (a larger batch, or fewer chips), send in train.reduce_dtype='bfloat16', or keep "
+        f"{share:.0%} of each step is exposed communication, at the chips' peak",
+        f"matmuls take {products:.3g} s and do not overlap {exposed:.3g} s of communication, which hardly grows with "
+        "tokens per step",
+        "give each device more tokens (a larger batch, or fewer chips), set train.reduce_dtype='bfloat16', or keep "
         "mesh.fsdp inside a host or slice and let mesh.data cross it",
-        f"ours: {MOST_SENDING:.0%}; bytes by the layout, bandwidth by jaxscale/hardware.py",
+        f"our threshold: {MAX_EXPOSED:.0%}; bytes by the sharding, bandwidth by jaxscale/hardware.py",
     )
 
 
-def links_not_known(domains: int, devices: int, chip: Chip) -> Caution | None:
-    """Several devices of which nobody told how fast they reach each other. domains: of fast links, among `devices`."""
+def unknown_bandwidth(domains: int, devices: int, chip: Chip) -> Caution | None:
+    """Several devices with unknown link bandwidth. domains: of fast links, among `devices`."""
     inside, outside = devices > domains, domains > 1
     if (chip.ici_bandwidth or not inside) and (chip.dcn_bandwidth or not outside):
         return None
     where = "hosts" if chip.ici_bandwidth or not inside else "devices of a host"
     return Caution(
-        f"how fast {where} of {chip.name} reach each other is not known",
-        "sending is left out of the step: time and money above are lower bounds, and far too low where links are slow",
-        "give --mfu as it was measured on such a machine",
+        f"the bandwidth between {where} of {chip.name} is unknown",
+        "the step time omits communication: time and money above are lower bounds, and far too low on slow links",
+        "give --mfu as measured on such a machine",
         chip.links_source or chip.source,
     )
 
 
 def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None:
-    """A wished MFU that makes a step shorter than its products at the peak. Both in seconds; recomputation included."""
+    """A requested MFU whose step is shorter than its matmuls at peak, recomputation included. In seconds."""
     if step >= products:
         return None
     return Caution(
-        f"--mfu={mfu:g} is more than any such step can reach",
-        f"a step would take {step:.3g} s, and its products, recomputation included, take {products:.3g} s at the peak",
-        f"give --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a remat that computes less twice",
+        f"--mfu={mfu:g} is more than this step can reach",
+        f"a step would take {step:.3g} s, and its matmuls, recomputation included, take {products:.3g} s at the peak",
+        f"give --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a remat policy that recomputes less",
         "model FLOPs over the chip's peak: arXiv:2204.02311, appendix B",
     )
 
 
 def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: str) -> Caution | None:
-    """A run that ends before its schedule does. limit: what ends it, such as 'the budget of $1,000'."""
+    """A run that ends before its schedule does. limit: what ends it, such as 'the budget'."""
     if decay in ("constant", "inverse_sqrt") or tokens >= schedule_tokens:
         return None
     over = schedule_tokens / tokens - 1
     return Caution(
-        f"{limit} ends the run after {units.count(tokens)} tokens, and its {decay} schedule is made for "
+        f"{limit} ends the run after {units.count(tokens)} tokens, but its {decay} schedule is for "
         f"{units.count(schedule_tokens)}",
         f"the rate would still be high at the end: the schedule is {over:.0%} too long, and more than 25% costs loss",
         f"set train_tokens={tokens:.3g}, so that the decay ends with the run",
@@ -196,7 +196,7 @@ def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: st
 
 
 def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Caution | None:
-    """A batch beyond the critical one at the loss that the run is expected to end with; before, it is smaller still."""
+    """A batch above the critical one at the expected final loss; earlier the critical batch is smaller still."""
     loss = scaling.fitted_loss(params, tokens)
     if loss is None or batch_tokens <= (critical := scaling.critical_batch(loss)):
         return None
@@ -211,102 +211,100 @@ def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Cautio
 
 
 def save_interval(interval: float, save_seconds: float, num_chips: float, wall_seconds: float) -> Caution | None:
-    """Checkpoints so rare, or so frequent, that they lose more than 1% of the time over the best interval.
+    """An interval between checkpoints that loses more than 1% of the time compared with the best one.
 
     A run shorter than an interval has one checkpoint, at its end.
     """
-    between = cost.mean_seconds_between_failures(num_chips)
-    best = min(cost.best_save_interval(save_seconds, between), wall_seconds)
+    mtbf = cost.mean_seconds_between_failures(num_chips)
+    best = min(cost.best_save_interval(save_seconds, mtbf), wall_seconds)
     interval = min(interval, wall_seconds)
-    lost, least = (cost.lost_share(seconds, save_seconds, between) for seconds in (interval, best))
-    if lost - least < 0.01:
+    lost_fraction, min_lost = (cost.lost_share(seconds, save_seconds, mtbf) for seconds in (interval, best))
+    if lost_fraction - min_lost < 0.01:
         return None
     word = "rare" if interval > best else "frequent"
     return Caution(
         f"a checkpoint every {units.duration(interval)} is too {word} for {cost.chips(num_chips)}",
-        f"an interruption every {units.duration(between)} is to be expected; up to {lost:.1%} of the time would be "
-        f"lost (as if training waited for saves, which go on beside it), and {least:.1%} with one every "
-        f"{units.duration(best)}: sqrt(2 x {units.duration(save_seconds)} x MTBF)",
+        f"with an interruption every {units.duration(mtbf)}, up to {lost_fraction:.1%} of the time is lost (counting "
+        f"saves, which overlap training, in full), and {min_lost:.1%} with a checkpoint every {units.duration(best)}: "
+        f"sqrt(2 x {units.duration(save_seconds)} x MTBF)",
         "set checkpoint.save_every_steps=0, which saves at the end alone"
         if best == wall_seconds
-        else f"set checkpoint.save_every_steps so that it is every {units.duration(best)}",
+        else f"set checkpoint.save_every_steps for one every {units.duration(best)}",
         f"Young 1974, Daly 2006; {cost.FAILURES_SOURCE}",
     )
 
 
-def tensor_over_slow_links(tensor: int, devices_of_island: int, chip: Chip) -> Caution | None:
-    """Tensor parallelism between devices that no fast link joins. devices_of_island: those of a host or slice."""
-    if tensor == 1 or (tensor <= devices_of_island and chip.ici_bandwidth):
+def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution | None:
+    """Tensor parallelism over slow links. domain_size: devices of a host or slice."""
+    if tensor == 1 or (tensor <= domain_size and chip.ici_bandwidth):
         return None
-    where = f"{devices_of_island} devices of a host or slice" if chip.ici_bandwidth else f"{chip.name} has no fast link"
+    reason = f"{domain_size} devices of a host or slice" if chip.ici_bandwidth else f"{chip.name} has no fast link"
     return Caution(
-        f"mesh.tensor={tensor} goes through slow links: {where}",
-        "every block sums its activations over this axis four times a pass, and waits for it",
-        f"set mesh.tensor={devices_of_island if chip.ici_bandwidth else 1} or less, and let fsdp take the rest",
+        f"mesh.tensor={tensor} uses slow links: {reason}",
+        "every block all-reduces activations over this axis four times a pass, exposed",
+        f"set mesh.tensor={domain_size if chip.ici_bandwidth else 1} or less, and use fsdp for the other devices",
         "arXiv:2104.04473, takeaway 1",
     )
 
 
 def bubble_too_large(stages: Stages) -> Caution | None:
-    """So few microbatches that the stages of a pipeline stand still for a third of the time or more."""
-    if not stages.on or stages.runs >= 2 * stages.size:
+    """Fewer than two microbatches per stage: a bubble of a third or more."""
+    if not stages.is_pipelined or stages.chunk_runs >= 2 * stages.size:
         return None
-    wished = 4 * stages.size
-    chunks = min(stages.layers // stages.size, -(-wished // stages.microbatches))
-    way_out = f"set train.num_microbatches={wished} or more, where the rows of a batch allow it"
+    target = 4 * stages.size
+    chunks = min(stages.layers // stages.size, -(-target // stages.microbatches))
+    fix = f"set train.num_microbatches={target} or more, if the batch has enough rows"
     if chunks > stages.chunks and stages.microbatches % stages.size == 0:
-        way_out += f", or pipeline.chunks={chunks}"
-    lost = "stand still, or do passes twice, for" if stages.later else "stand still for"
+        fix += f", or pipeline.chunks={chunks}"
+    state = "idle or recompute for" if stages.deferred else "idle for"
     if stages.schedule == "1f1b":
-        other = dataclasses.replace(stages, schedule="zero_bubble")
-        way_out += f", or pipeline.schedule={other.schedule} for a bubble of {other.bubble:.1%}"
+        alternative = dataclasses.replace(stages, schedule="zero_bubble")
+        fix += f", or pipeline.schedule={alternative.schedule} for a bubble of {alternative.bubble:.1%}"
     return Caution(
-        f"the stages of mesh.pipeline={stages.size} {lost} {stages.bubble:.0%} of the time",
-        f"{stages.microbatches} microbatches x {stages.chunks} chunks are less than two a stage: the bubble is "
+        f"the stages of mesh.pipeline={stages.size} {state} {stages.bubble:.0%} of the time",
+        f"{stages.microbatches} microbatches x {stages.chunks} chunks are fewer than two per stage: the bubble is "
         f"{stages.formula}",
-        way_out,
+        fix,
         "arXiv:1811.06965 (four microbatches a stage and more); arXiv:2104.04473, section 2.2",
     )
 
 
-def wrong_axis_between_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
-    """Of pipeline and data the one that sends more crosses between slices or hosts.
+def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
+    """The axis of pipeline and data that sends more crosses slices or hosts.
 
-    crossing: the one that does, and fills `number` of them. seconds: of a step on the links between them, for each of
-    the two in that place.
+    crossing: that axis, of size `number` across them. seconds: per step on the links between them, for either axis.
     """
     (other,) = set(seconds) - {crossing}
     if seconds[crossing] <= 2 * seconds[other]:
         return None
     sent = {
-        "data": "the gradients of the whole model, once a step, beside no products",
-        "pipeline": "the residual stream of every microbatch, there and back",
+        "data": "the gradients of the whole model, once a step, exposed",
+        "pipeline": "the residual stream of every microbatch, and its gradient",
     }
     return Caution(
-        f"mesh.{crossing} crosses {number} slices or hosts by their slow links, and mesh.{other} would send less",
+        f"mesh.{crossing} crosses {number} slices or hosts over slow links, and mesh.{other} would send less",
         f"{crossing} sends {sent[crossing]}: {seconds[crossing]:.3g} s of a step; {other} in its place would send "
         f"{sent[other]}: {seconds[other]:.3g} s",
-        f"set mesh.{other} {number} times as large, and mesh.{crossing} so much smaller",
-        "ours: twice as long; bytes by the layout, bandwidth by jaxscale/hardware.py",
+        f"multiply mesh.{other} by {number}, and divide mesh.{crossing} by it",
+        "our threshold: twice as long; bytes by the sharding, bandwidth by jaxscale/hardware.py",
     )
 
 
-def positions_too_few(context: int, seq_len: int, least: int) -> Caution | None:
-    """Rows cut so finely that a device has hardly any positions."""
+def too_few_positions(context: int, seq_len: int, least: int) -> Caution | None:
+    """Context parallelism that leaves a device too few positions."""
     if context == 1 or seq_len // context >= least:
         return None
     fewer = max(1, 2 ** int(math.log2(max(1, seq_len // least))))
     return Caution(
         f"mesh.context={context} leaves a device {seq_len // context:,} positions of a row of {seq_len:,}",
-        "the products of a layer shrink with the positions, and what a device reads of the others does not: devices "
-        "wait for each other's keys and values",
-        f"set mesh.context={fewer}, and let fsdp or tensor take the rest",
-        f"ours: {least:,} positions",
+        "a layer's matmuls shrink with the positions, but the remote keys and values do not: devices wait for them",
+        f"set mesh.context={fewer}, and use fsdp or tensor for the other devices",
+        f"our threshold: {least:,} positions",
     )
 
 
-def dtype_of_chip(dtype: str, chip: Chip) -> Caution | None:
-    """float16 where bfloat16 is there, bfloat16 where it is not, float32 where the peak is that of shorter types."""
+def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
+    """float16 where the chip has bfloat16, bfloat16 where it has not, float32 where the peak is of shorter types."""
     if dtype == "float16" and chip.bfloat16:
         return Caution(
             f"model.compute_dtype='float16' on {chip.name}, which has bfloat16 at the same speed",
@@ -319,7 +317,7 @@ def dtype_of_chip(dtype: str, chip: Chip) -> Caution | None:
             f"model.compute_dtype='bfloat16' on {chip.name}, which has no matrix units for it",
             "its peak is that of float16; bfloat16 is converted or computed far more slowly",
             "leave model.compute_dtype at 'auto', which is "
-            + ("float16 with a dynamic loss scale there" if has_matrix_units(chip) else "float32 there"),
+            + ("float16 with a dynamic loss scale" if has_matrix_units(chip) else "float32"),
             chip.source,
         )
     if dtype == "float32" and chip.fp32_flops is not None and has_matrix_units(chip):
@@ -343,25 +341,25 @@ def has_matrix_units(chip: Chip) -> bool:
 
 
 def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
-    """So few products at a time that the published share of the peak is not to be expected."""
+    """Passes too short for the published MFU range."""
     if pass_seconds >= least:
         return None
     return Caution(
-        f"a device's products of one pass take {1e3 * pass_seconds:.2g} ms at its peak",
-        "the range of MFU is that of models of 405B and 540B parameters; starting a step, sending and waiting are not "
-        "in it, and here may take longer than the products: time and money above are lower bounds",
+        f"a device's matmuls of one pass take {1e3 * pass_seconds:.2g} ms at its peak",
+        "the MFU range is of large models; it omits launch overhead and waits, which may take longer than these "
+        "matmuls: time and money above are lower bounds",
         "give --mfu, or measure the step on such a machine: jaxscale bench step --save, then --topology=here",
-        f"ours: {1e3 * least:g} ms; no run with shorter passes was published",
+        f"our threshold: {1e3 * least:g} ms; no run with shorter passes was published",
     )
 
 
 def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
-    """Data repeated more often than repeating was found to be nearly as good as new text."""
+    """Data repeated more often than repetition was found to be nearly as good as new text."""
     if epochs <= most:
         return None
     return Caution(
         f"the data would be read {units.digits(epochs)} times",
-        f"up to about {most:g} times repeated tokens are worth nearly as much as new ones; beyond that less and less",
+        f"up to about {most:g} epochs, repeated tokens are worth nearly as much as new ones; beyond that less and less",
         "add data, or shorten the run",
         "arXiv:2305.16264",
     )

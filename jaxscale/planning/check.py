@@ -1,4 +1,4 @@
-"""Checks before anything is compiled, with all problems reported together: mesh, kernel, data, memory."""
+"""Checks before compilation, with all problems reported together: mesh, kernel, data, memory."""
 
 import dataclasses
 import os
@@ -14,20 +14,18 @@ from jaxscale.models import AnyModelConfig
 from jaxscale.monitor.sinks import missing_packages
 from jaxscale.ops.kernels import resolve_kernels
 from jaxscale.planning.fitting import fitting_program
-from jaxscale.planning.memory import MemoryNeed, least_memory, memory_need
+from jaxscale.planning.memory import MemoryNeed, memory_lower_bound, memory_need
 from jaxscale.system.exits import BadInput, Exit, Stop
 
-JOIN = "train with --coordinator=HOST:PORT --num_processes=N --process_id=I on each"
-DATA = "data: "  # how a line about the data begins
+LAUNCH_HINT = "train with --coordinator=HOST:PORT --num_processes=N --process_id=I on each"
+DATA = "data: "  # prefix of problems with the data
 
 
 def check_machine(cfg: RunConfig, begun: bool = False) -> None:
-    """Raises Stop if this config cannot run on the devices of this process: one line each, with what to change.
+    """Raises Stop if this config cannot run on the devices of this process: one line per problem, with the fix.
 
-    The code is NO_GO where memory is among the reasons, else BAD_INPUT; where data alone are, and the run has `begun`
-    with them, DATA_MISMATCH.
-    begun: also of a branch. Where it resumes is not known here, so that stages of batch_ramp and seq_len_ramp and the
-    warmup, which may be over, are left to run.opening.
+    The code is NO_GO if memory is among the problems, else BAD_INPUT; DATA_MISMATCH if all are about data and the run
+    has `begun` (also for a branch). Ramps and warmup of such a run may be over; run.opening checks them.
     """
     if begun or cfg.init.what == "run":
         cfg = dataclasses.replace(
@@ -44,45 +42,45 @@ def check_machine(cfg: RunConfig, begun: bool = False) -> None:
 
 
 def find_problems(cfg: RunConfig, devices: list[Device]) -> tuple[list[str], bool]:
-    """(one line a problem, whether the state fits in memory)."""
+    """Returns (one line per problem, True if the state fits in memory)."""
     cfg = for_device(cfg, devices[0])
     findings = check_hosts() + missing_packages(cfg.monitor.writers)
     kernels = check_kernels(cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix)
-    if kernels:  # the other checks can be made with another kernel
+    if kernels:  # the other checks do not depend on the kernel
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="auto"))
     findings += kernels + [f"{DATA}{line}" for line in check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)]
     program = None
-    try:  # the horizon may be in epochs of data that nobody has counted yet; shapes do not depend on it
+    try:  # the number of steps may depend on uncounted data; shapes do not
         program = fitting_program(cfg, devices)
     except BadInput as error:
         findings.append(str(error))
-    need = memory_need(program) if program else least_memory(cfg, len(devices))
-    there = device_bytes(devices)
-    fits = there is None or need.total <= there
-    if there is not None and not fits:
-        smallest = -(-least_memory(cfg, 1).state // there)
-        findings.append(memory_line(need, there, devices, smallest, cfg.model.remat))
+    need = memory_need(program) if program else memory_lower_bound(cfg, len(devices))
+    available = device_bytes(devices)
+    fits = available is None or need.total <= available
+    if available is not None and not fits:
+        smallest = -(-memory_lower_bound(cfg, 1).state // available)
+        findings.append(memory_problem(need, available, devices, smallest, cfg.model.remat))
     return findings, fits
 
 
 def check_hosts() -> list[str]:
-    """Signs that this process was started as one of several, and stands alone: each would train into one folder."""
+    """Returns signs that this process is one of several but works alone: each would train into one folder."""
     if jax.process_count() > 1:
         return []
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") not in ("", "1"):
-            return [f"hosts: {name}={os.environ[name]}, and this process works alone; start one task, or {JOIN}"]
+            return [f"hosts: {name}={os.environ[name]}, but this process is alone; start one task, or {LAUNCH_HINT}"]
     if len(hosts := os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
-        return [f"hosts: this slice has {len(hosts)}, and this process works alone; use a slice of one host, or {JOIN}"]
+        return [f"hosts: this slice has {len(hosts)}, but this process is alone; use one host, or {LAUNCH_HINT}"]
     return []
 
 
 def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False) -> list[str]:
-    """Settings of the model that this platform cannot honour. prefix: whether its rows have one."""
+    """Returns settings of the model that this platform does not support. prefix: its rows have a prefix."""
     findings = []
     if model.matmul_precision == "tf32" and platform != "gpu":
         findings.append(
-            f"kernel: model.matmul_precision='tf32' exists on NVIDIA GPUs, and this is {platform}; use 'default'"
+            f"kernel: model.matmul_precision='tf32' requires an NVIDIA GPU, and this is {platform}; use 'default'"
         )
     try:
         resolve_kernels(platform, model.attention, model.attention_needs(prefix=prefix))
@@ -92,8 +90,8 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
 
 
 def device_bytes(devices: list[Device]) -> int | None:
-    """Memory of one device; simulated CPU devices share the machine's. None where it is unknown."""
-    device = next((device for device in devices if device in jax.local_devices()), devices[0])  # one that can be asked
+    """Returns the memory of one device, or None; simulated CPU devices share the machine's."""
+    device = next((device for device in devices if device in jax.local_devices()), devices[0])  # an addressable one
     if device.platform == "cpu":
         return host_memory_bytes() // len(jax.local_devices())
     stats = device.memory_stats() or {}
@@ -101,21 +99,21 @@ def device_bytes(devices: list[Device]) -> int | None:
     return stats.get("bytes_limit") or (chip.hbm_bytes if chip else None)
 
 
-def memory_line(need: MemoryNeed, there: int, devices: list[Device], smallest: int, remat: str) -> str:
-    """What is needed, what is there, and what to do. smallest: devices of this kind that the state alone fills."""
-    parts = (
+def memory_problem(need: MemoryNeed, available: int, devices: list[Device], smallest: int, remat: str) -> str:
+    """Returns required and available memory, and the fix. smallest: devices that the sharded state alone fills."""
+    line = (
         f"memory: {units.size(need.state)} a device for the state (parameters {units.size(need.params)}, moments "
         f"{units.size(need.moments)}, gradients {units.size(need.grads)})"
     )
     if need.activations:
-        parts += f" and about {units.size(need.activations)} for activations"
-    parts += f", and there are {units.size(there)} on each of {len(devices)} ({devices[0].device_kind}); "
-    if need.state <= there:
-        more = "" if remat == "full" else "set --config.model.remat=full, "
-        return f"{parts}raise --config.train.num_microbatches, {more}or shorten the batch"
+        line += f" and about {units.size(need.activations)} for activations"
+    line += f", and there are {units.size(available)} on each of {len(devices)} ({devices[0].device_kind}); "
+    if need.state <= available:
+        remat_fix = "" if remat == "full" else "set --config.model.remat=full, "
+        return f"{line}raise --config.train.num_microbatches, {remat_fix}or shorten the batch"
     if smallest <= len(devices):
-        return parts + "share the state with --config.rules=zero3 and mesh fsdp=-1"
+        return line + "share the state with --config.rules=zero3 and mesh fsdp=-1"
     return (
-        f"{parts}use more than {smallest} such devices with --config.rules=zero3 and mesh fsdp=-1, or a smaller model "
+        f"{line}use more than {smallest} such devices with --config.rules=zero3 and mesh fsdp=-1, or a smaller model "
         "(--config=configs/quickstart.py runs anywhere)"
     )

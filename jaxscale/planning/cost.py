@@ -1,4 +1,4 @@
-"""Time, money, energy, storage: one line of arithmetic each, with its units in the names."""
+"""Time, money, energy and storage: one line of arithmetic each, with units in the names."""
 
 import math
 from typing import NamedTuple
@@ -23,60 +23,60 @@ SAVE_BYTES_PER_SECOND = 1e9  # of one host, assumed
 
 
 class Range(NamedTuple):
-    """The lower and the higher end of what may come."""
+    """Lower and upper end of an expected value."""
 
     low: float
     high: float
 
     def times(self, factor: float) -> "Range":
-        """Both ends times a positive factor."""
+        """Returns both ends times a positive factor."""
         return Range(self.low * factor, self.high * factor)
 
-    def under(self, dividend: float) -> "Range":
-        """dividend / both ends, in rising order."""
+    def divide(self, dividend: float) -> "Range":
+        """Returns dividend / both ends, in rising order."""
         return Range(dividend / self.high, dividend / self.low)
 
 
 def chips(number: float) -> str:
-    """'1 chip', '128 chips', '0.5 chips'."""
+    """Returns '1 chip', '128 chips', '0.5 chips'."""
     return f"{units.digits(number)} chip{'s' * (number != 1)}"
 
 
 def flops_for_dollars(dollars: float, price: float, chip_peak_flops: float, mfu: float, goodput: float) -> float:
-    """Operations of training that so many dollars buy."""
+    """Returns the training FLOPs that a budget buys."""
     return dollars / price * HOUR * chip_peak_flops * mfu * goodput
 
 
 def megawatt_hours(watts: float, num_chips: float, wall_seconds: float, pue: float) -> float:
-    """Energy of the chips at full load and of the building around them; hosts and network are left out."""
+    """Returns the energy of the chips at full load and of the building; without hosts and network."""
     return watts * num_chips * wall_seconds / HOUR * pue / 1e6
 
 
 def mean_seconds_between_failures(num_chips: float) -> float:
-    """Between interruptions of the whole run, each chip failing on its own."""
+    """Returns the mean time between interruptions of the run, with independent chip failures."""
     return HOUR / (num_chips * FAILURES_PER_CHIP_HOUR)
 
 
 def best_save_interval(save_seconds: float, between_failures: float) -> float:
-    """Seconds between two checkpoints that lose the least: sqrt(2 x save x MTBF).
+    """Returns the seconds between checkpoints that lose the least time: sqrt(2 x save x MTBF), to first order.
 
-    Source: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22(3), 2006: the first order.
+    Source: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22(3), 2006.
     """
     return math.sqrt(2 * save_seconds * between_failures)
 
 
 def lost_share(interval: float, save_seconds: float, between_failures: float) -> float:
-    """Part of the time that saving, and repeating half an interval at each failure, takes. First order."""
+    """Returns the fraction of time lost to saving and to repeating half an interval per failure. First order."""
     return save_seconds / interval + interval / (2 * between_failures)
 
 
-def kept_checkpoints(total_steps: int, save_every: int, keep_last: int, keep_every: int, keep_best: int) -> int:
-    """Checkpoints that lie in storage at the end of a run."""
-    made = max(1, math.ceil(total_steps / save_every) if save_every else 1)
-    for_good = total_steps // keep_every if keep_every else 0
-    return min(made, keep_last + for_good + keep_best)
+def num_checkpoints(total_steps: int, save_every: int, keep_last: int, keep_every: int, keep_best: int) -> int:
+    """Returns the number of checkpoints in storage at the end of a run."""
+    num_saves = max(1, math.ceil(total_steps / save_every) if save_every else 1)
+    permanent = total_steps // keep_every if keep_every else 0
+    return min(num_saves, keep_last + permanent + keep_best)
 
 
 def bytes_per_token_id(vocab_size: int) -> int:
-    """2 where the largest id, vocab_size - 1, fits into uint16, else 4."""
+    """Returns 2 if the largest id, vocab_size - 1, fits into uint16, else 4."""
     return 2 if vocab_size - 1 <= 65_535 else 4

@@ -1,7 +1,7 @@
-"""A mixture of experts by arithmetic: how its devices meet tokens and experts, and what that sends.
+"""Mixture of experts by arithmetic: how tokens reach their experts, and the bytes that this holds and sends.
 
-What a router will do is not known before it is trained. It is taken to be balanced: each expert gets as many rows as
-the others, so that one round takes all that are sent, and every device multiplies as many.
+Routing is unknown before training. It is assumed balanced: every expert gets the same number of rows, so one all-to-all
+round is enough and every device multiplies as many rows.
 """
 
 import math
@@ -18,174 +18,166 @@ from jaxscale.sharding.compiler_options import PIPELINE, PIPELINED_GATHER
 from jaxscale.sharding.expert_axis import AXIS, ExpertExchange, resolve_expert_exchange
 
 F32 = 4
-# Arrays of rows that go over the axis: there and back; going backward their inputs and gradients there, one gradient
-# back. Beside them the weights of rows, in float32, forward, backward, and their gradients.
-ROWS_SENT, WEIGHTS_SENT = 5, 3
-# The part of the time of experts' gathers and scatters for which products stand still although there is room beside
-# them: XLA:TPU starts and ends two of a layer's three gathers with no product between, and what runs beside scatters is
-# too short for a fifth of their time in one compiled program, and for none in another.
-OPEN = {"all-gather": 2 / 3, "reduce-scatter": 1 / 10}
+# Row arrays per layer over the expert axis: dispatch and combine; in the backward pass inputs and gradients out, one
+# gradient back. In addition the float32 combine weights: forward, backward, and their gradients.
+ROW_TRANSFERS, WEIGHT_TRANSFERS = 5, 3
+# Exposed fraction of the experts' gathers and scatters although matmuls could overlap them: XLA:TPU starts and ends two
+# of a layer's three gathers with no matmul between. The matmuls next to the scatters are too short for a fifth of their
+# time in one compiled program, and long enough in another.
+EXPOSED = {"all-gather": 2 / 3, "reduce-scatter": 1 / 10}
 
 
-class Numbers(NamedTuple):
-    """Of parameters: those of experts, and all others."""
+class ParamCounts(NamedTuple):
+    """Parameter counts, or bytes of them: of experts, and of everything else."""
 
     experts: float
     others: float
 
-    def times(self, factor: float) -> "Numbers":
-        """So many times each."""
-        return Numbers(factor * self.experts, factor * self.others)
+    def times(self, factor: float) -> "ParamCounts":
+        return ParamCounts(factor * self.experts, factor * self.others)
 
 
-def experts_of(model: ModelConfig) -> ExpertsConfig | None:
-    """The settings of a model's experts, if it has any."""
+def require_experts(model: ModelConfig) -> ExpertsConfig:
+    """Returns the settings of a model's experts, which must exist."""
+    assert model.experts is not None, "the model has no experts"
     return model.experts
 
 
-def known_experts(model: ModelConfig) -> ExpertsConfig:
-    """The settings of the experts of a model that has some."""
-    assert model.experts is not None, "asked of a model with experts"
-    return model.experts
-
-
-def exchange_of(program: Program) -> ExpertExchange:
-    """How tokens and experts meet: of this config, whose microbatches may not be those that the program was made of."""
+def expert_exchange(program: Program) -> ExpertExchange:
+    """Returns the exchange of this config, whose microbatches may differ from those that the program was made with."""
     cfg, mesh = program.cfg, program.mesh
     return resolve_expert_exchange(cfg.expert.exchange, expert_work(cfg.model, mesh, parallel_request(cfg, mesh)))
 
 
-def resting_parts(program: Program) -> int:
-    """Devices that each keep their own experts while a layer is computed."""
-    return program.mesh.shape[AXIS] if exchange_of(program).form == "send" else 1
+def expert_shards(program: Program) -> int:
+    """Returns the devices over which experts stay sharded while a layer is computed; 1 if they are gathered."""
+    return program.mesh.shape[AXIS] if expert_exchange(program).form == "send" else 1
 
 
-def device_numbers(program: Program) -> Numbers:
-    """Parameters that a device computes with, one layer after the other: its part by tensor, and its own experts where
-    rows are sent to them."""
+def device_params(program: Program) -> ParamCounts:
+    """Returns parameters that a device computes with: its tensor shard, and its own experts where rows are sent."""
     model, tensor = program.cfg.model, program.mesh.shape["tensor"]
-    if (own := experts_of(model)) is None:
-        return Numbers(0, model.num_params / tensor)
-    experts = (model.num_layers - own.first_dense) * 3 * own.number * model.embed_dim * own.mlp_dim
-    return Numbers(experts / tensor / resting_parts(program), (model.num_params - experts) / tensor)
+    if (cfg := model.experts) is None:
+        return ParamCounts(0, model.num_params / tensor)
+    expert_params = (model.num_layers - cfg.first_dense) * 3 * cfg.number * model.embed_dim * cfg.mlp_dim
+    return ParamCounts(expert_params / tensor / expert_shards(program), (model.num_params - expert_params) / tensor)
 
 
 def router_tokens(program: Program) -> int:
-    """Tokens of one device and microbatch that a router sees: all positions of the devices that split its products."""
+    """Returns tokens per device and microbatch that a router sees, all positions of the tensor group."""
     cfg, shape = program.cfg, program.mesh.shape
-    own = math.prod(shape[axis] for axis in ("data", "fsdp", AXIS, "context"))
-    return cfg.tokens_per_step // cfg.train.num_microbatches // own
+    num_shards = math.prod(shape[axis] for axis in ("data", "fsdp", AXIS, "context"))
+    return cfg.tokens_per_step // cfg.train.num_microbatches // num_shards
 
 
-def block_parts(program: Program) -> int:
-    """Parts in which the rows of a device go through a block, one after the other: model.row_parts."""
+def row_chunks(program: Program) -> int:
+    """Returns the number of row chunks in which a device computes a block: model.row_parts."""
     return 1 if program.cfg.model.remat == "none" else math.gcd(program.cfg.model.row_parts, device_rows(program))
 
 
 def device_rows(program: Program) -> int:
-    """Rows of a batch that a device has of one microbatch."""
+    """Returns local rows of one microbatch."""
     return program.cfg.rows_per_step // program.cfg.train.num_microbatches // program.batch_shards
 
 
-def round_rows(program: Program, parts: int) -> int:
-    """Rows that a device sends in one round, and gets, of one of `parts` parts of its tokens."""
-    devices, own = program.mesh.shape[AXIS], known_experts(program.cfg.model)
-    return devices * round_capacity(router_tokens(program) * own.chosen // parts, devices)
+def rows_per_round(program: Program, parts: int) -> int:
+    """Returns rows that a device sends, and receives, in one round for one of `parts` chunks of its tokens."""
+    devices, experts = program.mesh.shape[AXIS], require_experts(program.cfg.model)
+    return devices * round_capacity(router_tokens(program) * experts.chosen // parts, devices)
 
 
-def rows_sent(program: Program, width: int) -> float:
-    """Bytes of rows, `width` a number, of one layer and microbatch that a device puts on the expert axis: 0 where none
-    are sent.
+def dispatch_bytes(program: Program, width: int) -> float:
+    """Returns bytes that a device sends over the expert axis per layer and microbatch, `width` bytes an element.
 
-    The forward pass that the backward one does again sends nothing: what comes back is read by no gradient. Each part
-    of the rows has rounds of its own: row_parts, and the halves that a tensor axis takes.
+    Recomputation under remat sends nothing: no gradient reads what comes back. Each row chunk has its own rounds:
+    row_parts, times two halves under tensor parallelism.
     """
-    if resting_parts(program) == 1:
+    if expert_shards(program) == 1:
         return 0.0
-    parts = block_parts(program)
+    parts = row_chunks(program)
     halves = program.mesh.shape["tensor"] > 1 and device_rows(program) // parts % 2 == 0
     parts *= 2 if halves else 1
-    of_row = ROWS_SENT * program.cfg.model.embed_dim * width + WEIGHTS_SENT * F32
-    return parts * round_rows(program, parts) * of_row
+    row_bytes = ROW_TRANSFERS * program.cfg.model.embed_dim * width + WEIGHT_TRANSFERS * F32
+    return parts * rows_per_round(program, parts) * row_bytes
 
 
-def block_memory(program: Program, width: int, reduced: int, *, staged: bool) -> float:
-    """Bytes that a device works with in a block of experts, going back, where most is there: weights and activations.
+def moe_block_bytes(program: Program, width: int, reduced: int, *, staged: bool) -> float:
+    """Returns the peak bytes of a block of experts, reached in its backward pass: weights and activations.
 
-    width: of a number that products read; reduced: of a gradient on its way. staged: in a pipeline, whose weights are
-    together already and whose gradients are float32.
+    width: bytes of a matmul operand; reduced: of a gradient in a reduction. staged: in a pipeline, whose weights are
+    already gathered and whose gradients are float32.
 
-    Read off the live ranges of three programs (v5p:2x2x2 and v6e:2x4, libtpu 0.0.51, 2026-11-24), with no number
-    fitted: what attention made for its own backward pass, with a kernel's logarithms of sums in 128 lanes; the block's
-    stream, its normalised form and the gradient; rows and their gradients, sorted; three of the experts' inner arrays
-    (gate, up, the gradient of what is between), then one beside the gradients of the weights. Of experts that are
-    narrower than a row the weights' gradients come last, and three gradients of rows are there before. Where rows are
-    sent those of a round are beside the device's own, and gradients of weights beside their sum over rounds. The next
-    layer's weights, where the compiler fetches them ahead.
+    From the live ranges of three programs (v5p:2x2x2 and v6e:2x4, libtpu 0.0.51, 2026-11-24), with no fitted number:
+    residuals of attention, with a kernel's logsumexp in 128 lanes; the block's residual stream, its normalised form and
+    the gradient; sorted rows and their gradients; three inner arrays of the experts (gate, up, the gradient between),
+    then one, together with the weight gradients. For experts narrower than a row the weight gradients come last, after
+    three row gradients. Where rows are sent, a round's rows add to the local ones, and weight gradients to their sum
+    over rounds. The next layer's weights count where the compiler prefetches them.
 
-    Where it does not, each matrix's gradient is scattered as soon as it is there, so that one of three is held, and one
-    gradient of rows: as the peaks of compiled programs have it (docs/plan.md).
+    Without prefetching each matrix's gradient is reduce-scattered once complete, so one of three and one
+    row gradient are live, as in the peaks of compiled programs (docs/plan.md).
     """
-    model, own, shape = program.cfg.model, known_experts(program.cfg.model), program.mesh.shape
-    tensor, parts, sends = shape["tensor"], block_parts(program), resting_parts(program) > 1
-    tokens, embed, inner = router_tokens(program) // parts, model.embed_dim, own.mlp_dim // tensor
-    rows = tokens * own.chosen
-    moved = round_rows(program, parts) if sends else rows
-    of_heads = model.query_width + model.key_width + model.value_width + model.result_width
-    kept = tokens * ((of_heads + 2 * embed) / tensor + model.latent_width + embed + 3 * own.shared_dim / tensor)
-    kept += 2 * parts * tokens * embed / tensor if parts > 1 else 0  # the block's input and result, of all rows
-    of_floats = tokens * (4 * own.number + (LANES * model.num_heads / tensor if program.attention == "splash" else 0))
-    weights = block_weights(program, staged)
-    experts = 3 * own.number * embed * inner / resting_parts(program)
-    gradients = (F32 if staged or not weights.shared else reduced) * experts
-    at_once = not (sends or staged or fetches_ahead(program))  # gradients are scattered
-    of_rows = 2 if inner >= embed else 3 if at_once else 5
-    arrays = width * moved * (3 * inner + of_rows * embed)
-    at_end = gradients / (3 if at_once else 1) + width * moved * (inner + 2 * embed)
-    beside = gradients if sends or parts > 1 else 0.0
-    beside += width * 3 * rows * embed if sends else 0.0
-    return width * (kept + weights.numbers) + F32 * of_floats + beside + max(arrays, at_end)
+    model, cfg, shape = program.cfg.model, require_experts(program.cfg.model), program.mesh.shape
+    tensor, parts, sends = shape["tensor"], row_chunks(program), expert_shards(program) > 1
+    tokens, embed, inner = router_tokens(program) // parts, model.embed_dim, cfg.mlp_dim // tensor
+    rows = tokens * cfg.chosen
+    sent_rows = rows_per_round(program, parts) if sends else rows
+    head_widths = model.query_width + model.key_width + model.value_width + model.result_width
+    saved = tokens * ((head_widths + 2 * embed) / tensor + model.latent_width + embed + 3 * cfg.shared_dim / tensor)
+    saved += 2 * parts * tokens * embed / tensor if parts > 1 else 0  # the block's input and output, of all rows
+    lse_lanes = LANES * model.num_heads / tensor if program.attention == "splash" else 0
+    float32_elements = tokens * (4 * cfg.number + lse_lanes)
+    weights = moe_block_weights(program, staged)
+    expert_params = 3 * cfg.number * embed * inner / expert_shards(program)
+    gradients = (F32 if staged or not weights.shared else reduced) * expert_params
+    scatters_early = not (sends or staged or prefetches_weights(program))
+    row_grads = 2 if inner >= embed else 3 if scatters_early else 5
+    arrays = width * sent_rows * (3 * inner + row_grads * embed)
+    after_weight_grads = gradients / (3 if scatters_early else 1) + width * sent_rows * (inner + 2 * embed)
+    concurrent = gradients if sends or parts > 1 else 0.0
+    concurrent += width * 3 * rows * embed if sends else 0.0
+    return width * (saved + weights.elements) + F32 * float32_elements + concurrent + max(arrays, after_weight_grads)
 
 
-class BlockWeights(NamedTuple):
-    """What is there of weights while one block is computed."""
+class MoEBlockWeights(NamedTuple):
+    """Weights in memory while one block is computed."""
 
-    numbers: float  # as products read them
-    shared: bool  # whether devices share those of experts, which then come together
+    elements: float
+    shared: bool  # experts are sharded and gathered
 
 
-def block_weights(program: Program, staged: bool) -> BlockWeights:
-    """Of a device. staged: those of a pipeline's stage are counted apart."""
-    model, own, shape = program.cfg.model, known_experts(program.cfg.model), program.mesh.shape
-    sharing = shape["fsdp"] * shape["context"]
-    zero3, apart = program.cfg.rules == "zero3", shape[AXIS] if resting_parts(program) == 1 else 1
-    experts = 3 * own.number * model.embed_dim * own.mlp_dim / shape["tensor"] / resting_parts(program)
+def moe_block_weights(program: Program, staged: bool) -> MoEBlockWeights:
+    """Returns one device's weights of a block. staged: those of a pipeline stage are counted separately."""
+    model, cfg, shape = program.cfg.model, require_experts(program.cfg.model), program.mesh.shape
+    num_shards = shape["fsdp"] * shape["context"]
+    zero3, expert_axis = program.cfg.rules == "zero3", shape[AXIS] if expert_shards(program) == 1 else 1
+    expert_params = 3 * cfg.number * model.embed_dim * cfg.mlp_dim / shape["tensor"] / expert_shards(program)
     others = sum(math.prod(sizes) for sizes in model.matrices().values()) / shape["tensor"]
-    shared = (zero3 and sharing > 1) or apart > 1
+    shared = (zero3 and num_shards > 1) or expert_axis > 1
     if staged:
-        return BlockWeights(0.0, shared)
-    ahead = fetches_ahead(program) and zero3
-    others *= 1 + (ahead and sharing * shape[AXIS] > 1)
-    return BlockWeights(others + experts * (1 + (ahead and shared)), shared)
+        return MoEBlockWeights(0.0, shared)
+    prefetches = prefetches_weights(program) and zero3
+    others *= 1 + (prefetches and num_shards * shape[AXIS] > 1)
+    return MoEBlockWeights(others + expert_params * (1 + (prefetches and shared)), shared)
 
 
-def fetches_ahead(program: Program) -> bool:
-    """Whether the compiler is asked to gather the weights of the next layer during this one."""
+def prefetches_weights(program: Program) -> bool:
+    """True if compiler options prefetch the next layer's weights during this layer."""
     options = program.compiler_options.values
     return bool(options.get(PIPELINE[0]) or options.get(PIPELINED_GATHER[0]))
 
 
-def routing_text(program: Program) -> str:
-    """What is taken for granted of a router, in words; '' for a model without one."""
-    if experts_of(program.cfg.model) is None:
+def routing_assumption(program: Program) -> str:
+    """Returns the routing assumption of the plan as text; '' for a dense model."""
+    if program.cfg.model.experts is None:
         return ""
-    if resting_parts(program) == 1:
+    if expert_shards(program) == 1:
         return (
-            "each expert has as many rows as the others. Rows stay on their device, so that uneven routing moves "
-            "neither memory nor bytes"
+            "balanced: every expert has the same number of rows. Rows stay on their device, so uneven routing changes "
+            "neither memory nor traffic"
         )
     return (
-        f"each expert has as many rows as the others, and one round of {CAPACITY_FACTOR:g} times an equal share takes "
-        "them all. Of uneven routing memory is the same, each further round sends as much again, and all devices wait "
-        "for the busiest"
+        f"balanced: every expert has the same number of rows, and one round of {CAPACITY_FACTOR:g} x an equal share "
+        "suffices. Uneven routing needs the same memory, but each further round sends as much again, and all devices "
+        "wait for the busiest"
     )

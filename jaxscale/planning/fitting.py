@@ -1,4 +1,4 @@
-"""A mesh that works, for a config whose own mesh does not divide its model or its batch: found by arithmetic."""
+"""A working mesh, found by arithmetic, for a config whose mesh does not divide its model or batch."""
 
 import dataclasses
 import math
@@ -18,79 +18,79 @@ from jaxscale.sharding.rules import axis_size
 from jaxscale.sharding.shardings import check_divides
 from jaxscale.system.exits import BadInput
 
-MAX_TENSOR = 16  # beyond it the sums of activations cost more than the products that they feed
-MOST_TIMES = 2.0  # larger or smaller a batch: beyond it the run is another one
-TRIED = 3  # meshes: some are refused for what arithmetic does not see, such as a torus that they do not lie on
-UNCOUNTED = 10**12  # tokens of an epoch of data that are not opened; the compiled step does not depend on it
+MAX_TENSOR = 16  # beyond it activation all-reduces cost more than the matmuls
+MAX_BATCH_FACTOR = 2.0  # a batch further away is a different run
+MAX_TRIES = 3  # meshes: some are refused later, for example if they do not map to the torus
+UNCOUNTED = 10**12  # tokens per epoch of data that is not read; the compiled step does not depend on it
 
 
 def fitting_program(
     cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None, position: Position = BEGINNING
 ) -> Program:
-    """The program, with those of the stages that remain. A refusal names the flags of a mesh that works, if one does.
+    """Returns the program, with its remaining ramp stages. A refusal names the flags of a mesh that works, if any.
 
-    Args: budget: of the run; without one, as of data that nobody has counted. position: where the run resumes.
-    Raises BadInput.
+    Args: budget: of the run; None for data with unknown token counts. position: where the run resumes. Raises BadInput.
     """
     cfg = for_device(cfg, devices[0])
 
-    def make(wanted: RunConfig) -> Program:
-        amounts = budget or resolve_budget(wanted, UNCOUNTED, position)
-        stages = remaining_stages(amounts, wanted.seq_len, position.next_batch)
-        return add_stages(make_program(wanted, amounts.without_ramps, devices), amounts, stages)
+    def make(candidate: RunConfig) -> Program:
+        amounts = budget or resolve_budget(candidate, UNCOUNTED, position)
+        stages = remaining_stages(amounts, candidate.seq_len, position.next_batch)
+        return add_stages(make_program(candidate, amounts.without_ramps, devices), amounts, stages)
 
     try:
         return make(cfg)
     except BadInput as error:
-        if found := find_fitting(cfg, devices, make):
-            raise BadInput(f"{error}; {found}") from None
+        if suggestion := suggest_mesh(cfg, devices, make):
+            raise BadInput(f"{error}; {suggestion}") from None
         raise
 
 
-def find_fitting(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConfig], Program]) -> str:
-    """What to change for a mesh that `make` accepts, in words; '' where none is found. The other axes stay."""
+def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConfig], Program]) -> str:
+    """Returns the flags of a mesh that `make` accepts, as text; '' if none is found. Other axes are unchanged."""
     try:
         mesh = make_mesh(MeshConfig(), devices[:1])
         alone = shard_run_model(dataclasses.replace(cfg, mesh=MeshConfig()), mesh, torus_at_once=False)
-        found = sorted(fitting_configs(cfg, alone, len(devices)), key=lambda wanted: order(cfg, wanted))
-    except BadInput:  # it is not the mesh that it is refused for
+        candidates = candidate_configs(cfg, alone, len(devices))
+        candidates = sorted(candidates, key=lambda candidate: mesh_preference(cfg, candidate))
+    except BadInput:  # refused for another reason than the mesh
         return ""
-    for wanted in found[:TRIED]:
+    for candidate in candidates[:MAX_TRIES]:
         try:
-            make(wanted)
+            make(candidate)
         except BadInput:
             continue
-        sizes = [(axis, getattr(cfg.mesh, axis), getattr(wanted.mesh, axis)) for axis in MESH_AXES]
+        sizes = [(axis, getattr(cfg.mesh, axis), getattr(candidate.mesh, axis)) for axis in MESH_AXES]
         changed = {f"mesh.{axis}": size for axis, now, size in sizes if now not in (-1, size)}
         batch = ""
-        if wanted.rows_per_step != cfg.rows_per_step:
-            changed["batch_tokens"] = wanted.tokens_per_step
-            batch = f" (a batch of {wanted.rows_per_step:,} rows, which was {cfg.rows_per_step:,})"
-        if wanted.train.num_microbatches != cfg.train.num_microbatches:
-            changed["train.num_microbatches"] = wanted.train.num_microbatches
+        if candidate.rows_per_step != cfg.rows_per_step:
+            changed["batch_tokens"] = candidate.tokens_per_step
+            batch = f" (a batch of {candidate.rows_per_step:,} rows, which was {cfg.rows_per_step:,})"
+        if candidate.train.num_microbatches != cfg.train.num_microbatches:
+            changed["train.num_microbatches"] = candidate.train.num_microbatches
         flags = " ".join(f"--config.{name}={value}" for name, value in changed.items())
         return f"on these {len(devices):,} devices this works: {flags}{batch}"
     return ""
 
 
 def all_meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of data, fsdp and tensor that multiply to the devices. What cannot be made is found out by making it."""
+    """Yields sizes of data, fsdp and tensor whose product is the number of devices."""
     for tensor in units.divisors(num_devices):
         if tensor <= MAX_TENSOR:
             for data in units.divisors(num_devices // tensor):
                 yield {"data": data, "fsdp": num_devices // tensor // data, "tensor": tensor}
 
 
-def fitting_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> Iterator[RunConfig]:
-    """The config on each mesh that divides its parameters and positions, with the batch nearest to its own.
+def candidate_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> Iterator[RunConfig]:
+    """Yields the config on each mesh that divides its parameters and positions, with the nearest batch size.
 
     alone: the model on one device.
     """
     others = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES if axis not in ("data", "fsdp", "tensor")}
-    beside = math.prod(others.values())
-    if beside < 1 or num_devices % beside:
+    other_devices = math.prod(others.values())
+    if other_devices < 1 or num_devices % other_devices:
         return
-    for mesh in all_meshes(num_devices // beside):
+    for mesh in all_meshes(num_devices // other_devices):
         shape = others | mesh
         tables = (alone.rules.params, alone.rules.moments)
         if any(check_divides(alone.shapes, alone.axes, table, shape) for table in tables):
@@ -98,7 +98,7 @@ def fitting_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> It
         shards = axis_size("act_batch", alone.rules.params, shape)
         rows = max(1, round(cfg.rows_per_step / shards)) * shards
         multiple = shape["tensor"] * (2 * shape["context"] if shape["context"] > 1 else 1)
-        if cfg.seq_len % multiple or not 1 / MOST_TIMES <= rows / cfg.rows_per_step <= MOST_TIMES:
+        if cfg.seq_len % multiple or not 1 / MAX_BATCH_FACTOR <= rows / cfg.rows_per_step <= MAX_BATCH_FACTOR:
             continue
         parts = max(part for part in units.divisors(rows // shards) if part <= cfg.train.num_microbatches)
         yield dataclasses.replace(
@@ -109,7 +109,7 @@ def fitting_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> It
         )
 
 
-def order(cfg: RunConfig, wanted: RunConfig) -> tuple[float, ...]:
-    """The sooner named, the smaller: the batch kept, the least tensor, the nearest batch, the most sharded state."""
-    times = abs(math.log(wanted.rows_per_step / cfg.rows_per_step))
-    return times > 0, wanted.mesh.tensor, times, wanted.mesh.data
+def mesh_preference(cfg: RunConfig, candidate: RunConfig) -> tuple[float, ...]:
+    """Sort key, the best first: the batch unchanged, the least tensor, the nearest batch, the most sharded state."""
+    batch_change = abs(math.log(candidate.rows_per_step / cfg.rows_per_step))
+    return batch_change > 0, candidate.mesh.tensor, batch_change, candidate.mesh.data

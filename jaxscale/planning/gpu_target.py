@@ -1,4 +1,4 @@
-"""GpuTargetConfigProto texts, which describe a card that is not attached to XLA's GPU compiler."""
+"""GpuTargetConfigProto texts, which describe GPUs to XLA's compiler without an attached card."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Figures of a GPU that only its compiler asks for; memory and bandwidth stand in hardware.CHIPS."""
+    """GPU figures that only its compiler needs; memory and bandwidth are in hardware.CHIPS."""
 
     compute_capability: tuple[int, int]
     multiprocessors: int
@@ -17,11 +17,11 @@ class Card:
     clock_ghz: float  # boost
     l2_bytes: int
     shared_bytes: int  # of one multiprocessor
-    shared_bytes_of_block: int  # the most that one block may ask for
+    shared_bytes_of_block: int  # maximum per block
 
 
 # The architecture whitepapers (multiprocessors, units, L2, clock), and the table of technical specifications by compute
-# capability in the CUDA C++ Programming Guide (shared memory). What is compiled so was never compared with a real card.
+# capability in the CUDA C++ Programming Guide (shared memory). Programs compiled so were not compared with a real card.
 HOPPER = Card((9, 0), 132, 128, 1.98, 50 * KIB * KIB, 228 * KIB, 227 * KIB)
 AMPERE = Card((8, 0), 108, 64, 1.41, 40 * KIB * KIB, 164 * KIB, 163 * KIB)
 CARDS = {
@@ -30,12 +30,12 @@ CARDS = {
     "NVIDIA A100-SXM4-40GB": AMPERE,
     "NVIDIA A100-SXM4-80GB": AMPERE,
 }
-# cuDNN and CUDA that the program is compiled for; jax 0.10's cuda12 wheels ask for at least these.
+# Target cuDNN and CUDA; jax 0.10's cuda12 wheels require at least these.
 CUDNN, CUDA = (9, 7), (12, 8)
 
 
 def target_config(device_kind: str) -> str:
-    """The text proto that stands for one card of this kind. The kind must be in CARDS."""
+    """Returns the text proto of one card of this kind, which must be in CARDS."""
     card, chip = CARDS[device_kind], CHIPS[device_kind]
     major, minor = card.compute_capability
     return f"""\

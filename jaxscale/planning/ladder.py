@@ -1,8 +1,8 @@
-"""A ladder of small finished runs, read from their work folders, with the reason for each one that cannot be compared.
+"""A scaling ladder of small finished runs, read from their work folders, with the reason for each one left out.
 
-A law compares ends: held-out loss after the last step of a whole schedule. A point from the middle of a decaying
-schedule is not what a run of that length would have reached (arXiv:2203.15556, appendix B), so only runs whose rate was
-constant give points on the way.
+A law compares ends: held-out loss after the last step of a whole schedule. A point in the middle of a decaying schedule
+is not what a run of that length would have reached (arXiv:2203.15556, appendix B), so only runs with a constant rate
+give intermediate points.
 """
 
 import dataclasses
@@ -26,26 +26,26 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
 LOSS, BITS = "validation/loss", "validation/bits_per_byte"
-RATE_OFF = 0.01  # relative; a logged rate further from its schedule's is another schedule's
-ROSE = 1.1  # times the lowest smoothed training loss: an end above it is no end of a healthy run
-WARM = 2.0  # times the warmup: points of a constant rate before that tell of the warmup
+RATE_TOLERANCE = 0.01  # relative difference of logged rates and their schedule
+MAX_RISE = 1.1  # final over lowest smoothed training loss of a healthy run
+WARMUP_FACTOR = 2.0  # points of a constant rate before this many warmups still show the warmup
 COMPARED = (
     "seq_len", "model.name", "model.vocab_size", "data.name", "data.files", "data.val_files", "data.val_fraction",
     "data.tokenizer", "data.bos_token", "data.packing", "data.mixture", "data.objective",
 )  # fmt: skip
-LEAST_FREEDOM = 2  # of a noise measured from seeds: one pair alone tells next to nothing
-DECAY_OFF = 0.005  # difference of two parts of a run that decay: whole steps of a short one
-WARMUP_OFF = 0.03  # difference of two warmups, as parts of their runs, that one shape of curve can have
+MIN_FREEDOM = 2  # degrees of freedom of a noise measured from seeds: one pair is not enough
+DECAY_TOLERANCE = 0.005  # difference of two decay fractions: whole steps of a short run
+WARMUP_TOLERANCE = 0.03  # difference of two warmup fractions with the same shape of curve
 
 
 class Schedule(NamedTuple):
-    """The course of the learning rate, without its height and length."""
+    """The shape of the learning rate, without peak and length."""
 
     decay: str
     decay_fraction: float | None  # wsd only
-    final: float  # the last rate as a part of the peak
-    warmup: float  # part of the run
-    form: str = ""  # of the fall, where the name does not say it
+    final: float  # last rate over peak
+    warmup: float  # fraction of the run
+    form: str = ""  # of the decay, if not implied by its name
 
     def __str__(self) -> str:
         part = f" over the last {self.decay_fraction:.0%}" if self.decay_fraction else ""
@@ -54,19 +54,19 @@ class Schedule(NamedTuple):
         return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
 
     def ends_as(self, other: "Schedule") -> bool:
-        """True if ends of both can be compared: all but the warmup is the same, the last rate of a decay to 1%."""
+        """True if ends of both are comparable: the same but for the warmup, the final rate within 1%."""
         parts = [part.decay_fraction or 0.0 for part in (self, other)]
-        if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_OFF:
+        if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_TOLERANCE:
             return False
         return self.decay == "constant" or math.isclose(self.final, other.final, rel_tol=0.01, abs_tol=1e-6)
 
     def runs_as(self, other: "Schedule") -> bool:
-        """True if whole curves of both can be."""
-        return self.ends_as(other) and abs(self.warmup - other.warmup) <= WARMUP_OFF
+        """True if whole curves of both are comparable."""
+        return self.ends_as(other) and abs(self.warmup - other.warmup) <= WARMUP_TOLERANCE
 
 
 @dataclasses.dataclass(frozen=True)
-class Rung:
+class LadderRun:
     """A run of the ladder."""
 
     folder: str
@@ -75,48 +75,48 @@ class Rung:
     flops: float
     loss: float  # held-out, nats per token, at the end
     bits_per_byte: float | None
-    recipe: str  # settings of the training, all but the seed
+    recipe: str  # settings except the seed
     seed: int
-    points: tuple[Point, ...]  # the end, and points on the way where the rate was constant
+    points: tuple[Point, ...]  # the end, and intermediate points with a constant rate
     schedule: Schedule
-    steps: np.ndarray  # as parts of the run, (0, 1]
+    steps: np.ndarray  # as fractions of the run, (0, 1]
     losses: np.ndarray  # training loss at those, nats per token
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The folder's base name."""
         return self.folder.rstrip("/").rpartition("/")[2]
 
     @property
     def curve(self) -> Curve:
-        """Its training loss, as approach 1 takes it."""
+        """Its training loss, for approach 1."""
         return curve_of_run(
             self.params, self.flops / self.tokens, (self.steps * self.tokens).tolist(), self.losses.tolist()
         )
 
 
 class Ladder(NamedTuple):
-    """Runs that can be compared with the one to be forecast, the smallest first, and (folder, why not) of others."""
+    """Runs comparable with the one to forecast, smallest first, and (folder, reason) of the others."""
 
-    rungs: tuple[Rung, ...]
+    rungs: tuple[LadderRun, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """Of all runs."""
+        """Points of all runs."""
         return tuple(point for rung in self.rungs for point in rung.points)
 
     @property
     def noise(self) -> Noise | None:
-        """What runs differ by that differ in seed alone; None where fewer than LEAST_FREEDOM could be compared."""
+        """The difference between seeds; None with fewer than MIN_FREEDOM degrees of freedom."""
         ends: dict[str, dict[int, float]] = {}
         for rung in self.rungs:
             ends.setdefault(rung.recipe, {})[rung.seed] = math.log(rung.loss)
-        return noise_of([list(losses.values()) for losses in ends.values()])
+        return estimate_noise([list(losses.values()) for losses in ends.values()])
 
     @property
     def bits_per_nat(self) -> float | None:
-        """Bits per byte over nats per token, where every run tells both: the same held-out text has one such number."""
+        """Bits per byte over nats per token, one number per held-out text; None if unknown or inconsistent."""
         found = [rung.bits_per_byte / rung.loss for rung in self.rungs if rung.bits_per_byte is not None]
         if not found or len(found) < len(self.rungs):
             return None
@@ -124,24 +124,24 @@ class Ladder(NamedTuple):
         return float(np.median(ratios)) if np.ptp(ratios) <= 1e-3 * ratios.mean() else None
 
 
-def noise_of(repeated: Sequence[Sequence[float]]) -> Noise | None:
-    """The noise of a run, from groups of log L that differ in seed alone; None with less than LEAST_FREEDOM."""
+def estimate_noise(repeated: Sequence[Sequence[float]]) -> Noise | None:
+    """Returns the noise of a run from groups of log L that differ only in the seed; None below MIN_FREEDOM."""
     groups = [np.array(group) for group in repeated if len(group) > 1]
     freedom = sum(len(group) - 1 for group in groups)
-    if freedom < LEAST_FREEDOM:
+    if freedom < MIN_FREEDOM:
         return None
     return Noise(math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom), freedom)
 
 
 def find_runs(patterns: str) -> list[str]:
-    """The folders that patterns such as 'runs/ladder/*,gs://bucket/small-*' match, in order. BadInput for none."""
+    """Returns folders that match patterns such as 'runs/ladder/*,gs://bucket/small-*', in order. BadInput for none."""
     found: list[str] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         parts = pattern.split("/")
         wild = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
         base = "/".join(parts[:wild]) or ("/" if pattern.startswith("/") else ".")
-        folder, rest = paths.as_path(base), "/".join(parts[wild:])
-        matched = sorted(str(path) for path in folder.glob(rest) if path.is_dir()) if rest else [str(folder)]
+        folder, wildcards = paths.as_path(base), "/".join(parts[wild:])
+        matched = sorted(str(path) for path in folder.glob(wildcards) if path.is_dir()) if wildcards else [str(folder)]
         if not matched:
             raise BadInput(f"--runs={pattern} matches no folder; name work folders of finished runs, quoted")
         found += [name for name in matched if name not in found]
@@ -150,70 +150,72 @@ def find_runs(patterns: str) -> list[str]:
     return found
 
 
-def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, apart: str | None = None) -> Ladder:
-    """The ladder for a run with this config.
+def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, target_folder: str | None = None) -> Ladder:
+    """Returns the ladder for a run with this config.
 
-    Args: apart: the run's own work folder, which is no rung. Damaged and foreign folders are left out, never raised.
-    Raises BadInput for a run that is a mixture of experts.
+    Args: target_folder: the run's own work folder, which is excluded. Damaged and foreign folders are left out, not
+    raised. Raises BadInput for a run that is a mixture of experts.
     """
     check_dense(target, "the run to be forecast is")
     check_one_size(budget, "the run to be forecast has")
-    wanted, own = comparable(target), schedule_of(target, budget)
+    settings, schedule = comparable(target), schedule_of(target, budget)
     rungs, left_out = [], []
     for folder in folders:
         try:
-            if apart is not None and paths.absolute(folder) == paths.absolute(apart):
+            if target_folder is not None and paths.absolute(folder) == paths.absolute(target_folder):
                 raise BadInput("it is the run to be forecast")
-            rungs.append(read_rung(folder, wanted, own))
-        except BadInput as why:
-            left_out.append((folder, str(why)))
+            rungs.append(read_run(folder, settings, schedule))
+        except BadInput as error:
+            left_out.append((folder, str(error)))
     return Ladder(tuple(sorted(rungs, key=lambda rung: rung.flops)), tuple(left_out))
 
 
-def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
-    """A finished run. Raises BadInput that says why it cannot stand beside the others."""
+def read_run(folder: str, settings: dict[str, Any], target: Schedule) -> LadderRun:
+    """Returns a finished run. Raises BadInput with the reason if it is not comparable."""
     history = read_history(folder)
-    cfg, budget = settings_of(history)
+    cfg, budget = read_settings(history)
     check_dense(cfg, "it is")
     check_one_size(budget, "it has")
     for name, value in comparable(cfg).items():
-        if value != wanted[name]:
-            raise BadInput(f"{name} is {told(value)}, not {told(wanted[name])} as in the config")
+        if value != settings[name]:
+            raise BadInput(f"{name} is {shortened(value)}, not {shortened(settings[name])} as in the config")
     schedule = schedule_of(cfg, budget)
-    if not schedule.ends_as(own):
-        raise BadInput(f"its schedule is {schedule}, not {own}")
+    if not schedule.ends_as(target):
+        raise BadInput(f"its schedule is {schedule}, not {target}")
     if history.config.get("ancestry"):
-        raise BadInput("it began with the parameters of another run, so its tokens are not all it learned from")
+        raise BadInput("it started from the parameters of another run, so its tokens are not all of its training")
     last = history.last_step
-    steady = schedule.decay == "constant"
-    if last < budget.total_steps and not steady:
+    is_constant = schedule.decay == "constant"
+    if last < budget.total_steps and not is_constant:
         raise BadInput(f"it is not finished: step {last} of {budget.total_steps}")
     check_rate(history, cfg, budget)
     params, flops = cfg.model.num_params, cfg.flops_per_token
-    told_at = [row for row in history.rows if LOSS in row]
-    if not told_at:
+    evals = [row for row in history.rows if LOSS in row]
+    if not evals:
         raise BadInput("it has no held-out loss; runs of a ladder need eval.num_rows above 0 and held-out text")
-    bad = [row["step"] for row in told_at if row[LOSS] is None]
+    bad = [row["step"] for row in evals if row[LOSS] is None]
     if bad:
         raise BadInput(f"it diverged: its held-out loss at step {bad[0]} is not finite")
-    end = told_at[-1]
-    if not steady and end["step"] != budget.total_steps:
-        raise BadInput(f"its last held-out loss is of step {end['step']}, and it ends at {budget.total_steps}")
+    end = evals[-1]
+    if not is_constant and end["step"] != budget.total_steps:
+        raise BadInput(f"its last held-out loss is at step {end['step']}, but it ends at {budget.total_steps}")
     steps, losses = (np.array(values, float) for values in history.series("loss"))
     check_healthy(steps, losses, max(int(end["step"]), 1))
-    ends = [row for row in told_at if row["step"] >= WARM * max(1, budget.warmup_steps)] if steady else [end]
+    ends = (
+        [row for row in evals if row["step"] >= WARMUP_FACTOR * max(1, budget.warmup_steps)] if is_constant else [end]
+    )
     if not ends:
         raise BadInput(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
     tokens = budget.batch_tokens
     points = [Point(params, row["step"] * tokens, row[LOSS], str(folder), flops * row["step"] * tokens) for row in ends]
-    return Rung(
+    return LadderRun(
         folder=str(folder),
         params=params,
         tokens=end["step"] * tokens,
         flops=flops * end["step"] * tokens,
         loss=end[LOSS],
         bits_per_byte=end.get(BITS),
-        recipe=recipe_of(cfg, budget),
+        recipe=recipe_json(cfg, budget),
         seed=cfg.seed,
         points=tuple(points),
         schedule=schedule,
@@ -226,28 +228,27 @@ def check_dense(cfg: RunConfig, what: str) -> None:
     """Raises BadInput for a mixture of experts."""
     if is_mixture(cfg.model):
         raise BadInput(
-            f"{what} a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters in all "
-            f"and {units.count(cfg.model.active_params)} for a token: the law has one number of parameters and is of "
-            "dense models; forecast a dense one"
+            f"{what} a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters, "
+            f"{units.count(cfg.model.active_params)} active: the law covers dense models only; forecast a dense one"
         )
 
 
 def check_one_size(budget: Budget, what: str) -> None:
-    """Raises BadInput for a run whose batches or rows grow."""
+    """Raises BadInput for a run with a batch or sequence length ramp."""
     if budget.seq_len_ramp:
         raise BadInput(
-            f"{what} rows that grow (seq_len_ramp): losses of rows of different lengths lie on no one curve; forecast "
-            "and compare runs without one"
+            f"{what} a seq_len_ramp: losses at different sequence lengths are not one curve; forecast and compare runs "
+            "without it"
         )
     if budget.ramp:
         raise BadInput(
-            f"{what} batches that grow (batch_ramp): curves are laid over each other by steps, which are not always as "
-            "many tokens; forecast and compare runs without a ramp"
+            f"{what} a batch_ramp: curves are compared by step, and its steps differ in tokens; forecast and compare "
+            "runs without it"
         )
 
 
-def settings_of(history: History) -> tuple[RunConfig, Budget]:
-    """(config, amounts) of a run as its config.json has them. Raises BadInput where that cannot be read."""
+def read_settings(history: History) -> tuple[RunConfig, Budget]:
+    """Returns (config, budget) of a run from its config.json. Raises BadInput if it cannot be read."""
     if not history.config:
         raise BadInput(next((p for p in history.problems if "config.json" in p), "config.json is missing"))
     try:
@@ -260,28 +261,28 @@ def settings_of(history: History) -> tuple[RunConfig, Budget]:
 
 
 def comparable(cfg: RunConfig) -> dict[str, Any]:
-    """What must be the same for two held-out losses to be comparable: the text, the tokens, the rows, the question."""
+    """Returns the settings that two comparable held-out losses share: text, tokens, rows, objective."""
     values = schema.to_dict(cfg)
     return {name: schema.look_up(values, name) for name in COMPARED}
 
 
-def recipe_of(cfg: RunConfig, budget: Budget) -> str:
-    """What runs share that differ in seed alone: model, optimizer, amounts and data, as JSON."""
+def recipe_json(cfg: RunConfig, budget: Budget) -> str:
+    """Returns the settings of runs that differ only in the seed: model, optimizer, budget and data, as JSON."""
     parts = [schema.to_dict(part) for part in (cfg.model, cfg.optim, cfg.data, budget)]
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def told(value: Any) -> str:
-    """The value, shortened, for people."""
+def shortened(value: Any) -> str:
+    """Returns the value, shortened, for messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
-    """The course of a run's learning rate."""
+    """Returns the shape of a run's learning rate."""
     optim, total, fraction, form = cfg.optim, budget.total_steps, None, ""
     final = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
-    decay = "wsd" if budget.decay_start is not None else optim.decay  # a constant rate that has decayed early
+    decay = "wsd" if budget.decay_start is not None else optim.decay  # a constant rate with an early decay
     if decay == "wsd":
         fraction = optim.decay_fraction if budget.decay_start is None else (total - budget.decay_start) / total
         form = "" if optim.decay_shape == "linear" else "1 - sqrt"
@@ -294,35 +295,37 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
 
 
 def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
-    """Raises BadInput if the rates that were logged are not those of the schedule.
+    """Raises BadInput if the logged rates are not those of the schedule.
 
-    So it is after a horizon that was changed on the way, and after a cut of the rate in answer to trouble: the end of
-    such a run is not that of a run which had its last schedule from the beginning.
+    They differ after the number of steps was changed during the run, or after recovery reduced the rate: the end of
+    such a run is not that of a run with its last schedule from the start.
     """
     steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
     schedule = optim_schedule(cfg.optim, **budget.schedule_steps)
-    due = np.asarray(schedule(jnp.asarray(steps - 1)), float)  # a line of step n has the rate that made it, from 0 on
-    off = np.abs(rates - due) > RATE_OFF * np.maximum(due, 1e-3 * cfg.optim.peak_lr)
-    if off.any():
-        at = int(np.argmax(off))
+    scheduled = np.asarray(
+        schedule(jnp.asarray(steps - 1)), float
+    )  # the metrics of step n have the rate of update n - 1
+    differs = np.abs(rates - scheduled) > RATE_TOLERANCE * np.maximum(scheduled, 1e-3 * cfg.optim.peak_lr)
+    if differs.any():
+        at = int(np.argmax(differs))
         raise BadInput(
-            f"its learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, and its schedule has {due[at]:.3g}: the "
-            "horizon changed on the way, or the rate was cut"
+            f"its learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, but its schedule has {scheduled[at]:.3g}: "
+            "the number of steps changed during the run, or recovery reduced the rate"
         )
 
 
 def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
-    """Raises BadInput if the training loss rose again: its mean over the last twentieth against the lowest one."""
+    """Raises BadInput if the training loss rose: its mean over the last twentieth against the lowest one."""
     means = [losses[(steps > part * last) & (steps <= (part + 0.05) * last)] for part in np.arange(0.1, 1, 0.05)]
     means = [float(part.mean()) for part in means if len(part)]
-    if means and means[-1] > ROSE * min(means):
+    if means and means[-1] > MAX_RISE * min(means):
         raise BadInput(f"it diverged: its training loss ends at {means[-1]:.4g} after {min(means):.4g}")
 
 
 def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:
-    """(config, amounts) of the run to be forecast; tokens: as in --tokens, in place of train_tokens.
+    """Returns (config, budget) of the run to forecast; tokens: as in --tokens, instead of train_tokens.
 
-    Raises BadInput where the amounts need the data, which is not opened here.
+    Raises BadInput if the budget depends on the data, which is not opened here.
     """
     if tokens is not None:
         cfg = dataclasses.replace(cfg, train_tokens=units.resolve("--tokens", tokens, seq_len=cfg.seq_len))

@@ -1,9 +1,9 @@
-"""The band that a run's training loss should stay in, from the forecast of its end and the curves of small runs.
+"""The expected band of a run's training loss, from the forecast of its end and the curves of small runs.
 
-Under one schedule the curves of runs of many sizes have one shape, once each is divided by its end (arXiv:2507.02119,
-there of the loss above its floor and for runs in proportion; here of the whole loss, for the floor is what a small
-ladder knows least). So: the curve over the part of the run that is done, as a multiple of the end's held-out loss,
-averaged over the ladder, and as wide as another run's would fall.
+Under one schedule, loss curves of runs of many sizes collapse when divided by their final loss (arXiv:2507.02119, there
+for the loss above its floor and runs in proportion; here for the whole loss, since a small ladder determines the floor
+worst). So the band is the smoothed curve over the held-out loss at the end, averaged over the ladder, as wide as the
+prediction interval of another run.
 """
 
 import math
@@ -13,24 +13,24 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from jaxscale.planning.ladder import Rung, Schedule
+from jaxscale.planning.ladder import LadderRun, Schedule
 from jaxscale.planning.loss_law import INTERVAL, Prediction
 from jaxscale.system.exits import BadInput
 
-SMOOTHED = 0.05  # part of a run over whose last steps the training loss is averaged
-PARTS = np.linspace(0.15, 1.0, 35)  # of the run; before it the loss depends on the number of steps, not on the part
-LEAST_CURVES = 3
+SMOOTHED = 0.05  # fraction of a run in the averaging window of the training loss
+PARTS = np.linspace(0.15, 1.0, 35)  # of the run; before them the loss depends on steps, not on the fraction
+MIN_CURVES = 3
 
 
 class Shape(NamedTuple):
     """Log of (smoothed training loss / held-out loss at the end) at PARTS of the run, float64[parts] each."""
 
     middle: np.ndarray
-    off: np.ndarray  # the band of another run lies so far to either side
+    half_width: np.ndarray  # half width of the band
 
 
 class Band(NamedTuple):
-    """What the smoothed training loss should lie in, nats per token."""
+    """Expected range of the smoothed training loss, nats per token."""
 
     tokens: tuple[int, ...]
     low: tuple[float, ...]
@@ -38,19 +38,19 @@ class Band(NamedTuple):
     high: tuple[float, ...]
 
 
-def smoothed(rung: Rung) -> np.ndarray | None:
-    """Log of the smoothed curve over its end, float64[parts]; None where a window of it has no line."""
+def smoothed(rung: LadderRun) -> np.ndarray | None:
+    """Returns the log of the smoothed curve over its end, float64[parts]; None if a window of it is empty."""
     windows = [(rung.steps > part - SMOOTHED) & (rung.steps <= part + 1e-9) for part in PARTS]
     if not all(window.any() for window in windows):
         return None
     return np.log([rung.losses[window].mean() / rung.loss for window in windows])
 
 
-def shape_of(rungs: Sequence[Rung], schedule: Schedule) -> Shape:
-    """The shape of runs with this schedule.
+def curve_shape(rungs: Sequence[LadderRun], schedule: Schedule) -> Shape:
+    """Returns the shape of runs with this schedule.
 
-    The band is Student's interval for one more run of the same kind, which a few curves give a width that quantiles of
-    so few cannot. Raises BadInput where the schedules differ, or too few curves are whole.
+    The band is Student's prediction interval for one more run: quantiles of a few curves would be too narrow. Raises
+    BadInput if schedules differ, or too few curves are complete.
     """
     if other := [rung for rung in rungs if not rung.schedule.runs_as(schedule)]:
         raise BadInput(
@@ -63,48 +63,48 @@ def shape_of(rungs: Sequence[Rung], schedule: Schedule) -> Shape:
             "is known after the warmup alone"
         )
     curves = [curve for rung in rungs if (curve := smoothed(rung)) is not None]
-    if len(curves) < LEAST_CURVES:
+    if len(curves) < MIN_CURVES:
         raise BadInput(
-            f"{len(curves)} runs have a line of training metrics in every twentieth of the run; a band over the curve "
-            f"needs {LEAST_CURVES}: lower monitor.log_every_steps in the ladder"
+            f"{len(curves)} runs have training metrics in every twentieth of the run; a band "
+            f"needs {MIN_CURVES}: lower monitor.log_every_steps in the ladder"
         )
-    return student(np.array(curves))
+    return student_interval(np.array(curves))
 
 
-def student(curves: np.ndarray) -> Shape:
-    """The mean and the interval for one more, of float64[runs, parts]."""
+def student_interval(curves: np.ndarray) -> Shape:
+    """Returns the mean and the prediction interval of one more curve, from float64[runs, parts]."""
     number = len(curves)
-    wide = float(stdtrit(number - 1, INTERVAL[1])) * math.sqrt(1 + 1 / number)
-    return Shape(curves.mean(axis=0), wide * curves.std(axis=0, ddof=1))
+    width = float(stdtrit(number - 1, INTERVAL[1])) * math.sqrt(1 + 1 / number)
+    return Shape(curves.mean(axis=0), width * curves.std(axis=0, ddof=1))
 
 
-def coverage(rungs: Sequence[Rung]) -> dict[str, float]:
-    """{run: part of its curve that lies in the band made of the others}, each scaled by its own end."""
+def coverage(rungs: Sequence[LadderRun]) -> dict[str, float]:
+    """Returns {run: fraction of its curve in the band of the others}, each scaled by its own end."""
     curves = {rung.name: curve for rung in rungs if (curve := smoothed(rung)) is not None}
-    if len(curves) <= LEAST_CURVES:
+    if len(curves) <= MIN_CURVES:
         return {}
     found = {}
     for name, curve in curves.items():
-        shape = student(np.array([other for key, other in curves.items() if key != name]))
-        found[name] = float(np.mean(np.abs(curve - shape.middle) <= shape.off))
+        shape = student_interval(np.array([other for key, other in curves.items() if key != name]))
+        found[name] = float(np.mean(np.abs(curve - shape.middle) <= shape.half_width))
     return found
 
 
 def make_band(end: Prediction, shape: Shape, tokens: int) -> Band:
-    """The band of a run of so many tokens; what the end and the shape leave open is added as independent errors."""
+    """Returns the band of a run; the errors of end and shape are added as independent."""
     below, above = math.log(end.middle / end.low), math.log(end.high / end.middle)
     middle = math.log(end.middle) + shape.middle
     column = lambda values: tuple(float(value) for value in np.exp(values))
     return Band(
         tuple(round(part * tokens) for part in PARTS),
-        column(middle - np.hypot(shape.off, below)),
+        column(middle - np.hypot(shape.half_width, below)),
         column(middle),
-        column(middle + np.hypot(shape.off, above)),
+        column(middle + np.hypot(shape.half_width, above)),
     )
 
 
-def inside(band: Band, rung: Rung) -> float | None:
-    """The part of a finished run's curve that lies in a band made for it; None where the curve has gaps."""
+def fraction_inside(band: Band, rung: LadderRun) -> float | None:
+    """Returns the fraction of a finished run's curve in its band; None if the curve has gaps."""
     curve = smoothed(rung)
     if curve is None:
         return None

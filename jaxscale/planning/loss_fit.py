@@ -1,8 +1,8 @@
-"""The law with the least Huber loss in logs, from a grid of starts, and the same for the hundreds of a bootstrap.
+"""Loss laws of least Huber loss in logs from a grid of starts, and the same for hundreds of bootstrap draws.
 
-Descents are made together, as arrays, by damped Newton steps, each until its next step would gain nothing. A
-descent with scipy's least_squares takes 20 ms, and all 800 of a forecast 0.4 s here (2026-11-23, scipy 1.17, one core).
-A test goes on from their feet with scipy's L-BFGS.
+All descents run together, as arrays, by damped Newton steps, each until its next step would gain nothing. scipy's
+least_squares takes 20 ms a descent; all 800 of a forecast take 0.4 s here (2026-11-23, scipy 1.17, one core). A test
+continues from the optima with scipy's L-BFGS.
 """
 
 import math
@@ -12,21 +12,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 DELTA = 1e-3  # of the Huber loss, in log L: arXiv:2203.15556, appendix D.3
-# Where published exponents lie, .28 to .37 (arXiv:2203.15556, arXiv:2404.10102), and twice as far to either side.
+# Prior on the exponents: published ones are .28 to .37 (arXiv:2203.15556, arXiv:2404.10102); twice as wide.
 PULL_AT, PULL_WIDTH = 0.35, 0.15
 EXPONENTS = (0.02, 2.0)  # bounds; the grid of arXiv:2203.15556 ends at 2
-LEAST_TERM = -12.0  # log of a term that is as good as none
-DESCENTS = 64  # of the grid's starts, the best, that are gone down from
-GAIN = 1e-10  # a step that gains less, as a part of the loss, ends a descent
-STEPS = 100_000  # the slowest of 10,000 draws of ladders with 0.5 to 10% noise took 12,000
+MIN_TERM = -12.0  # log of a negligible term
+DESCENTS = 64  # best grid starts to descend from
+GAIN = 1e-10  # relative gain below which a descent ends
+MAX_STEPS = 100_000  # the slowest of 10,000 draws of ladders with 0.5 to 10% noise took 12,000
 Form = Literal["both", "params", "tokens"]
 
 
 class Problem(NamedTuple):
-    """log L of some runs as a function of theta = (log E, log of each term at the ladder's middle, each exponent).
+    """log L of runs as a function of theta = (log E, log of each term at the ladder's mean, each exponent).
 
-    Terms are counted from the ladder's middle in log N and log D: from N = D = 1, as they are written, a change of an
-    exponent moves a term by a factor e^20, and a descent crawls along that valley.
+    Terms are relative to the ladder's mean in log N and log D: from N = D = 1, as written in a law, a change of an
+    exponent would scale a term by e^20, and a descent would crawl along that valley.
     """
 
     x: np.ndarray  # float64[powers, points]: log N and log D, from their means
@@ -35,11 +35,11 @@ class Problem(NamedTuple):
     form: Form
     starts: np.ndarray  # float64[starts, 1 + 2 powers]
     losses: np.ndarray  # float64[starts, points]: Huber losses of the starts
-    width: float = PULL_WIDTH  # of the pull on each exponent
+    width: float = PULL_WIDTH  # of the prior on each exponent
 
     @classmethod
     def of(cls, points: Sequence[Any], form: Form) -> "Problem":
-        """The problem of these loss_law.Points."""
+        """Returns the problem of these loss_law.Points."""
         names = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens",)}[form]
         x = np.log([[getattr(point, name) for point in points] for name in names])
         centre, target = x.mean(axis=1), np.log([point.loss for point in points])
@@ -50,86 +50,87 @@ class Problem(NamedTuple):
 
     @property
     def powers(self) -> int:
-        """Exponents."""
+        """Number of exponents."""
         return len(self.x)
 
     def best(self) -> np.ndarray:
-        """theta of the least loss, all runs counted alike: the lowest foot from the best of the grid."""
+        """Returns theta of the least loss with equal weights: the lowest optimum from the best grid starts."""
         weights, pull = np.ones(len(self.target)), np.full(self.powers, PULL_AT)
         order = np.argsort(self.start_losses(weights[None], pull[None])[0], kind="stable")[:DESCENTS]
-        alike = lambda values: np.tile(values, (len(order), 1))
-        thetas, losses = self.descend_each(self.starts[order], alike(weights), alike(pull), alike(self.target))
+        tiled = lambda values: np.tile(values, (len(order), 1))
+        thetas, losses = self.descend_each(self.starts[order], tiled(weights), tiled(pull), tiled(self.target))
         return thetas[np.argmin(losses)]
 
     def start_losses(self, weights_RP: np.ndarray, pulls: np.ndarray) -> np.ndarray:
-        """float64[draws, starts]: the loss of each start of the grid."""
+        """Returns float64[draws, starts]: the loss of each start of the grid."""
         off = (self.starts[None, :, 1 + self.powers :] - pulls[:, None]) / self.width
         return weights_RP @ self.losses.T + 0.5 * (off**2).sum(-1)
 
     @property
     def bounds(self) -> np.ndarray:
-        """float64[2, 1 + 2 powers]: least and most of each number."""
+        """float64[2, 1 + 2 powers]: bounds of each parameter."""
         levels, powers = 1 + self.powers, self.powers
         top = float(self.target.max())  # no term is more than the loss
-        return np.array([[LEAST_TERM] * levels + [EXPONENTS[0]] * powers, [top] * levels + [EXPONENTS[1]] * powers])
+        return np.array([[MIN_TERM] * levels + [EXPONENTS[0]] * powers, [top] * levels + [EXPONENTS[1]] * powers])
 
     def best_each(
         self, theta: np.ndarray, weights: np.ndarray, pulls: np.ndarray, moved: np.ndarray | float = 0.0
     ) -> np.ndarray:
-        """float64[draws, 1 + 2 powers]: theta of the least loss under each row of weights and pulls.
+        """Returns float64[draws, 1 + 2 powers]: theta of the least loss under each row of weights and pulls.
 
-        Each draw goes down from `theta` and from its best start of the grid. moved: float64[draws, points], added to
-        log L in each.
+        Each draw descends from `theta` and from its best grid start. moved: float64[draws, points], added to log L.
         """
         targets = self.target + np.broadcast_to(moved, weights.shape)
         nearest = self.starts[np.argmin(self.start_losses(weights, pulls), axis=1)]
         starts = np.concatenate([np.tile(theta, (len(weights), 1)), nearest])
-        alike = lambda values: np.tile(values, (2, 1))
-        thetas, losses = self.descend_each(starts, alike(weights), alike(pulls), alike(targets))
+        tiled = lambda values: np.tile(values, (2, 1))
+        thetas, losses = self.descend_each(starts, tiled(weights), tiled(pulls), tiled(targets))
         (first, second), (one, other) = np.split(thetas, 2), np.split(losses, 2)
         return np.where((one <= other)[:, None], first, second)
 
     def descend_each(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(thetas, their losses) at their feet, by damped Newton steps of all draws together; one that is there leaves.
+        """Returns (thetas, losses) at the optima, by damped Newton steps of all draws together.
 
-        The curvature is that of the parabola that touches the Huber loss from above (reweighted least squares), so
-        that a whole step seldom overshoots; one that does is taken back and damped more. A number that its slope
-        presses against a bound stays there.
+        The curvature is of the parabola that majorises the Huber loss (reweighted least squares), so a full step seldom
+        overshoots; one that does is rejected and damped more. A parameter whose slope presses it against a bound is
+        fixed.
         """
         least, most = self.bounds
         thetas = np.clip(thetas, least, most)
         losses, slopes, curves = self.model(thetas, weights, pulls, targets)
-        damping, left = np.full(len(thetas), 1e-3), np.arange(len(thetas))
-        for _ in range(STEPS):
-            now, slope, curve = thetas[left], slopes[left], curves[left]
-            free = ~((now <= least) & (slope > 0) | (now >= most) & (slope < 0))
-            diagonal = np.where(free, damping[left][:, None] * np.einsum("rii->ri", curve), 1.0)
+        damping, active = np.full(len(thetas), 1e-3), np.arange(len(thetas))
+        for _ in range(MAX_STEPS):
+            current, slope, curve = thetas[active], slopes[active], curves[active]
+            free = ~((current <= least) & (slope > 0) | (current >= most) & (slope < 0))
+            diagonal = np.where(free, damping[active][:, None] * np.einsum("rii->ri", curve), 1.0)
             damped = curve * (free[:, :, None] & free[:, None]) + diagonal[:, :, None] * np.eye(len(least))
             steps = np.linalg.solve(damped, (slope * free)[:, :, None])[:, :, 0]
-            tried = np.clip(now - steps, least, most)
-            moved, found = tried - now, self.model(tried, weights[left], pulls[left], targets[left])
-            foretold = -(slope * moved).sum(1) - 0.5 * np.einsum("rp,rpq,rq->r", moved, curve, moved)
-            gained = losses[left] - found[0]
-            ended = (np.abs(foretold) <= GAIN * (1 + losses[left])) & (damping[left] < 0.1) | (damping[left] > 1e12)
+            candidates = np.clip(current - steps, least, most)
+            moved, found = candidates - current, self.model(candidates, weights[active], pulls[active], targets[active])
+            predicted = -(slope * moved).sum(1) - 0.5 * np.einsum("rp,rpq,rq->r", moved, curve, moved)
+            gained = losses[active] - found[0]
+            ended = (np.abs(predicted) <= GAIN * (1 + losses[active])) & (damping[active] < 0.1) | (
+                damping[active] > 1e12
+            )
             better = gained > 0
-            thetas[left[better]] = tried[better]
-            for kept, new in zip((losses, slopes, curves), found):
-                kept[left[better]] = new[better]
-            times = np.where(better & (gained > foretold / 4), 0.1, np.where(better, 2.0, 4.0))
-            damping[left] = np.maximum(damping[left] * times, 1e-12)
-            left = left[~ended]
-            if not len(left):
+            thetas[active[better]] = candidates[better]
+            for values, new in zip((losses, slopes, curves), found):
+                values[active[better]] = new[better]
+            factor = np.where(better & (gained > predicted / 4), 0.1, np.where(better, 2.0, 4.0))
+            damping[active] = np.maximum(damping[active] * factor, 1e-12)
+            active = active[~ended]
+            if not len(active):
                 break
-        if len(left):
-            raise RuntimeError(f"{len(left)} of {len(thetas)} descents did not converge in {STEPS} steps")
+        if len(active):
+            raise RuntimeError(f"{len(active)} of {len(thetas)} descents did not converge in {MAX_STEPS} steps")
         return thetas, losses
 
     def model(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(losses [draws], their gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers.
+        """Returns (losses [draws], gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers.
 
         Each row of thetas has its own weights and targets, float64[draws, points], and pulls.
         """
@@ -148,7 +149,7 @@ class Problem(NamedTuple):
         return losses, gradients, curves
 
     def terms(self, theta: np.ndarray) -> tuple[float, float, float, float, float]:
-        """E, A, B, alpha, beta as they are written, counted from N = D = 1; 0 for what the form does not have."""
+        """Returns E, A, B, alpha, beta, from N = D = 1; 0 for terms that the form lacks."""
         powers = self.powers
         factors = np.exp(theta[1 : 1 + powers] + theta[1 + powers :] * self.centre)
         found = dict(zip({"both": "AB", "params": "A", "tokens": "B"}[self.form], factors))
@@ -156,13 +157,13 @@ class Problem(NamedTuple):
         A, B, alpha, beta = (float(found.get(name, 0.0)) for name in "ABab")
         return float(np.exp(theta[0])), A, B, alpha, beta
 
-    def off(self, theta: np.ndarray) -> np.ndarray:
-        """What the points lie off the law, in log L, float64[points]."""
+    def residuals(self, theta: np.ndarray) -> np.ndarray:
+        """Returns the residuals of the points in log L, float64[points]."""
         return self.target - np.logaddexp.reduce(log_terms(theta[None], self.x)[0])
 
 
 def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """float64[draws, 1 + powers, points]: log of E and of each term at each point."""
+    """Returns float64[draws, 1 + powers, points]: log of E and of each term at each point."""
     levels = 1 + len(x)
     terms = np.empty((len(thetas), levels, x.shape[1]))
     terms[:, 0] = thetas[:, :1]
@@ -171,21 +172,22 @@ def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def grid(powers: int, least: float, mean: float) -> np.ndarray:
-    """float64[starts, 1 + 2 powers]: E as a part of the least loss, how the terms share the rest, and exponents."""
-    parts, exponents = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95), (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)
+    """Returns float64[starts, 1 + 2 powers]: E as a fraction of the least loss, the terms' shares of the remainder,
+    exponents."""
+    fractions, exponents = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95), (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)
     shares = (0.1, 0.3, 0.5, 0.7, 0.9) if powers == 2 else (1.0,)
     found = []
-    for part in parts:
-        rest = mean - part * least
+    for fraction in fractions:
+        remainder = mean - fraction * least
         for share in shares:
             split = (share, 1 - share)[:powers]
-            levels = [math.log(part * least), *(math.log(rest * each) for each in split)]
+            levels = [math.log(fraction * least), *(math.log(remainder * s) for s in split)]
             for power in np.ndindex(*(len(exponents),) * powers):
                 found.append([*levels, *(exponents[i] for i in power)])
     return np.array(found)
 
 
 def huber(off: np.ndarray) -> np.ndarray:
-    """Huber losses with delta 1; their slopes are `off` between -1 and 1."""
+    """Returns Huber losses with delta 1; their slopes are `off` clipped to [-1, 1]."""
     size = np.abs(off)
     return np.where(size <= 1, 0.5 * off * off, size - 0.5)

@@ -1,15 +1,15 @@
-"""The loss at the end of a run as a law of its size: E + A/N^alpha + B/D^beta, fitted to small runs, with an interval.
+"""The final loss of a run as a law of its size, E + A/N^alpha + B/D^beta, fitted to small runs, with an interval.
 
 N parameters, D tokens, L nats per token of held-out text. The fit is approach 3 of arXiv:2203.15556 (section 3.3 and
-appendix D.3): least Huber loss of log L, delta 1e-3, from a grid of starts. arXiv:2404.10102 found what went wrong
-there: the losses were averaged, which made the objective so small that the optimizer's tolerance stopped it early, and
-exponents were rounded. So losses are summed here, in units of delta, a descent ends where a step would gain nothing,
-and nothing is rounded but in print.
+appendix D.3): least Huber loss of log L, delta 1e-3, from a grid of starts. arXiv:2404.10102 found the errors of the
+original: averaged losses made the objective so small that the optimizer's tolerance stopped it early, and exponents
+were rounded. So losses are summed here, in units of delta, a descent ends when a step would gain nothing, and only
+printed numbers are rounded.
 
-Few runs leave the exponents open: a weak pull holds them near what larger ladders found, and every draw of the
-bootstrap has another pull, so that the interval shows what the ladder does not decide. Few runs also lie near any law
-of five numbers, whatever their noise: how far they are off tells too little of it, so the interval is widened as
-Student's is for what they leave over, and fewer than LEAST_RUNS need the noise told.
+Few runs leave the exponents undetermined: a weak prior holds them near those of larger ladders, and every bootstrap
+draw has a different prior, so the interval shows what the ladder does not determine. Few runs are also close to any law
+of five parameters, whatever their noise: their residuals underestimate it. The interval is therefore widened by
+Student's factor, and fewer than MIN_RUNS need the noise as an input.
 """
 
 import dataclasses
@@ -25,36 +25,36 @@ from jaxscale.system.exits import BadInput
 from jaxscale.units import count
 
 INTERVAL = (0.05, 0.95)  # quantiles of low and high
-LEAST_RUNS, LEAST_TOLD, LEAST_SIZES = 7, 5, 2  # LEAST_TOLD: runs that are enough where the noise is told
-FREE = 1.5  # width of a pull that hardly pulls: ten times that of the fit, as wide as all that exponents may be
-PULLS = (0.1, 1.0)  # the range that a draw's pull lies in
-SAME = 0.02  # two numbers of parameters or tokens closer than this, relatively, are one
+MIN_RUNS, MIN_RUNS_WITH_NOISE, MIN_SIZES = 7, 5, 2
+FREE = 1.5  # width of a nearly flat prior: ten times that of the fit, the whole range of exponents
+PULLS = (0.1, 1.0)  # range of a draw's prior mean
+SAME = 0.02  # relative difference below which two sizes count as one
 
 
 class Point(NamedTuple):
-    """The end of a run. Several points of one run (where its schedule was constant) are drawn together."""
+    """The end of a run. Points of one run (under a constant schedule) are drawn together."""
 
     params: float
     tokens: float
     loss: float  # nats per token
     run: str = ""
-    flops: float | None = None  # of the run up to here; 6 N D where it is not told
+    flops: float | None = None  # of the run up to this point; 6 N D if None
 
     @property
     def compute(self) -> float:
-        """Floating-point operations up to this point."""
+        """FLOPs up to this point."""
         return 6 * self.params * self.tokens if self.flops is None else self.flops
 
 
 class Noise(NamedTuple):
-    """What one run differs from the next by that has another seed and nothing else."""
+    """Spread between runs that differ only in the seed."""
 
     off: float  # standard deviation of log L
-    freedom: float  # degrees of freedom that it was measured with; infinite where it was given
+    freedom: float  # degrees of freedom of the measurement; infinite if given
 
 
 class Terms(NamedTuple):
-    """E, A, B, alpha, beta; 0 for those that a form does not have."""
+    """E, A, B, alpha, beta; 0 for those that a form lacks."""
 
     E: float
     A: float
@@ -63,7 +63,7 @@ class Terms(NamedTuple):
     beta: float
 
     def loss(self, params: float, tokens: float) -> float:
-        """Nats per token."""
+        """Returns nats per token."""
         in_params = self.A * params**-self.alpha if self.A else 0.0
         in_tokens = self.B * tokens**-self.beta if self.B else 0.0
         return self.E + in_params + in_tokens
@@ -84,54 +84,53 @@ class LossLaw:
     points: tuple[Point, ...]
     form: Form
     terms: Terms
-    without_pull: Terms  # the same, the exponents not held
+    without_pull: Terms  # with a nearly flat prior on the exponents
     draws: tuple[Terms, ...]  # of the bootstrap
-    noise: tuple[float, ...]  # what a run of the ladder lies off the law, in log L, made as large as a new run's
-    freedom: (
-        float  # degrees of freedom behind this noise: runs left over by the numbers of the law, or those of a Noise
-    )
+    noise: tuple[float, ...]  # residuals of the ladder in log L, scaled to a new run's
+    freedom: float  # degrees of freedom of this noise: runs minus parameters of the law, or those of a Noise
     left_out_error: float | None  # log of (measured / forecast) of the run with most FLOPs, from the others
     line: tuple[float, float] | None  # form params: log D = line[0] + line[1] log N in the ladder
 
     def predict(self, params: float, tokens: float, seed: int = 0) -> Prediction:
-        """(low, middle, high) of a run's end. Raises BadInput where the ladder says nothing about such a run."""
+        """Returns (low, middle, high) of a run's final loss. Raises BadInput if the ladder does not determine it."""
         self.check_reach(params, tokens)
         middle = self.terms.loss(params, tokens)
         drawn = np.log([terms.loss(params, tokens) for terms in self.draws]) - math.log(middle)
         rng = np.random.default_rng(seed)
         off = drawn + rng.choice(np.asarray(self.noise), (16, len(drawn)))
-        if math.isfinite(self.freedom):  # the noise itself is known so well and no better: Student's interval
+        if math.isfinite(self.freedom):  # Student's interval for an estimated noise
             off = off * np.sqrt(self.freedom / rng.chisquare(self.freedom, off.shape))
         low, high = middle * np.exp(np.quantile(off, INTERVAL))
-        # A law that missed the ladder's own largest run by so much is not known better further out.
+        # Extrapolation is not better than the error on the ladder's own largest run.
         missed = abs(self.left_out_error or 0.0)
         return Prediction(
             min(float(low), middle * math.exp(-missed)), middle, max(float(high), middle * math.exp(missed))
         )
 
     def check_reach(self, params: float, tokens: float) -> None:
-        """Raises BadInput if the law has no term for what this run has another of than the ladder."""
+        """Raises BadInput if this run varies in a direction for which the law has no term."""
         first = self.points[0]
         if self.form == "tokens" and abs(math.log(params / first.params)) > SAME:
             raise BadInput(
-                f"the ladder has one size, {count(first.params)} parameters, and cannot tell the loss of "
+                f"the ladder has one size, {count(first.params)} parameters, and does not determine the loss of "
                 f"{count(params)}; add runs of another size"
             )
         if self.form == "params":
-            assert self.line is not None, "a law of this form has it"
-            usual = math.exp(self.line[0] + self.line[1] * math.log(params))
-            if abs(math.log(tokens / usual)) > math.log(1.25):
+            assert self.line is not None, "set for this form"
+            expected = math.exp(self.line[0] + self.line[1] * math.log(params))
+            if abs(math.log(tokens / expected)) > math.log(1.25):
                 raise BadInput(
                     f"in the ladder the tokens follow from the size, and at {count(params)} parameters are "
-                    f"{count(usual)}; it cannot tell the loss at {count(tokens)}: add runs of one size and other tokens"
+                    f"{count(expected)}; it does not determine the loss at {count(tokens)}: add runs of one size and "
+                    "other tokens"
                 )
 
     def reach(self, params: float, tokens: float, flops: float | None = None) -> float:
-        """How many times the FLOPs of the ladder's largest run this one has."""
+        """Returns this run's FLOPs over those of the ladder's largest run."""
         return Point(params, tokens, 1.0, flops=flops).compute / max(point.compute for point in self.points)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns plain data for JSON."""
         low_high = {
             name: [float(value) for value in np.quantile([getattr(draw, name) for draw in self.draws], INTERVAL)]
             for name in Terms._fields
@@ -149,23 +148,23 @@ class LossLaw:
 
 
 def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Noise | None = None) -> LossLaw:
-    """The law of the points, the same for the same points and seed; 400 draws of 9 runs take about 1 s.
+    """Returns the law of the points, deterministic for the same points and seed; 400 draws of 9 runs take about 1 s.
 
-    noise: of a run, where it is known; at least that much is in the interval. Raises BadInput, in one line that says
-    what is missing, for a ladder that fixes no law.
+    noise: of a run, if known; the interval includes at least this. Raises BadInput, in one line with what is missing,
+    for a ladder that determines no law.
     """
     points = tuple(points)
     check_enough(points, noise)
     form, line = choose_form(points)
     problem = Problem.of(points, form)
     theta = problem.best()
-    # Weights of the Bayesian bootstrap (Rubin 1981): unlike drawing whole runs, no draw lacks a size altogether.
-    rng, names = np.random.default_rng(seed), list(dict.fromkeys(run_of(points)))
-    places = [names.index(name) for name in run_of(points)]
+    # Bayesian bootstrap (Rubin 1981): unlike resampling runs, no draw lacks a size.
+    rng, names = np.random.default_rng(seed), list(dict.fromkeys(run_names(points)))
+    places = [names.index(name) for name in run_names(points)]
     weights, moved = rng.exponential(size=(draws, len(names))), np.zeros((draws, len(names)))
     weights /= weights.mean(axis=1, keepdims=True)
     pulls = np.clip(rng.normal(PULL_AT, PULL_WIDTH, (draws, problem.powers)), *PULLS)
-    off = problem.off(theta) * math.sqrt(len(points) / max(1, len(points) - len(theta)))
+    off = problem.residuals(theta) * math.sqrt(len(points) / max(1, len(points) - len(theta)))
     freedom = float(max(1, len(names) - len(theta)))
     if noise is not None and (len(names) <= len(theta) or noise.off > math.sqrt(np.mean(off**2))):
         weights, moved = np.ones_like(weights), rng.normal(0, noise.off, moved.shape)
@@ -187,38 +186,38 @@ def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Nois
     )
 
 
-def run_of(points: Sequence[Point]) -> list[str]:
-    """The run of each point; a point without one is a run of its own."""
+def run_names(points: Sequence[Point]) -> list[str]:
+    """Returns the run of each point; a point without one is its own run."""
     return [point.run or f"point {place}" for place, point in enumerate(points)]
 
 
 def check_enough(points: Sequence[Point], noise: Noise | None) -> None:
-    """Raises BadInput where the runs are too few for an interval that holds what it says, or a loss is none."""
+    """Raises BadInput if there are too few runs for a valid interval, or a loss is invalid."""
     if bad := [point for point in points if not (point.loss > 0 and math.isfinite(point.loss))]:
         raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; leave it out")
-    runs = len(set(run_of(points)))
-    if runs < (LEAST_RUNS if noise is None else LEAST_TOLD):
+    runs = len(set(run_names(points)))
+    if runs < (MIN_RUNS if noise is None else MIN_RUNS_WITH_NOISE):
         raise BadInput(
-            f"a law needs {LEAST_RUNS} finished runs or more, and the ladder has {runs}: so few lie near any law, and "
-            "their interval would hold far less than it says; three sizes with three amounts of tokens each are a good "
-            f"start. {LEAST_TOLD} are enough where it is known by how much runs differ that differ in seed alone: give "
-            "--noise=0.005 (half a percent), or repeat some with other seeds"
+            f"a law needs {MIN_RUNS} finished runs or more, and the ladder has {runs}: fewer are close to any law, and "
+            "their interval would cover less than it states; three sizes with three token counts each are a good "
+            f"start. {MIN_RUNS_WITH_NOISE} suffice if the noise between seeds is known: give --noise=0.005 (half a "
+            "percent), or repeat some runs with other seeds"
         )
 
 
 def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | None]:
-    """(which terms the points can tell, how tokens follow from parameters where they do). Raises as fit() does."""
+    """Returns (the terms that the points determine, tokens as a function of parameters or None). Raises as fit()."""
     sizes, amounts = distinct([p.params for p in points]), distinct([p.tokens for p in points])
-    if sizes < LEAST_SIZES and amounts < 3:
+    if sizes < MIN_SIZES and amounts < 3:
         raise BadInput(
             f"the ladder has {sizes} size and {amounts} amount{'s' * (amounts > 1)} of tokens; a law in both needs 2 "
             "sizes or more, one in tokens alone 3 amounts"
         )
-    if sizes < LEAST_SIZES:
+    if sizes < MIN_SIZES:
         return "tokens", None
     log_params, log_tokens = np.log([p.params for p in points]), np.log([p.tokens for p in points])
     slope, start = np.polyfit(log_params, log_tokens, 1)
-    if np.abs(log_tokens - start - slope * log_params).max() < 0.1:  # one variable in two dresses
+    if np.abs(log_tokens - start - slope * log_params).max() < 0.1:  # tokens are a function of parameters
         if sizes < 3:
             raise BadInput(
                 f"the ladder has {sizes} sizes, each with one amount of tokens; a law needs 3 sizes, or a second amount"
@@ -228,32 +227,31 @@ def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | No
 
 
 def distinct(values: Sequence[float]) -> int:
-    """How many differ by more than SAME."""
+    """Returns the number of values that differ by more than SAME."""
     logs = np.sort(np.log(values))
     return 1 + int((np.diff(logs) > SAME).sum())
 
 
 def left_out_error(points: Sequence[Point], form: Form) -> float | None:
-    """log(measured / forecast) of the run with the most FLOPs, from all others; None if too few remain."""
+    """Returns log(measured / forecast) of the run with the most FLOPs from all others; None if too few remain."""
     largest = max(points, key=lambda point: point.compute)
     name = largest.run or None
-    rest = [point for point in points if point is not largest and (name is None or point.run != name)]
-    try:  # one run fewer than a law needs will do for a trial, if it has the same form
-        if len(rest) < LEAST_TOLD - 1 or choose_form(rest)[0] != form:
+    others = [point for point in points if point is not largest and (name is None or point.run != name)]
+    try:  # one run fewer than a law needs is enough here, with the same form
+        if len(others) < MIN_RUNS_WITH_NOISE - 1 or choose_form(others)[0] != form:
             return None
     except BadInput:
         return None
-    problem = Problem.of(rest, form)
+    problem = Problem.of(others, form)
     law = Terms(*problem.terms(problem.best()))
     return math.log(largest.loss / law.loss(largest.params, largest.tokens))
 
 
 def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]], **facts: Any) -> None:
-    """Writes forecast.json of a work folder, whole or not at all.
+    """Writes forecast.json of a work folder atomically.
 
     Args: path: the folder. band: tokens, low, middle, high, of equal length, for the smoothed training loss. facts:
-    what else a reader may want, such as made_from, as JSON has it.
-    Numbers that are not finite are the caller's defect (ValueError), and nothing is written.
+    other JSON values, such as made_from. Raises ValueError for numbers that are not finite, and writes nothing.
     """
     assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
     paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

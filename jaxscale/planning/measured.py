@@ -1,4 +1,4 @@
-"""What `jaxscale bench step --save` and `jaxscale qualify` measured here, kept in the user's cache folder."""
+"""Measurements of `jaxscale bench step --save` and `jaxscale qualify`, stored in the user's cache folder."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ QUALIFY = "jaxscale qualify"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """What the compiler said of a step, as preflight keeps it."""
+class CompiledStep:
+    """The compiler's figures of a step, as preflight stores them."""
 
     peak_bytes: int
     mfu_ceiling: float
@@ -24,7 +24,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A step that was timed here."""
+    """A step that was timed on this machine."""
 
     spec: str  # the model: a spec of `jaxscale bench`, or a config's name
     device_kind: str
@@ -32,31 +32,31 @@ class Measured:
     num_devices: int
     memory_bytes: int  # of one device
     dtype: str
-    pass_flops: float  # operations of one microbatch, by the model's own formula
+    pass_flops: float  # FLOPs of one microbatch, by the model's formula
     step_seconds: float
     flops_per_second: float  # over all devices
     date: str
     versions: dict[str, str | None]
     by: str = "jaxscale bench step --save"
-    save_bytes_per_second: float | None = None  # of all hosts together, to the folder that was tried
+    save_bytes_per_second: float | None = None  # of all hosts together, to the folder of the test
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), field.type
             if kind is str and not isinstance(value, str):
-                raise TypeError(f"{field.name}={value!r} is no text")
+                raise TypeError(f"{field.name}={value!r} is not text")
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
             if kind in (int, float) and not is_number:
-                raise TypeError(f"{field.name}={value!r} is no number above 0")
+                raise TypeError(f"{field.name}={value!r} is not a number above 0")
 
 
 def measured_file() -> pathlib.Path:
-    """Where measurements are kept."""
+    """Returns the file of measurements."""
     return cache_dir() / "measured.json"
 
 
 def read_measured() -> list[Measured]:
-    """All that were kept; [] if there are none. Raises BadInput for a file that is damaged, with the way out."""
+    """Returns all measurements, [] without a file. Raises BadInput for a damaged file, with the fix."""
     file = measured_file()
     try:
         content = read_json(file)
@@ -64,53 +64,53 @@ def read_measured() -> list[Measured]:
     except FileNotFoundError:
         return []
     except (TypeError, KeyError) as error:
-        raise BadInput(f"{file} is no file of measurements ({error}); delete it and measure again") from None
+        raise BadInput(f"{file} is not a file of measurements ({error}); delete it and measure again") from None
 
 
-def keep_measured(found: Measured) -> pathlib.Path:
-    """Writes a measurement beside the others; one of the same model, device and type is replaced. Returns the file."""
-    same = lambda one: (one.spec, one.device_kind, one.num_devices, one.dtype)
-    others = [one for one in read_measured() if same(one) != same(found)]
+def save_measured(measured: Measured) -> pathlib.Path:
+    """Writes a measurement, replacing one of the same model, device and dtype. Returns the file."""
+    key = lambda one: (one.spec, one.device_kind, one.num_devices, one.dtype)
+    others = [one for one in read_measured() if key(one) != key(measured)]
     file = measured_file()
     make_private(file.parent)
-    write_json(file, {"format": FORMAT, "measured": [dataclasses.asdict(one) for one in [*others, found]]})
+    write_json(file, {"format": FORMAT, "measured": [dataclasses.asdict(one) for one in [*others, measured]]})
     return file
 
 
-def newest_machine(kept: Sequence[Measured]) -> list[Measured]:
-    """The measurements of the device kind and number that was measured last."""
-    if not kept:
+def newest_machine(measurements: Sequence[Measured]) -> list[Measured]:
+    """Returns the measurements of the device kind and number that was measured last."""
+    if not measurements:
         return []
-    last = max(kept, key=lambda one: one.date)
-    return [one for one in kept if (one.device_kind, one.num_devices) == (last.device_kind, last.num_devices)]
+    last = max(measurements, key=lambda one: one.date)
+    return [one for one in measurements if (one.device_kind, one.num_devices) == (last.device_kind, last.num_devices)]
 
 
-def of_chip(kept: Sequence[Measured], device_kind: str) -> list[Measured]:
-    """What `jaxscale qualify` measured on chips of this kind, however many they were."""
-    return [one for one in kept if one.by == QUALIFY and one.device_kind == device_kind]
+def measured_on_chip(measurements: Sequence[Measured], device_kind: str) -> list[Measured]:
+    """Returns measurements of `jaxscale qualify` on chips of this kind, on any number of them."""
+    return [one for one in measurements if one.by == QUALIFY and one.device_kind == device_kind]
 
 
-def rate_for(kept: Sequence[Measured], dtype: str, pass_flops: float) -> tuple[float, list[Measured]]:
-    """(FLOP/s over all devices that a pass of this size can expect, the measurements that say so).
+def interpolate_rate(measurements: Sequence[Measured], dtype: str, pass_flops: float) -> tuple[float, list[Measured]]:
+    """Returns (FLOP/s over all devices that a pass of this size can expect, the measurements used).
 
-    Between two sizes the rate is interpolated on logarithmic axes; beyond the ends it is that of the end. Those of the
-    same type count, or all where there are none.
+    Interpolates between two sizes on logarithmic axes; constant beyond the ends. Uses measurements of the same dtype,
+    or all if there are none.
     """
-    of_type = [one for one in kept if one.dtype == dtype] or list(kept)
-    ordered = sorted(of_type, key=lambda one: one.pass_flops)
+    same_dtype = [one for one in measurements if one.dtype == dtype] or list(measurements)
+    ordered = sorted(same_dtype, key=lambda one: one.pass_flops)
     below = [one for one in ordered if one.pass_flops <= pass_flops]
     above = [one for one in ordered if one.pass_flops > pass_flops]
     if not below or not above:
         nearest = below[-1] if below else above[0]
         return nearest.flops_per_second, [nearest]
     low, high = below[-1], above[0]
-    share = math.log(pass_flops / low.pass_flops) / math.log(high.pass_flops / low.pass_flops)
-    rate = low.flops_per_second ** (1 - share) * high.flops_per_second**share
+    weight = math.log(pass_flops / low.pass_flops) / math.log(high.pass_flops / low.pass_flops)
+    rate = low.flops_per_second ** (1 - weight) * high.flops_per_second**weight
     return rate, [low, high]
 
 
 def from_record(record: dict[str, Any], *, platform: str, num_devices: int, memory_bytes: int) -> Measured:
-    """What is kept of the record that `jaxscale bench step` prints."""
+    """Returns the measurement in a record that `jaxscale bench step` prints."""
     flops = record["gflops"] * 1e9
     step_flops = flops * record["step_s"]
     parts = record["num_microbatches"]

@@ -26,91 +26,88 @@ from jaxscale.models.config import (
 )
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.optim.config import OptimConfig
-from jaxscale.planning.experts import block_memory, experts_of, known_experts, resting_parts
-from jaxscale.planning.positions import attention_memory, attention_way
-from jaxscale.planning.residuals import number_bytes, residuals_by_stack, tiled_bytes
-from jaxscale.planning.stages import compute_bytes, held_numbers, hop_bytes, stages_of
+from jaxscale.planning.experts import expert_shards, moe_block_bytes, require_experts
+from jaxscale.planning.positions import context_exchange, context_exchange_memory
+from jaxscale.planning.residuals import element_bytes, residuals_by_stack, tiled_bytes
+from jaxscale.planning.stages import compute_bytes, hop_bytes, pipeline_stages, stage_elements
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.batch_axes import on_tpu
 from jaxscale.sharding.offload import HOST
 from jaxscale.system.exits import BadInput
 
-# docs.jax.dev, "GPU memory allocation": the part of a GPU's memory that jax takes at its start, and no program exceeds.
+# Fraction of GPU memory that jax preallocates, an upper limit for programs: docs.jax.dev, "GPU memory allocation".
 GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 GPU_FRACTION = 0.75
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0, "lamb": 2}  # at least
-MOMENTS_IN_WORDS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum", "lamb": "2 moments"}
+MOMENT_LABELS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum", "lamb": "2 moments"}
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-# Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
-# headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planning/test_plan_memory.py compares with.
+# Peak over the sum of a block's arrays, since XLA:TPU does not reuse every buffer. Fitted to the ten TPU results in the
+# headers of configs/ (libtpu 0.0.51, 2026-11-21); tests/planning/test_plan_memory.py compares.
 BLOCK_SLACK = 1.25
-# XLA:GPU needs about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
-# remat="full". Why was not looked into, so it is used with remat alone.
+# XLA:GPU uses about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
+# remat="full". The cause is unknown, so the factor applies to remat only.
 GPU_SLACK = 2.15
-TRANSIT = 4  # what a stage of a pipeline receives and sends, up and down
+HOP_BUFFERS = 4  # of a pipeline stage: send and receive, activations and gradients
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one kind on one device."""
-
     kind: str
     num_bytes: int
-    source: str  # how it is known
+    source: str
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes on one device."""
+    """Bytes on one device by purpose."""
 
     params: int
-    moments: int  # and the average of the parameters, where one is kept
+    moments: int  # and the EMA of the parameters
     grads: int
-    activations: int  # an estimate: XLA decides
-    summed: int = 0  # gradients of earlier microbatches, beside those of the one that is computed
-    padding: int = 0  # of all these but activations, up to whole tiles of a TPU
-    weights: int = 0  # of a pipeline's stage, gathered once a step
+    activations: int  # estimate
+    accumulated: int = 0  # gradients of earlier microbatches, in addition to the current one's
+    padding: int = 0  # of all but activations, to whole TPU tiles
+    weights: int = 0  # of a pipeline stage, gathered once a step
 
     @property
     def state(self) -> int:
-        """What no batch size can lower."""
+        """Bytes that do not depend on the batch size."""
         return self.params + self.moments + self.grads + self.weights
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.state + self.summed + self.padding + self.activations
+        return self.state + self.accumulated + self.padding + self.activations
 
 
 def memory_need(program: Program) -> MemoryNeed:
-    """Bytes on each device at the peak of a step: float32 parameters, moments and gradients, and activations."""
+    """Returns bytes on each device at the peak of a step: float32 parameters, moments, gradients, and activations."""
     state = program.abstract_state
     params = shard_bytes(state.params)
-    # Of a microbatch they are cut like the parameters, or more finely, wherever those rest: an upper bound.
-    learned = jax.tree.map(lambda p, g: p if jax.tree.leaves(g) else None, state.params, program.abstract_grads)
-    grads = shard_bytes(learned) + host_bytes(learned)
-    summed = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
-    weights = stage_weights(program)
-    if staged := bool(weights):  # one sum of a stage's gradients is carried through the step
-        grads, summed = 4 * sum(held_numbers(program, program.abstract_grads)), 0
+    # Upper bound: a microbatch's gradients are sharded like the parameters, or more finely, and are not offloaded.
+    trainable = jax.tree.map(lambda p, g: p if jax.tree.leaves(g) else None, state.params, program.abstract_grads)
+    grads = shard_bytes(trainable) + host_bytes(trainable)
+    accumulated = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
+    weights = stage_weight_bytes(program)
+    if is_pipelined := bool(weights):  # a stage accumulates into one buffer
+        grads, accumulated = 4 * sum(stage_elements(program, program.abstract_grads)), 0
     moments = shard_bytes((state.opt_state, state.ema))
     padding = 0
     if on_tpu(program.mesh):
-        filled = {tree: padding_bytes(getattr(state, tree)) for tree in ("params", "opt_state", "ema")}
-        again = filled["params"] + (padding_bytes(program.abstract_grads) if summed else 0)
-        padding = sum(filled.values()) + (0 if staged else again)
-    return MemoryNeed(params, moments, grads, activation_bytes(program), summed, padding, weights)
+        padded = {tree: padding_bytes(getattr(state, tree)) for tree in ("params", "opt_state", "ema")}
+        grad_padding = padded["params"] + (padding_bytes(program.abstract_grads) if accumulated else 0)
+        padding = sum(padded.values()) + (0 if is_pipelined else grad_padding)
+    return MemoryNeed(params, moments, grads, activation_bytes(program), accumulated, padding, weights)
 
 
-def stage_weights(program: Program) -> int:
-    """Bytes of the weights of a stage, which a pipeline gathers once a step in the type of its products; else 0."""
-    if not stages_of(program.cfg, program.mesh.shape).on:
+def stage_weight_bytes(program: Program) -> int:
+    """Returns bytes of a pipeline stage's weights, gathered once a step in the compute dtype; 0 without a pipeline."""
+    if not pipeline_stages(program.cfg, program.mesh.shape).is_pipelined:
         return 0
-    return compute_bytes(program.cfg) * sum(held_numbers(program, program.abstract_state.params))
+    return compute_bytes(program.cfg) * sum(stage_elements(program, program.abstract_state.params))
 
 
-def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
-    """A lower bound for a mesh that cannot be made: the state shared evenly by all devices."""
+def memory_lower_bound(cfg: RunConfig, num_devices: int) -> MemoryNeed:
+    """Returns a lower bound for a mesh that cannot be made: the state sharded evenly over all devices."""
     params = 4 * cfg.model.num_params // num_devices
     has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
     if cfg.lora.on:
@@ -119,97 +116,100 @@ def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
     return MemoryNeed(params, moments + cfg.train.ema.on * params, params, 0)
 
 
-def shards(abstract: Any, on_host: bool = False) -> list[tuple[tuple[int, ...], int]]:
-    """(shape, bytes of an element) of one device's parts of a tree of ShapeDtypeStructs with shardings."""
+def shard_shapes(abstract: Any, on_host: bool = False) -> list[tuple[tuple[int, ...], int]]:
+    """Returns (local shape, bytes of an element) of each array in a tree of ShapeDtypeStructs with shardings."""
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if (leaf.sharding.memory_kind == HOST) == on_host]
     return [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves]
 
 
 def shard_bytes(abstract: Any, on_host: bool = False) -> int:
-    """Bytes of one device's parts of such a tree: those in its own memory, or those in the host's."""
-    return sum(size * math.prod(shape) for shape, size in shards(abstract, on_host))
+    """Returns one device's bytes of such a tree: in its own memory, or in host memory."""
+    return sum(size * math.prod(shape) for shape, size in shard_shapes(abstract, on_host))
 
 
 def host_bytes(abstract: Any) -> int:
-    """Bytes of one device's parts of such a tree that are in the host's memory."""
+    """Returns one device's bytes of such a tree in host memory."""
     return shard_bytes(abstract, on_host=True)
 
 
 def padding_bytes(abstract: Any) -> int:
-    """Bytes by which a TPU's tiles are larger than one device's parts of such a tree, the host's left out."""
-    return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shards(abstract))
+    """Returns bytes that TPU tiling adds to one device's arrays of such a tree, without those in host memory."""
+    return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shard_shapes(abstract))
 
 
 def activation_bytes(program: Program) -> int:
-    """What the backward pass keeps of one microbatch on one device, and the most that it works with at one time.
+    """Returns bytes saved for the backward pass of one microbatch on one device, plus the largest working set.
 
-    Without remat, every array that planning/residuals.py names, of all blocks. With it what the policy keeps, and one
-    block whole, or of it one part of the rows: the residual stream twice and its normalised forms (4 D), attention's
-    inputs and output, and the MLP's inner arrays. What goes to the host is left out. Beside that, the larger of two:
-    one block and its gathered weights, or the output projection with the logits of one chunk of the loss and their
-    gradient. A stage of a pipeline keeps the inputs of its layers of several microbatches (Stages.slots), and what
-    travels; a block whose positions are shared has keys and values of others beside it. A block of experts has more
-    arrays, and weights that are larger than all of them (experts.block_memory).
+    Without remat: every array in planning/residuals.py, of all blocks. With remat: the arrays that the policy saves,
+    and one whole block (or one of its row chunks): the residual stream twice and its normalised forms (4 D),
+    attention's inputs and output, and the MLP's inner arrays. Offloaded arrays do not count. The working set is the
+    larger of one block with its gathered weights, and the output projection with the logits of one loss chunk and their
+    gradient. A pipeline stage saves layer inputs of several microbatches (Stages.slots) and the buffers that it sends;
+    under context parallelism a block also holds remote keys and values. Blocks of experts: experts.moe_block_bytes.
     """
     cfg, shape = program.cfg, program.mesh.shape
-    model, lengths, stages = cfg.model, cfg.row_lengths, stages_of(cfg, shape)
+    model, lengths, stages = cfg.model, cfg.row_lengths, pipeline_stages(cfg, shape)
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     tokens = rows * (lengths.row + (lengths.encoder or 0)) // shape["context"]
     width, tensor = compute_bytes(cfg), shape["tensor"]
     sizes = activation_sizes(model, tensor)
     inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_width // tensor
-    whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
-    if program.attention == "xla":  # float32 scores and probabilities of each head
-        whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
-    names, experts = saved_names(model), experts_of(model)
-    gathered = gathered_bytes(program, width)
-    if names is None:
+    block_elements = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
+    if program.attention == "xla":  # float32 scores and probabilities per head
+        block_elements += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
+    saved_activations, experts = saved_names(model), model.experts
+    gathered = gathered_weight_bytes(program, width)
+    if saved_activations is None:
         stacks = residuals_by_stack(program).values()
-        kept, block = sum(layers * of_layer for layers, of_layer in stacks), max(of_layer for _, of_layer in stacks)
-        kept += cast_bytes(program)
+        saved = sum(layers * layer_bytes for layers, layer_bytes in stacks)
+        block = max(layer_bytes for _, layer_bytes in stacks)
+        saved += cast_weight_bytes(program)
     else:
-        kept = tokens * width * model.num_layers * sum(sizes[name] for name in names)
-        kept -= tokens * width * unkept_numbers(program, names)
+        saved = tokens * width * model.num_layers * sum(sizes[name] for name in saved_activations)
+        saved -= tokens * width * unsaved_elements(program, saved_activations)
         parts = math.gcd(model.row_parts, rows)
-        ends = 2 * model.embed_dim  # the block's input and result, of all rows
-        block = tokens * width * (ends + (whole - ends) // parts)
-        gathered *= 1 if parts == 1 else 2  # gradients of all its weights, until those of the last part are added
-    vocab = model.vocab_size // tensor // stages.head_shares
+        inout = 2 * model.embed_dim  # the block's input and output, of all rows
+        block = tokens * width * (inout + (block_elements - inout) // parts)
+        gathered *= 1 if parts == 1 else 2  # weight gradients, until the last chunk's are added
+    vocab = model.vocab_size // tensor // stages.head_shards
     head = 2 * 4 * min(tokens, model.loss_chunk_tokens) * vocab + width * model.embed_dim * vocab
-    if stages.on:
-        blocks, _ = held_numbers(program, program.abstract_grads)
-        gathered = 4 * blocks // stages.held_layers  # gradients of a layer, before they are added
-        kept = kept_inputs(program) + (TRANSIT + stages.held + stages.later) * hop_bytes(program)
-        head += 2 * tokens * width * model.embed_dim  # the last stage's result and its gradient, on every stage
-    work = gathered + round(BLOCK_SLACK * block + attention_memory(program))
-    if experts is not None:
+    if stages.is_pipelined:
+        blocks, _ = stage_elements(program, program.abstract_grads)
+        gathered = 4 * blocks // stages.layer_slots  # one layer's gradients before accumulation
+        num_buffers = HOP_BUFFERS + stages.pending_cotangents + stages.deferred
+        saved = saved_input_bytes(program) + num_buffers * hop_bytes(program)
+        head += 2 * tokens * width * model.embed_dim  # the last stage's output and its gradient, on every stage
+    if experts is None:
+        block = gathered + round(BLOCK_SLACK * block + context_exchange_memory(program))
+    else:
         reduced = jnp.dtype(cfg.train.reduce_dtype).itemsize
-        work = round(block_memory(program, width, reduced, staged=stages.on) + attention_memory(program))
-    total = kept + max(work, head)
+        block = moe_block_bytes(program, width, reduced, staged=stages.is_pipelined)
+        block = round(block + context_exchange_memory(program))
+    total = saved + max(block, head)
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"
-    return round(GPU_SLACK * total) if on_gpu and names is not None else total
+    return round(GPU_SLACK * total) if on_gpu and saved_activations is not None else total
 
 
-def unkept_numbers(program: Program, names: Collection[str]) -> int:
-    """Per token, of the activations with these names in all layers, those that no device keeps: the experts' own, where
-    rows are sent to them."""
-    if resting_parts(program) == 1:
+def unsaved_elements(program: Program, activations: Collection[str]) -> int:
+    """Returns elements per token of these activations, over all layers, that are never saved: the experts' own, where
+    rows are sent to the experts."""
+    if expert_shards(program) == 1:
         return 0
-    own, tensor = known_experts(program.cfg.model), program.mesh.shape["tensor"]
-    layers = program.cfg.model.num_layers - own.first_dense
-    return len({MLP_GATE, MLP_UP} & set(names)) * layers * own.chosen * own.mlp_dim // tensor
+    experts, tensor = require_experts(program.cfg.model), program.mesh.shape["tensor"]
+    layers = program.cfg.model.num_layers - experts.first_dense
+    return len({MLP_GATE, MLP_UP} & set(activations)) * layers * experts.chosen * experts.mlp_dim // tensor
 
 
-def kept_inputs(program: Program) -> int:
-    """Bytes of the inputs of its layers that a stage of a pipeline keeps, of all microbatches under way at one time."""
-    stages = stages_of(program.cfg, program.mesh.shape)
-    return stages.slots * stages.kept_layers * hop_bytes(program) if stages.on else 0
+def saved_input_bytes(program: Program) -> int:
+    """Returns bytes of the layer inputs that a pipeline stage saves, of all microbatches in flight."""
+    stages = pipeline_stages(program.cfg, program.mesh.shape)
+    return stages.slots * stages.saved_input_layers * hop_bytes(program) if stages.is_pipelined else 0
 
 
-def gathered_bytes(program: Program, width: int) -> int:
-    """Bytes of the weights of one block while it is computed: whole where devices share them, `width` an element.
+def gathered_weight_bytes(program: Program, width: int) -> int:
+    """Returns bytes of one block's weights while it is computed: all-gathered, `width` bytes an element.
 
-    With them the gradient of the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
+    Adds the unreduced gradient of the largest array; across slices or copies (mesh data), of all arrays.
     """
     shape, params = program.mesh.shape, program.abstract_state.params
     if program.cfg.rules != "zero3" or shape["fsdp"] * shape["context"] == 1:
@@ -219,34 +219,36 @@ def gathered_bytes(program: Program, width: int) -> int:
         if "blocks" in jax.tree_util.keystr(path):
             split = shape["tensor"] if "tensor" in str(leaf.sharding.spec) else 1
             sizes.append(leaf.size // program.cfg.model.num_layers // split)
-    summing = 4 * sum(sizes) if shape["data"] > 1 else 0
-    return width * (sum(sizes) + max(sizes)) + summing
+    unreduced = 4 * sum(sizes) if shape["data"] > 1 else 0
+    return width * (sum(sizes) + max(sizes)) + unreduced
 
 
-def cast_bytes(program: Program) -> int:
-    """Bytes of the device's own parts of the weights in the type of the products, where several microbatches gather
-    them: XLA casts them once, before the first. With remat BLOCK_SLACK stands for it."""
+def cast_weight_bytes(program: Program) -> int:
+    """Returns bytes of the local weight shards cast to the compute dtype, where several microbatches gather them.
+
+    XLA casts them once, before the first microbatch. With remat BLOCK_SLACK covers it.
+    """
     cfg = program.cfg
-    operand = number_bytes(cfg.model, on_tpu(program.mesh))["operand"]
+    operand = element_bytes(cfg.model, on_tpu(program.mesh))["operand"]
     shared = program.mesh.shape["fsdp"] * program.mesh.shape["context"] > 1
     gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and shared
     return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
 
 
 def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Elements per token of each named activation of a block on one of `tensor` devices."""
+    """Returns elements per token of each named activation of a block on one of `tensor` devices."""
     D, mlp = model.embed_dim, model.mlp_width
     sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: model.query_width, ATTENTION_OUT: model.result_width}
     sizes |= {KEY: model.key_width, VALUE: model.value_width, MLP_GATE: mlp, MLP_UP: mlp}
-    sizes |= {LATENT: tensor * model.latent_width}  # whole on each
+    sizes |= {LATENT: tensor * model.latent_width}  # replicated over tensor
     return {name: sizes[name] // tensor for name in model.activation_names}
 
 
 def usable_memory(topology: Topology) -> tuple[int, str]:
-    """(bytes that a program may use on one device, why so many)."""
-    there = topology.chip.hbm_bytes
+    """Returns (bytes that a program may use on one device, the reason)."""
+    hbm_bytes = topology.chip.hbm_bytes
     if topology.platform != "gpu":
-        return there, "all of it is the program's"
+        return hbm_bytes, "all of it is available to the program"
     for name in GPU_FRACTION_VARIABLES:
         if text := os.environ.get(name):
             try:
@@ -255,86 +257,87 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
                 fraction = math.nan
             if not 0 < fraction <= 1:
                 raise BadInput(f"{name}={text!r} must be a number above 0, at most 1, such as 0.9")
-            return int(there * fraction), f"{name}={text} of it is for jax"
-    way_out = f"set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training for more"
-    return int(there * GPU_FRACTION), f"jax takes {GPU_FRACTION:.0%} of a GPU's memory; {way_out}"
+            return int(hbm_bytes * fraction), f"jax preallocates {name}={text} of it"
+    fix = f"for more, set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training"
+    return int(hbm_bytes * GPU_FRACTION), f"jax preallocates {GPU_FRACTION:.0%} of a GPU's memory; {fix}"
 
 
 def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
-    """Memory of one device by kind. The state is counted from the shardings that training uses."""
+    """Returns memory of one device by kind. The state is counted from the shardings that training uses."""
     cfg, state = program.cfg, program.abstract_state
     count = units.count(cfg.model.num_params)
-    learned = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
-    stages, tensor = stages_of(cfg, program.mesh.shape), program.mesh.shape["tensor"]
-    both = math.prod(program.mesh.shape[axis] for axis in ("fsdp", "expert", "context")) * tensor
-    over = {"zero1": (tensor, both), "zero2": (tensor, both), "zero3": (both, both)}[cfg.rules]
-    rest = [stages.size if names_axis(tree, "pipeline") else 1 for tree in (state.params, state.opt_state)]
-    over = tuple(parts * stage for parts, stage in zip(over, rest))
-    share = lambda parts: f" / {parts}" if parts > 1 else ""
+    trainable = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
+    stages, tensor = pipeline_stages(cfg, program.mesh.shape), program.mesh.shape["tensor"]
+    all_shards = math.prod(program.mesh.shape[axis] for axis in ("fsdp", "expert", "context")) * tensor
+    state_shards = (all_shards if cfg.rules == "zero3" else tensor, all_shards)  # of parameters and moments
+    stage_shards = [stages.size if is_sharded_over(tree, "pipeline") else 1 for tree in (state.params, state.opt_state)]
+    state_shards = tuple(parts * stage for parts, stage in zip(state_shards, stage_shards))
+    divided_by = lambda parts: f" / {parts}" if parts > 1 else ""
     moments, average = shard_bytes(state.opt_state), shard_bytes(state.ema)
     rows = [
-        MemoryRow("parameters", need.params, f"4 B x {count}{share(over[0])}"),
-        MemoryRow("moments", moments, f"{moments_in_words(cfg.optim, learned)}{share(over[1])}"),
+        MemoryRow("parameters", need.params, f"4 B x {count}{divided_by(state_shards[0])}"),
+        MemoryRow("moments", moments, f"{moments_formula(cfg.optim, trainable)}{divided_by(state_shards[1])}"),
     ]
     if average:
-        rows.append(MemoryRow("average of parameters", average, f"4 B x {learned}{share(over[1])}"))
-    if stages.on:
+        rows.append(MemoryRow("average of parameters", average, f"4 B x {trainable}{divided_by(state_shards[1])}"))
+    if stages.is_pipelined:
         rows += stage_rows(program, need)
     else:
-        rows.append(MemoryRow("gradients", need.grads, f"4 B x {learned}{share(over[0])}, at most"))
-    if need.summed:
-        rows.append(MemoryRow("gradients summed so far", need.summed, f"4 B x {learned}{share(both)}: microbatches"))
+        rows.append(MemoryRow("gradients", need.grads, f"4 B x {trainable}{divided_by(state_shards[0])}, at most"))
+    if need.accumulated:
+        source = f"4 B x {trainable}{divided_by(all_shards)}: microbatches"
+        rows.append(MemoryRow("accumulated gradients", need.accumulated, source))
     if need.padding:
-        rows.append(MemoryRow("padding", need.padding, "of the above, to a TPU's tiles of 8 x 128 numbers"))
-    made = units.plural(cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards, "row")
-    cut = f" / {program.mesh.shape['context']}" if program.mesh.shape["context"] > 1 else ""
-    what = f"{made} of {cfg.row_lengths.row:,}{cut} tokens, remat={cfg.model.remat}: estimate"
-    if shared := attention_memory(program):
-        what += f"; {units.size(shared)} of others' keys and values among them ({attention_way(program)})"
-    return (*rows, MemoryRow("activations", need.activations - kept_inputs(program), what))
+        rows.append(MemoryRow("padding", need.padding, "of the above, to TPU tiles of 8 x 128 elements"))
+    num_rows = units.plural(cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards, "row")
+    divided_tokens = f" / {program.mesh.shape['context']}" if program.mesh.shape["context"] > 1 else ""
+    source = f"{num_rows} of {cfg.row_lengths.row:,}{divided_tokens} tokens, remat={cfg.model.remat}: estimate"
+    if remote_kv := context_exchange_memory(program):
+        source += f"; includes {units.size(remote_kv)} of remote keys and values ({context_exchange(program)})"
+    return (*rows, MemoryRow("activations", need.activations - saved_input_bytes(program), source))
 
 
-def moments_in_words(optim: OptimConfig, learned: str) -> str:
-    """What the optimizer keeps of so many parameters."""
+def moments_formula(optim: OptimConfig, trainable: str) -> str:
+    """Returns the formula of the optimizer state for this many parameters."""
     if optim.name == "adafactor":
-        return f"4 B for each row and column of the matrices of {learned}"
+        return f"4 B for each row and column of the matrices of {trainable}"
     a_moment = f"{MOMENT_BYTES[optim.moment_dtype]} B" + " and scales" * (optim.moment_dtype == "int8")
     if optim.name == "muon":
-        return f"{a_moment} x {learned}, and again outside the blocks' matrices,"
-    return f"{MOMENTS_IN_WORDS[optim.name]} x {a_moment} x {learned}"
+        return f"{a_moment} x {trainable}, and again outside the blocks' matrices,"
+    return f"{MOMENT_LABELS[optim.name]} x {a_moment} x {trainable}"
 
 
 def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
-    """What a stage of a pipeline holds through a step."""
+    """Returns the arrays that a pipeline stage holds through a step."""
     cfg, shape = program.cfg, program.mesh.shape
-    stages, tensor = stages_of(cfg, shape), shape["tensor"]
+    stages, tensor = pipeline_stages(cfg, shape), shape["tensor"]
     numbers = [
-        units.count(sum(held_numbers(program, tree)))
+        units.count(sum(stage_elements(program, tree)))
         for tree in (program.abstract_state.params, program.abstract_grads)
     ]
-    of_stage = f"of a stage{f', its part of tensor {tensor}' if tensor > 1 else ''}"
-    kept = f"{stages.slots} of {stages.runs} {'chunks' if stages.chunks > 1 else 'microbatches'} under way"
-    layers = units.plural(stages.kept_layers, "layer")
+    suffix = f"of a stage{f' / tensor {tensor}' if tensor > 1 else ''}"
+    in_flight = f"{stages.slots} of {stages.chunk_runs} {'chunks' if stages.chunks > 1 else 'microbatches'} in flight"
+    inputs = f"{in_flight} x {units.plural(stages.saved_input_layers, 'layer')} x {units.size(hop_bytes(program))}"
     return [
-        MemoryRow("gathered weights", need.weights, f"{compute_bytes(cfg)} B x {numbers[0]} {of_stage}: once a step"),
-        MemoryRow("gradients", need.grads, f"4 B x {numbers[1]} {of_stage}: summed through the step"),
-        MemoryRow("inputs of layers", kept_inputs(program), f"{kept} x {layers} x {units.size(hop_bytes(program))}"),
+        MemoryRow("gathered weights", need.weights, f"{compute_bytes(cfg)} B x {numbers[0]} {suffix}: once a step"),
+        MemoryRow("gradients", need.grads, f"4 B x {numbers[1]} {suffix}: accumulated over the step"),
+        MemoryRow("layer inputs", saved_input_bytes(program), inputs),
     ]
 
 
-def names_axis(abstract: Any, axis: str) -> bool:
-    """True if the sharding of some array of such a tree names a mesh axis."""
+def is_sharded_over(abstract: Any, axis: str) -> bool:
+    """True if any array of such a tree is sharded over a mesh axis."""
     return any(axis in str(leaf.sharding.spec) for leaf in jax.tree.leaves(abstract))
 
 
-def fitting_parts(program: Program, usable: int) -> int | None:
-    """The fewest microbatches with which the estimate fits into so many bytes; None if none does."""
-    cfg, chunks = program.cfg, stages_of(program.cfg, program.mesh.shape).chunks
+def find_microbatches(program: Program, usable: int) -> int | None:
+    """Returns the fewest microbatches whose estimate fits into `usable` bytes, or None."""
+    cfg, chunks = program.cfg, pipeline_stages(program.cfg, program.mesh.shape).chunks
     for parts in units.divisors(cfg.rows_per_step):
         if cfg.rows_per_step // parts % program.batch_shards or chunks > 1 and parts % program.mesh.shape["pipeline"]:
             continue
         train = dataclasses.replace(cfg.train, num_microbatches=parts)
-        wanted = dataclasses.replace(program, cfg=dataclasses.replace(cfg, train=train))
-        if memory_need(wanted).total <= usable:
+        candidate = dataclasses.replace(program, cfg=dataclasses.replace(cfg, train=train))
+        if memory_need(candidate).total <= usable:
             return parts
     return None

@@ -1,4 +1,4 @@
-"""Out of memory on a device, at compile time or at run time, as one line in place of XLA's traceback."""
+"""Out of memory on a device, at compile time or run time, as one line instead of XLA's traceback."""
 
 import contextlib
 import re
@@ -17,9 +17,9 @@ ASKED = re.compile(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+ ?(?:bytes|[KMGT]i?B
 
 @contextlib.contextmanager
 def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> Iterator[None]:
-    """Raises Stop with NO_GO in place of XLA's error where a device has too little memory. Any other error passes.
+    """Raises Stop with NO_GO instead of XLA's error if a device runs out of memory. Other errors pass.
 
-    Args: help: returns what the estimate said ('' without one), and the settings that lower the need most.
+    Args: help: returns the estimate ('' without one), and the settings that lower the need most.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> It
 
 
 def memory_help(program: Program | None) -> tuple[str, tuple[str, ...]]:
-    """(estimate of a training step, the two settings that lower its largest part most)."""
+    """Returns (estimate of a training step, the two settings that lower its largest part most)."""
     if program is None:
         return "", ("a smaller model", "more devices (mesh.fsdp)")
     need, cfg = memory_need(program), program.cfg
@@ -43,7 +43,7 @@ def memory_help(program: Program | None) -> tuple[str, tuple[str, ...]]:
         f"gradients and moments and {units.size(need.activations)} activations"
     )
     if need.state > need.activations:
-        return estimate, ("more devices that share the state (mesh.fsdp)", "fewer layers (model.num_layers)")
+        return estimate, ("more devices to shard the state over (mesh.fsdp)", "fewer layers (model.num_layers)")
     fewer_rows = f"train.num_microbatches={2 * cfg.train.num_microbatches}"
-    again = "model.remat=full" if cfg.model.remat != "full" else f"a smaller seq_len than {cfg.seq_len}"
-    return estimate, (fewer_rows, again)
+    remat_fix = "model.remat=full" if cfg.model.remat != "full" else f"a smaller seq_len than {cfg.seq_len}"
+    return estimate, (fewer_rows, remat_fix)

@@ -1,4 +1,4 @@
-"""A model for so many operations or parameters: shape, tokens, batch, rate by published rules, and its config."""
+"""A model for a number of FLOPs or parameters: shape, tokens, batch and rate by published rules, and its config."""
 
 import dataclasses
 import math
@@ -14,32 +14,31 @@ ASPECT = 128  # width over depth, that of Llama 2 7B (arXiv:2307.09288); arXiv:2
 VOCAB_SIZE = 32_768
 SEQ_LEN = 4096
 SMALL_WIDTH = 1024  # below it heads of 64 and rows of 2,048
-LARGEST = 1e13  # parameters; beyond is a typing error more likely than a plan
+LARGEST = 1e13  # parameters; more is probably a typing error
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A run that could be."""
+    """A proposed run."""
 
-    params: int  # exactly, of the shape
+    params: int  # exact
     tokens: int
     flops: float  # 6 N D
-    why: str
+    reason: str
     model: dict[str, Any]  # settings of the model
     seq_len: int
     rows: int  # of a step
     peak_lr: float
-    rule: scaling.Alternative  # what the rule says before a shape of whole heads is found for it
+    rule: scaling.Alternative  # before rounding to whole heads
     num_microbatches: int = 1
     save_every_steps: int = 500
 
     @property
     def total_steps(self) -> int:
-        """Whole steps."""
         return self.tokens // (self.rows * self.seq_len)
 
     def values(self) -> dict[str, Any]:
-        """The settings of a RunConfig."""
+        """Returns the settings of a RunConfig."""
         return {
             "seq_len": self.seq_len,
             "batch_tokens": self.rows * self.seq_len,
@@ -54,80 +53,84 @@ class Proposal:
         }
 
 
-def propose_for_flops(flops: float, why: str) -> Proposal:
-    """The compute-optimal run for so many operations: N = scaling.lowest_params(C), D = C / 6 / N."""
+def propose_for_flops(flops: float, reason: str) -> Proposal:
+    """Returns the compute-optimal run: N = scaling.lowest_params(C), D = C / 6 / N."""
     if not 1.2e16 <= flops <= 6 * scaling.TOKENS_PER_PARAM * LARGEST**2:
-        raise BadInput(f"{flops:.3g} FLOPs are outside what a proposal is made for, 1.2e16 to 1.2e28; check the units")
+        raise BadInput(f"{flops:.3g} FLOPs are outside the range of proposals, 1.2e16 to 1.2e28; check the units")
     rule = scaling.lowest_alternative(flops)
-    model = shape(rule.params, within=0.02)
-    return finish(model, round(flops / 6 / shape_params(model)), rule, f"{why}: {rule_of(rule)}")
+    model = find_shape(rule.params, within=0.02)
+    return make_proposal(model, round(flops / 6 / shape_params(model)), rule, f"{reason}: {rule_text(rule)}")
 
 
-def propose_for_size(params: float, why: str) -> Proposal:
-    """The run of about so many parameters with the tokens for which they are compute-optimal."""
+def propose_for_size(params: float, reason: str) -> Proposal:
+    """Returns a run of about this many parameters, on the tokens for which they are compute-optimal."""
     if not 1e7 <= params <= LARGEST:
-        raise BadInput(f"a model of {params:.3g} parameters is outside what is proposed, 1e7 to 1e13; check the units")
-    model = shape(params)
+        raise BadInput(
+            f"a model of {params:.3g} parameters is outside the range of proposals, 1e7 to 1e13; check the units"
+        )
+    model = find_shape(params)
     tokens = scaling.lowest_tokens(params)
     loss = scaling.fitted_loss(params, tokens)
     rule = scaling.Alternative(params, tokens, scaling.train_flops(params, tokens), loss)
-    return finish(model, round(scaling.lowest_tokens(shape_params(model))), rule, f"{why}: {rule_of(rule)}")
+    return make_proposal(model, round(scaling.lowest_tokens(shape_params(model))), rule, f"{reason}: {rule_text(rule)}")
 
 
-def rule_of(rule: scaling.Alternative) -> str:
-    """By what size and tokens were chosen, with its source."""
+def rule_text(rule: scaling.Alternative) -> str:
+    """Returns the rule for size and tokens, with its source."""
     if rule.loss is None:
-        return f"{scaling.TOKENS_PER_PARAM:g} tokens a parameter (arXiv:2203.15556); no fit has models so small"
+        return f"{scaling.TOKENS_PER_PARAM:g} tokens a parameter (arXiv:2203.15556); no fit covers smaller models"
     return f"where E + A / N^a + B / D^b is lowest for 6 N D operations ({scaling.BESIROGLU.source})"
 
 
 def shortened(proposal: Proposal, share: float) -> Proposal:
-    """The same run for so much of its tokens, in whole steps; at least one."""
-    of_step = proposal.rows * proposal.seq_len
-    tokens = max(1, int(share * proposal.tokens) // of_step) * of_step
+    """Returns the run with this fraction of its tokens, in whole steps; at least one."""
+    batch_tokens = proposal.rows * proposal.seq_len
+    tokens = max(1, int(share * proposal.tokens) // batch_tokens) * batch_tokens
     return dataclasses.replace(proposal, tokens=tokens, flops=scaling.train_flops(proposal.params, tokens))
 
 
-def finish(model: dict[str, Any], tokens: int, rule: scaling.Alternative, why: str) -> Proposal:
-    """Batch and rate by the compute (arXiv:2401.02954, equation 1), the batch a power of two of rows and no larger than
-    the critical one (scaling.critical_batch)."""
+def make_proposal(model: dict[str, Any], tokens: int, rule: scaling.Alternative, reason: str) -> Proposal:
+    """Returns the run with batch and rate by compute (arXiv:2401.02954, equation 1).
+
+    The batch is a power of two of rows, at most the critical one (scaling.critical_batch).
+    """
     params = shape_params(model)
     flops = scaling.train_flops(params, tokens)
     seq_len = SEQ_LEN if model["embed_dim"] > SMALL_WIDTH else SEQ_LEN // 2
     critical = scaling.critical_batch(scaling.predicted_loss(params, tokens))
     most = min(critical, tokens / 100) / seq_len  # at least 100 steps
-    wished = 2 ** round(math.log2(scaling.batch_by_flops(flops) / seq_len))
-    rows = max(1, min(wished, 2 ** math.floor(math.log2(max(1.0, most)))))
+    target = 2 ** round(math.log2(scaling.batch_by_flops(flops) / seq_len))
+    rows = max(1, min(target, 2 ** math.floor(math.log2(max(1.0, most)))))
     rate = float(f"{scaling.rate_by_flops(flops):.2g}")
-    return Proposal(params, tokens, flops, why, model, seq_len, rows, rate, rule)
+    return Proposal(params, tokens, flops, reason, model, seq_len, rows, rate, rule)
 
 
 def warmup(proposal: Proposal) -> str:
-    """The published 2,000 steps, or 1% of a run for which that would be more than a tenth."""
+    """Returns the published 2,000 steps, or 1% of a run for which that would be more than a tenth."""
     steps = proposal.total_steps
     return "2000 steps" if steps >= 20_000 else f"{max(1, min(2000, max(40, steps // 100), steps // 10))} steps"
 
 
-def shape(params: float, within: float = 0.06) -> dict[str, Any]:
-    """A Llama of so many parameters, give or take `within`: of those the one whose width is nearest to 128 a layer.
+def find_shape(params: float, within: float = 0.06) -> dict[str, Any]:
+    """Returns a Llama within `within` of this many parameters, with a width nearest to 128 per layer.
 
-    Where whole heads leave none, the one with the nearest number.
+    If whole heads allow none, the nearest number of parameters.
     """
-    models = [of_depth(depth, params) for depth in range(2, 257)]
-    apart = lambda model: (
+    models = [config_for_depth(depth, params) for depth in range(2, 257)]
+    distance = lambda model: (
         abs(math.log(shape_params(model) / params)),
         abs(math.log(model["embed_dim"] / model["num_layers"] / ASPECT)),
     )
-    near = [model for model in models if apart(model)[0] < within]
-    return min(near, key=lambda model: apart(model)[1]) if near else min(models, key=apart)
+    near = [model for model in models if distance(model)[0] < within]
+    return min(near, key=lambda model: distance(model)[1]) if near else min(models, key=distance)
 
 
-def of_depth(depth: int, params: float) -> dict[str, Any]:
-    """A Llama of this depth whose width makes it about so large: 12 D^2 a layer, and two tables."""
+def config_for_depth(depth: int, params: float) -> dict[str, Any]:
+    """Returns a Llama of this depth with about this many parameters: 12 D^2 a layer, and two tables."""
     a, b = 12 * depth, 2 * VOCAB_SIZE
-    wished = (math.sqrt(b * b + 4 * a * params) - b) / (2 * a)
-    head_dim = HEAD_DIM if wished > SMALL_WIDTH else HEAD_DIM // 2
-    heads = max(1, round(wished / head_dim))
+    target = (math.sqrt(b * b + 4 * a * params) - b) / (2 * a)
+    head_dim = HEAD_DIM if target > SMALL_WIDTH else HEAD_DIM // 2
+    heads = max(1, round(target / head_dim))
     heads = 8 * round(heads / 8) if heads >= 24 else 4 * round(heads / 4) if heads >= 8 else heads  # for mesh.tensor
     width = head_dim * heads
     mlp = 256 * max(1, round(8 / 3 * width / 256))  # SwiGLU at equal parameters (arXiv:2002.05202)
@@ -138,17 +141,17 @@ def of_depth(depth: int, params: float) -> dict[str, Any]:
 
 
 def shape_params(model: dict[str, Any]) -> int:
-    """Parameters of such a model, all told."""
+    """Returns the total parameters of such a model."""
     return LlamaConfig(**model).num_params
 
 
 def config_text(proposal: Proposal, command: str) -> str:
-    """A config file with the proposal's settings. command: what made it."""
+    """Returns a config file with the proposal's settings. command: of the proposal."""
     values = proposal.values()
-    model = ", ".join(f"{name}={shown(value)}" for name, value in proposal.model.items())
+    model = ", ".join(f"{name}={source_text(value)}" for name, value in proposal.model.items())
     split = model.index("num_heads")
     others = "".join(
-        f"    c.{name} = dict({', '.join(f'{key}={shown(value)}' for key, value in values[name].items())})\n"
+        f"    c.{name} = dict({', '.join(f'{key}={source_text(value)}' for key, value in values[name].items())})\n"
         for name in ("mesh", "train", "optim", "data", "eval", "checkpoint")
     )
     size = f"{proposal.params:,} parameters on {units.count(proposal.tokens)} tokens"
@@ -175,6 +178,6 @@ def get_config():
 '''
 
 
-def shown(value: Any) -> str:
-    """A value as a config file has it."""
+def source_text(value: Any) -> str:
+    """Returns a value as Python source."""
     return f'"{value}"' if isinstance(value, str) else repr(value)

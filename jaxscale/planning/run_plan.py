@@ -1,4 +1,4 @@
-"""A plan as plain data: groups of figures with their units in their names, None where a figure is not known."""
+"""A plan as plain data: groups of figures with units in their names; None where a figure is unknown."""
 
 import dataclasses
 from typing import Any
@@ -7,14 +7,14 @@ from jaxscale.hardware import Price
 from jaxscale.planning import scaling
 from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
-from jaxscale.planning.measured import Kept
+from jaxscale.planning.measured import CompiledStep
 from jaxscale.planning.memory import MemoryRow
 from jaxscale.planning.speed import Speed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What it runs on."""
+    """The machine and the mesh."""
 
     topology: str
     platform: str
@@ -23,16 +23,16 @@ class Machine:
     num_devices: int
     num_hosts: int
     layout: str
-    exchange: str  # how tokens and experts meet on the devices of mesh.expert, and why so; '' without that axis
+    exchange: str  # expert exchange and its reason; '' without mesh.expert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained, on how many tokens, in which batches."""
+    """The model, its tokens and batches."""
 
     params: int
-    active_params: int  # that a token goes through
-    flops_per_token: float  # by the model's own formula, attention included
+    active_params: int  # per token
+    flops_per_token: float  # by the model's formula, attention included
     flops_per_token_6n: float
     train_flops: float
     tokens: int  # of whole steps
@@ -40,40 +40,40 @@ class Work:
     warmup_steps: int
     warmup_tokens: int  # of whole steps
     batch_tokens: int  # the largest
-    ramp: tuple[tuple[int, int], ...]  # (first batch, tokens) of each size of a ramp; () where there is one size
-    seq_len_ramp: tuple[tuple[int, int], ...]  # (first batch, tokens in a row) of each length; () where there is one
+    ramp: tuple[tuple[int, int], ...]  # (first batch, tokens) of each ramp stage; () without a ramp
+    seq_len_ramp: tuple[tuple[int, int], ...]  # (first batch, tokens in a row) of each stage; () without a ramp
     rows: int
     seq_len: int
     num_microbatches: int
     rows_per_pass: int  # on one batch shard
-    routing: str  # what is taken for granted of a router, '' for a model without one
-    optimal: scaling.Alternative | None  # None, as the next two, for models that the rule was not found for
+    routing: str  # assumption about the router; '' for a dense model
+    optimal: scaling.Alternative | None  # None, as the next two, for models that the rule does not cover
     serving: tuple[scaling.Alternative, ...]
-    loss: float | None  # by the published fit; only for comparing sizes
+    loss: float | None  # by the published fit; only to compare sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """The memory of one device."""
+    """Memory of one device."""
 
     memory: tuple[MemoryRow, ...]
     memory_bytes: int
     host_bytes: int
     usable_bytes: int
     usable_why: str
-    least_devices: int  # that hold parameters, moments and gradients, shared evenly by all of them
-    fitting_microbatches: int | None  # the fewest with which the estimate fits; None: none does
-    kept: Kept | None  # what preflight found out about this very step, where that is kept
+    least_devices: int  # that hold parameters, moments and gradients, sharded evenly
+    fitting_microbatches: int | None  # the fewest by the estimate, or None
+    kept: CompiledStep | None  # preflight's result for this step
 
     @property
     def fits(self) -> bool:
-        """Whether the estimate is within what a device has; the compiler's word where preflight kept it."""
+        """True if the estimate, or the compiler's figure where preflight has one, is within the usable memory."""
         return (self.kept.peak_bytes if self.kept else self.memory_bytes) <= self.usable_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Time:
-    """How long it takes."""
+    """Speed and wall time."""
 
     speed: Speed
     goodput: float
@@ -83,7 +83,7 @@ class Time:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Money:
-    """What it costs, in dollars and energy."""
+    """Cost in dollars and energy."""
 
     chip_hours: Range | None
     price: Price | None
@@ -97,7 +97,7 @@ class Money:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saves:
-    """Checkpoints: size, time, how often, what stays."""
+    """Checkpoints: size, time, interval, storage."""
 
     checkpoint_bytes: int
     save_seconds: float
@@ -112,18 +112,18 @@ class Saves:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is read."""
+    """Training data."""
 
     data_bytes: int
     data_bytes_per_second: Range | None
-    data_tokens: int | None  # of one pass over the data that exist
+    data_tokens: int | None  # of one pass
     data_source: str
     epochs: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The answer before the spend. Ranges go from the better to the worse MFU, or the other way, in rising order."""
+    """The plan of a run. Ranges span the better and the worse MFU, in rising order."""
 
     config: str
     machine: Machine
@@ -136,7 +136,7 @@ class RunPlan:
     cautions: tuple[Caution, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, on one level."""
+        """Returns plain data for JSON, on one level."""
         parts = (self.machine, self.work, self.device, self.time, self.money, self.saves, self.data)
         flat = {"config": self.config}
         for part in parts:

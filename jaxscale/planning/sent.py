@@ -1,4 +1,4 @@
-"""What the layout of a step must send along each mesh axis: weights, gradients, activations, keys and values."""
+"""Collectives of a step along each mesh axis: weights, gradients, activations, keys and values, rows."""
 
 import dataclasses
 import math
@@ -8,197 +8,215 @@ from typing import Any, NamedTuple
 from jaxscale.build import Program
 from jaxscale.models.config import ATTENTION_ADDED, lora_params, saved_names
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.planning.experts import OPEN, Numbers, device_numbers, exchange_of, experts_of, rows_sent
-from jaxscale.planning.positions import CONTEXT, attention_sending
-from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_experts, held_numbers, hop_bytes, stages_of
+from jaxscale.planning.experts import EXPOSED, ParamCounts, device_params, dispatch_bytes, expert_exchange
+from jaxscale.planning.positions import CONTEXT, context_collectives
+from jaxscale.planning.stages import (
+    PIPELINE,
+    Stages,
+    compute_bytes,
+    hop_bytes,
+    pipeline_stages,
+    stage_elements,
+    stage_expert_elements,
+)
 from jaxscale.sharding.batch_axes import on_tpu
 from jaxscale.sharding.expert_axis import AXIS as EXPERT
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
-    """Alike collectives of a step, of one device."""
+class PlannedCollective:
+    """All collectives of one kind, axis and purpose in a step, of one device."""
 
     axis: str
     kind: str
-    nbytes: float  # of the whole arrays, over all of a step
-    hides: bool  # beside products, where the compiler lets it run beside any
-    open: float = 0.0  # the part of its time that none hides even so
-    in_stage: bool = False  # in the layers, so that other stages of a pipeline wait for it too
+    nbytes: float  # of the whole arrays, over a step
+    overlaps: bool  # matmuls can overlap it, if the compiler overlaps this kind
+    exposed: float = 0.0  # exposed fraction even if overlapped
+    in_stage: bool = False  # inside the layers, so that other pipeline stages wait too
 
 
-def sent_arrays(program: Program) -> list[Sent]:
-    """All of a step, axes of one device too."""
-    stages = stages_of(program.cfg, program.mesh.shape)
-    weights = stage_weights(program, stages) if stages.on else layer_weights(program)
-    return [*weights, *layer_activations(program, stages), *stage_activations(program, stages)]
+def step_collectives(program: Program) -> list[PlannedCollective]:
+    """Returns the collectives of a step, including those over axes of size 1."""
+    stages = pipeline_stages(program.cfg, program.mesh.shape)
+    weights = stage_weight_collectives(program, stages) if stages.is_pipelined else weight_collectives(program)
+    return [*weights, *activation_collectives(program, stages), *pipeline_collectives(program, stages)]
 
 
-def layer_weights(program: Program) -> list[Sent]:
-    """Weights gathered and gradients scattered, a layer at a time; what copies have is summed once a step.
+def weight_collectives(program: Program) -> list[PlannedCollective]:
+    """Returns the weight all-gathers and gradient reduce-scatters, per layer, and one all-reduce over copies per step.
 
-    With zero1 and zero2 parameters are gathered once, after the update; experts rest apart, and where they are gathered
-    over their own axis it is for each pass.
+    zero1 and zero2 gather parameters once, after the update. Experts stay sharded; where they are gathered over the
+    expert axis, it is for each pass.
     """
     cfg, parts, width = program.cfg, program.cfg.train.num_microbatches, compute_bytes(program.cfg)
-    params = device_numbers(program)
-    learned = Numbers(0, lora_params(cfg.model, cfg.lora) / program.mesh.shape["tensor"]) if cfg.lora.on else params
-    learned, times = learned.times(reduced_bytes(program)), parts if cfg.rules != "zero1" else 1
+    params = device_params(program)
+    grads = ParamCounts(0, lora_params(cfg.model, cfg.lora) / program.mesh.shape["tensor"]) if cfg.lora.on else params
+    grads, times = grads.times(gradient_bytes(program)), parts if cfg.rules != "zero1" else 1
     passes = params.times(2)
-    # With experts a table is gathered once: the lookup's gradient and the loss need no more.
+    # With experts a table is gathered once: enough for the lookup's gradient and the loss.
     if isinstance(cfg.model, LlamaConfig) and cfg.model.experts is not None:
         tables = cfg.model.vocab_size * cfg.model.embed_dim / program.mesh.shape["tensor"]
-        held = 1 if cfg.model.tied_embeddings else 2
-        passes = passes._replace(others=passes.others - 2 * held * tables + 2 * tables)
-    found = [
-        *gathers(program, passes.times(parts * width) if cfg.rules == "zero3" else params.times(4), True),
-        *scatters(program, learned.times(times), True),
-        of_copies(program, learned),
+        num_tables = 1 if cfg.model.tied_embeddings else 2
+        passes = passes._replace(others=passes.others - 2 * num_tables * tables + 2 * tables)
+    collectives = [
+        *weight_gathers(program, passes.times(parts * width) if cfg.rules == "zero3" else params.times(4), True),
+        *gradient_scatters(program, grads.times(times), True),
+        data_all_reduce(program, grads),
     ]
-    if exchange_of(program).form == "gather" and cfg.rules != "zero3":
-        along = Turns((), (EXPERT,))
-        found += sent_parts(program, "all-gather", Numbers(2 * parts * width * params.experts, 0), along, True)
-        found += sent_parts(program, "reduce-scatter", Numbers((parts - times) * learned.experts, 0), along, True)
-    return found
+    if expert_exchange(program).form == "gather" and cfg.rules != "zero3":
+        order = GatherOrder((), (EXPERT,))
+        gathered, scattered = 2 * parts * width * params.experts, (parts - times) * grads.experts
+        collectives += collectives_along(program, "all-gather", ParamCounts(gathered, 0), order, True)
+        collectives += collectives_along(program, "reduce-scatter", ParamCounts(scattered, 0), order, True)
+    return collectives
 
 
-def gathers(program: Program, nbytes: Numbers, hides: bool) -> list[Sent]:
-    """Weights of so many bytes, put together over the devices that share them.
+def weight_gathers(program: Program, nbytes: ParamCounts, overlaps: bool) -> list[PlannedCollective]:
+    """Returns the all-gathers of weights of `nbytes`.
 
-    A torus has context's parts put together first. Elsewhere one collective goes along all axes, and through the
-    network before it goes through a node: context lies inside nodes. Experts have an axis of their own, along which
-    they come first (BatchAxes.gather); with zero1 and zero2 they are gathered along it in the layers alone.
+    A torus gathers the context axis first. Elsewhere one collective covers all axes, the network before the links
+    within a node: context is inside nodes. Experts are gathered over the expert axis first (BatchAxes.gather); with
+    zero1 and zero2 only inside the layers.
     """
-    shape, turns = program.mesh.shape, turns_of(program)
+    shape, order = program.mesh.shape, gather_order(program)
     experts = nbytes.experts
-    of_experts = (EXPERT, *turns.experts) if exchange_of(program).form == "gather" else turns.experts
-    if exchange_of(program).form == "gather" and program.cfg.rules != "zero3":
-        experts, of_experts = experts / shape[EXPERT], turns.experts
-    return sent_parts(program, "all-gather", nbytes._replace(experts=experts), Turns(turns.others, of_experts), hides)
+    expert_order = (EXPERT, *order.experts) if expert_exchange(program).form == "gather" else order.experts
+    if expert_exchange(program).form == "gather" and program.cfg.rules != "zero3":
+        experts, expert_order = experts / shape[EXPERT], order.experts
+    order, nbytes = GatherOrder(order.others, expert_order), nbytes._replace(experts=experts)
+    return collectives_along(program, "all-gather", nbytes, order, overlaps)
 
 
-def scatters(program: Program, nbytes: Numbers, hides: bool) -> list[Sent]:
-    """Gradients of so many bytes, scattered over the devices that share them: the other way, but along the experts' own
-    axis first too."""
-    turns = turns_of(program)
-    of_experts = (*turns.experts, EXPERT) if exchange_of(program).form == "gather" else turns.experts
-    return sent_parts(program, "reduce-scatter", nbytes, Turns(turns.others, of_experts), hides)
+def gradient_scatters(program: Program, nbytes: ParamCounts, overlaps: bool) -> list[PlannedCollective]:
+    """Returns the reduce-scatters of gradients: the reverse order, but the expert axis is also first."""
+    order = gather_order(program)
+    expert_order = (*order.experts, EXPERT) if expert_exchange(program).form == "gather" else order.experts
+    return collectives_along(program, "reduce-scatter", nbytes, GatherOrder(order.others, expert_order), overlaps)
 
 
-class Turns(NamedTuple):
-    """The axes along which devices share parameters, in the order in which these are put together."""
+class GatherOrder(NamedTuple):
+    """Axes over which parameters are sharded, in the order in which they are gathered."""
 
     others: tuple[str, ...]
-    experts: tuple[str, ...]  # but for their own axis
+    experts: tuple[str, ...]  # without the expert axis
 
 
-def turns_of(program: Program) -> Turns:
-    """Of a program's devices."""
-    turns = Turns((CONTEXT, EXPERT, "fsdp"), (CONTEXT, "fsdp"))
-    return turns if on_tpu(program.mesh) else Turns(*(axes[::-1] for axes in turns))
+def gather_order(program: Program) -> GatherOrder:
+    order = GatherOrder((CONTEXT, EXPERT, "fsdp"), (CONTEXT, "fsdp"))
+    return order if on_tpu(program.mesh) else GatherOrder(*(axes[::-1] for axes in order))
 
 
-def sent_parts(program: Program, kind: str, nbytes: Numbers, turns: Turns, hides: bool) -> list[Sent]:
-    """Collectives of a kind along these axes in turn; of experts' arrays with what is left open."""
-    shape, left_open = program.mesh.shape, OPEN[kind] if on_tpu(program.mesh) else 0.0
-    found = [Sent(axis, kind, size, hides) for axis, size in parts_along(shape, nbytes.others, turns.others)]
-    of_experts = parts_along(shape, nbytes.experts, turns.experts)
-    return [*found, *(Sent(axis, kind, size, hides, open=left_open) for axis, size in of_experts)]
+def collectives_along(
+    program: Program, kind: str, nbytes: ParamCounts, order: GatherOrder, overlaps: bool
+) -> list[PlannedCollective]:
+    """Returns collectives of one kind along these axes in turn; those of experts with their exposed fraction."""
+    shape, exposed = program.mesh.shape, EXPOSED[kind] if on_tpu(program.mesh) else 0.0
+    others, experts = bytes_along(shape, nbytes.others, order.others), bytes_along(shape, nbytes.experts, order.experts)
+    collectives = [PlannedCollective(axis, kind, size, overlaps) for axis, size in others]
+    return [*collectives, *(PlannedCollective(axis, kind, size, overlaps, exposed) for axis, size in experts)]
 
 
-def parts_along(shape: Mapping[str, int], nbytes: float, turns: Sequence[str]) -> list[tuple[str, float]]:
-    """(axis, bytes that lie along it) of arrays that are put together along these axes in turn."""
-    later = [math.prod(shape[axis] for axis in turns[place + 1 :]) for place in range(len(turns))]
-    return [(axis, nbytes / rest) for axis, rest in zip(turns, later)]
+def bytes_along(shape: Mapping[str, int], nbytes: float, order: Sequence[str]) -> list[tuple[str, float]]:
+    """Returns (axis, bytes that this axis gathers) of arrays gathered along these axes in turn."""
+    later_shards = [math.prod(shape[axis] for axis in order[i + 1 :]) for i in range(len(order))]
+    return [(axis, nbytes / shards) for axis, shards in zip(order, later_shards)]
 
 
-def of_copies(program: Program, nbytes: Numbers) -> Sent:
-    """The sum of gradients of so many bytes over the copies of the model, of a device's own part."""
-    return Sent("data", "all-reduce", own_part(program, nbytes), False)
+def data_all_reduce(program: Program, nbytes: ParamCounts) -> PlannedCollective:
+    """Returns the gradient all-reduce over copies of the model, of a device's local shard."""
+    return PlannedCollective("data", "all-reduce", local_bytes(program, nbytes), False)
 
 
-def own_part(program: Program, nbytes: Numbers) -> float:
-    """What one device has of so many bytes that devices share, beside those of tensor and pipeline."""
+def local_bytes(program: Program, nbytes: ParamCounts) -> float:
+    """Returns the local part of `nbytes` that are sharded over fsdp, context and expert."""
     shape = program.mesh.shape
     shards = shape["fsdp"] * shape[CONTEXT]
-    apart = shape[EXPERT] if exchange_of(program).form == "gather" else 1
-    return nbytes.others / (shards * shape[EXPERT]) + nbytes.experts / (shards * apart)
+    expert_shards = shape[EXPERT] if expert_exchange(program).form == "gather" else 1
+    return nbytes.others / (shards * shape[EXPERT]) + nbytes.experts / (shards * expert_shards)
 
 
-def stage_weights(program: Program, stages: Stages) -> list[Sent]:
-    """The same of a pipeline, whose stages do it once a step: before and after their loop, beside no products.
+def stage_weight_collectives(program: Program, stages: Stages) -> list[PlannedCollective]:
+    """Returns the weight and gradient collectives of a pipeline, once a step, outside the loop, overlapped by nothing.
 
-    Where a stage does not keep its own layers between steps, all stages exchange them once, and their parts of the
-    vocabulary; where it does, only gradients of tables that every stage has are summed over the stages.
+    If stages do not store their own layers between steps, they exchange layers and vocabulary shards once. Otherwise
+    only gradients of replicated tables are summed over the stages.
     """
-    width, wide = compute_bytes(program.cfg), 4
-    blocks, tables = in_stage(program, program.abstract_state.params)
-    learned_blocks, learned_tables = in_stage(program, program.abstract_grads)
-    reduced, gathered = reduced_bytes(program), width if program.cfg.rules == "zero3" else wide
-    both = lambda blocks, tables: Numbers(blocks.experts, blocks.others + tables.others)
-    held, learned = both(blocks, tables).times(gathered), both(learned_blocks, learned_tables).times(reduced)
-    found = [*gathers(program, held, False), *scatters(program, learned, False), of_copies(program, learned)]
-    if exchange_of(program).form == "gather" and program.cfg.rules != "zero3":
-        found.append(Sent(EXPERT, "all-gather", width * blocks.experts, False))
-    own = lambda numbers, nbytes: own_part(program, numbers.times(nbytes))
-    if stages.rests_by_layer:
-        of_tables = Sent(PIPELINE, "all-reduce", own(learned_tables, wide), False)
-        return found if stages.cuts_head else [*found, of_tables]
-    there, back = ("all-to-all", "all-to-all") if stages.cuts_head else ("all-gather", "reduce-scatter")
+    width, float32 = compute_bytes(program.cfg), 4
+    blocks, tables = stage_params(program, program.abstract_state.params)
+    grad_blocks, grad_tables = stage_params(program, program.abstract_grads)
+    grad_bytes, weight_bytes = gradient_bytes(program), width if program.cfg.rules == "zero3" else float32
+    total = lambda blocks, tables: ParamCounts(blocks.experts, blocks.others + tables.others)
+    weights, grads = total(blocks, tables).times(weight_bytes), total(grad_blocks, grad_tables).times(grad_bytes)
+    collectives = [
+        *weight_gathers(program, weights, False),
+        *gradient_scatters(program, grads, False),
+        data_all_reduce(program, grads),
+    ]
+    if expert_exchange(program).form == "gather" and program.cfg.rules != "zero3":
+        collectives.append(PlannedCollective(EXPERT, "all-gather", width * blocks.experts, False))
+    local = lambda numbers, nbytes: local_bytes(program, numbers.times(nbytes))
+    if stages.stores_stage_layers:
+        table_sum = PlannedCollective(PIPELINE, "all-reduce", local(grad_tables, float32), False)
+        return collectives if stages.shards_head else [*collectives, table_sum]
+    gather, scatter = ("all-to-all", "all-to-all") if stages.shards_head else ("all-gather", "reduce-scatter")
     return [
-        *found,
-        Sent(PIPELINE, "all-to-all", own(blocks, width) + own(learned_blocks, wide), False),
-        Sent(PIPELINE, there, own(tables, width), False),
-        Sent(PIPELINE, back, own(learned_tables, wide), False),
+        *collectives,
+        PlannedCollective(PIPELINE, "all-to-all", local(blocks, width) + local(grad_blocks, float32), False),
+        PlannedCollective(PIPELINE, gather, local(tables, width), False),
+        PlannedCollective(PIPELINE, scatter, local(grad_tables, float32), False),
     ]
 
 
-def in_stage(program: Program, tree: Any) -> tuple[Numbers, Numbers]:
-    """(numbers of the blocks, of all else) of a tree like the parameters that a stage holds while a step runs."""
-    blocks, tables = held_numbers(program, tree)
-    experts = held_experts(program, tree)
-    return Numbers(experts, blocks - experts), Numbers(0, tables)
+def stage_params(program: Program, tree: Any) -> tuple[ParamCounts, ParamCounts]:
+    """Returns (elements of the blocks, of everything else) that a stage holds during a step."""
+    blocks, tables = stage_elements(program, tree)
+    experts = stage_expert_elements(program, tree)
+    return ParamCounts(experts, blocks - experts), ParamCounts(0, tables)
 
 
-def layer_activations(program: Program, stages: Stages) -> list[Sent]:
-    """Activations summed along tensor, keys and values along context, rows to their experts and back along expert, of
-    the layers that a device computes.
+def activation_collectives(program: Program, stages: Stages) -> list[PlannedCollective]:
+    """Returns per-layer collectives: activations over tensor, keys and values over context, rows over expert.
 
-    A gather and a scatter of the residual stream are counted as one sum; attention may gather something else.
+    A gather and a scatter of the residual stream count as one all-reduce; attention may gather another width.
     """
     cfg, shape = program.cfg, program.mesh.shape
-    layers = stages.held_layers if stages.on else cfg.model.num_layers
-    passes = 2 if (kept := saved_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
-    own = shape["data"] * shape["fsdp"] * shape[EXPERT] * shape[CONTEXT]
-    numbers = (3 * cfg.model.embed_dim + cfg.model.gathered_width) / 2  # of both parts of a block
-    rows = cfg.tokens_per_step / own * numbers * compute_bytes(cfg)
-    times = layers * cfg.train.num_microbatches
-    shared, experts = attention_sending(program), experts_of(cfg.model)
-    sparse = 0 if experts is None else layers if stages.on else layers - experts.first_dense
-    sent = sparse * cfg.train.num_microbatches * rows_sent(program, compute_bytes(cfg))
+    layers = stages.layer_slots if stages.is_pipelined else cfg.model.num_layers
+    passes = 2 if (saved := saved_names(cfg.model)) is None or ATTENTION_ADDED in saved else 3
+    num_shards = shape["data"] * shape["fsdp"] * shape[EXPERT] * shape[CONTEXT]
+    width = (3 * cfg.model.embed_dim + cfg.model.gathered_width) / 2  # mean over attention and MLP
+    rows = cfg.tokens_per_step / num_shards * width * compute_bytes(cfg)
+    layer_passes = layers * cfg.train.num_microbatches
+    context = [(kind, layer_passes * size) for kind, size in context_collectives(program)]
+    experts = cfg.model.experts
+    moe_layers = 0 if experts is None else layers if stages.is_pipelined else layers - experts.first_dense
+    row_bytes = moe_layers * cfg.train.num_microbatches * dispatch_bytes(program, compute_bytes(cfg))
     return [
-        Sent(EXPERT, "all-to-all", sent, False, in_stage=True),
-        Sent("tensor", "all-reduce", passes * layers * rows, False, in_stage=True),
-        *(Sent(CONTEXT, kind, times * size, kind == "collective-permute", in_stage=True) for kind, size in shared),
+        PlannedCollective(EXPERT, "all-to-all", row_bytes, False, in_stage=True),
+        PlannedCollective("tensor", "all-reduce", passes * layers * rows, False, in_stage=True),
+        *(
+            PlannedCollective(CONTEXT, kind, size, kind == "collective-permute", in_stage=True)
+            for kind, size in context
+        ),
     ]
 
 
-def stage_activations(program: Program, stages: Stages) -> list[Sent]:
-    """The residual stream from stage to stage and its gradient back, in every tick; what a cut vocabulary needs.
+def pipeline_collectives(program: Program, stages: Stages) -> list[PlannedCollective]:
+    """Returns the residual stream and its gradient between stages per tick, and what a sharded vocabulary needs.
 
-    A cut embedding is summed over the stages, whole positions before tensor shares them, and its gradient given to all;
-    the last stage's result is given to all and its gradient summed. In one program giving is a sum too, of zeros but
-    for one. The gradient goes down while a tick's forward pass runs, the result up during the backward pass.
+    A sharded embedding is summed over the stages, before tensor splits the positions, and its gradient broadcast; the
+    last stage's output is broadcast and its gradient summed. In SPMD a broadcast is an all-reduce of zeros but for one
+    term. Gradients are sent during a tick's forward pass, outputs during its backward pass.
     """
-    if not stages.on:
+    if not stages.is_pipelined:
         return []
     hop, tensor = hop_bytes(program), program.mesh.shape["tensor"]
-    found = [Sent(PIPELINE, "collective-permute", 2 * stages.ticks * hop, True)]
-    if stages.cuts_head:
-        found.append(Sent(PIPELINE, "all-reduce", 2 * (1 + tensor) * stages.microbatches * hop, False))
-    return found
+    collectives = [PlannedCollective(PIPELINE, "collective-permute", 2 * stages.ticks * hop, True)]
+    if stages.shards_head:
+        nbytes = 2 * (1 + tensor) * stages.microbatches * hop
+        collectives.append(PlannedCollective(PIPELINE, "all-reduce", nbytes, False))
+    return collectives
 
 
-def reduced_bytes(program: Program) -> int:
-    """Bytes of a number of a gradient on its way."""
+def gradient_bytes(program: Program) -> int:
+    """Returns bytes per element of a gradient in a reduction."""
     return 2 if program.cfg.train.reduce_dtype == "bfloat16" else 4

@@ -1,8 +1,8 @@
-"""How fast a step may be, and how large: guesses from shapes alone, made in milliseconds.
+"""Step time and memory from shapes alone, in milliseconds.
 
-A speed is a share of the peak that was published, bounded by what the layout must compute and send. An Estimate ranks
-what is worth compiling, and is never reported as a result: memory comes from planning/memory.py, time from counting
-products and the bytes of the collectives that the layout needs at the least.
+Speed is a fraction of the published peak, bounded by the compute and communication of the sharding. A StepEstimate
+ranks candidates for compilation and is never reported as a result: memory comes from planning/memory.py, time from
+matmul FLOPs and a lower bound of the collectives' bytes.
 """
 
 import dataclasses
@@ -25,120 +25,120 @@ from jaxscale.models.config import (
 )
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
-from jaxscale.planning.experts import exchange_of, known_experts, resting_parts
-from jaxscale.planning.machine import HERE
-from jaxscale.planning.measured import Measured, rate_for
+from jaxscale.planning.experts import expert_exchange, expert_shards, require_experts
+from jaxscale.planning.machine import THIS_MACHINE
+from jaxscale.planning.measured import Measured, interpolate_rate
 from jaxscale.planning.memory import (
     activation_bytes,
     activation_sizes,
     host_bytes,
     shard_bytes,
-    stage_weights,
+    stage_weight_bytes,
 )
-from jaxscale.planning.reached import reached_on
+from jaxscale.planning.reached import published_mfu
 from jaxscale.planning.scaling import is_mixture
-from jaxscale.planning.sending import plan_sending
-from jaxscale.planning.stages import held_numbers, idle_share, stages_of
+from jaxscale.planning.sending import communication_time
+from jaxscale.planning.stages import idle_ratio, pipeline_stages, stage_elements
 from jaxscale.planning.topology import Topology
 from jaxscale.system.exits import BadInput
 
-HOST_LINK = 16e9  # bytes/s between a device and its host, assumed: PCIe 4.0 x8; only the order of guesses rests on it
+HOST_LINK = 16e9  # bytes/s between a device and its host, assumed: PCIe 4.0 x8; only affects the order of candidates
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What a step may take."""
+    """Planned step time and throughput, with their source."""
 
-    step_seconds: Range | None  # None where neither a peak nor a measurement is known
-    mfu: Range | None  # None where the chip has no peak
+    step_seconds: Range | None  # None without a peak or a measurement
+    mfu: Range | None  # None without a peak
     source: str
     tokens_per_second: Range | None
-    compute_seconds: float | None  # least time of the products, recomputation included, at the chip's peak
-    link_seconds: float | None  # least time of the bytes that the layout must send, one link after another
-    exposed_seconds: float | None  # the part of them for which products stand still (sending.plan_sending)
-    measured: bool = False  # by a step that was timed on this machine, and not by a share of the peak
-    idle_seconds: float = 0.0  # that a stage of a pipeline waits for others
-    bubble: str = ""  # of a pipeline's schedule: '5.2% = (P-1)/(VM+P-1) = 7/135'
-    sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)  # of a device and step, by mesh axis
+    compute_seconds: float | None  # matmuls, recomputation included, at the chip's peak
+    link_seconds: float | None  # lower bound of communication, without overlap between links
+    exposed_seconds: float | None  # part of it that matmuls do not overlap
+    measured: bool = False  # from a step timed on this machine
+    idle_seconds: float = 0.0  # of a pipeline stage
+    bubble: str = ""  # of the pipeline schedule: '5.2% = (P-1)/(VM+P-1) = 7/135'
+    sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)  # per device and step, by mesh axis
 
 
-def speed(
-    program: Program, topology: Topology, wished_mfu: float | None, ceiling: float | None, measured: list[Measured]
+def plan_speed(
+    program: Program, topology: Topology, requested_mfu: float | None, ceiling: float | None, measured: list[Measured]
 ) -> Speed:
-    """The speed of a program. ceiling: the MFU that a compiled step can reach at most, where that is known.
+    """Returns the planned speed. ceiling: the highest MFU that a compiled step can reach, if known.
 
-    measured: of this very machine, where it is the one that is planned for; else of its kind of chip. Raises BadInput
-    for a wished MFU of a device whose peak is not known.
+    measured: on this machine if it is the planned one, otherwise on the same kind of chip. Raises BadInput for a
+    requested MFU on a device without a known peak.
     """
     cfg = program.cfg
     step_flops = cfg.flops_per_token * cfg.tokens_per_step
-    if wished_mfu is not None:
-        check_peak(topology, wished_mfu)
-    elif measured and topology.name == HERE:
+    if requested_mfu is not None:
+        check_peak(topology, requested_mfu)
+    elif measured and topology.name == THIS_MACHINE:
         return measured_speed(program, topology, measured, step_flops)
-    chip, number = topology.chip, len(topology.devices)
-    guess = estimate(program, topology)
-    sending = plan_sending(program, topology)
-    peak = chip.peak_flops * number
-    if wished_mfu is not None:
-        mfu, source = Range(wished_mfu, wished_mfu), "as given by --mfu"
+    chip, num_devices = topology.chip, len(topology.devices)
+    estimate = estimate_step(program, topology)
+    communication = communication_time(program, topology)
+    peak = chip.peak_flops * num_devices
+    if requested_mfu is not None:
+        mfu, source = Range(requested_mfu, requested_mfu), "as given by --mfu"
     else:
         pass_flops = step_flops / cfg.train.num_microbatches
-        mfu, source = usual_mfu(topology, measured, pass_flops, is_mixture(cfg.model))
-        most = step_flops / peak / guess.cost[0]
-        why = f"by the chip's peak{', bubble' if guess.idle_s else ''} and links for this layout"
-        if ceiling is not None and ceiling < most:
-            most, why = ceiling, "by the compiled step of jaxscale preflight"
-        share, in_type = share_of_peak(chip, topology.platform, cfg.model)
-        if share < most:
-            most, why = share, in_type
-        if most < mfu.high:
-            mfu = Range(min(mfu.low, most * mfu.low / mfu.high), most)
-            source += f"; at most {most:.1%} {why}"
-    seconds = mfu.under(step_flops / peak)
-    tokens_per_second, exposed = seconds.under(cfg.tokens_per_step), sending.exposed_s(guess.compute_s)
-    stages = stages_of(cfg, program.mesh.shape)
+        mfu, source = expected_mfu(topology, measured, pass_flops, is_mixture(cfg.model))
+        max_mfu = step_flops / peak / estimate.cost[0]
+        reason = f"by the chip's peak{', bubble' if estimate.idle_s else ''} and links for this layout"
+        if ceiling is not None and ceiling < max_mfu:
+            max_mfu, reason = ceiling, "by the compiled step of jaxscale preflight"
+        fraction, dtype_reason = peak_fraction(chip, topology.platform, cfg.model)
+        if fraction < max_mfu:
+            max_mfu, reason = fraction, dtype_reason
+        if max_mfu < mfu.high:
+            mfu = Range(min(mfu.low, max_mfu * mfu.low / mfu.high), max_mfu)
+            source += f"; at most {max_mfu:.1%} {reason}"
+    seconds = mfu.divide(step_flops / peak)
+    tokens_per_second, exposed = seconds.divide(cfg.tokens_per_step), communication.exposed_s(estimate.compute_s)
+    stages = pipeline_stages(cfg, program.mesh.shape)
     return Speed(
         seconds,
         mfu,
         source,
         tokens_per_second,
-        guess.compute_s,
-        sending.total_s,
+        estimate.compute_s,
+        communication.total_s,
         exposed,
-        idle_seconds=guess.idle_s,
-        bubble=stages.formula if stages.on else "",
-        sent_bytes=dict(sending.nbytes),
+        idle_seconds=estimate.idle_s,
+        bubble=stages.formula if stages.is_pipelined else "",
+        sent_bytes=dict(communication.nbytes),
     )
 
 
-def usual_mfu(
+def expected_mfu(
     topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None, mixture: bool = False
 ) -> tuple[Range, str]:
-    """(MFU to expect of a large run, the source): as it was measured on such chips, or else as it was published.
+    """Returns (expected MFU of a large run, source): measured on such chips, otherwise published.
 
-    measured: of the kind of chip; the one counts whose pass is nearest in size, a device for a device.
+    measured: on this kind of chip; the measurement with the nearest FLOPs per pass and device is used.
     """
     if not measured:
-        return reached_on(topology.chip, mixture)
+        return published_mfu(topology.chip, mixture)
     sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
-    wanted = math.log(pass_flops / len(topology.devices)) if pass_flops else max(sizes.values())
-    near = min(measured, key=lambda one: abs(sizes[id(one)] - wanted))
-    share = near.flops_per_second / (topology.chip.peak_flops * near.num_devices)
-    source = f"{share:.1%} of {near.spec} on {near.num_devices} such chips, measured by {near.by}, {near.date}"
-    return Range(0.85 * share, min(1.0, 1.15 * share)), f"{source}, give or take 15%"
+    target = math.log(pass_flops / len(topology.devices)) if pass_flops else max(sizes.values())
+    nearest = min(measured, key=lambda one: abs(sizes[id(one)] - target))
+    mfu = nearest.flops_per_second / (topology.chip.peak_flops * nearest.num_devices)
+    source = f"{mfu:.1%} of {nearest.spec} on {nearest.num_devices} such chips, measured by {nearest.by}"
+    return Range(0.85 * mfu, min(1.0, 1.15 * mfu)), f"{source}, {nearest.date}, +-15%"
 
 
-def check_peak(topology: Topology, wished_mfu: float) -> None:
-    """Raises BadInput where a share of the peak says nothing, for the peak is not known."""
+def check_peak(topology: Topology, requested_mfu: float) -> None:
+    """Raises BadInput if --mfu is given for a device without a known peak."""
     if find_chip(kind := topology.devices[0].device_kind) is None:
-        raise BadInput(f"--mfu={wished_mfu:g} is a share of the peak, and none of {kind!r} is known; leave --mfu out")
+        raise BadInput(f"--mfu={requested_mfu:g} is a fraction of the peak, and {kind!r} has no known peak; omit --mfu")
 
 
-def share_of_peak(chip: Chip, platform: str, model: ModelConfig) -> tuple[float, str]:
-    """(part of the chip's peak that products of the model's type can reach, why).
+def peak_fraction(chip: Chip, platform: str, model: ModelConfig) -> tuple[float, str]:
+    """Returns (fraction of the chip's peak that matmuls in the compute dtype can reach, reason).
 
-    Source: jax.lax.Precision says what float32 becomes; TF32's peak is half of bfloat16's (NVIDIA A100: 156 of 312).
+    Source: jax.lax.Precision for float32; TF32 peak is half of bfloat16's (NVIDIA A100: 156 of 312).
     """
     if model.compute_dtype != "float32" or platform == "cpu":
         return 1.0, ""
@@ -151,77 +151,78 @@ def share_of_peak(chip: Chip, platform: str, model: ModelConfig) -> tuple[float,
 
 
 def measured_speed(program: Program, topology: Topology, measured: list[Measured], step_flops: float) -> Speed:
-    """The speed by what was timed here, give or take 15%: other programs on the machine move it that much."""
+    """Returns the speed by steps timed here, +-15%: the effect of other programs on the machine."""
     cfg = program.cfg
-    parts = cfg.train.num_microbatches
-    rate, used = rate_for(measured, cfg.model.compute_dtype, step_flops / parts)
+    num_microbatches = cfg.train.num_microbatches
+    rate, sources = interpolate_rate(measured, cfg.model.compute_dtype, step_flops / num_microbatches)
     seconds = Range(0.85, 1.15).times(step_flops / rate)
-    chip = find_chip(used[0].device_kind)
-    mfu = seconds.under(step_flops / (chip.peak_flops * len(topology.devices))) if chip else None
-    names = " and ".join(f"{one.spec} ({one.flops_per_second / 1e9:,.0f} GFLOP/s, {one.date})" for one in used)
-    source = f"measured here by {used[0].by}: {names}, give or take 15%"
-    return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), None, None, None, measured=True)
+    chip = find_chip(sources[0].device_kind)
+    mfu = seconds.divide(step_flops / (chip.peak_flops * len(topology.devices))) if chip else None
+    names = " and ".join(f"{one.spec} ({one.flops_per_second / 1e9:,.0f} GFLOP/s, {one.date})" for one in sources)
+    source = f"measured here by {sources[0].by}: {names}, +-15%"
+    return Speed(seconds, mfu, source, seconds.divide(cfg.tokens_per_step), None, None, None, measured=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A guess, of one device and step."""
+class StepEstimate:
+    """Estimate of one device and step."""
 
-    state_bytes: int  # parameters, moments and gradients in the device's own memory
+    state_bytes: int  # parameters, moments and gradients in device memory
     activation_bytes: int
     compute_s: float
-    link_s: float  # on all links, one after another, and to the host
-    exposed_s: float = 0.0  # the part of link_s for which products stand still
-    idle_s: float = 0.0  # that a stage of a pipeline waits for the others
-    exchange: str = ""  # how devices that share experts bring them and tokens together: "gather" or "send"
+    link_s: float  # all links without overlap, and the host link
+    exposed_s: float = 0.0  # part of link_s that matmuls do not overlap
+    idle_s: float = 0.0  # of a pipeline stage
+    exchange: str = ""  # expert parallelism: "gather" or "send"
 
     def memory(self, scale: float = 1.0) -> float:
-        """Bytes at the peak, with activations and temporaries `scale` times as large as guessed."""
+        """Returns peak bytes, with activations and temporaries scaled by `scale`."""
         return self.state_bytes + scale * self.activation_bytes
 
     @property
     def cost(self) -> tuple[float, float]:
-        """What candidates are sorted by: the time with what is exposed, then the time if nothing overlaps."""
+        """Sort key of candidates: the time with exposed communication, then without any overlap."""
         return (self.least_s + self.exposed_s, self.least_s + self.link_s)
 
     @property
     def least_s(self) -> float:
-        """Products, and what a stage waits for those of others."""
+        """Matmuls and pipeline idle time."""
         return self.compute_s + self.idle_s
 
 
-def estimate(program: Program, topology: Topology) -> Estimate:
-    """The guess for a program. Its cfg may differ in remat and microbatches from the one it was made of."""
+def estimate_step(program: Program, topology: Topology) -> StepEstimate:
+    """Returns the estimate of a program. Its cfg may differ in remat and microbatches from the one it was made with."""
     cfg = program.cfg
     state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
     shape = program.mesh.shape
-    sharing = math.prod(shape[axis] for axis in ("fsdp", "expert", "context", "tensor"))  # one copy of the state
-    gradients = params if cfg.rules == "zero1" else 4 * cfg.model.num_params // sharing
+    num_shards = math.prod(shape[axis] for axis in ("fsdp", "expert", "context", "tensor"))  # of one copy of the state
+    gradients = params if cfg.rules == "zero1" else 4 * cfg.model.num_params // num_shards
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
-    if weights := stage_weights(program):
-        gradients = 4 * sum(held_numbers(program, program.abstract_grads)) + weights
-    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + scores_again_flops(program)
-    flops += rows_again_flops(program)
-    passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
-    moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
+    if weights := stage_weight_bytes(program):
+        gradients = 4 * sum(stage_elements(program, program.abstract_grads)) + weights
+    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + recomputed_score_flops(program)
+    flops += recomputed_row_flops(program)
+    passes = 2 * cfg.train.num_microbatches  # weights to the device, forward and backward
+    host_traffic = 2 * host_bytes(state) + passes * host_bytes(state[0])  # the update reads and writes it once
     compute = flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops
-    sending, host = plan_sending(program, topology), moved / HOST_LINK
-    return Estimate(
+    idle = idle_ratio(pipeline_stages(cfg, program.mesh.shape), head_flops_fraction(cfg))
+    communication, host = communication_time(program, topology), host_traffic / HOST_LINK
+    return StepEstimate(
         state_bytes=shard_bytes(state) + gradients,
         activation_bytes=activation_bytes(program),
         compute_s=compute,
-        link_s=sending.total_s + host,
-        exposed_s=max(sending.exposed_s(compute), host - compute),
-        idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_share(cfg)) + sending.idle_s,
-        exchange=exchange_of(program).form,
+        link_s=communication.total_s + host,
+        exposed_s=max(communication.exposed_s(compute), host - compute),
+        idle_s=compute * idle + communication.idle_s,
+        exchange=expert_exchange(program).form,
     )
 
 
-def scores_again_flops(program: Program) -> float:
-    """Operations per token by which splash attention's backward pass exceeds the 4 products of the formula.
+def recomputed_score_flops(program: Program) -> float:
+    """Returns FLOPs per token by which splash attention's backward pass exceeds the formula's 4 matmuls.
 
-    It has two kernels, of 4 and of 3 products, that each compute the scores again (ahead/hlo_costs.py).
+    Its two kernels have 4 and 3 matmuls, and both recompute the scores (ahead/hlo_costs.py).
     """
     if program.attention != "splash":
         return 0.0
@@ -229,46 +230,50 @@ def scores_again_flops(program: Program) -> float:
     return 3 * 2 * model.query_width * model.visible_keys(program.cfg.seq_len)
 
 
-def rows_again_flops(program: Program) -> float:
-    """Operations per token of experts' first two products that are done again going back, although the remat policy
-    keeps their results: where rows are sent, none of a round is kept (ops/expert_all_to_all.py)."""
+def recomputed_row_flops(program: Program) -> float:
+    """Returns FLOPs per token of the experts' first two matmuls that are recomputed despite a remat policy that saves
+    them.
+
+    Where rows are sent, a round saves nothing (ops/expert_all_to_all.py).
+    """
     model = program.cfg.model
-    if resting_parts(program) == 1:
+    if expert_shards(program) == 1:
         return 0.0
-    own = known_experts(model)
-    kept, both = saved_names(model), {MLP_GATE, MLP_UP}
-    held = both if kept is None else both & (kept | set(model.remat_offload))
-    return len(held) * (model.num_layers - own.first_dense) * 2.0 * model.embed_dim * own.chosen * own.mlp_dim
+    experts = require_experts(model)
+    saved, hidden = saved_names(model), {MLP_GATE, MLP_UP}
+    recomputed = hidden if saved is None else hidden & (saved | set(model.remat_offload))
+    moe_layers = model.num_layers - experts.first_dense
+    return len(recomputed) * moe_layers * 2.0 * model.embed_dim * experts.chosen * experts.mlp_dim
 
 
-def head_share(cfg: RunConfig) -> float:
-    """The output projection's part of a step's operations, recomputation included."""
+def head_flops_fraction(cfg: RunConfig) -> float:
+    """Returns the output projection's fraction of a step's FLOPs, recomputation included."""
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
     return 6 * cfg.model.vocab_size * cfg.model.embed_dim / flops
 
 
 def recomputed_flops(model: ModelConfig, seq_len: int) -> float:
-    """Operations per token of the forward pass that the backward pass does again under the remat policy."""
-    kept = saved_names(model)
-    if kept is None:
+    """Returns forward FLOPs per token that the backward pass recomputes under the remat policy."""
+    saved = saved_names(model)
+    if saved is None:
         return 0.0
     sizes, D = activation_sizes(model, 1), model.embed_dim
     costs = {name: 2 * D * sizes[name] for name in (QUERY, KEY, VALUE, MLP_GATE, MLP_UP) if name in sizes}
     if model.latent_width:
-        costs |= latent_costs(model)
-    costs[ATTENTION_OUT] = seq_len * (model.query_width + model.result_width)  # two products over half the keys
+        costs |= latent_flops(model)
+    costs[ATTENTION_OUT] = seq_len * (model.query_width + model.result_width)  # two matmuls over half the keys
     costs[ATTENTION_ADDED] = 2 * D * model.result_width
-    held = kept | set(model.remat_offload)
-    return float(model.num_layers * sum(cost for name, cost in costs.items() if name not in held))
+    stored = saved | set(model.remat_offload)
+    return float(model.num_layers * sum(cost for name, cost in costs.items() if name not in stored))
 
 
-def latent_costs(model: ModelConfig) -> dict[str, float]:
-    """The same of each activation that latent attention makes before its scores."""
-    of_matrix = {name.removeprefix("attention."): 2 * rows * size for name, (rows, size) in model.matrices().items()}
-    values = model.value_width / model.matrices()["attention.wkv_up"][1]  # the rest is keys
+def latent_flops(model: ModelConfig) -> dict[str, float]:
+    """Returns FLOPs per token of each activation that latent attention computes before its scores."""
+    matrix_flops = {name.removeprefix("attention."): 2 * rows * size for name, (rows, size) in model.matrices().items()}
+    values = model.value_width / model.matrices()["attention.wkv_up"][1]  # the others are keys
     return {
-        LATENT: of_matrix.get("wq_down", 0) + of_matrix["wkv_down"],
-        QUERY: of_matrix["wq_up" if "wq_up" in of_matrix else "wq"],
-        KEY: (1 - values) * of_matrix["wkv_up"],
-        VALUE: values * of_matrix["wkv_up"],
+        LATENT: matrix_flops.get("wq_down", 0) + matrix_flops["wkv_down"],
+        QUERY: matrix_flops["wq_up" if "wq_up" in matrix_flops else "wq"],
+        KEY: (1 - values) * matrix_flops["wkv_up"],
+        VALUE: values * matrix_flops["wkv_up"],
     }

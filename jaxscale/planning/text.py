@@ -1,4 +1,4 @@
-"""A plan for people: short groups of aligned lines, every assumption named once at the end with its source."""
+"""A plan as text: short groups of aligned lines, with every assumption once at the end with its source."""
 
 import functools
 import textwrap
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.cost import Range
-from jaxscale.planning.machine import HERE
+from jaxscale.planning.machine import THIS_MACHINE
 from jaxscale.planning.propose import Proposal, warmup
 from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.topology import PLANNED_ONLY
@@ -18,7 +18,6 @@ Rows = list[tuple[str, str, str]]
 
 
 def plan_lines(plan: RunPlan) -> list[str]:
-    """The whole plan."""
     machine = plan.machine
     number = f"{machine.num_devices} x {machine.chip}"
     if machine.num_chips != machine.num_devices:
@@ -34,7 +33,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         ("money and energy", table(money_rows(plan))),
         ("checkpoints", table(checkpoint_rows(plan))),
         ("data", table(data_rows(plan))),
-        ("look at", caution_lines(plan)),
+        ("cautions", caution_lines(plan)),
         ("assumed", assumption_lines(plan)),
     ):
         lines += ["", title, *body]
@@ -42,7 +41,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
 
 def model_rows(plan: RunPlan) -> Rows:
-    """Parameters, operations, tokens, batch."""
+    """Returns parameters, FLOPs, tokens and batch."""
     work = plan.work
     ratio, sparse = work.tokens / work.params, work.active_params < work.params
     if sparse:
@@ -52,26 +51,24 @@ def model_rows(plan: RunPlan) -> Rows:
         word = "no optimum was published for this kind of model"
     else:
         best = work.optimal.tokens / work.optimal.params
-        word = f"{digits(best)} is compute-optimal" + (
-            ": over-trained, which serving likes" if ratio > 2 * best else ""
-        )
-    active = f"{work.params:,} in all and active: this model has no experts"
+        word = f"{digits(best)} is compute-optimal" + (": over-trained, cheaper to serve" if ratio > 2 * best else "")
+    active = f"{work.params:,} in all, all active: a dense model"
     if sparse:
-        active = f"{work.params:,} in all: memory; a token goes through {work.active_params:,}: FLOPs and MFU"
+        active = f"{work.params:,} in all, {work.active_params:,} active per token (FLOPs and MFU)"
     number = "6 N of these" if sparse else "6 N"
-    whose = "of those that a token goes through, " if sparse else "by the model's own formula, "
-    formula = f"{whose}attention included; {number} = {scientific(work.flops_per_token_6n)}"
+    basis = "of active parameters, " if sparse else "by the model's formula, "
+    formula = f"{basis}attention included; {number} = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
     batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_tokens)
     ramp = []
     if work.ramp:
         ends = ", ".join(f"{first:,}" for first, _ in work.ramp[1:4]) + ", ..." * (len(work.ramp) > 4)
-        told = f"from {count(work.ramp[0][1])} tokens, larger from batch {ends}; memory and speed are of the largest"
-        ramp = [("batch ramp", plural(len(work.ramp), "size"), told)]
+        note = f"from {count(work.ramp[0][1])} tokens, larger from batch {ends}; memory and speed are of the largest"
+        ramp = [("batch ramp", plural(len(work.ramp), "size"), note)]
     if work.seq_len_ramp:
         begins = ", ".join(f"{first:,}" for first, _ in work.seq_len_ramp[1:4]) + ", ..." * (len(work.seq_len_ramp) > 4)
-        told = f"from {work.seq_len_ramp[0][1]:,}, longer from batch {begins}; memory and speed are of the longest"
-        ramp.append(("tokens in a row", plural(len(work.seq_len_ramp), "length"), told))
+        note = f"from {work.seq_len_ramp[0][1]:,}, longer from batch {begins}; memory and speed are of the longest"
+        ramp.append(("tokens in a row", plural(len(work.seq_len_ramp), "length"), note))
     return [
         ("parameters", count(work.params), active),
         ("FLOPs per token", scientific(work.flops_per_token), formula),
@@ -89,7 +86,7 @@ def model_rows(plan: RunPlan) -> Rows:
 
 
 def size_lines(plan: RunPlan) -> list[str]:
-    """This size, the compute-optimal one, and smaller ones of the same loss."""
+    """Returns this size, the compute-optimal one, and smaller ones of the same loss."""
     work = plan.work
     if work.active_params < work.params:
         return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of dense models, with one number of parameters"]
@@ -97,7 +94,7 @@ def size_lines(plan: RunPlan) -> list[str]:
         return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of decoders that predict the next token"]
     this = scaling.Alternative(work.params, work.tokens, work.flops_per_token_6n * work.tokens, work.loss)
     best = work.optimal
-    by = "by the rule; no fit has models so small" if best.loss is None else "lowest loss for these FLOPs, by the fit"
+    by = "by the rule; no fit covers smaller models" if best.loss is None else "lowest loss for these FLOPs, by the fit"
     named = [
         ("this plan", this, ""),
         ("compute-optimal", best, f"{by}: {digits(best.tokens / best.params)} a parameter"),
@@ -105,7 +102,7 @@ def size_lines(plan: RunPlan) -> list[str]:
     for one in work.serving:
         paid = f"pays off after {count(one.served_tokens)} tokens served" if one.served_tokens else ""
         named.append(("cheaper to serve", one, paid or "cheaper to train too"))
-    kaplan = scaling.kaplan_alternative(this.flops)._replace(loss=None)  # its loss is of other text and tokens
+    kaplan = scaling.kaplan_alternative(this.flops)._replace(loss=None)  # its loss is on another text and tokenizer
     named.append(("best after Kaplan", kaplan, "arXiv:2001.08361, of 2020: for comparison"))
     rows = [("", "parameters", "tokens", "FLOPs (6ND)", "loss", "")]
     for name, one, note in named:
@@ -115,56 +112,57 @@ def size_lines(plan: RunPlan) -> list[str]:
 
 
 def memory_lines(plan: RunPlan) -> list[str]:
-    """Memory by kind with its formula, and what is there."""
+    """Returns memory by kind with its formula, and the usable memory."""
     device = plan.device
     rows = [(row.kind, size(row.num_bytes), row.source) for row in device.memory]
     share = f"{device.memory_bytes / device.usable_bytes:.0%} of {size(device.usable_bytes)}"
-    rows.append(("together", size(device.memory_bytes), share))
+    rows.append(("total", size(device.memory_bytes), share))
     if device.kept is not None:
         rows.append(("by the compiler", size(device.kept.peak_bytes), f"jaxscale preflight, {device.kept.date}"))
     if device.host_bytes:
-        rows.append(("in the host's memory", size(device.host_bytes), "for each device, beside these"))
+        rows.append(("in host memory", size(device.host_bytes), "per device, in addition"))
     return [*table(rows, right=(1,)), *wrapped(f"{plan.machine.chip}: {device.usable_why}", INDENT, INDENT)]
 
 
 def time_rows(plan: RunPlan) -> Rows:
-    """Step, throughput, wall time."""
-    time, found = plan.time, plan.time.speed
-    if found.step_seconds is None or found.tokens_per_second is None or time.wall_seconds is None:
-        return [("step", NOT_KNOWN, found.source)]
-    mfu = span(found.mfu, lambda share: f"{share:.1%}") if found.mfu else NOT_KNOWN
-    rate = "FLOPs a second that were measured here" if found.measured else "(MFU x peak x devices)"
+    """Returns step time, throughput and wall time."""
+    time, speed = plan.time, plan.time.speed
+    if speed.step_seconds is None or speed.tokens_per_second is None or time.wall_seconds is None:
+        return [("step", NOT_KNOWN, speed.source)]
+    mfu = span(speed.mfu, lambda share: f"{share:.1%}") if speed.mfu else NOT_KNOWN
+    rate = "measured FLOP/s" if speed.measured else "(MFU x peak x devices)"
     rows = [
-        ("step", span(found.step_seconds, seconds), f"FLOPs of a step / {rate}"),
-        ("MFU", mfu, "" if found.mfu else "this device has no peak in the table"),
-        ("tokens/s", span(found.tokens_per_second, count), "of all devices"),
+        ("step", span(speed.step_seconds, seconds), f"FLOPs of a step / {rate}"),
+        ("MFU", mfu, "" if speed.mfu else "this device has no peak in the table"),
+        ("tokens/s", span(speed.tokens_per_second, count), "of all devices"),
         ("wall time", span(time.wall_seconds, duration), f"steps / {time.goodput:.0%} goodput"),
     ]
-    if found.compute_seconds is not None:
-        exposed = found.exposed_seconds or 0.0
-        sent = f"sending {seconds(found.link_seconds)}, {seconds(exposed)} of it exposed" if found.link_seconds else ""
-        sent = sent or "nothing is sent"
-        idle = f"waiting for other stages {seconds(found.idle_seconds)}, " if found.bubble else ""
-        least = f"products {seconds(found.compute_seconds)}, {idle}{sent}; recomputation included"
-        whole = found.compute_seconds + found.idle_seconds + exposed
-        rows.append(("least of a step", seconds(whole), least))
-        if found.sent_bytes:
-            most_first = sorted(found.sent_bytes.items(), key=lambda one: -one[1])
+    if speed.compute_seconds is not None:
+        exposed = speed.exposed_seconds or 0.0
+        sent = "no communication"
+        if speed.link_seconds:
+            sent = f"communication {seconds(speed.link_seconds)}, {seconds(exposed)} of it exposed"
+        idle = f"pipeline idle {seconds(speed.idle_seconds)}, " if speed.bubble else ""
+        least = f"matmuls {seconds(speed.compute_seconds)}, {idle}{sent}; recomputation included"
+        whole = speed.compute_seconds + speed.idle_seconds + exposed
+        rows.append(("lower bound", seconds(whole), least))
+        if speed.sent_bytes:
+            most_first = sorted(speed.sent_bytes.items(), key=lambda one: -one[1])
             by_axis = ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in most_first)
-            rows.append(("sent", size(sum(found.sent_bytes.values())), f"of one device and step: {by_axis}"))
-        if found.bubble:
-            share, _, formula = found.bubble.partition(" = ")
-            rows.append(("bubble", share, f"{formula} of the time of the stages"))
+            rows.append(("sent", size(sum(speed.sent_bytes.values())), f"per device and step: {by_axis}"))
+        if speed.bubble:
+            share, _, formula = speed.bubble.partition(" = ")
+            rows.append(("bubble", share, f"{formula} of the stages' time"))
     if (limit := time.deadline_seconds) is not None:
-        rows.append(("deadline", duration(limit), reached(time.wall_seconds, limit)))
+        rows.append(("deadline", duration(limit), limit_check(time.wall_seconds, limit)))
     return rows
 
 
 def money_rows(plan: RunPlan) -> Rows:
-    """Chip-hours, dollars, energy."""
+    """Returns chip-hours, dollars and energy."""
     money, chip = plan.money, plan.machine.chip
     if money.chip_hours is None:
-        return [("chip-hours", NOT_KNOWN, "without a step time")]
+        return [("chip-hours", NOT_KNOWN, "no step time")]
     rows = [("chip-hours", span(money.chip_hours, digits), f"{cost.chips(plan.machine.num_chips)} x wall time")]
     if money.price is None or money.dollars is None:
         rows.append(("dollars", NOT_KNOWN, f"no price of {chip} is known: give --price=DOLLARS a chip and hour"))
@@ -172,45 +170,45 @@ def money_rows(plan: RunPlan) -> Rows:
         price = f"{dollars(money.price.dollars_per_hour)} a chip and hour"
         rows.append(("dollars", span(money.dollars, dollars), price))
     if money.budget_dollars is not None and money.dollars is not None:
-        rows.append(("budget", dollars(money.budget_dollars), reached(money.dollars, money.budget_dollars)))
+        rows.append(("budget", dollars(money.budget_dollars), limit_check(money.dollars, money.budget_dollars)))
     if money.megawatt_hours is None:
-        return [*rows, ("energy", NOT_KNOWN, f"no figure for the power of {chip} was found")]
+        return [*rows, ("energy", NOT_KNOWN, f"the power of {chip} is unknown")]
     power = f"{money.watts:g} W a chip x chips x wall time x PUE {money.pue:.2f}; hosts left out"
     return [*rows, ("energy", span(money.megawatt_hours, energy), power)]
 
 
 def checkpoint_rows(plan: RunPlan) -> Rows:
-    """Size, time, interval, what stays."""
+    """Returns size, time and interval of checkpoints, and their storage."""
     saves, chips = plan.saves, cost.chips(plan.machine.num_chips)
     every = NOT_KNOWN if saves.save_interval_seconds is None else span(saves.save_interval_seconds, duration)
     stay = f"{plural(saves.kept_checkpoints, 'checkpoint')}, {dollars(saves.storage_dollars_per_month)} a month"
     return [
         ("one", size(saves.checkpoint_bytes), "parameters, moments and counters in float32, each once"),
-        ("save", duration(saves.save_seconds), "size / bandwidth; training goes on meanwhile"),
+        ("save", duration(saves.save_seconds), "size / bandwidth; overlaps training"),
         ("every", every, f"best by Young and Daly: {duration(saves.best_interval_seconds)}"),
         ("interruptions", f"every {duration(saves.between_failures_seconds)}", f"{chips} at a public rate"),
-        ("kept at the end", size(saves.kept_bytes), stay),
+        ("at the end", size(saves.kept_bytes), stay),
     ]
 
 
 def data_rows(plan: RunPlan) -> Rows:
-    """Tokens that are needed, how fast, and how often those that exist are read."""
+    """Returns required tokens, their rate, and epochs."""
     data, tokens = plan.data, plan.work.tokens
     rows = [("needed", size(data.data_bytes), f"{count(tokens)} tokens x {data.data_bytes // tokens} B an id")]
     if data.data_bytes_per_second is not None and plan.time.speed.tokens_per_second is not None:
         rate = span(data.data_bytes_per_second, lambda number: digits(number / 1e6))
         rows.append(("read at", f"{rate} MB/s", f"{span(plan.time.speed.tokens_per_second, count)} tokens/s"))
-    there = "unknown" if data.data_tokens is None else count(data.data_tokens)
-    rows.append(("there are", there, data.data_source.removeprefix("unknown: ")))
+    available = "unknown" if data.data_tokens is None else count(data.data_tokens)
+    rows.append(("available", available, data.data_source.removeprefix("unknown: ")))
     if data.epochs is None:
         return [*rows, ("epochs", NOT_KNOWN, "")]
-    return [*rows, ("epochs", digits(data.epochs), "tokens / those that are there")]
+    return [*rows, ("epochs", digits(data.epochs), "tokens / available tokens")]
 
 
 def caution_lines(plan: RunPlan) -> list[str]:
-    """What is unwise, why, and what to do; or that nothing was found."""
+    """Returns the cautions with reason, fix and source; or that there are none."""
     if not plan.cautions:
-        return [f"{INDENT}nothing: warmup, rate, batch, tokens, checkpoints and types are within what was published"]
+        return [f"{INDENT}nothing: warmup, rate, batch, tokens, checkpoints and dtypes are within published ranges"]
     lines, indent = [], INDENT + "   "
     for number, one in enumerate(plan.cautions, 1):
         lines += wrapped(f"{number}. {one.what}", INDENT, indent)
@@ -220,7 +218,7 @@ def caution_lines(plan: RunPlan) -> list[str]:
 
 
 def assumption_lines(plan: RunPlan) -> list[str]:
-    """Every figure that came from outside, with its source."""
+    """Returns every figure from an outside source, with that source."""
     fit, price = scaling.BESIROGLU, plan.money.price
     speed = plan.time.speed
     found = [
@@ -235,7 +233,7 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         found += [
             f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; from "
             f"{count(scaling.SMALLEST_FITTED)} parameters on: {fit.source}",
-            "compute-optimal: where that fit is lowest for 6 N D operations; below those sizes the rule of 20 tokens a "
+            "compute-optimal: where that fit is lowest for 6 N D FLOPs; below those sizes the rule of 20 tokens a "
             "parameter: arXiv:2203.15556",
         ]
     found += [
@@ -247,7 +245,7 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         found.append(f"PUE: {plan.money.pue_source}")
     if plan.device.kept is None:
         found.append(
-            "memory: the state exactly; activations and padding are an estimate: the whole was within 15% of the "
+            "memory: the state is exact; activations and padding are estimates: the total was within 15% of the "
             "compiler's for the shipped configs that were compared, and up to 44% above it for TPU programs of a few "
             "hundred MiB (docs/plan.md)"
         )
@@ -255,55 +253,55 @@ def assumption_lines(plan: RunPlan) -> list[str]:
 
 
 def verdict_line(plan: RunPlan) -> str:
-    """'fits by the estimate: ...' or what to change."""
+    """Returns 'fits by the estimate: ...', or the fix."""
     device, name = plan.device, plan.machine.topology
     if device.kept and device.fits:
         return f"fits, as compiled by jaxscale preflight on {device.kept.date}"
     if device.fits:
         family = name.partition(":")[0]
-        if family == HERE:
+        if family == THIS_MACHINE:
             return "fits by the estimate; jaxscale rehearse tries it here"
         compiles = f"; jaxscale preflight --topology={name} compiles the step"
         return f"fits by the estimate{'' if family in PLANNED_ONLY else compiles}"
     parts = device.fitting_microbatches
     if parts is not None and not device.kept:
-        return f"does not fit by the estimate; with --config.train.num_microbatches={parts} it would"
+        return f"does not fit by the estimate; --config.train.num_microbatches={parts} would fit"
     if device.least_devices > plan.machine.num_devices:
         return (
             f"does not fit: parameters, moments and gradients alone fill {device.least_devices:,} such devices; use "
-            "more than that, or a smaller model"
+            "more devices, or a smaller model"
         )
     return "does not fit: use more chips, mesh.fsdp=-1 with rules=zero3, model.remat=full, or a smaller model"
 
 
-def reached(needed: Range, there: float) -> str:
-    """Whether what is there is enough at both ends."""
-    if needed.high <= there:
+def limit_check(needed: Range, limit: float) -> str:
+    """Returns the comparison of a limit with both ends of a range."""
+    if needed.high <= limit:
         return "enough at both ends"
-    if needed.low <= there:
+    if needed.low <= limit:
         return "enough only at the better end"
-    return f"not enough: {digits(needed.low / there)} times as much"
+    return f"not enough: {digits(needed.low / limit)} times as much"
 
 
-def wrapped(text: str, first: str, rest: str) -> list[str]:
-    """The text in lines of at most WIDTH."""
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+def wrapped(text: str, first: str, indent: str) -> list[str]:
+    """Returns the text in lines of at most WIDTH."""
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def span(both: Range, show: Callable[[float], str]) -> str:
-    """'12 to 15', or '12' where both ends look the same."""
+    """Returns '12 to 15', or '12' if both ends look the same."""
     low, high = show(both.low), show(both.high)
     return low if low == high else f"{low} to {high}"
 
 
 def scientific(number: float) -> str:
-    """'4.33e10'."""
+    """Returns '4.33e10'."""
     mantissa, _, exponent = f"{number:.2e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def amount(number: float, unit: str, thousandth: str) -> str:
-    """'12.3 s', '45 ms'."""
+    """Returns '12.3 s', '45 ms'."""
     return f"{digits(number)} {unit}" if number >= 1 else f"{number * 1e3:.3g} {thousandth}"
 
 
@@ -312,7 +310,7 @@ energy = functools.partial(amount, unit="MWh", thousandth="kWh")
 
 
 def proposal_lines(proposal: Proposal) -> list[str]:
-    """What is proposed, and by which rules."""
+    """Returns the proposal and its rules."""
     model, params, tokens = proposal.model, proposal.params, proposal.tokens
     heads = f"{model['num_heads']} heads of {model['head_dim']}, mlp {model['mlp_dim']:,}"
     batch = "0.2920 C^0.3271 tokens (arXiv:2401.02954), at most the critical batch"
@@ -325,4 +323,4 @@ def proposal_lines(proposal: Proposal) -> list[str]:
         ("batch", f"{proposal.rows} x {proposal.seq_len:,}", batch),
         ("peak rate", f"{proposal.peak_lr:.2g}", f"0.3118 C^-0.1250 (arXiv:2401.02954); warmup {warmup(proposal)}"),
     ]
-    return ["proposed", *table(rows), *wrapped(proposal.why, INDENT, INDENT)]
+    return ["proposed", *table(rows), *wrapped(proposal.reason, INDENT, INDENT)]

@@ -29,11 +29,11 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Chips that are asked for by one name."""
+    """Chips of one name."""
 
     device_kind: str
-    dims: int  # of a slice's shape; 0 for GPUs
-    cores: int = 1  # of one chip, where a count in a name counts cores
+    dims: int  # of a slice; 0 for GPUs
+    cores: int = 1  # per chip, where names count cores
     max_chips: int = 0  # in one slice
 
 
@@ -65,7 +65,7 @@ ALIASES = {
     "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "a100": "a100-80gb",
 }  # fmt: skip
 MAX_CHIPS = 65_536  # of all slices; the most published are 50,944, in 199 of v5e (Google Cloud's blog, November 2023)
-MAX_HOSTS = 4096  # beyond any cluster of these cards that is rented; a typing error more likely
+MAX_HOSTS = 4096  # larger than any rented cluster of these cards; more is probably a typing error
 
 # Shapes smaller than one 4x4x4 cube, and all 2D ones: the tables of supported configurations on the pages above.
 SHAPES_2D = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
@@ -74,7 +74,7 @@ SHAPES_UNDER_A_CUBE = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
 
 @dataclasses.dataclass(frozen=True)
 class TopologyName:
-    """What a name asks for: a TPU slice's shape in chips, or (hosts, cards of one host)."""
+    """A parsed name: a TPU slice's shape in chips, or (hosts, cards per host)."""
 
     family: str
     shape: tuple[int, ...]
@@ -82,12 +82,12 @@ class TopologyName:
 
     @property
     def platform(self) -> str:
-        """'tpu' or 'gpu', as devices name it."""
+        """'tpu' or 'gpu', as JAX names it."""
         return "tpu" if PLANNED[self.family].dims else "gpu"
 
     @property
     def num_chips(self) -> int:
-        """Over all slices."""
+        """Chips of all slices."""
         return self.num_slices * math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class TopologyName:
 class Topology:
     """Devices to compile for."""
 
-    name: str  # canonical: two spellings of one machine give one name
+    name: str  # canonical
     platform: str  # 'tpu' or 'gpu'
     chip: Chip
     devices: list[Any]
@@ -108,9 +108,9 @@ class Topology:
 
 
 def open_topology(text: str) -> Topology:
-    """The devices that a name stands for, none of which need exist here.
+    """Returns the devices of a named topology, none of which need exist here.
 
-    Raises BadInput for a name that means nothing, with the nearest that does, and where no compiler is installed.
+    Raises BadInput for an invalid name, with the nearest valid one, and if no compiler is installed.
     """
     name = parse_topology(text)
     try:
@@ -123,7 +123,7 @@ def open_topology(text: str) -> Topology:
 
 
 def tpu_devices(name: TopologyName) -> list[Any]:
-    """Devices of a TPU topology, from libtpu's compiler. It starts no TPU and asks no metadata server."""
+    """Returns the devices of a TPU topology from libtpu's compiler. Starts no TPU, queries no metadata server."""
     if not packages.is_installed("libtpu") and "TPU_LIBRARY_PATH" not in os.environ:
         raise BadInput(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -138,12 +138,12 @@ def tpu_devices(name: TopologyName) -> list[Any]:
     if chip.num_hosts(math.prod(name.shape) * chip.devices_per_chip) == 1:
         options["chips_per_host_bounds"] = (*name.shape, 1)[:3]  # libtpu's default is hosts of 2x2
     layout = f"{name.family}:{'x'.join(map(str, name.shape))}"
-    with quiet_stderr():  # libtpu says twice that no TPU is attached
+    with quiet_stderr():  # libtpu warns twice that no TPU is attached
         return topologies.get_topology_desc(platform="tpu", topology_name=layout, **options).devices
 
 
 def gpu_devices(name: TopologyName) -> list[Any]:
-    """Devices of GPU hosts, from the CUDA plugin's compiler."""
+    """Returns the devices of GPU hosts from the CUDA plugin's compiler."""
     if not any(packages.is_installed(f"jax_cuda{version}_plugin") for version in (12, 13)):
         raise BadInput(
             f"{name} is compiled for by jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
@@ -158,9 +158,9 @@ def gpu_devices(name: TopologyName) -> list[Any]:
 
 
 def link_domains(devices: Sequence[Any]) -> list[int]:
-    """For each device, the island of fast links that it is in: its slice (ICI) on TPU, its host (NVLink) on GPU.
+    """Returns each device's domain of fast links: its slice (ICI) on TPU, its host (NVLink) on GPU.
 
-    What crosses islands goes through the data centre's network.
+    Traffic between domains uses the data centre's network.
     """
     if devices[0].platform == "tpu":
         return [getattr(device, "slice_index", None) or 0 for device in devices]
@@ -168,16 +168,16 @@ def link_domains(devices: Sequence[Any]) -> list[int]:
 
 
 def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
-    """What a topology's name asks for. Needs no compiler. planned: cards that nothing is compiled for are known too.
+    """Returns the parsed name of a topology. Needs no compiler. planned: also chips without a compiler.
 
-    Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
+    Raises BadInput, in one line with the nearest valid name, for an unknown chip or shape.
     """
     number = r"\d{1,9}"  # digits
     form = rf"(?:({number})\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])({number}(?:x{number})*))?"
     match = re.fullmatch(form, text.strip().lower())
     if not match:
         raise BadInput(
-            f"topology {text[:80]!r} is no chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8"
+            f"topology {text[:80]!r} is not a chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8"
         )
     slices, chip, mark, sizes = match.groups()
     num_slices = int(slices or 1)
@@ -187,7 +187,7 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
         close = difflib.get_close_matches(chip, known, n=1, cutoff=0.4)
         meant = f"; did you mean {close[0]!r}?" if close else ""
         more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if planned else ""
-        raise BadInput(f"topology {text!r}: no chip is called {chip!r}{meant} (known: {', '.join(known)}){more}")
+        raise BadInput(f"topology {text!r}: unknown chip {chip!r}{meant} (known: {', '.join(known)}){more}")
     if num_slices < 1:
         raise BadInput(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
     if not sizes:
@@ -207,13 +207,13 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
 
 
 def examples(family: str) -> list[TopologyName]:
-    """A small and a larger machine of a family."""
+    """Returns a small and a larger machine of a family."""
     shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
     return [TopologyName(family, shape) for shape in shapes]
 
 
 def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) -> tuple[int, int]:
-    """(hosts, cards of each) of a GPU name."""
+    """Returns (hosts, cards per host) of a GPU name."""
     most = CHIPS[PLANNED[family].device_kind].devices_per_host
     if counted or len(shape) > 2:
         total = math.prod(shape)
@@ -233,14 +233,14 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
 
 
 def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The usual shape of a slice that is named by a count: of chips, or of TensorCores where a chip has two."""
+    """Returns the usual shape of a slice named by a count: of chips, or of TensorCores where a chip has two."""
     (count, *more), cores = shape, PLANNED[family].cores
     unit = "TensorCores" if cores > 1 else "chips"
     if more:
         raise BadInput(
             f"topology {text!r}: '-' is followed by a number of {unit}, a shape by ':'; write {text.replace('-', ':')}"
         )
-    # of one size the most cubic stands first among the legal ones, so it is the one that stays
+    # legal_shapes lists the most cubic of a size first; reversed, it is the one that the dict keeps
     shapes = {math.prod(known): known for known in reversed(legal_shapes(family))}
     if count % cores or count // cores not in shapes:
         nearest = min(shapes, key=lambda chips: (abs(math.log(max(count, 1) / cores / chips)), chips))
@@ -252,15 +252,15 @@ def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, if such a slice is made."""
+    """Returns the shape if such a slice exists."""
     ordered = tuple(sorted(shape))
     legal = {tuple(sorted(known)): known for known in legal_shapes(family)}
     if ordered in legal:
         return shape
     chips = max(1, math.prod(shape))
     padded = (ordered + (1,) * 3)[: PLANNED[family].dims]
-    apart = lambda known: sum(abs(math.log(max(a, 1) / b)) for a, b in zip(sorted(padded), sorted(known)))
-    nearest = min(legal.values(), key=lambda known: (abs(math.log(chips / math.prod(known))), apart(known)))
+    distance = lambda known: sum(abs(math.log(max(a, 1) / b)) for a, b in zip(sorted(padded), sorted(known)))
+    nearest = min(legal.values(), key=lambda known: (abs(math.log(chips / math.prod(known))), distance(known)))
     rule = "x".join("ABC"[: PLANNED[family].dims])
     raise BadInput(
         f"topology {text!r}: no {family} slice ({rule}, at most {PLANNED[family].max_chips} chips) has this shape; "
@@ -269,7 +269,7 @@ def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def legal_shapes(family: str) -> list[tuple[int, ...]]:
-    """Every shape that a slice of this family may have, small ones first; of one size the most cubic first."""
+    """Returns every shape of a slice of this family, small ones first; of one size the most cubic first."""
     dims, most = PLANNED[family].dims, PLANNED[family].max_chips
     if family == "v3":
         return [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]
@@ -283,24 +283,24 @@ def legal_shapes(family: str) -> list[tuple[int, ...]]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a compiler's error says first."""
+    """Returns the first line of a compiler's error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Keeps what native code writes to stderr away from it, unless the block fails: then it is shown."""
+    """Captures stderr of native code, and prints it if the block fails."""
     sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
+    stderr_copy = os.dup(2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         except BaseException:
-            os.dup2(kept, 2)
-            said.seek(0)
-            os.write(2, said.read())
+            os.dup2(stderr_copy, 2)
+            captured.seek(0)
+            os.write(2, captured.read())
             raise
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxscale.planning.links import CORE, DIMENSIONS, Stage, group_lines, make_torus
+from jaxscale.planning.links import CORE, DIMENSIONS, Phase, group_lines, make_torus
 from jaxscale.qualify.collectives import default_sizes, measure_axes
 from jaxscale.qualify.result import NO_DATASHEET, Figure, Machine, Probe, held
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
@@ -80,7 +80,7 @@ def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool
     return held(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")
 
 
-def lines_of(mesh: Mesh, axis: str, machine: Machine) -> tuple[Stage, ...]:
+def lines_of(mesh: Mesh, axis: str, machine: Machine) -> tuple[Phase, ...]:
     """The links that a group along the axis has, a stage for each dimension; () without a datasheet."""
     if machine.chip is None:
         return ()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale.ahead.hlo import KINDS, PALLAS
-from jaxscale.ahead.hlo_costs import custom_target, product_flops
+from jaxscale.ahead.hlo_costs import custom_target, matmul_flops
 from jaxscale.ahead.hlo_text import Instruction, Module, parse_module
 from jaxscale.ahead.hlo_trips import count_runs
 from jaxscale.qualify.result import Figure
@@ -90,7 +90,7 @@ def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]
     if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return "collective"
     if (
-        product_flops(instruction, computation)
+        matmul_flops(instruction, computation)
         or opcode == "custom-call"
         and custom_target(instruction).startswith(PALLAS)
     ):

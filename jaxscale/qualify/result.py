@@ -9,7 +9,7 @@ from jaxscale.config import RunConfig
 from jaxscale.hardware import H100, Chip, Device
 from jaxscale.hosts.agree import WAIT_SECONDS
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.planning.reached import reached_on
+from jaxscale.planning.reached import published_mfu
 
 NO_DATASHEET = "no datasheet for this machine: its figures are compared with nothing"
 
@@ -36,7 +36,7 @@ def usual_mfu_floor(chip: Chip | None) -> float | None:
     Elsewhere none is published for models as small as the one that is timed, or none at all.
     """
     same = chip is not None and chip.architecture == H100.architecture
-    return reached_on(H100)[0].low if same else None
+    return published_mfu(H100)[0].low if same else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax
 
 from jaxscale.hosts.agree import FailedElsewhere, agreed, align_keys, gathered, next_key
 from jaxscale.monitor.runinfo import versions
-from jaxscale.planning.measured import QUALIFY, Measured, keep_measured
+from jaxscale.planning.measured import QUALIFY, Measured, save_measured
 from jaxscale.qualify.kernels import measure_kernels
 from jaxscale.qualify.links import measure_links
 from jaxscale.qualify.model import measure_model
@@ -75,7 +75,7 @@ def qualify(
         if jax.process_index() == 0:
             write(result, machine.folder)
     if kept.measured is not None and jax.process_index() == 0:
-        keep_measured(dataclasses.replace(kept.measured, by=QUALIFY, save_bytes_per_second=save_rate(found)))
+        save_measured(dataclasses.replace(kept.measured, by=QUALIFY, save_bytes_per_second=save_rate(found)))
     return result
 
 

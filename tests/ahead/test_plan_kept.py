@@ -8,7 +8,7 @@ import tiny
 from jaxscale.ahead import compiled as ahead
 from jaxscale.ahead.compiled import Compiled, Memory
 from jaxscale.ahead.hlo import HloFacts
-from jaxscale.ahead.preflight import ahead_program, find_kept
+from jaxscale.ahead.preflight import ahead_program, find_compiled_step
 from jaxscale.planning.topology import open_topology
 
 FACTS = HloFacts(
@@ -30,15 +30,15 @@ def test_a_result_is_found_by_its_step_and_by_no_other(monkeypatch, tmp_path):
     memory = Memory(peak=123_456_789, arguments=1, code=0)
     result = Compiled(memory, FACTS, None, 1.0, 1.0, {}, "2026-11-21")
     ahead.write_result(ahead.lower(program, topology)[1], result, print)
-    found = find_kept(config(), WHERE, print)
+    found = find_compiled_step(config(), WHERE, print)
     assert (found.peak_bytes, found.date) == (123_456_789, "2026-11-21") and 0 < found.mfu_ceiling
-    assert find_kept(dataclasses.replace(config(), rules="zero1"), WHERE, print) is None
-    assert find_kept(config(), "b200:1x8", print) is None  # nothing compiles for it
+    assert find_compiled_step(dataclasses.replace(config(), rules="zero1"), WHERE, print) is None
+    assert find_compiled_step(config(), "b200:1x8", print) is None  # nothing compiles for it
     said = []
     next((tmp_path / "jaxscale" / "preflight").glob("*.json")).write_text("{}")
-    assert find_kept(config(), WHERE, said.append) is None and "cannot be read" in said[0]
+    assert find_compiled_step(config(), WHERE, said.append) is None and "cannot be read" in said[0]
 
 
 def test_nothing_is_traced_where_nothing_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert find_kept(None, None, print) is None  # neither is looked at
+    assert find_compiled_step(None, None, print) is None  # neither is looked at

@@ -105,7 +105,7 @@ def test_a_smaller_chip_is_a_no_go_with_what_is_missing(program, compiled):
     assert make_report("tiny", program, enough, compiled).fits
     with_code = dataclasses.replace(compiled, memory=dataclasses.replace(compiled.memory, code=100))
     lines = report_lines(make_report("tiny", program, enough, with_code))
-    assert lines[-1] == "no-go: 100 B of each device are missing" and told("beside the peak", lines)
+    assert lines[-1] == "no-go: 100 B of each device are missing" and told("in addition to the peak", lines)
 
 
 def test_a_device_that_the_compiler_finds_too_small_is_a_table(program, topology, compiled):
@@ -142,7 +142,7 @@ def test_the_same_question_is_answered_from_what_was_kept(program, topology, com
     ahead.write_result(ahead.result_key(text, program, topology), compiled, print)
     again = preflight(tiny.config(), topology, config_name="tiny")
     assert again == dataclasses.replace(report, kept=True)
-    assert "kept result of" in report_lines(again)[-2]
+    assert "cached result of" in report_lines(again)[-2]
 
 
 def test_whatever_changes_the_program_changes_the_key(program, topology, monkeypatch):

@@ -7,9 +7,9 @@ import pytest
 from jaxscale.ahead.hlo import Collective, HloFacts
 from jaxscale.ahead.hlo_schedule import Item
 from jaxscale.ahead.roofline import roofline
-from jaxscale.ahead.timeline import play
+from jaxscale.ahead.timeline import simulate
 from jaxscale.hardware import Chip
-from jaxscale.planning.links import DCN, Stage
+from jaxscale.planning.links import DCN, Phase
 from jaxscale.planning.stages import Stages
 
 CHIP = Chip(
@@ -19,7 +19,7 @@ CHIP = Chip(
 
 def collective(axes, *stages, times=1):
     """A collective of which only the axes and the stages matter: ('x', bytes) with one of three dimensions' links."""
-    stages = tuple(Stage(along, 4, 1.0 if along == DCN else len(along) / 3, sent) for along, sent in stages)
+    stages = tuple(Phase(along, 4, 1.0 if along == DCN else len(along) / 3, sent) for along, sent in stages)
     return Collective("all-gather", axes, False, 4, 8, sum(one.nbytes for one in stages), times, stages=stages)
 
 
@@ -85,7 +85,7 @@ TWO = collective(("fsdp",), ("x", 4.0), ("y", 6.0))  # 2 s, then 3 s
     ],
 )
 def test_a_collective_hides_behind_the_work_between_its_start_and_its_end(items, collectives, seconds, exposed):
-    played = play(items, collectives, CHIP)
+    played = simulate(items, collectives, CHIP)
     assert played.seconds == pytest.approx(seconds)
     told = {link.split(":")[-1]: waited for link, waited in played.exposed.items() if waited}
     assert told == pytest.approx(exposed)
@@ -93,17 +93,17 @@ def test_a_collective_hides_behind_the_work_between_its_start_and_its_end(items,
 
 def test_a_loop_is_its_first_run_and_all_others_alike():
     body = (start(0), work(1), done(0), work(3))
-    played = play([runs(10, *body)], [ONE], CHIP)
+    played = simulate([runs(10, *body)], [ONE], CHIP)
     assert played.seconds == pytest.approx(50) and sum(played.exposed.values()) == pytest.approx(10)
     (one,) = played.collectives
     assert (one.runs, one.link_s, one.cover_s, one.is_blocking) == pytest.approx((10, 20, 10, False))
     ahead = (done(0), start(0), work(3))  # what the last run started is waited for in this one
-    played = play([start(0), runs(10, *ahead), done(0)], [ONE], CHIP)
+    played = simulate([start(0), runs(10, *ahead), done(0)], [ONE], CHIP)
     assert played.seconds == pytest.approx(2 + 30) and played.collectives[0].runs == 11
 
 
 def test_a_branch_counts_as_often_as_it_is_taken():
-    played = play([runs(0.25, blocking(0), work(2)), runs(0.75, work(4))], [ONE], CHIP)
+    played = simulate([runs(0.25, blocking(0), work(2)), runs(0.75, work(4))], [ONE], CHIP)
     assert played.seconds == pytest.approx(0.25 * 4 + 0.75 * 4)
     assert (played.collectives[0].runs, played.blocking["ici:fsdp:x"]) == pytest.approx((0.25, 0.5))
 
@@ -144,7 +144,7 @@ def test_a_stage_waits_while_the_pipeline_fills_and_empties_and_the_ceiling_know
     assert (bound.compute_s, bound.at_least_s) == pytest.approx((10, 14 + bubble))
     assert bound.mfu_ceiling == pytest.approx(10 / (14 + bubble))
     assert bound.overlapped_s == pytest.approx(10 + bubble)
-    whole = Stages(size=4, layers=8, microbatches=6, cuts_head=False)
+    whole = Stages(size=4, layers=8, microbatches=6, shards_head=False)
     assert roofline(step, CHIP, 1000.0, whole, head=0.2).bubble_s == pytest.approx(3 / 6 * (0.5 * 10 + 2))  # 0.8 of 1.6
     assert roofline(step, CHIP, 1000.0).bubble_s == 0
 
@@ -157,7 +157,7 @@ def test_products_that_a_stage_takes_twice_are_no_waiting():
     waits = 3 / (6 * 4 + 3 * 2) * 10 + 3 / (6 * 3 + 3 * 2) * 2  # tensor says nothing for gradients of weights
     assert (bound.bubble_s, bound.bubble) == (
         pytest.approx(waits),
-        "27.3% = 3(P-1)/(4VM+3(P-1)) = 9/33 (what is done twice included)",
+        "27.3% = 3(P-1)/(4VM+3(P-1)) = 9/33 (recomputation included)",
     )
     half = roofline(step, CHIP, 1000.0, Stages(size=4, layers=8, microbatches=6, schedule="zero_bubble"), head=0.5)
     assert half.bubble_s == pytest.approx(3 / 30 * 10 * (0.5 * 30 / 24) / (0.5 * 30 / 24 + 0.5) + 3 / 24 * 2)

@@ -9,14 +9,23 @@ import tiny
 
 from jaxscale import schema
 from jaxscale.ahead import search
-from jaxscale.ahead.layouts import all_layouts, layout_parts
+from jaxscale.ahead.layouts import all_layouts, microbatch_choices
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.ahead.report import Report
 from jaxscale.ahead.roofline import Roofline
-from jaxscale.ahead.search import Candidate, explore, fitting, is_hopeful, needs_as_much, override_lines, ranked, winner
+from jaxscale.ahead.search import (
+    Candidate,
+    explore,
+    fitting,
+    is_promising,
+    needs_as_much,
+    override_lines,
+    ranked,
+    winner,
+)
 from jaxscale.command_line import parse
 from jaxscale.config import RunConfig
-from jaxscale.planning.speed import Estimate, estimate, recomputed_flops
+from jaxscale.planning.speed import StepEstimate, estimate_step, recomputed_flops
 from jaxscale.sharding.config import MESH_AXES, PipelineConfig
 from jaxscale.unread import unread
 
@@ -56,7 +65,7 @@ def candidates(topology):
 def candidate(seconds, gigabytes, **changes):
     """A candidate with a guess: its step takes so long, and its activations so much."""
     changes = {name.replace("__", "."): value for name, value in changes.items()}
-    guess = Estimate(state_bytes=0, activation_bytes=int(gigabytes * GB), compute_s=seconds, link_s=0.0)
+    guess = StepEstimate(state_bytes=0, activation_bytes=int(gigabytes * GB), compute_s=seconds, link_s=0.0)
     return Candidate(changes, search.with_changes(tiny.config(), changes), guess)
 
 
@@ -73,9 +82,9 @@ class Machine:
         return self.result(one)
 
     def result(self, one):
-        took = self.seconds.get(one.label, one.guess.compute_s)
+        took = self.seconds.get(one.label, one.estimate.compute_s)
         line = bounds(took)
-        needs = int(self.factor * one.guess.activation_bytes)
+        needs = int(self.factor * one.estimate.activation_bytes)
         report = dataclasses.replace(self.report, peak_bytes=needs, usable_bytes=LIMIT, roofline=line)
         return report if report.fits else dataclasses.replace(report, roofline=None)
 
@@ -88,9 +97,9 @@ class Machine:
 def test_the_last_of_its_own_remat_tells_how_large_a_candidate_is_else_the_last_of_any(report):
     compiled = lambda peak: dataclasses.replace(report, peak_bytes=peak * GB)
     tried = [(candidate(1, 1, model__remat=name), compiled(peak)) for name, peak in (("full", 3), ("dots", 2))]
-    expected = lambda name: search.learnt_scale(candidate(1, 1, model__remat=name), tried) / search.MARGIN
+    expected = lambda name: search.activation_scale(candidate(1, 1, model__remat=name), tried) / search.MARGIN
     assert [round(expected(name), 9) for name in ("full", "dots", "none")] == [3, 2, 2]
-    assert search.learnt_scale(candidate(1, 1), []) == search.HOPEFUL
+    assert search.activation_scale(candidate(1, 1), []) == search.PRIOR_SCALE
 
 
 def test_the_best_guess_is_compiled_first_and_what_cannot_fit_never(report):
@@ -119,8 +128,8 @@ def test_what_cannot_be_faster_than_the_best_so_far_is_not_compiled(report):
 def test_nor_what_waits_for_links_three_times_as_long_as_would_matter(report, wait, tried):
     machine = Machine(report, seconds={"mesh.tensor=2": 2.0})
     other = candidate(1.5, 5, mesh__data=2)
-    waits = dataclasses.replace(other.guess, exposed_s=wait, link_s=wait)
-    machine.explore([candidate(1.0, 5, mesh__tensor=2), dataclasses.replace(other, guess=waits)])
+    waits = dataclasses.replace(other.estimate, exposed_s=wait, link_s=wait)
+    machine.explore([candidate(1.0, 5, mesh__tensor=2), dataclasses.replace(other, estimate=waits)])
     assert machine.compiled == ["mesh.tensor=2"] + ["mesh.data=2"] * tried
 
 
@@ -140,7 +149,7 @@ def test_fewer_microbatches_than_failed_are_not_tried(report):
     assert needs_as_much(fewer, failed) and not needs_as_much(more, failed)
     assert not needs_as_much(elsewhere, failed)
     report = dataclasses.replace(report, peak_bytes=11 * GB, usable_bytes=LIMIT, roofline=None)
-    assert not is_hopeful(dataclasses.replace(fewer, guess=candidate(1.0, 0.1).guess), [(failed, report)], 2)
+    assert not is_promising(dataclasses.replace(fewer, estimate=candidate(1.0, 0.1).estimate), [(failed, report)], 2)
 
 
 def test_two_repairs_are_enough_and_none_is_a_part_of_another(report):
@@ -174,7 +183,7 @@ def test_no_compilation_is_begun_that_would_end_too_late(report, seconds, count)
 
 def test_the_candidates_are_all_that_training_would_take_and_the_config_itself(candidates, topology):
     assert len({one.label for one in candidates}) == len(candidates) > 50
-    assert [one.label for one in candidates if one.cfg == tiny.config()] == ["as it is"]
+    assert [one.label for one in candidates if one.cfg == tiny.config()] == ["unchanged"]
     assert not any("mesh.fsdp" in one.changes for one in candidates)  # it is -1, and takes what is left
     for one in candidates[::17]:
         ahead_program(one.cfg, topology)
@@ -184,7 +193,7 @@ def test_the_candidates_are_all_that_training_would_take_and_the_config_itself(c
 
 def test_the_guess_of_a_candidate_is_that_of_its_own_program(candidates, topology):
     for one in candidates[5::40]:
-        assert one.guess == estimate(ahead_program(one.cfg, topology), topology)
+        assert one.estimate == estimate_step(ahead_program(one.cfg, topology), topology)
 
 
 def test_layouts_have_all_axes_within_reason():
@@ -207,9 +216,9 @@ def test_layouts_have_all_axes_within_reason():
 def test_stages_get_as_many_microbatches_as_they_need():
     cfg = tiny.config({"model.num_layers": 8, "batch_tokens": "16 rows"})
     layout = dict.fromkeys(MESH_AXES, 1) | {"pipeline": 4, "fsdp": 2, "chunks": 1}
-    assert layout_parts(cfg, layout) == [4, 8]
-    assert layout_parts(cfg, layout | {"pipeline": 8, "chunks": 2, "fsdp": 1}) == [8, 16]
-    assert layout_parts(cfg, layout | {"pipeline": 1}) == [1, 2, 4, 8]
+    assert microbatch_choices(cfg, layout) == [4, 8]
+    assert microbatch_choices(cfg, layout | {"pipeline": 8, "chunks": 2, "fsdp": 1}) == [8, 16]
+    assert microbatch_choices(cfg, layout | {"pipeline": 1}) == [1, 2, 4, 8]
 
 
 @pytest.mark.soak
@@ -221,10 +230,10 @@ def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(
     assert layouts == {(p, c, v) for p, v in ((1, 1), (2, 1), (2, 2), (4, 1)) for c in (1, 2)}
     for one in found:
         if one.cfg.mesh.pipeline > 1:
-            assert one.cfg.model.remat == "full" and one.guess.idle_s > 0
+            assert one.cfg.model.remat == "full" and one.estimate.idle_s > 0
     for one in found[::31]:
         assert not unread(one.cfg).keys() & one.changes.keys()
-    assert said[0].startswith(f"{len(found)} settings guessed at, on ") and "context 1, 2;" in said[0]
+    assert said[0].startswith(f"{len(found)} candidates estimated, on ") and "context 1, 2;" in said[0]
     plain = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, pipeline=2), pipeline=PipelineConfig(chunks=2))
     without = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "tensor": 2, "chunks": 1}
     (back, *_) = search.make_candidates(plain, topology, [without], ["zero3"], [False])
@@ -238,10 +247,10 @@ def test_the_search_shares_experts_and_tries_schedules_and_says_so(topology):
     layouts = list(all_layouts(cfg, 8))
     assert {one["expert"] for one in layouts} == {1, 2, 4}
     assert {one["expert"] for one in all_layouts(tiny.config(), 8)} == {1}
-    assert layout_parts(cfg, dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "fsdp": 2, "chunks": 1}) == [1, 2]
+    assert microbatch_choices(cfg, dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "fsdp": 2, "chunks": 1}) == [1, 2]
     chosen = [one for one in layouts if one["tensor"] == one["context"] == one["data"] == 1]
     found = list(search.make_candidates(cfg, topology, chosen, ["zero3"], [False]))
-    assert search.tried_text(found) == "; schedules 1f1b, zero_bubble; experts are sent rows"
+    assert search.choices_text(found) == "; schedules 1f1b, zero_bubble; experts are sent rows"
     alone = [one for one in found if one.cfg.mesh.expert == 1]
     assert alone and all(one.changes["expert.exchange"] == "auto" for one in alone)  # or nobody would read it
     staged = [one for one in found if one.cfg.pipeline.schedule == "zero_bubble"]
@@ -249,7 +258,7 @@ def test_the_search_shares_experts_and_tries_schedules_and_says_so(topology):
     for one in (staged[0], alone[0]):
         ahead_program(one.cfg, topology)
     other = dataclasses.replace(staged[0].cfg, pipeline=dataclasses.replace(staged[0].cfg.pipeline, schedule="1f1b"))
-    assert [one for one in found if one.cfg == other][0].guess.idle_s > staged[0].guess.idle_s
+    assert [one for one in found if one.cfg == other][0].estimate.idle_s > staged[0].estimate.idle_s
 
 
 def test_why_the_winner_wins_is_told_by_part(report):
@@ -257,9 +266,9 @@ def test_why_the_winner_wins_is_told_by_part(report):
     best = (candidate(1.0, 5, mesh__pipeline=2), dataclasses.replace(report, peak_bytes=5, roofline=line))
     own = (candidate(1.0, 5), dataclasses.replace(report, peak_bytes=5, roofline=bounds(3.0)))
     large = (candidate(1.0, 5), dataclasses.replace(report, peak_bytes=2 * LIMIT, roofline=None))
-    wins = "mesh.pipeline=2 wins: at least 2750 ms a step: products 2000 ms, bubble 250 ms, waiting for links 500 ms"
-    assert search.why_lines([own, best]) == [wins, "the config as it is: at least 3000 ms a step: products 3000 ms"]
-    assert search.why_lines([large, best]) == [wins, "the config as it is: does not fit"]
+    wins = "mesh.pipeline=2 wins: at least 2750 ms a step: matmuls 2000 ms, bubble 250 ms, exposed communication 500 ms"
+    assert search.winner_lines([own, best]) == [wins, "the unchanged config: at least 3000 ms a step: matmuls 3000 ms"]
+    assert search.winner_lines([large, best]) == [wins, "the unchanged config: does not fit"]
 
 
 def test_repairs_add_zero3_and_offload_and_change_something(topology):
@@ -286,15 +295,17 @@ def test_policies_that_keep_more_compute_less_again():
 
 
 def test_more_microbatches_need_less_memory_and_more_traffic(topology):
-    guesses = [estimate(ahead_program(tiny.config({"train.num_microbatches": n}), topology), topology) for n in (1, 2)]
+    guesses = [
+        estimate_step(ahead_program(tiny.config({"train.num_microbatches": n}), topology), topology) for n in (1, 2)
+    ]
     assert guesses[1].memory() < guesses[0].memory()
     assert guesses[1].link_s > guesses[0].link_s and guesses[1].compute_s == guesses[0].compute_s
 
 
 def test_the_fastest_by_arithmetic_is_told_and_that_which_fits():
     large, small, slow = candidate(1.0, 12, mesh__data=2), candidate(1.5, 5, mesh__tensor=2), candidate(2.0, 1)
-    told = ("mesh.data=2, 11.2 GiB, 1000 ms: products 1000 ms", "mesh.tensor=2, 4.7 GiB, 1500 ms: products 1500 ms")
-    whether = f"the fastest by arithmetic, whether it fits or not: {told[0]}"
+    told = ("mesh.data=2, 11.2 GiB, 1000 ms: matmuls 1000 ms", "mesh.tensor=2, 4.7 GiB, 1500 ms: matmuls 1500 ms")
+    whether = f"the fastest estimate, whether it fits or not: {told[0]}"
     assert search.fastest_lines([slow, large, small], LIMIT) == [whether, f"of those that fit: {told[1]}"]
-    assert search.fastest_lines([slow, small], LIMIT) == [f"the fastest by arithmetic, which fits: {told[1]}"]
+    assert search.fastest_lines([slow, small], LIMIT) == [f"the fastest estimate, which fits: {told[1]}"]
     assert search.fastest_lines([large], LIMIT) == [whether, "none fits into 9.3 GiB"]

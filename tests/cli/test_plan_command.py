@@ -80,7 +80,7 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
     [
         ([], "give --config=FILE to plan a run, or one of --budget"),
         ([SEVEN], "--topology must be given"),
-        ([SEVEN, "--topology=v99:8"], "no chip is called 'v99'"),
+        ([SEVEN, "--topology=v99:8"], "unknown chip 'v99'"),
         ([SEVEN, "--topology=v5p-256", "--price=free"], "--price=free must be a number above 0"),
         ([SEVEN, "--topology=v5p-256", "--deadline=soon"], "--deadline=soon must be a time such as 30d"),
         ([SEVEN, "--topology=v5p-256", "--mfu=40"], "--mfu=40 must be a share"),

@@ -51,7 +51,7 @@ def test_a_tpu_slice_is_compiled_for_kept_and_its_executable_written(run, tmp_pa
     assert "untested" in out
 
     code, out, again = run("v5e:2x4")
-    assert code is Exit.DONE and "kept result of" in out
+    assert code is Exit.DONE and "cached result of" in out
     assert again["report"]["peak_bytes"] == report["peak_bytes"] and again["report"]["traffic"] == report["traffic"]
 
 

@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_a_no_go_with_a_change_that_was_compiled_and_does(t
     less = topology(first["report"]["peak_bytes"] - 1)  # XLA:CPU tells no size of code
     assert answer(cfg, less, request) is Exit.NO_GO == 3
     out = capsys.readouterr().out
-    assert "kept result of" in out and "no-go: 1 B of each device are missing" in out
+    assert "cached result of" in out and "no-go: 1 B of each device are missing" in out
     others = json.loads(request.json.read_text())["others"]
     assert [one["report"]["fits"] for one in others if not one["changes"]] == [False]
     fits = [one for one in others if one["report"]["fits"]]
@@ -59,11 +59,11 @@ def test_search_keeps_to_its_time_and_writes_the_winner_as_flags(tmp_path, capsy
     cfg = tiny.config(LONG)
     assert answer(cfg, topology(), request) is Exit.DONE
     out = capsys.readouterr().out
-    assert re.search(r"searching other layouts for 1 s\n\d+ settings guessed at", out) and "time is up (1 s)" in out
+    assert re.search(r"searching other layouts for 1 s\n\d+ candidates estimated", out) and "time is up (1 s)" in out
     assert f"written to {request.overrides}" in out
     assert request.overrides.read_text() == ""  # the config itself is all that was compiled
 
-    own = search.own_candidate(cfg, topology())
+    own = search.unchanged_candidate(cfg, topology())
     report = planner_preflight(cfg, topology(), config_name="tiny")  # kept
     changes = {"model.remat": "full", "mesh.tensor": 2}
     preflight.write_winner([(dataclasses.replace(own, changes=changes), report)], request.overrides)

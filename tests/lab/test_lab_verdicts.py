@@ -14,7 +14,7 @@ from jaxscale.lab.experiments import EXPERIMENTS
 from jaxscale.lab.page import lab_page
 from jaxscale.lab.sizes import inner_flops, wider
 from jaxscale.lab.trial import Base, seconds_of
-from jaxscale.planning.best_size import of_loss
+from jaxscale.planning.best_size import loss_law_text
 from jaxscale.planning.loss_law import Point
 from jaxscale.system.exits import BadInput
 
@@ -179,7 +179,7 @@ def test_a_law_that_puts_the_best_size_below_one_parameter_determines_none():
         37_500: {1_024: 5.496, 2_048: 5.403, 4_096: 5.178},
     }
     points = [Point(params, tokens, loss) for params, of in ends.items() for tokens, loss in of.items()]
-    assert of_loss(points, 7.6e9).endswith("these runs determine no best size.")
+    assert loss_law_text(points, 7.6e9).endswith("these runs determine no best size.")
 
 
 def test_clipping_that_allows_twice_the_rate_is_told_so():
@@ -200,7 +200,7 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
         batch, total = trial.cfg.tokens_per_step, trial.cfg.train_tokens
         curve = law(trial.cfg.model.num_params, np.arange(batch, total + 1, batch))
         results.append(made(trial, float(curve[-1]), curve=curve))
-    lowest, curves, parabolas, of_loss, _ = isoflop.conclude(results).verdict
+    lowest, curves, parabolas, law_text, _ = isoflop.conclude(results).verdict
     power_of = lambda cfg: cfg.train_tokens**-0.09 * cfg.model.num_params**-0.01
     kaplan = isoflop.conclude([r._replace(loss=power_of(r.trial.cfg)) for r in results]).verdict[-1]
     assert "losses go as C ** -0.08992" in kaplan and "parameters as D ** -0.09 (" in kaplan
@@ -218,7 +218,7 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
     assert "None lies inside" not in lowest
     for text in (curves, parabolas):
         assert 0.4 < float(text.split("C ** ")[1].split()[0]) < 0.6 and "10 times the largest tried" in text, text
-    assert "so the best size grows as C ** 0.5" in of_loss
+    assert "so the best size grows as C ** 0.5" in law_text
 
 
 def test_a_rate_that_moves_with_the_width_without_mup_is_told():

@@ -5,7 +5,7 @@ import pytest
 import tiny
 
 from jaxscale.planning.check import check_machine
-from jaxscale.planning.memory import least_memory, memory_need
+from jaxscale.planning.memory import memory_lower_bound, memory_need
 from jaxscale.system.exits import Exit, Stop
 
 # 5e12 parameters: 80 TB of state, which no machine that runs tests has.
@@ -39,7 +39,7 @@ def test_all_reasons_are_told_together_each_with_what_to_change():
     assert code is Exit.NO_GO == 3
     assert lines[0] == "4 reasons why this config cannot run here"
     kernel, data, mesh, memory = lines[1:]
-    assert "kernel: model.matmul_precision='tf32' exists on NVIDIA GPUs, and this is cpu; use 'default'" in kernel
+    assert "kernel: model.matmul_precision='tf32' requires an NVIDIA GPU, and this is cpu; use 'default'" in kernel
     assert "data: " in data and "nothing/*.txt" in data
     assert "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, and there are 8" in mesh
     assert "memory: " in memory and "TiB a device" in memory and "use more than" in memory
@@ -90,7 +90,7 @@ def test_the_state_is_counted_exactly():
 
 def test_the_least_memory_is_that_of_sharing_everything():
     program = tiny.program({}, 8)
-    least = least_memory(program.cfg, 8)
+    least = memory_lower_bound(program.cfg, 8)
     assert least.state <= memory_need(program).state
     assert least.state == pytest.approx(16 * program.cfg.model.num_params / 8, rel=0.1)
 

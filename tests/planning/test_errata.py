@@ -19,11 +19,11 @@ from jaxscale.ops.attention.blockwise import make_attend
 from jaxscale.optim.schedules import make_schedule
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.machine import open_machine
-from jaxscale.planning.memory import least_memory
-from jaxscale.planning.plan import Wishes, make_plan
-from jaxscale.planning.propose import shape, shape_params
-from jaxscale.planning.reached import ROWS, reached_on
-from jaxscale.planning.sending import plan_sending
+from jaxscale.planning.memory import memory_lower_bound
+from jaxscale.planning.plan import PlanOptions, make_plan
+from jaxscale.planning.propose import find_shape, shape_params
+from jaxscale.planning.reached import ROWS, published_mfu
+from jaxscale.planning.sending import communication_time
 from jaxscale.planning.speed import recomputed_flops
 from jaxscale.training.config import LossScaleConfig
 from jaxscale.training.state import adjust_loss_scale, init_loss_scale
@@ -44,21 +44,21 @@ def device_days(flops, mfu):
 def sized(params):
     """A run whose model has about so many parameters."""
     cfg = tiny.config()
-    model = LlamaConfig(**shape(params))
-    return dataclasses.replace(cfg, model=model), shape_params(shape(params))
+    model = LlamaConfig(**find_shape(params))
+    return dataclasses.replace(cfg, model=model), shape_params(find_shape(params))
 
 
 def test_the_state_of_70b_is_840_gb_and_only_with_a_float32_copy_1_12_tb():
     assert 70e9 * (WEIGHTS + GRADS + MOMENTS) == 840 * GB
     assert 70e9 * (WEIGHTS + GRADS + MASTER + MOMENTS) == 1120 * GB
     cfg, params = sized(70e9)
-    assert least_memory(cfg, 1).state == 16 * params == pytest.approx(1120 * GB, rel=0.06)
+    assert memory_lower_bound(cfg, 1).state == 16 * params == pytest.approx(1120 * GB, rel=0.06)
 
 
 def test_copy_and_moments_are_12_bytes_and_all_is_16_however_it_is_divided():
     assert MASTER + MOMENTS == 12 and WEIGHTS + GRADS + MASTER + MOMENTS == 16
     cfg, params = sized(7e9)
-    state = least_memory(cfg, 1).state
+    state = memory_lower_bound(cfg, 1).state
     assert state == 16 * params == pytest.approx(112 * GB, rel=0.06)
     assert state > 80 * GB  # data parallelism alone does not hold 7B on 80 GB
     assert math.ceil(175e9 * (WEIGHTS + MOMENTS) / (80 * GB)) == 22  # GPT-3 without gradients, in A100s
@@ -66,7 +66,7 @@ def test_copy_and_moments_are_12_bytes_and_all_is_16_however_it_is_divided():
 
 def test_70b_over_tensor_8_and_pipeline_4_is_35_gb_a_device():
     cfg, params = sized(70e9)
-    assert least_memory(cfg, 32).state == pytest.approx(params / 70e9 * 35.0 * GB, rel=1e-6)
+    assert memory_lower_bound(cfg, 32).state == pytest.approx(params / 70e9 * 35.0 * GB, rel=1e-6)
     part = 70e9 / 32
     zero1 = part * (WEIGHTS + GRADS + (MASTER + MOMENTS) / 8)  # only the optimizer is shared
     zero3 = part * (WEIGHTS + GRADS + MASTER + MOMENTS) / 8
@@ -134,7 +134,7 @@ def test_tensor_parallelism_does_not_multiply_the_batch():
     """1,024 rows are 1 row x 8 data-parallel x 128 accumulated, whatever tensor parallelism there is beside them."""
     for tensor in (1, 2):
         settings = {"mesh.tensor": tensor, "batch_tokens": "1024 rows", "train.num_microbatches": 128}
-        plan = make_plan(tiny.config(settings), open_machine(f"v5e:{2 * tensor}x4"), Wishes())
+        plan = make_plan(tiny.config(settings), open_machine(f"v5e:{2 * tensor}x4"), PlanOptions())
         assert (plan.work.rows, plan.work.rows_per_pass, plan.work.num_microbatches) == (1024, 1, 128)
         assert plan.machine.num_devices == 8 * tensor
 
@@ -162,7 +162,7 @@ def test_what_data_parallelism_sends_does_not_depend_on_the_batch():
 
     def sent(rows):
         cfg = tiny.config({"rules": "zero1", "batch_tokens": f"{rows} rows", "model.embed_dim": 64})
-        return plan_sending(make_program(cfg, resolve_budget(cfg, None), machine.devices), machine).total_s
+        return communication_time(make_program(cfg, resolve_budget(cfg, None), machine.devices), machine).total_s
 
     assert sent(64) == sent(640) > 0
 
@@ -194,9 +194,9 @@ def test_the_largest_id_decides_the_type_of_a_token_file():
 
 def test_a_range_is_never_one_number():
     for chip in CHIPS.values():
-        low, high = reached_on(chip)[0]
+        low, high = published_mfu(chip)[0]
         assert 0.1 <= low < high < 0.75
-    source = reached_on(CHIPS["NVIDIA H100 80GB HBM3"])[1]
+    source = published_mfu(CHIPS["NVIDIA H100 80GB HBM3"])[1]
     assert "16,384" in source and "8,192" in source  # 43% is of the smaller one
 
 
@@ -206,7 +206,7 @@ def test_no_published_run_reached_90_percent():
 
 def test_the_output_projection_is_no_part_of_attention():
     """Attention has queries, keys and values, and no weight; what mixes heads is a product of its own behind it."""
-    assert "attention.wo" in LlamaConfig(**shape(7e9)).matrices()
+    assert "attention.wo" in LlamaConfig(**find_shape(7e9)).matrices()
     q, k, v = (jnp.ones((1, 4, 2, 8), jnp.float32) for _ in range(3))
     out = make_attend()(q, k, v, jnp.ones((1, 4), jnp.int32))
     assert out.shape == q.shape and jnp.allclose(out, v)  # a mean of the values of each head, and nothing behind it

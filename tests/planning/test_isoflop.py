@@ -78,7 +78,7 @@ def test_the_envelope_gives_a_known_law_back(name, sizes):
     assert found.params(1e22).middle == pytest.approx(lowest_params(1e22, law), rel=0.05)
     for edge in found.optima:
         assert edge.tokens == pytest.approx(edge.flops / 6 / edge.params, rel=1e-6)
-    assert sum("the best may lie beyond it" in reason for reason in found.left_out) == 2
+    assert sum("the best may be outside" in reason for reason in found.left_out) == 2
 
 
 def test_curves_through_ends_of_runs_and_those_that_are_over_fix_no_edge():
@@ -89,7 +89,7 @@ def test_curves_through_ends_of_runs_and_those_that_are_over_fix_no_edge():
     for curve in curves:  # far apart, so that the smoothing leaves them where they are
         np.testing.assert_allclose(np.exp(envelope.smooth(curve)), [curve.tokens, curve.losses], rtol=1e-9)
     shorter = lambda curve, by: curve._replace(tokens=curve.tokens[:-by], losses=curve.losses[:-by])
-    with pytest.raises(ValueError, match="where not all curves up to that size have begun, or some are over"):
+    with pytest.raises(ValueError, match="where not all curves up to that size have begun, or some have ended"):
         envelope.envelope([shorter(curves[0], 2), shorter(curves[1], 1), *curves[2:4]])
     with pytest.raises(ValueError, match="that are not above 0"):
         envelope.envelope([curves[0]._replace(losses=[3.0, 2.0, 0.0, 1.0])])
@@ -132,9 +132,9 @@ def test_operations_that_differ_a_little_make_one_group_and_budgets_name_them():
         one._replace(tokens=one.tokens * (1 + 0.02 * number))
         for number, one in enumerate(of_equal_flops(budgets=[1e20]))
     ]
-    assert [len(group) for group in isoflop.groups_of(drift, (), 0.1)] == [5]
-    assert [len(group) for group in isoflop.groups_of(drift, (), 0.03)] == [2, 2, 1]
-    assert [len(group) for group in isoflop.groups_of(drift, (1e20, 2e20), 0.05)] == [3]
+    assert [len(group) for group in isoflop.equal_flops_groups(drift, (), 0.1)] == [5]
+    assert [len(group) for group in isoflop.equal_flops_groups(drift, (), 0.03)] == [2, 2, 1]
+    assert [len(group) for group in isoflop.equal_flops_groups(drift, (1e20, 2e20), 0.05)] == [3]
 
 
 def test_too_few_runs_are_refused_with_what_is_missing():

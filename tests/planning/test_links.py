@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from jaxscale.hardware import CHIPS
-from jaxscale.planning.links import Stage, group_lines, make_torus, permute_line, ring_through, rotated, staged
+from jaxscale.planning.links import (
+    Phase,
+    collective_phases,
+    concurrent_phases,
+    group_lines,
+    make_torus,
+    permute_links,
+    ring_over,
+)
 
 V5P, V5E, H100 = (CHIPS[kind] for kind in ("TPU v5", "TPU v5 lite", "NVIDIA H100 80GB HBM3"))
 
@@ -43,7 +51,7 @@ def test_a_group_has_the_links_of_the_dimensions_that_it_lies_along(chip, sides,
 
 
 def test_a_switch_serves_any_group_with_all_links():
-    assert group_lines(make_torus([types.SimpleNamespace()], H100), [0, 3, 5]) == (Stage("switch", 3, 1.0),)
+    assert group_lines(make_torus([types.SimpleNamespace()], H100), [0, 3, 5]) == (Phase("switch", 3, 1.0),)
 
 
 def test_two_devices_of_one_chip_need_no_link_of_the_torus():
@@ -55,17 +63,18 @@ def test_two_devices_of_one_chip_need_no_link_of_the_torus():
 def test_sums_are_scattered_from_the_outermost_dimension_and_gathered_to_it():
     group = group_lines(torus(V5P, 2, 2, 4), range(16))
     sent = {
-        kind: [(s.along, s.nbytes) for s in staged(kind, 1600.0, group)] for kind in ("all-gather", "reduce-scatter")
+        kind: [(s.along, s.nbytes) for s in collective_phases(kind, 1600.0, group)]
+        for kind in ("all-gather", "reduce-scatter")
     }
     assert sent["reduce-scatter"] == [("x", 800), ("y", 400), ("z", 300)]
     assert sent["all-gather"] == sent["reduce-scatter"][::-1]
-    assert [s.nbytes for s in staged("all-reduce", 1600.0, group)] == [800, 400, 300, 300, 400, 800]
+    assert [s.nbytes for s in collective_phases("all-reduce", 1600.0, group)] == [800, 400, 300, 300, 400, 800]
 
 
 @pytest.mark.parametrize(("sides", "seconds"), [((8, 8), 1e9 * 7 / 8 / 50e9), ((16, 16), 1e9 * 15 / 16 / 100e9)])
 def test_a_stage_takes_its_bytes_over_the_bandwidth_of_its_own_links(sides, seconds):
     place = torus(V5E, *sides)  # 50 GB/s a link, in one direction
-    (stage,) = staged("all-gather", 1e9, group_lines(place, range(sides[1])))
+    (stage,) = collective_phases("all-gather", 1e9, group_lines(place, range(sides[1])))
     assert stage.seconds(V5E) == pytest.approx(seconds)
     assert stage.seconds(CHIPS["Tesla T4"]) is None
 
@@ -73,9 +82,9 @@ def test_a_stage_takes_its_bytes_over_the_bandwidth_of_its_own_links(sides, seco
 def test_both_dimensions_at_once_take_half_the_time_of_one_after_the_other():
     place = torus(V5E, 8, 8)
     group = group_lines(place, range(64))
-    after = sum(stage.seconds(V5E) for stage in staged("all-gather", 1e9, group))
-    (beside,) = rotated([staged("all-gather", 1e9, order) for order in (group, group[::-1])])
-    (ring,) = staged("all-gather", 1e9, ring_through(group, place.num_links))
+    after = sum(stage.seconds(V5E) for stage in collective_phases("all-gather", 1e9, group))
+    (beside,) = concurrent_phases([collective_phases("all-gather", 1e9, order) for order in (group, group[::-1])])
+    (ring,) = collective_phases("all-gather", 1e9, ring_over(group, place.num_links))
     assert beside.seconds(V5E) == pytest.approx(after / 2) == pytest.approx(ring.seconds(V5E))
     assert beside.nbytes == pytest.approx(1e9 * 63 / 64) and beside.queues == ring.queues == ("x", "y")
 
@@ -85,7 +94,7 @@ def test_an_exchange_is_bound_by_the_middle_link():
         [one] for one in (*group_lines(torus(V5P, 2, 2, 4), range(4)), *group_lines(torus(V5P, 4, 4, 4), range(4)))
     )
     link = V5P.ici_bandwidth / 6
-    (on_line,), (on_ring,) = staged("all-to-all", 8e8, line), staged("all-to-all", 8e8, ring)
+    (on_line,), (on_ring,) = collective_phases("all-to-all", 8e8, line), collective_phases("all-to-all", 8e8, ring)
     assert on_line.nbytes == 6e8
     assert on_line.seconds(V5P) == pytest.approx(8e8 / link)  # 2 x 2 messages of 2e8 bytes
     assert on_ring.seconds(V5P) == pytest.approx(4e8 / link)
@@ -101,6 +110,6 @@ def test_an_exchange_is_bound_by_the_middle_link():
     ],
 )
 def test_a_permute_is_as_slow_as_its_busiest_link(sides, pairs, along, messages):
-    (stage,) = permute_line(torus(V5P, *sides), pairs)
+    (stage,) = permute_links(torus(V5P, *sides), pairs)
     assert (stage.along, stage.share) == (along, pytest.approx(1 / 6 / messages))
-    assert permute_line(torus(V5P, *sides), [(3, 3)]) == ()
+    assert permute_links(torus(V5P, *sides), [(3, 3)]) == ()

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.budget import resolve_budget
 from jaxscale.planning.ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
-from jaxscale.planning.loss_curve import PARTS, coverage, inside, make_band, shape_of
+from jaxscale.planning.loss_curve import PARTS, coverage, curve_shape, fraction_inside, make_band
 from jaxscale.planning.loss_law import Prediction, fit
 
 TARGET = made_ladder.config(128, 1600)
@@ -135,7 +135,7 @@ def test_folders_that_hold_no_run_or_a_damaged_one_are_left_out(tmp_path):
     (tmp_path / "empty").mkdir()
     assert "holds no run" in why_left_out(tmp_path / "empty")
     folder = made_ladder.write(tmp_path / "run", made_ladder.config())
-    assert why_left_out(folder, apart=str(folder)) == "it is the run to be forecast"
+    assert why_left_out(folder, target_folder=str(folder)) == "it is the run to be forecast"
     for text in ("{", '{"config": {}}', '{"budget": {}}', "[]"):
         (folder / "config.json").write_text(text)
         assert "config.json" in why_left_out(folder)
@@ -184,10 +184,10 @@ def test_the_band_holds_the_curve_of_a_run_that_was_not_in_the_ladder(ladder, tm
     made_ladder.write(tmp_path / "run", TARGET, noise=0.003, seed=99)
     (run,) = read_ladder([str(tmp_path / "run")], TARGET, BUDGET).rungs
     end = fit(ladder.points, draws=100).predict(run.params, run.tokens)
-    band = make_band(end, shape_of(ladder.rungs, own), run.tokens)
+    band = make_band(end, curve_shape(ladder.rungs, own), run.tokens)
     assert band.tokens[-1] == run.tokens and len(band.low) == len(PARTS)
     assert all(low < middle < high for low, middle, high in zip(band.low, band.middle, band.high))
-    assert inside(band, run) >= 0.9
+    assert fraction_inside(band, run) >= 0.9
     shares = coverage(ladder.rungs)
     assert set(shares) == {rung.name for rung in ladder.rungs} and np.mean(list(shares.values())) >= 0.8
 
@@ -198,25 +198,27 @@ def test_a_curve_that_goes_wrong_leaves_the_band(ladder, tmp_path):
     made_ladder.write_rows(folder, rows)
     (run,) = read_ladder([str(folder)], TARGET, BUDGET).rungs
     end = Prediction(0.999 * run.loss, run.loss, 1.001 * run.loss)
-    assert inside(make_band(end, shape_of(ladder.rungs, schedule_of(TARGET, BUDGET)), run.tokens), run) < 0.2
+    assert (
+        fraction_inside(make_band(end, curve_shape(ladder.rungs, schedule_of(TARGET, BUDGET)), run.tokens), run) < 0.2
+    )
 
 
 def test_no_band_is_made_of_other_schedules_gaps_or_too_few(ladder):
     own = schedule_of(TARGET, BUDGET)
     with pytest.raises(ValueError, match="followed cosine to 0.1 of the peak, warmup 5.0%, and the run"):
-        shape_of(ladder.rungs, own._replace(warmup=0.2))
-    with pytest.raises(ValueError, match="0 runs have a line"):
-        shape_of([], own)
-    with pytest.raises(ValueError, match="2 runs have a line"):
-        shape_of(ladder.rungs[:2], own)
+        curve_shape(ladder.rungs, own._replace(warmup=0.2))
+    with pytest.raises(ValueError, match="0 runs have training metrics"):
+        curve_shape([], own)
+    with pytest.raises(ValueError, match="2 runs have training metrics"):
+        curve_shape(ladder.rungs[:2], own)
     late = [rung.__class__(**{**vars(rung), "schedule": own._replace(warmup=0.15)}) for rung in ladder.rungs]
     with pytest.raises(ValueError, match="the warmup is 15% of the run"):
-        shape_of(late, own._replace(warmup=0.15))
+        curve_shape(late, own._replace(warmup=0.15))
 
 
 def test_runs_whose_batches_grow_are_no_rungs(tmp_path):
     grown = dataclasses.replace(BUDGET, ramp=((0, 8), (10, BUDGET.batch_tokens)))
-    with pytest.raises(ValueError, match="the run to be forecast has batches that grow .batch_ramp.: curves are laid"):
+    with pytest.raises(ValueError, match="the run to be forecast has a batch_ramp: curves are compared"):
         read_ladder([], TARGET, grown)
 
 

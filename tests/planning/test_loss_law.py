@@ -61,7 +61,7 @@ def test_a_few_wild_runs_do_not_move_the_law():
 def least_squares(made):
     """What a fit of the squares finds, without a Huber loss and a pull."""
     problem = Problem.of(made, "both")
-    return Terms(*problem.terms(scipy.optimize.least_squares(problem.off, problem.best()).x))
+    return Terms(*problem.terms(scipy.optimize.least_squares(problem.residuals, problem.best()).x))
 
 
 def test_scipy_finds_no_lower_foot_from_any_draw():
@@ -123,7 +123,7 @@ def test_one_size_gives_a_law_in_tokens_for_that_size_alone():
     law = fit(points(REPLICATION, [1e8], np.geomspace(2e8, 2e10, 7)), draws=2)
     assert law.form == "tokens" and law.terms.A == law.terms.alpha == 0
     assert law.predict(1e8, 1e11).middle == pytest.approx(REPLICATION.loss(1e8, 1e11), rel=0.01)
-    with pytest.raises(ValueError, match="one size, 100M parameters, and cannot tell the loss of 1B"):
+    with pytest.raises(ValueError, match="one size, 100M parameters, and does not determine the loss of 1B"):
         law.predict(1e9, 2e10)
 
 
@@ -148,7 +148,7 @@ def test_tokens_that_follow_the_size_give_a_law_in_parameters_along_that_line(to
         (points(REPLICATION, SIZES[:1], np.repeat(TOKENS[:2], 4)), "1 size and 2 amounts of tokens"),
         (points(REPLICATION, np.repeat(SIZES[:2], 4), TOKENS[:1]), "2 sizes, each with one amount of tokens"),
         ([*points(REPLICATION), Point(1e8, 1e9, math.nan, "bad")], "the loss of bad is nan"),
-        ([p._replace(run="one") for p in points(REPLICATION)], "the ladder has 1: so few"),
+        ([p._replace(run="one") for p in points(REPLICATION)], "the ladder has 1: fewer"),
     ],
     ids=["six", "none", "two amounts", "two sizes", "nan", "one run"],
 )

@@ -10,8 +10,8 @@ from jaxscale import config_file
 from jaxscale.api import planning as api
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import measured as kept
-from jaxscale.planning.plan import Wishes
-from jaxscale.planning.reached import reached_on
+from jaxscale.planning.plan import PlanOptions
+from jaxscale.planning.reached import published_mfu
 from jaxscale.system.exits import BadInput
 
 SEVEN = config_file.load_config("configs/7b.py", {})
@@ -35,9 +35,9 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_a_plan_takes_what_was_measured_on_such_chips():
     before = api.plan(SEVEN, "h100:8x8")
-    kept.keep_measured(measured())
+    kept.save_measured(measured())
     plan = api.plan(SEVEN, "h100:8x8")
-    assert before.time.speed.source.startswith(reached_on(CHIPS[H100])[1])
+    assert before.time.speed.source.startswith(published_mfu(CHIPS[H100])[1])
     assert plan.time.speed.mfu.low == pytest.approx(0.85 * 0.3) and plan.time.speed.mfu.high == pytest.approx(
         1.15 * 0.3
     )
@@ -45,19 +45,19 @@ def test_a_plan_takes_what_was_measured_on_such_chips():
     assert plan.time.wall_seconds.low > before.time.wall_seconds.low
     assert plan.saves.save_seconds == pytest.approx(plan.saves.checkpoint_bytes / (8 * 4e9))  # 64 devices, 8 measured
     assert "measured by jaxscale qualify with 8 devices" in plan.saves.save_source
-    given = api.plan(SEVEN, "h100:8x8", Wishes(mfu=0.5, save_bytes_per_second=1e9))
+    given = api.plan(SEVEN, "h100:8x8", PlanOptions(mfu=0.5, save_bytes_per_second=1e9))
     assert given.time.speed.mfu.low == 0.5 and given.saves.save_source == "as given by --save_bandwidth"
 
 
 def test_other_chips_and_small_steps_say_nothing_about_it():
-    kept.keep_measured(measured(device_kind="NVIDIA H200"))
-    kept.keep_measured(measured(spec="S", by="jaxscale bench step --save"))
-    assert api.plan(SEVEN, "h100:8x8").time.speed.source.startswith(reached_on(CHIPS[H100])[1])
+    kept.save_measured(measured(device_kind="NVIDIA H200"))
+    kept.save_measured(measured(spec="S", by="jaxscale bench step --save"))
+    assert api.plan(SEVEN, "h100:8x8").time.speed.source.startswith(published_mfu(CHIPS[H100])[1])
 
 
 def test_of_several_the_pass_that_is_nearest_in_size_counts():
-    kept.keep_measured(measured(spec="0.1B", pass_flops=1e12, flops_per_second=0.1 * 8 * 989.4e12))
-    kept.keep_measured(measured())
+    kept.save_measured(measured(spec="0.1B", pass_flops=1e12, flops_per_second=0.1 * 8 * 989.4e12))
+    kept.save_measured(measured())
     assert "1B on 8 such chips" in api.plan(SEVEN, "h100:8x8").time.speed.source
 
 
@@ -73,9 +73,9 @@ def test_what_was_kept_before_is_still_read():
 def test_measurements_are_kept_and_a_damaged_file_is_named():
     assert kept.read_measured() == []
     one = kept.Measured("T", "cpu", "cpu", 1, 2**34, "float32", 1e11, 1.0, 1e11, "2026-11-20", {"jax": "0"})
-    kept.keep_measured(one)
-    kept.keep_measured(dataclasses.replace(one, spec="S"))
-    kept.keep_measured(newer := dataclasses.replace(one, date="2026-11-21"))  # in the place of the first
+    kept.save_measured(one)
+    kept.save_measured(dataclasses.replace(one, spec="S"))
+    kept.save_measured(newer := dataclasses.replace(one, date="2026-11-21"))  # in the place of the first
     assert [found.spec for found in kept.read_measured()] == ["S", "T"]
     assert newer in kept.read_measured()
     other = dataclasses.replace(one, device_kind="TPU v5", date="2026-11-22")
@@ -83,5 +83,5 @@ def test_measurements_are_kept_and_a_damaged_file_is_named():
     damaged = [{"spec": "T"}, *(vars(one) | change for change in ({"flops_per_second": "x"}, {"date": None}))]
     for each in [*damaged, vars(one) | {"num_devices": 0}, vars(one) | {"pass_flops": math.nan}]:
         kept.measured_file().write_text(json.dumps({"format": kept.FORMAT, "measured": [each]}))
-        with pytest.raises(BadInput, match="measured.json is no file of measurements"):
+        with pytest.raises(BadInput, match="measured.json is not a file of measurements"):
             kept.read_measured()

@@ -12,7 +12,7 @@ from jaxscale.config_file import load_config
 from jaxscale.optim.groups import dotted
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import host_bytes, memory_need, padding_bytes, shard_bytes
-from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.plan import PlanOptions, make_plan
 from jaxscale.planning.residuals import residuals_by_stack, tiled_bytes
 from jaxscale.planning.topology import open_topology
 from jaxscale.training.balance import is_balance_param
@@ -261,7 +261,7 @@ def test_what_is_offloaded_is_counted_in_the_hosts_memory():
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_parameters_flops_and_state_are_those_of_the_model(file):
     cfg = load_config(f"{file}:depth=4" if file.stem == "auto" else str(file), ONE_OF_EACH)
-    plan = make_plan(cfg, open_machine("h200:1x1"), Wishes())
+    plan = make_plan(cfg, open_machine("h200:1x1"), PlanOptions())
     program = ahead_program(cfg, open_machine("h200:1x1"))
     named = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
     leaves = [leaf for path, leaf in named if not is_balance_param(dotted(path))]

@@ -15,14 +15,14 @@ import tiny
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config_file import load_config
-from jaxscale.planning.experts import exchange_of, round_rows
+from jaxscale.planning.experts import expert_exchange, rows_per_round
 from jaxscale.planning.ladder import read_ladder
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_need
-from jaxscale.planning.plan import Wishes, make_plan
-from jaxscale.planning.sending import plan_sending
-from jaxscale.planning.sent import sent_arrays
-from jaxscale.planning.speed import estimate, rows_again_flops
+from jaxscale.planning.plan import PlanOptions, make_plan
+from jaxscale.planning.sending import communication_time
+from jaxscale.planning.sent import step_collectives
+from jaxscale.planning.speed import estimate_step, recomputed_row_flops
 from jaxscale.planning.text import WIDTH, plan_lines
 from jaxscale.system.exits import BadInput
 
@@ -100,7 +100,7 @@ def opened(topology, settings, config="mixtral_8x7b"):
 def sent_megabytes(program):
     """{(axis, kind): MB that a device sends}"""
     found = collections.Counter()
-    for one in sent_arrays(program):
+    for one in step_collectives(program):
         size = program.mesh.shape[one.axis]
         if size > 1 and one.nbytes:
             found[one.axis, one.kind] += one.nbytes * (size - 1) / size * (1 + (one.kind == "all-reduce")) / 1e6
@@ -123,7 +123,7 @@ def test_deepseek_v3_on_512_chips_is_as_it_was_compiled():
     assert sent["expert", "all-to-all"] == pytest.approx(5_029_682, rel=0.01)
     assert sent["fsdp", "all-gather"] == pytest.approx(927_980, rel=0.02)
     assert sent["fsdp", "reduce-scatter"] == pytest.approx(478_923, rel=0.02)
-    assert plan_sending(program, open_machine("v5p:8x8x8")).exposed_s(89.5) == pytest.approx(53.8, rel=0.1)
+    assert communication_time(program, open_machine("v5p:8x8x8")).exposed_s(89.5) == pytest.approx(53.8, rel=0.1)
 
 
 # Memory, and seconds for which products wait, in the same program as it was compiled (2026-11-25).
@@ -131,7 +131,7 @@ def test_deepseek_v3_on_512_chips_is_as_it_was_compiled():
 def test_experts_that_are_gathered_keep_products_waiting(config, gib, exposed):
     program, place = opened("v5p:4x4x4", {}, config), open_machine("v5p:4x4x4")
     assert memory_need(program).total / GIB == pytest.approx(gib, rel=0.06)
-    waits = plan_sending(program, place).exposed_s(estimate(program, place).compute_s)
+    waits = communication_time(program, place).exposed_s(estimate_step(program, place).compute_s)
     assert waits == pytest.approx(exposed, rel=0.4)
 
 
@@ -141,16 +141,16 @@ def test_experts_that_are_gathered_keep_products_waiting(config, gib, exposed):
 def test_wide_experts_are_sent_rows_and_narrow_ones_are_gathered_as_the_plan_of_both_is_faster(config, topology, form):
     place = open_machine(topology)
     program = opened(topology, {"mesh.expert": 8}, config)
-    assert exchange_of(program).form == form
+    assert expert_exchange(program).form == form
     both = [opened(topology, {"mesh.expert": 8} | way, config) for way in (SEND, GATHER)]
-    sent, gathered = (estimate(program, place).cost[0] for program in both)
+    sent, gathered = (estimate_step(program, place).cost[0] for program in both)
     assert (form == "send") == (sent < gathered)
 
 
 def test_rows_that_are_sent_are_those_of_one_round_five_times_and_memory_is_not_that_of_all_experts():
     program = opened(V5P, MIXTRAL | SEND | {"mesh.expert": 4})
     rows = 4 * 5120  # 8,192 tokens, each to 2 of 8 experts on 4 devices: 4,096 rows for each, and a quarter more
-    assert round_rows(program, parts=1) == rows
+    assert rows_per_round(program, parts=1) == rows
     sent = 4 * rows * (5 * 2048 * 2 + 3 * 4)
     assert sent_megabytes(program)["expert", "all-to-all"] == pytest.approx(sent * 3 / 4 / 1e6)
     many = MIXTRAL | {"model.experts.number": 64, "mesh.expert": 4}
@@ -165,13 +165,13 @@ def test_what_a_round_makes_is_not_kept_and_is_computed_again():
     whole = opened(V5P, MIXTRAL | {"model.remat": "minimal"})
     of_experts = 2 * 2 * 7168 * 8192 * 2 * 4  # gate and up, two experts a token, four layers
     assert memory_need(whole).activations - memory_need(program).activations > 0.95 * of_experts
-    assert rows_again_flops(program) == 2 * 2 * 2048 * 2 * 7168 * 4 and rows_again_flops(whole) == 0
+    assert recomputed_row_flops(program) == 2 * 2 * 2048 * 2 * 7168 * 4 and recomputed_row_flops(whole) == 0
 
 
 @functools.cache
 def told(**settings):
     cfg = load_config(CONFIG, {name.replace("__", "."): value for name, value in settings.items()})
-    plan = make_plan(cfg, open_machine("v5p:4x4x4"), Wishes())
+    plan = make_plan(cfg, open_machine("v5p:4x4x4"), PlanOptions())
     return plan, " ".join(" ".join(plan_lines(plan)).split())
 
 
@@ -179,11 +179,11 @@ def test_the_plan_says_what_it_takes_for_granted_and_which_parameters_it_counts(
     plan, text = told(mesh__expert="8")
     assert max(map(len, plan_lines(plan))) <= WIDTH
     assert set(plan.time.speed.sent_bytes) == {"fsdp", "expert"}
-    assert re.search(r"of one device and step: expert [0-9.]+ GiB, fsdp [0-9.]+ GiB", text)
+    assert re.search(r"per device and step: expert [0-9.]+ GiB, fsdp [0-9.]+ GiB", text)
     assert "expert: tokens are sent to their experts (send): a layer gathers" in text
-    assert "routing: each expert has as many rows as the others, and one round of 1.25 times" in text
+    assert "routing: balanced: every expert has the same number of rows, and one round of 1.25 x" in text
     for words in (
-        "46,702,792,704 in all: memory; a token goes through 12,879,925,248: FLOPs and MFU",
+        "46,702,792,704 in all, 12,879,925,248 active per token (FLOPs and MFU)",
         "published optima are of dense models",
         "the rule and the fit are of dense models",
     ):

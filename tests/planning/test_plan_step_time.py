@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxscale.planning.measured import from_record, rate_for
+from jaxscale.planning.measured import from_record, interpolate_rate
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ROUNDS = 3  # in turns: a program that starts beside us slows both
@@ -33,7 +33,7 @@ def test_the_step_of_the_quick_start_is_predicted_within_a_quarter(tmp_path):
             flops = {one["spec"]: one["gflops"] * 1e9 * one["step_s"] for one in (spec, real)}
             timed = spec | {"step_s": seconds(spec), "gflops": flops["T"] / seconds(spec) / 1e9}
             kept = from_record(timed, platform="cpu", num_devices=1, memory_bytes=1)
-            rate, _ = rate_for([kept], "float32", flops["quickstart"] / real["num_microbatches"])
+            rate, _ = interpolate_rate([kept], "float32", flops["quickstart"] / real["num_microbatches"])
             errors[name].append(flops["quickstart"] / rate / seconds(real) - 1)
     print({name: [f"{error:+.0%}" for error in found] for name, found in errors.items()})
     assert min(abs(sorted(found)[ROUNDS // 2]) for found in errors.values()) < 0.25

@@ -11,8 +11,8 @@ from jaxscale.hardware import CHIPS
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.planning import cost
 from jaxscale.planning.machine import open_machine
-from jaxscale.planning.plan import Wishes, make_plan
-from jaxscale.planning.reached import ASSUMED, ROWS, reached_on, rows_for
+from jaxscale.planning.plan import PlanOptions, make_plan
+from jaxscale.planning.reached import ASSUMED, ROWS, published_mfu, published_rows
 from jaxscale.planning.scaling import train_flops
 
 CHIP = {chip.name: chip for chip in CHIPS.values()}
@@ -104,7 +104,7 @@ def planned(run, mfu=None):
         "model.attention": "auto",
     }
     cfg = tiny.config(settings | {"train.num_microbatches": 1, "optim.warmup_tokens": "2000 steps"})
-    return make_plan(cfg, open_machine(f"a100:{rows // 8}x8"), Wishes(mfu=mfu))
+    return make_plan(cfg, open_machine(f"a100:{rows // 8}x8"), PlanOptions(mfu=mfu))
 
 
 def test_every_share_is_its_sources_figure_over_the_peak():
@@ -138,9 +138,9 @@ def test_each_row_has_a_chip_of_the_table_and_a_public_source():
 @pytest.mark.parametrize("chip", sorted(PEAKS))
 @pytest.mark.parametrize("mixture", [False, True])
 def test_a_range_is_of_the_chips_own_architecture_or_said_to_be_assumed(chip, mixture):
-    found, source = reached_on(CHIP[chip], mixture)
+    found, source = published_mfu(CHIP[chip], mixture)
     assert 0.1 <= found.low < found.high < 0.75  # a range is never one number
-    rows = rows_for(CHIP[chip], mixture)
+    rows = published_rows(CHIP[chip], mixture)
     if not rows:
         assert source.startswith(
             f"no published MFU of {'mixtures of experts' if mixture else 'dense models'} on {chip} "
@@ -156,11 +156,11 @@ def test_a_range_is_of_the_chips_own_architecture_or_said_to_be_assumed(chip, mi
 
 @pytest.mark.parametrize("chip", ["T4", "V100", "P100", "L4", "A10G", "B200 SXM", "GB200", "TPU v3"])
 def test_chips_without_published_runs_borrow_none(chip):
-    assert not rows_for(CHIP[chip]) and "H100" not in reached_on(CHIP[chip])[1]
+    assert not published_rows(CHIP[chip]) and "H100" not in published_mfu(CHIP[chip])[1]
 
 
 def test_the_ranges_that_are_often_asked_for():
-    percent = lambda chip: tuple(round(100 * share) for share in reached_on(CHIP[chip])[0])
+    percent = lambda chip: tuple(round(100 * share) for share in published_mfu(CHIP[chip])[0])
     assert percent("TPU v5p") == (52, 72) and percent("TPU v5e") == (46, 67)
     assert percent("TPU v6e") == (33, 50)  # 38% on one slice: 33% is of four
     assert percent("TPU7x") == (39, 55) and percent("H100 SXM") == (38, 48)
@@ -188,8 +188,8 @@ def test_the_hours_of_the_llama_2_family():
 
 def test_a_mixture_is_planned_by_what_mixtures_reached():
     machine, configs = open_machine("v5p:4x4x4"), ("configs/llama3_8b.py", "configs/mixtral_8x7b.py")
-    dense, sparse = (make_plan(config_file.load_config(one, {}), machine, Wishes()).time.speed for one in configs)
-    assert dense.source.startswith(reached_on(CHIP["TPU v5p"])[1]) and sparse.source.startswith(
-        reached_on(CHIP["TPU v5p"], True)[1]
+    dense, sparse = (make_plan(config_file.load_config(one, {}), machine, PlanOptions()).time.speed for one in configs)
+    assert dense.source.startswith(published_mfu(CHIP["TPU v5p"])[1]) and sparse.source.startswith(
+        published_mfu(CHIP["TPU v5p"], True)[1]
     )
     assert sparse.mfu.low < dense.mfu.low

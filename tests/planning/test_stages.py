@@ -11,12 +11,12 @@ from jaxscale.config_file import load_config
 from jaxscale.planning import cautions
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_need, memory_rows
-from jaxscale.planning.plan import Wishes, make_plan
-from jaxscale.planning.positions import key_value_bytes
-from jaxscale.planning.sending import between_slices, plan_sending
-from jaxscale.planning.sent import sent_arrays
-from jaxscale.planning.speed import estimate
-from jaxscale.planning.stages import Stages, hop_bytes, idle_share
+from jaxscale.planning.plan import PlanOptions, make_plan
+from jaxscale.planning.positions import kv_bytes
+from jaxscale.planning.sending import communication_time, slice_crossing
+from jaxscale.planning.sent import step_collectives
+from jaxscale.planning.speed import estimate_step
+from jaxscale.planning.stages import Stages, hop_bytes, idle_ratio
 from jaxscale.planning.text import plan_lines
 from jaxscale.sharding.schedules import Costs, make_schedule, pass_seconds, simulated_seconds
 
@@ -56,7 +56,7 @@ def test_ticks_slots_and_bubble_are_those_of_the_schedule_as_it_runs(size, parts
     stages = Stages(size, 64, parts)
     ticks, some_forward, some_backward, kept = played(size, parts)
     assert (stages.ticks, stages.slots) == (ticks, kept)
-    assert some_forward == some_backward == stages.stretch() * stages.runs
+    assert some_forward == some_backward == stages.slowdown() * stages.chunk_runs
     assert stages.bubble == pytest.approx(1 - parts / some_forward)
 
 
@@ -67,30 +67,36 @@ def test_ticks_slots_and_bubble_are_those_of_the_schedule_as_it_runs(size, parts
 def test_formulas_hold_for_the_tables_that_run(name, size, chunks, parts):
     table, stages = make_schedule(name, size, chunks, parts), Stages(size, 64, parts, chunks, name)
     found = (table.num_ticks, table.num_slots, table.num_pending, table.num_deferred, table.bubble)
-    assert found == (stages.ticks, stages.slots, stages.held, stages.later, pytest.approx(stages.bubble))
+    assert found == (
+        stages.ticks,
+        stages.slots,
+        stages.pending_cotangents,
+        stages.deferred,
+        pytest.approx(stages.bubble),
+    )
     costs = Costs(1.0, 1.25, 1.5, 0.75)
     alone, whole = chunks * parts * sum(costs), simulated_seconds(table, costs)
-    assert whole == pytest.approx(stages.stretch(costs) * alone)
+    assert whole == pytest.approx(stages.slowdown(costs) * alone)
     of_last = pass_seconds(table, costs)[:, -1].sum()
-    assert of_last == pytest.approx((1 + stages.twice(costs)) * alone)
-    assert whole == pytest.approx((1 + stages.waiting(costs)) * of_last)
+    assert of_last == pytest.approx((1 + stages.recomputed(costs)) * alone)
+    assert whole == pytest.approx((1 + stages.idle_time(costs)) * of_last)
 
 
 def test_chunks_make_the_bubble_smaller_and_gpipe_keeps_the_inputs_of_all():
     stages = Stages(8, 126, 32, chunks=4)
     assert stages.formula == "5.2% = (P-1)/(VM+P-1) = 7/135"
-    assert (stages.chunk_layers, stages.held_layers, stages.ticks, stages.slots) == (4, 16, 166, 39)
+    assert (stages.chunk_layers, stages.layer_slots, stages.ticks, stages.slots) == (4, 16, 166, 39)
     gpipe = Stages(4, 32, 8, schedule="gpipe")
     assert (gpipe.bubble, gpipe.ticks, gpipe.slots) == (pytest.approx(3 / 11), 22, 8)
     one = Stages(1, 32, 8)
-    assert (one.bubble, one.stretch(), one.held_layers, idle_share(one, 0.1)) == (0, 1, 32, 0)
+    assert (one.bubble, one.slowdown(), one.layer_slots, idle_ratio(one, 0.1)) == (0, 1, 32, 0)
 
 
 def test_a_stage_waits_for_the_bubble_for_layers_that_it_lacks_and_for_a_head_that_another_has_alone():
-    assert idle_share(Stages(4, 32, 9), 0.0) == pytest.approx(3 / 9)
-    assert idle_share(Stages(4, 30, 9), 0.0) == pytest.approx(32 / 30 * 12 / 9 - 1)
-    assert idle_share(Stages(4, 32, 9), 0.5) == pytest.approx(0.5 * 3 / 9)
-    assert idle_share(Stages(4, 32, 9, cuts_head=False), 0.5) == pytest.approx(0.5 * 3 / 9 + 0.5 * 3)
+    assert idle_ratio(Stages(4, 32, 9), 0.0) == pytest.approx(3 / 9)
+    assert idle_ratio(Stages(4, 30, 9), 0.0) == pytest.approx(32 / 30 * 12 / 9 - 1)
+    assert idle_ratio(Stages(4, 32, 9), 0.5) == pytest.approx(0.5 * 3 / 9)
+    assert idle_ratio(Stages(4, 32, 9, shards_head=False), 0.5) == pytest.approx(0.5 * 3 / 9 + 0.5 * 3)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -103,8 +109,8 @@ def test_a_stage_holds_its_weights_a_float32_sum_of_gradients_and_the_inputs_of_
     assert rows["gathered weights"].num_bytes == 2 * numbers
     assert rows["gradients"].num_bytes == 4 * numbers
     hop = tensor * 8192 * 4096 * 2 // tensor  # so many rows of 8,192 tokens a microbatch and device
-    assert rows["inputs of layers"].num_bytes == 4 * 8 * hop and hop_bytes(program) == hop
-    assert "4 of 4 microbatches under way x 8 layers x 64.0 MiB" in rows["inputs of layers"].source
+    assert rows["layer inputs"].num_bytes == 4 * 8 * hop and hop_bytes(program) == hop
+    assert "4 of 4 microbatches in flight x 8 layers x 64.0 MiB" in rows["layer inputs"].source
     assert sum(row.num_bytes for row in rows.values()) == need.total
 
 
@@ -165,10 +171,10 @@ def test_devices_that_share_rows_share_the_state_too():
 def test_keys_and_values_of_a_long_row_are_as_many_bytes_as_its_positions_and_heads_say():
     program, _ = opened(mesh__context=64, seq_len=131_072, batch_tokens="1 row")
     layer = 4 * 131_072 * 1024
-    assert 64 * key_value_bytes(program) == layer == 512 * MIB
+    assert 64 * kv_bytes(program) == layer == 512 * MIB
     of = lambda way: {
-        (one.kind, one.hides): one.nbytes / 32
-        for one in sent_arrays(
+        (one.kind, one.overlaps): one.nbytes / 32
+        for one in step_collectives(
             opened(mesh__context=8, seq_len=131_072, batch_tokens="8 rows", context__attention=way)[0]
         )
         if one.axis == "context" and one.in_stage
@@ -183,7 +189,7 @@ def test_layers_with_a_window_are_sent_its_keys_alone():
     settings = {"mesh.context": 4, "seq_len": 32_768, "batch_tokens": "2 rows"}
     program = ahead_program(load_config(CONFIG.replace("llama3_8b", "gemma3_4b"), settings), place)
     model = program.cfg.model
-    of = {one.kind: one.nbytes for one in sent_arrays(program) if one.axis == "context" and one.in_stage}
+    of = {one.kind: one.nbytes for one in step_collectives(program) if one.axis == "context" and one.in_stage}
     keys = 2 * model.key_width * 2  # bytes of a position
     near = program.model.needs.window_layers.windowed  # of 34 layers, those with a window of 1,024 keys
     assert of["all-gather"] == pytest.approx((model.num_layers - near) * 2 * 32_768 * keys)
@@ -193,7 +199,7 @@ def test_layers_with_a_window_are_sent_its_keys_alone():
 def sent(program):
     """{(axis, kind): bytes}."""
     found = {}
-    for one in sent_arrays(program):
+    for one in step_collectives(program):
         if one.nbytes and program.mesh.shape[one.axis] > 1:
             found[one.axis, one.kind] = found.get((one.axis, one.kind), 0) + one.nbytes
     return found
@@ -219,9 +225,9 @@ def test_stages_in_several_slices_send_between_them_what_travels_and_no_gradient
     settings = dict(mesh__tensor=2, batch_tokens="256 rows", train__num_microbatches=4)
     staged, place = opened("2*v6e:8x8", mesh__pipeline=2, **settings)
     copies, _ = opened("2*v6e:8x8", mesh__data=2, **settings)
-    dcn = [name for name in plan_sending(staged, place).links_s if name.startswith("dcn")]
+    dcn = [name for name in communication_time(staged, place).links_s if name.startswith("dcn")]
     assert dcn == ["dcn:pipeline"]
-    axis, number, seconds = between_slices(copies, place)
+    axis, number, seconds = slice_crossing(copies, place)
     assert (axis, number) == ("data", 2)
     hop = 8192 * 4096 * 2 / 2  # one row of a microbatch and copy, and two where stages take the copies' place
     port = place.chip.dcn_bandwidth
@@ -229,15 +235,15 @@ def test_stages_in_several_slices_send_between_them_what_travels_and_no_gradient
         "data": pytest.approx(4 * (32 * BLOCK + TABLES) / 2 / 32 / port, rel=0.01),
         "pipeline": pytest.approx(2 * (4 + 2 * 2 - 2) * 2 * hop / port),
     }
-    assert between_slices(staged, place)[2] == pytest.approx(seconds, rel=0.01)
-    said = cautions.wrong_axis_between_slices("data", 2, {"data": 3.0, "pipeline": 1.0})
-    assert "set mesh.pipeline 2 times as large" in said.way_out
-    assert cautions.wrong_axis_between_slices("pipeline", 2, {"data": 3.0, "pipeline": 1.0}) is None
+    assert slice_crossing(staged, place)[2] == pytest.approx(seconds, rel=0.01)
+    said = cautions.wrong_axis_across_slices("data", 2, {"data": 3.0, "pipeline": 1.0})
+    assert "multiply mesh.pipeline by 2" in said.way_out
+    assert cautions.wrong_axis_across_slices("pipeline", 2, {"data": 3.0, "pipeline": 1.0}) is None
 
 
 def test_the_step_is_longer_by_what_stages_wait():
     program, place = opened(mesh__pipeline=4, train__num_microbatches=4)
-    piped, plain = estimate(program, place), estimate(*opened(train__num_microbatches=1))
+    piped, plain = estimate_step(program, place), estimate_step(*opened(train__num_microbatches=1))
     assert piped.compute_s == plain.compute_s and plain.idle_s == 0
     head = 6 * TABLES / 2 / (program.cfg.flops_per_token + 2 * 32 * (BLOCK + 8192 * 4096))  # near enough
     assert piped.idle_s == pytest.approx(0.75 * (1 - head) * piped.compute_s, rel=0.01)
@@ -252,17 +258,17 @@ def test_few_microbatches_and_few_positions_are_told():
     assert "or pipeline.schedule=zero_bubble for a bubble of 24.3%" in cautions.bubble_too_large(few).way_out
     zero = cautions.bubble_too_large(dataclasses.replace(few, schedule="zero_bubble"))
     assert "24.3% = 3(P-1)/(4VM+3(P-1)) = 9/37" in zero.why and "schedule" not in zero.way_out
-    assert cautions.positions_too_few(8, 8192, 1024) is None
-    assert "mesh.context=8," in cautions.positions_too_few(16, 8192, 1024).way_out
+    assert cautions.too_few_positions(8, 8192, 1024) is None
+    assert "mesh.context=8," in cautions.too_few_positions(16, 8192, 1024).way_out
 
 
 def test_the_plan_says_the_bubble_and_what_a_stage_holds():
     cfg = load_config(CONFIG, {"mesh.pipeline": 4, "mesh.context": 2, "train.num_microbatches": 4})
-    plan = make_plan(cfg, open_machine("v5p:4x4x4"), Wishes())
+    plan = make_plan(cfg, open_machine("v5p:4x4x4"), PlanOptions())
     text = "\n".join(plan_lines(plan))
-    assert re.search(r"bubble +42.9% +\(P-1\)/\(VM\+P-1\) = 3/7 of the time of the stages", text)
-    assert re.search(r"waiting for other stages \d+ ms", text) and "the bubble is 42.9%" in text
-    assert "128.0 MiB of others' keys and values among them (gather)" in text
+    assert re.search(r"bubble +42.9% +\(P-1\)/\(VM\+P-1\) = 3/7 of the stages' time", text)
+    assert re.search(r"pipeline idle \d+ ms", text) and "the bubble is 42.9%" in text
+    assert "includes 128.0 MiB of remote keys and values (gather)" in text
     assert sum(row.num_bytes for row in plan.device.memory) == plan.device.memory_bytes
 
 
@@ -341,4 +347,4 @@ def test_products_take_as_long_as_those_of_the_compiled_step(name, settings, sec
     """At the peak of a v5p, by the same preflights; blocks of attention that are half masked are not planned."""
     place = open_machine("v5p:4x4x4")
     program = ahead_program(load_config(CONFIG.replace("llama3_8b", name), settings), place)
-    assert estimate(program, place).compute_s == pytest.approx(seconds, rel=0.05)
+    assert estimate_step(program, place).compute_s == pytest.approx(seconds, rel=0.05)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import cost
-from jaxscale.planning.reached import reached_on, rows_for
+from jaxscale.planning.reached import published_mfu, published_rows
 from jaxscale.planning.scaling import optimal_tokens, train_flops
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def hours(flops, chip, mfu, goodput=cost.GOODPUT):
 
 def days(flops, chip, number):
     """(fewest, most) days of so many chips, at what such chips reached."""
-    return [hours(flops, chip, mfu) / number / 24 for mfu in reversed(reached_on(chip)[0])]
+    return [hours(flops, chip, mfu) / number / 24 for mfu in reversed(published_mfu(chip)[0])]
 
 
 def told(line):
@@ -54,7 +54,7 @@ def test_llama_2_on_2_000_cards():
 
 
 def test_25_000_a100_do_not_make_what_is_told_of_gpt_4():
-    most = 25_000 * 180 * cost.DAY * A100.peak_flops * reached_on(A100)[0].high * cost.GOODPUT
+    most = 25_000 * 180 * cost.DAY * A100.peak_flops * published_mfu(A100)[0].high * cost.GOODPUT
     assert most == pytest.approx(5.9e25, rel=0.01) and most < 1.4e26 / 2
     assert told("at most 5.9e25 FLOPs of A100s")
 
@@ -85,7 +85,7 @@ def test_what_a_table_of_hours_by_size_means_in_tokens():
 
 def test_what_gpt_3_costs():
     assert 355 * 365 * 24 * 1.5 == pytest.approx(4.6e6, rel=0.02)
-    low, high = (hours(GPT3_FLOPS, A100, mfu) for mfu in reversed(reached_on(A100)[0]))
+    low, high = (hours(GPT3_FLOPS, A100, mfu) for mfu in reversed(published_mfu(A100)[0]))
     assert (low, high) == (pytest.approx(573e3, rel=0.001), pytest.approx(895e3, rel=0.001))
     price = A100.price.dollars_per_hour
     assert (price * low, price * high) == (pytest.approx(1.6e6, rel=0.01), pytest.approx(2.5e6, rel=0.01))
@@ -98,8 +98,10 @@ def test_the_table_of_what_was_reached_is_that_of_the_code():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if cells[0] in names:
             for cell, mixture in zip(cells[1:], (False, True), strict=True):
-                found, source = reached_on(names[cells[0]], mixture)
+                found, source = published_mfu(names[cells[0]], mixture)
                 assert ("no published MFU" in source) == (cell == "none known")
                 assert cell in ("none known", f"{found.low:.1%} to {found.high:.1%}")
             del names[cells[0]]
-    assert all(not rows_for(chip) or chip.architecture for chip in names.values())  # the rest has no run of its own
+    assert all(
+        not published_rows(chip) or chip.architecture for chip in names.values()
+    )  # the rest has no run of its own

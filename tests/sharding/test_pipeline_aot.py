@@ -12,7 +12,7 @@ from jaxscale.ahead.roofline import roofline
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.planning.links import make_torus
-from jaxscale.planning.stages import stages_of
+from jaxscale.planning.stages import pipeline_stages
 from jaxscale.planning.topology import link_domains, open_topology
 
 pytestmark = [
@@ -69,7 +69,7 @@ def test_a_zero_bubble_holds_three_gradients_more_and_its_first_backward_passes_
     assert found.kernel_flops > facts.kernel_flops
     assert sent(found, "fsdp") == pytest.approx(sent(facts, "fsdp"), rel=1e-3)
     with_bubble = [
-        roofline(read, open_topology("v5p:2x2x2").chip, 0.0, stages_of(of.cfg, of.mesh.shape)).at_least_s
+        roofline(read, open_topology("v5p:2x2x2").chip, 0.0, pipeline_stages(of.cfg, of.mesh.shape)).at_least_s
         for of, _, read, _ in (compiled(8), compiled(8, ZERO_BUBBLE))
     ]
     assert with_bubble[1] < 0.97 * with_bubble[0]

@@ -8,7 +8,7 @@ import tiny
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERT_ROUNDS
-from jaxscale.planning.stages import Stages, idle_share, stages_of
+from jaxscale.planning.stages import Stages, idle_ratio, pipeline_stages
 from jaxscale.sharding.schedules import IDLE, split_layers
 from jaxscale.system.exits import BadInput
 
@@ -85,16 +85,16 @@ def test_the_first_of_61_layers_are_three_of_the_first_stage_and_all_stages_are_
     layers = split_layers(58, 16, 1, leading_layers=3.0)
     sizes = (layers != IDLE).sum(axis=(1, 2))
     assert sizes.tolist() == [1, *[4] * 12, *[3] * 3] and (layers[0, 0, 0], layers.max()) == (0, 57)
-    assert Stages(16, 58, 32, num_first=3, leading_layers=3.0).kept_layers == 4
-    few = Stages(32, 58, 64, num_first=3, leading_layers=3.0)  # 61 layers of 32 stages: the first has 4, others 2
+    assert Stages(16, 58, 32, num_leading=3, leading_layers=3.0).saved_input_layers == 4
+    few = Stages(32, 58, 64, num_leading=3, leading_layers=3.0)  # 61 layers of 32 stages: the first has 4, others 2
     assert few.chunk_layers == 2 and few.chunk_work == 4.0
-    assert idle_share(few, head=0.0) == pytest.approx(4 * 32 / 61 * few.stretch() - 1)
+    assert idle_ratio(few, head=0.0) == pytest.approx(4 * 32 / 61 * few.slowdown() - 1)
 
 
 def test_a_plan_counts_what_the_program_has():
     program = make({"mesh.pipeline": 2}, 2)
-    stages = stages_of(program.cfg, program.mesh.shape)
-    assert (stages.layers, stages.num_first) == (3, 2) and not stages.rests_by_layer
+    stages = pipeline_stages(program.cfg, program.mesh.shape)
+    assert (stages.layers, stages.num_leading) == (3, 2) and not stages.stores_stage_layers
     assert (program.model.pipeline.layers == stages.split).all()
     dense, sparse = 3 * 16 * 32, 3 * 16 * 16 + 16 * 4
     attention = 2 * 16 * 32 + 2 * 16 * 16
