@@ -26,7 +26,7 @@ from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.reached import ROWS, published_mfu, published_rows
+from jaxscale.planning.published_mfu import ROWS, published_mfu, published_rows
 from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.speed import recomputed_flops
 from jaxscale.sharding.rules import RULES

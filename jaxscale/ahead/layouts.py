@@ -8,8 +8,8 @@ from typing import Any
 from jaxscale import units
 from jaxscale.config import RunConfig
 from jaxscale.models.config import BLOCKS
+from jaxscale.planning.context import MIN_POSITIONS
 from jaxscale.planning.fitting import MAX_TENSOR
-from jaxscale.planning.positions import MIN_POSITIONS
 from jaxscale.planning.stages import Stages
 from jaxscale.sharding.config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
 

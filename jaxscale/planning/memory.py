@@ -26,8 +26,8 @@ from jaxscale.models.config import (
 )
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.optim.config import OptimConfig
+from jaxscale.planning.context import context_exchange, context_exchange_memory
 from jaxscale.planning.experts import expert_shards, moe_block_bytes, require_experts
-from jaxscale.planning.positions import context_exchange, context_exchange_memory
 from jaxscale.planning.residuals import element_bytes, residuals_by_stack, tiled_bytes
 from jaxscale.planning.stages import compute_bytes, hop_bytes, pipeline_stages, stage_elements
 from jaxscale.planning.topology import Topology

@@ -21,6 +21,8 @@ from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.hardware import Price
 from jaxscale.planning import cautions, cost, scaling
 from jaxscale.planning.cautions import Caution
+from jaxscale.planning.communication import slice_crossing
+from jaxscale.planning.context import MIN_POSITIONS
 from jaxscale.planning.cost import Range
 from jaxscale.planning.experts import expert_exchange, routing_assumption
 from jaxscale.planning.fitting import fitting_program
@@ -33,9 +35,7 @@ from jaxscale.planning.memory import (
     memory_rows,
     usable_memory,
 )
-from jaxscale.planning.positions import MIN_POSITIONS
 from jaxscale.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work
-from jaxscale.planning.sending import slice_crossing
 from jaxscale.planning.speed import Speed, plan_speed
 from jaxscale.planning.stages import pipeline_stages
 from jaxscale.planning.topology import Topology, link_domains

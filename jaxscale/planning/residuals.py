@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.models.config import ModelConfig, ResidualDtype
-from jaxscale.planning.positions import context_exchange
+from jaxscale.planning.context import context_exchange
 from jaxscale.sharding.batch_axes import LANES, SUBLANES, on_tpu
 
 F32 = 4

@@ -24,6 +24,7 @@ from jaxscale.models.config import (
     saved_names,
 )
 from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.planning.communication import communication_time
 from jaxscale.planning.cost import Range
 from jaxscale.planning.experts import expert_exchange, expert_shards, require_experts
 from jaxscale.planning.machine import THIS_MACHINE
@@ -35,9 +36,8 @@ from jaxscale.planning.memory import (
     shard_bytes,
     stage_weight_bytes,
 )
-from jaxscale.planning.reached import published_mfu
+from jaxscale.planning.published_mfu import published_mfu
 from jaxscale.planning.scaling import is_mixture
-from jaxscale.planning.sending import communication_time
 from jaxscale.planning.stages import idle_ratio, pipeline_stages, stage_elements
 from jaxscale.planning.topology import Topology
 from jaxscale.system.exits import BadInput

@@ -9,7 +9,7 @@ from jaxscale.config import RunConfig
 from jaxscale.hardware import H100, Chip, Device
 from jaxscale.hosts.agree import WAIT_SECONDS
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.planning.reached import published_mfu
+from jaxscale.planning.published_mfu import published_mfu
 
 NO_DATASHEET = "no datasheet for this machine: its figures are compared with nothing"
 

@@ -18,12 +18,12 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.attention.blockwise import make_attend
 from jaxscale.optim.schedules import make_schedule
 from jaxscale.planning import cost, scaling
+from jaxscale.planning.communication import communication_time
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_lower_bound
 from jaxscale.planning.plan import PlanOptions, make_plan
 from jaxscale.planning.propose import find_shape, shape_params
-from jaxscale.planning.reached import ROWS, published_mfu
-from jaxscale.planning.sending import communication_time
+from jaxscale.planning.published_mfu import ROWS, published_mfu
 from jaxscale.planning.speed import recomputed_flops
 from jaxscale.training.config import LossScaleConfig
 from jaxscale.training.state import adjust_loss_scale, init_loss_scale

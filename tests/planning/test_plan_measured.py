@@ -11,7 +11,7 @@ from jaxscale.api import planning as api
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import measured as kept
 from jaxscale.planning.plan import PlanOptions
-from jaxscale.planning.reached import published_mfu
+from jaxscale.planning.published_mfu import published_mfu
 from jaxscale.system.exits import BadInput
 
 SEVEN = config_file.load_config("configs/7b.py", {})

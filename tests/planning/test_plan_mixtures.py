@@ -15,13 +15,13 @@ import tiny
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config_file import load_config
+from jaxscale.planning.collectives import step_collectives
+from jaxscale.planning.communication import communication_time
 from jaxscale.planning.experts import expert_exchange, rows_per_round
 from jaxscale.planning.ladder import read_ladder
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_need
 from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.sending import communication_time
-from jaxscale.planning.sent import step_collectives
 from jaxscale.planning.speed import estimate_step, recomputed_row_flops
 from jaxscale.planning.text import WIDTH, plan_lines
 from jaxscale.system.exits import BadInput

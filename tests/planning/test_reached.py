@@ -12,7 +12,7 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.planning import cost
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.reached import ASSUMED, ROWS, published_mfu, published_rows
+from jaxscale.planning.published_mfu import ASSUMED, ROWS, published_mfu, published_rows
 from jaxscale.planning.scaling import train_flops
 
 CHIP = {chip.name: chip for chip in CHIPS.values()}

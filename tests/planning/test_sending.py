@@ -8,8 +8,8 @@ import pytest
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config_file import load_config
+from jaxscale.planning.communication import communication_time
 from jaxscale.planning.machine import open_machine
-from jaxscale.planning.sending import communication_time
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "7b.py")
 

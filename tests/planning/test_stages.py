@@ -9,12 +9,12 @@ import pytest
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.config_file import load_config
 from jaxscale.planning import cautions
+from jaxscale.planning.collectives import step_collectives
+from jaxscale.planning.communication import communication_time, slice_crossing
+from jaxscale.planning.context import kv_bytes
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_need, memory_rows
 from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.positions import kv_bytes
-from jaxscale.planning.sending import communication_time, slice_crossing
-from jaxscale.planning.sent import step_collectives
 from jaxscale.planning.speed import estimate_step
 from jaxscale.planning.stages import Stages, hop_bytes, idle_ratio
 from jaxscale.planning.text import plan_lines

@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import cost
-from jaxscale.planning.reached import published_mfu, published_rows
+from jaxscale.planning.published_mfu import published_mfu, published_rows
 from jaxscale.planning.scaling import optimal_tokens, train_flops
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")

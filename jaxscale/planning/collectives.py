@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jaxscale.build import Program
 from jaxscale.models.config import ATTENTION_ADDED, lora_params, saved_names
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.planning.context import CONTEXT, context_collectives
 from jaxscale.planning.experts import EXPOSED, ParamCounts, device_params, dispatch_bytes, expert_exchange
-from jaxscale.planning.positions import CONTEXT, context_collectives
 from jaxscale.planning.stages import (
     PIPELINE,
     Stages,

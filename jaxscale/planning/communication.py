@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxscale.build import Program
 from jaxscale.hardware import Chip
+from jaxscale.planning.collectives import PlannedCollective, step_collectives
 from jaxscale.planning.links import (
     DCN,
     Phase,
@@ -23,7 +24,6 @@ from jaxscale.planning.links import (
     permute_links,
     ring_over,
 )
-from jaxscale.planning.sent import PlannedCollective, step_collectives
 from jaxscale.planning.stages import COMMUNICATION_COSTS, PIPELINE, hop_bytes, pipeline_stages
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import SPARSE_CORE
