@@ -121,7 +121,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.sample(model, num_tokens=np.int64(5), seed="a"), "seed='a' must be a whole number"),
         (lambda model: jaxscale.sample(model, temperature="hot"), "temperature='hot' must be a number"),
         (lambda model: jaxscale.sample(model, num_tokens=2.5), "num_tokens=2.5 must be a whole number"),
-        (lambda model: jaxscale.sample(model, system="Be brief."), "system='Be brief.' is what .* give chat=True too"),
+        (lambda model: jaxscale.sample(model, system="Be brief."), "system='Be brief.' is the first .* chat=True too"),
         (lambda model: jaxscale.sample(model, "hi", chat=True), "bytes has no chat template"),
         (lambda model: jaxscale.sample(model, top_p=2.0), "top_p"),
         (
@@ -136,7 +136,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.train(None, "x", stop_after=0), "stop_after=0 must be a whole number, 1 or more"),
         (
             lambda model: jaxscale.train("quickstart.py", "x"),
-            r"cfg='quickstart.py' is not a config; train\(load_config",
+            r"cfg='quickstart.py' is not a config; for a file, use train\(load_config",
         ),
         (lambda model: jaxscale.train(None, "x", allow_change="optim.peek_lr"), "^allow_change=optim.peek_lr is not"),
         (lambda model: jaxscale.evaluate(model, text={"a": "x"}, batch_tokens=0), "^batch_tokens=0 must be a whole"),

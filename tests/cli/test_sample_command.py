@@ -198,7 +198,7 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--interactive", "--prompt=a"], "leave out --prompt"),
         (["--workdir=w", "--serve"], "give --chat too"),
         (["--workdir=w", "--chat", "--num_samples=2"], "leave it out"),
-        (["--workdir=w", "--interactive", "--json"], "--json is for texts that are written without anybody"),
+        (["--workdir=w", "--interactive", "--json"], "--json does not apply to --interactive and --chat"),
         (["--workdir=w", "--system=x"], "--system is for --chat"),
         (["--workdir=w", "--promt=a"], "did you mean --prompt?"),
         (["--workdir=w", "--compute_dtype=int4"], "--compute_dtype=int4 must be float32, bfloat16 or float16"),

@@ -278,7 +278,7 @@ def test_a_folder_that_was_moved_under_its_run_is_not_begun_anew(tmp_path, capsy
         (["--max_fruitless=no", "--", "x", "--workdir=w"], "--max_fruitless=no must be a whole number"),
         (["--max_fruitles=3", "--", "x"], "did you mean --max_fruitless?"),
         (["--", "python"], "names neither --workdir nor --config"),
-        (["--", "no-such-program", "--workdir=w"], "no-such-program is not a program"),
+        (["--", "no-such-program", "--workdir=w"], "no-such-program is not an executable"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(arguments, told):

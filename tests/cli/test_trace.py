@@ -228,7 +228,7 @@ def test_a_stage_that_only_skipped_batches_reach_counts_before_the_first_checkpo
 
 def test_a_config_that_gives_another_past_is_refused(run, tmp_path):
     copy = copied(run, tmp_path, upto=10, mixture=STAGES | {"8 steps": {"web": 1.0}})
-    with pytest.raises(Stop, match="give other rows to the 10 steps that are done") as stop:
+    with pytest.raises(Stop, match="give other rows to the 10 completed steps") as stop:
         trace.main([f"--workdir={copy}", "--step=1"])
     assert stop.value.code is Exit.DATA_MISMATCH
 

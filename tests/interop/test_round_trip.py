@@ -201,7 +201,7 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
     ("flags", "told"),
     [
         (["--workdir=x"], "convert needs one of --from=FOLDER, to import a model, and --to=FOLDER"),
-        (["--from=a", "--to=b"], "one of them"),
+        (["--from=a", "--to=b"], "needs one of --from=FOLDER"),
         (["--from=a"], "convert needs --workdir=FOLDER"),
         (["--from=a", "--workdir=b", "--dtype=float32"], "--dtype is for an export, with --to"),
         (["--from=a", "--workdir=b", "--ema"], "--ema is for an export, with --to"),
