@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 from jaxscale import units
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
-from jaxscale.data.config import DataConfig, mixture_names, stages_of
-from jaxscale.data.objective_config import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
+from jaxscale.data.config import DataConfig, mixture_names, mixture_stages
+from jaxscale.data.objective_config import MaskedLmConfig, RowLengths, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.config import EvalConfig, Evals, check_names
 from jaxscale.hosts.config import HangConfig
 from jaxscale.interop.config import ExportConfig
@@ -109,7 +109,7 @@ class RunConfig:
         return dataclasses.replace(self, **sizes, train=train)
 
     @property
-    def row_lengths(self) -> Lengths:
+    def row_lengths(self) -> RowLengths:
         """Lengths of the rows that the model reads, which the objective makes of rows of seq_len tokens."""
         return row_lengths(self.data.objective, self.seq_len)
 
@@ -207,7 +207,7 @@ def check_amounts(cfg: RunConfig) -> None:
     amounts += [("batch_ramp", until) for _, until in cfg.batch_ramp]
     amounts += [("seq_len_ramp", until) for _, until in cfg.seq_len_ramp]
     if cfg.batch_ramp and cfg.data.mixture:
-        amounts += [("data.mixture's start", start) for start, _ in stages_of(cfg.data.mixture)]
+        amounts += [("data.mixture's start", start) for start, _ in mixture_stages(cfg.data.mixture)]
     if optim.decay_tokens is not None:
         amounts.append(("optim.decay_tokens", optim.decay_tokens))
     if optim.decay == "piecewise":

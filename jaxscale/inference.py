@@ -27,7 +27,7 @@ from jaxscale.sharding.mesh import make_mesh, mesh_layout
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Tokenizer
-from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
+from jaxscale.text.tokenizer.fitting import describe_unused, fits, limit_vocabulary
 from jaxscale.text.tokenizer.saved import SavedTokenizer, open_saved
 
 DEFAULT_MESH = MeshConfig()
@@ -85,9 +85,9 @@ def open_model(
             f"{saved.tokenizer.name} has {saved.tokenizer.vocab_size} ids, and the model of {source} only "
             f"{cfg.vocab_size}: it is not its tokenizer"
         )
-    if saved is not None and (line := tell_beyond(saved.tokenizer, cfg.vocab_size)):
+    if saved is not None and (line := describe_unused(saved.tokenizer, cfg.vocab_size)):
         say(f"{saved.tokenizer.name} {line}")
-        saved = dataclasses.replace(saved, tokenizer=fitted(saved.tokenizer, cfg.vocab_size))
+        saved = dataclasses.replace(saved, tokenizer=limit_vocabulary(saved.tokenizer, cfg.vocab_size))
     average = ", the running average" if what == "ema" else ""
     adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
     say(  # before the arrays are read, which can take minutes

@@ -16,7 +16,7 @@ from jaxscale.data.lineage import lineage_table
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.megatron import index_bytes
 from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.shards import changed, open_shard, shard_files
+from jaxscale.data.shards import changed_line, open_shard, shard_files
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
@@ -50,7 +50,7 @@ def verify_shard(path: Path) -> None:
     open_shard(path)
     for _, file, sha256 in shard_files(path):
         if file_sha256(file) != sha256:
-            raise BadInput(changed(file))
+            raise BadInput(changed_line(file))
 
 
 def make_set(folder: Path) -> dict:

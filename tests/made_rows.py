@@ -8,9 +8,9 @@ from unittest import mock
 import numpy as np
 
 from jaxscale.data.array_folder import ArrayWriter, open_arrays
-from jaxscale.data.documents import Chunk, Rule, token_set, write_documents
-from jaxscale.data.row_plan import PlanSettings, rows_of, write_rows
-from jaxscale.data.verified import expected
+from jaxscale.data.documents import DocumentChunk, SplitRule, make_token_set, write_documents
+from jaxscale.data.row_plan import PlanSettings, open_rows, write_rows
+from jaxscale.data.verified import snapshot_files
 
 NUMBERS = itertools.count()
 
@@ -21,8 +21,8 @@ def make_files(folder, lengths, dtypes=("<u4",), firsts=(1,)):
     for number, (own, dtype, first) in enumerate(zip(lengths, dtypes, firsts)):
         path = folder / f"ids{number}.bin"
         (np.arange(sum(own)) + first).astype(dtype).tofile(path)
-        files.append((str(path), dtype, "", len(own), sum(own), expected({str(path): ""})))
-    return token_set(files)
+        files.append((str(path), dtype, "", len(own), sum(own), snapshot_files({str(path): ""})))
+    return make_token_set(files)
 
 
 def make_rows(folder, lengths, T, *, packing="best_fit", seed=0, sources=None, groups=1, files=None, wide=False):
@@ -33,13 +33,15 @@ def make_rows(folder, lengths, T, *, packing="best_fit", seed=0, sources=None, g
     made.mkdir()
     real = lengths > 0
     keep_empty = packing == "best_fit" and groups == 1
-    chunk = Chunk(lengths, sources, np.ones_like(real) if keep_empty else real, np.zeros_like(real))
+    chunk = DocumentChunk(lengths, sources, np.ones_like(real) if keep_empty else real, np.zeros_like(real))
     with mock.patch.object(os, "fsync"), ArrayWriter(made) as out:  # nobody cuts the power here
-        facts = write_documents(out, [chunk], Rule(), max(groups, int(sources.max()) + 1), {"train": groups}, wide=wide)
+        facts = write_documents(
+            out, [chunk], SplitRule(), max(groups, int(sources.max()) + 1), {"train": groups}, use_int64=wide
+        )
         settings = PlanSettings("", packing, "concat", T, seed, groups)
         out.finish({"documents": facts, "words": "", "parts": write_rows(out, facts, settings)})
     files = make_files(folder, [lengths.tolist()]) if files is None else files
-    return rows_of(open_arrays(made, pathlib.Path(folder)), files).train
+    return open_rows(open_arrays(made, pathlib.Path(folder)), files).train
 
 
 def whole(rows):

@@ -26,7 +26,7 @@ from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.text.chat.guard import Guard
 from jaxscale.text.chat.records import parse_record
-from jaxscale.text.chat.spans import encode_written, write_chat
+from jaxscale.text.chat.spans import encode_rendered, render_conversation
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.load import load_tokenizer
@@ -84,7 +84,7 @@ def exact(folder, conversations):
     tokenizer = load_tokenizer("bytes")
     template, guard = load_template(tokenizer, ChatConfig()), Guard(tokenizer.special_ids)
     chats = [parse_record({"messages": messages}, ChatConfig(), "text") for messages in conversations]
-    encoded = encode_written(tokenizer, [write_chat(chat, template, guard) for chat in chats])
+    encoded = encode_rendered(tokenizer, [render_conversation(chat, template, guard) for chat in chats])
     tokens = np.zeros((len(encoded), SEQ_LEN + 1), np.int32)
     learned = np.zeros((len(encoded), SEQ_LEN + 1), bool)
     for row, (ids, marks) in enumerate(encoded):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxscale.system import packages
-from jaxscale.text.sources.part import needs
+from jaxscale.text.sources.part import importing
 
 PACKAGE = pathlib.Path(packages.__file__).parents[1]
 HIDDEN = """
@@ -34,7 +34,7 @@ def test_a_folder_of_the_name_does_not_satisfy_an_import(tmp_path, monkeypatch):
     import no_such_package  # noqa: F401  as Python sees it, the package is there
 
     with pytest.raises(ValueError, match="needs the package no_such_package, which is not installed"):
-        with needs("reading this", "no_such_package"):
+        with importing("reading this", "no_such_package"):
             import no_such_package  # noqa: F401, F811
 
 

@@ -16,7 +16,7 @@ from test_layers import ROOT, imports, modules, relative
 
 from jaxscale import main
 from jaxscale.config_file import config_name
-from jaxscale.data.header import sealed
+from jaxscale.data.header import encode_header
 from jaxscale.data.manifest import parse_manifest, write_manifest
 from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.data.shards import open_shard
@@ -109,9 +109,9 @@ def test_a_shard_whose_header_leads_elsewhere_is_refused(tmp_path, name):
     open_shard(tmp_path / "s.json")
     header = json.loads((tmp_path / "s.json").read_text())
     del header["sha256"]["json"]
-    (tmp_path / "s.json").write_bytes(sealed(header | {"bin": name}))  # by somebody who knows how
+    (tmp_path / "s.json").write_bytes(encode_header(header | {"bin": name}))  # by somebody who knows how
     for read in (open_shard, verify_shard):
-        with pytest.raises(ValueError, match="which must lie beside it|cannot be read|does not fit"):
+        with pytest.raises(ValueError, match="which must be in the same folder|cannot be read|does not match"):
             read(tmp_path / "s.json")
 
 
@@ -124,7 +124,7 @@ def test_a_manifest_lists_plain_names_alone(tmp_path, name):
     shard = content["shards"][0]
     files = {f"{name}{file[1:]}": about for file, about in shard["files"].items()}
     content["shards"][0] = shard | {"name": name, "files": files}
-    with pytest.raises(ValueError, match="has no good 'files' of shard"):
+    with pytest.raises(ValueError, match="has invalid 'files' of shard"):
         parse_manifest("m", content)
 
 

@@ -12,8 +12,8 @@ from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
 from jaxscale.config_file import current_overrides
 from jaxscale.data.batch import tokens_hash
-from jaxscale.data.ledger import Entry, Ledger
-from jaxscale.data.mixture import Mixture, same_past
+from jaxscale.data.ledger import DocumentPiece, Ledger
+from jaxscale.data.mixture import Mixture, same_prefix
 from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
 from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.monitor.events import read_events
@@ -92,7 +92,7 @@ def plan_batches(
     num_batches = batch_index(total_steps - 1, skipped) + 1
     mixture = corpus.plan_mixture(sizes, total_steps, num_batches, detours=decisions.detours, begun=begun)
     rows = sizes.begin(batch_index(step - 1, before) + 1) if step else 0
-    if recorded and not same_past(recorded.get("mixture"), mixture.record() if mixture else None, rows):
+    if recorded and not same_prefix(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise Stop(
             Exit.DATA_MISMATCH,
             f"data.mixture and data.max_epochs of config.json give other rows to the {step} completed steps than the "
@@ -115,7 +115,7 @@ class Piece:
     step: int | None  # that trains on the batch; None for a skipped batch
     batch: int
     done: bool  # True if the step is completed
-    entry: Entry
+    entry: DocumentPiece
     row_tokens: int  # row length in training, below seq_len if seq_len_ramp cuts the row
     text: str | None = None
 

@@ -20,7 +20,7 @@ import json
 from jaxscale.api.tracing import Piece, Trace, trace
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag
-from jaxscale.data.ledger import Entry
+from jaxscale.data.ledger import DocumentPiece
 from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput, Exit, print_stderr, put
 from jaxscale.system.redact import on_one_line
@@ -109,7 +109,7 @@ def piece_line(piece: Piece, seq_len: int, *, with_step: bool) -> str:
     return head + line_of(piece.entry, piece.text)
 
 
-def line_of(entry: Entry, text: str | None) -> str:
+def line_of(entry: DocumentPiece, text: str | None) -> str:
     """Returns a line such as 'row 3 [0, 812): web, a.jsonl:1200 ..., tokens [0, 812)', followed by the text."""
     source, file, shard = map(on_one_line, (entry.source, entry.file, entry.shard))
     place = f"row {entry.row} [{entry.begin}, {entry.begin + entry.tokens}): {source}"

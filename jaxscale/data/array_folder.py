@@ -1,9 +1,9 @@
-"""A folder of raw arrays: written piece by piece, sealed by a header with the sum of each, and memory-mapped.
+"""A folder of raw arrays: appended in parts, hashed in a header, and memory-mapped.
 
-NAME       a large little-endian array, alone in a file
-small      all others, one after the other
+NAME       a large little-endian array
+small      all small arrays, concatenated
 plan.json  {"arrays": {NAME: {"file", "offset", "dtype", "count"}}, "files": {FILE: {"bytes", "sha256"}}, ..., "own":
-           the sum of all else that it says}; written last
+           sha256 of the other entries}; written last
 """
 
 import functools
@@ -19,54 +19,54 @@ import numpy as np
 
 from jaxscale.data.remote import shard_cache
 from jaxscale.data.shard_writer import write_synced
-from jaxscale.data.verified import Expected, Say, Unchanged, damaged, expected, of_size, remove
+from jaxscale.data.verified import Expected, FileWatch, Say, find_damaged, remove, size_only, snapshot_files
 from jaxscale.system.digest import json_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import Unreadable, is_of_storage, parse_json
 from jaxscale.system.paths import is_remote, read_bytes
 
 HEADER, SMALL = "plan.json", "small"
-SMALL_BYTES = 1 << 20  # each file is one more to hash, to map, to fetch and to make safe
+SMALL_BYTES = 1 << 20  # a file per array costs one hash, mapping, fetch and fsync each
 FETCHED_AT_ONCE = 8  # files
-ALIGNED = 64  # bytes: where an array may begin
-BUCKET = 1 << 22  # records sorted at once: 100 MB of 24 bytes each; their files are opened n**2 / 2**43 times
+ALIGNMENT = 64  # bytes
+BUCKET_RECORDS = 1 << 22  # records sorted in memory: 100 MB at 24 bytes each; n records open files n**2 / 2**43 times
 
 
-class Growing:
-    """An array that is being written: in memory while it is small."""
+class GrowingArray:
+    """An array that grows by appending: buffered in memory while small, then written to a file."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype, self.count = path, dtype, 0
-        self.held: list[np.ndarray] = []
+        self.buffered: list[np.ndarray] = []
         self.file: BinaryIO | None = None
         self.sha256 = hashlib.sha256()
 
     def append(self, array: np.ndarray) -> None:
         """Adds elements."""
-        self.held.append(np.array(array, self.dtype))
+        self.buffered.append(np.array(array, self.dtype))
         self.count += len(array)
         if self.file or self.count * self.dtype.itemsize > SMALL_BYTES:
-            self.file = self.file or open(self.path, "wb")  # noqa: SIM115 - closed by the writer of the folder
-            for part in self.held:
+            self.file = self.file or open(self.path, "wb")  # noqa: SIM115 - closed by ArrayWriter
+            for part in self.buffered:
                 self.file.write(part.data)
                 self.sha256.update(part.data)
-            self.held.clear()
+            self.buffered.clear()
 
-    def whole(self) -> np.ndarray:
-        """What was written so far, mapped if it is large."""
+    def to_array(self) -> np.ndarray:
+        """Returns all elements so far; memory-mapped if large."""
         if self.file is None:
-            self.held = [np.concatenate(self.held)]
-            return self.held[0]
+            self.buffered = [np.concatenate(self.buffered)]
+            return self.buffered[0]
         self.file.flush()
         return np.asarray(np.memmap(self.path, self.dtype, mode="r"))
 
 
 class ArrayWriter:
-    """Writes the arrays of a folder as their parts come, any number of them at a time. A context manager."""
+    """Writes arrays of a folder in parts, which may be interleaved. A context manager."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._arrays: dict[str, Growing] = {}
+        self._arrays: dict[str, GrowingArray] = {}
 
     def __enter__(self) -> "ArrayWriter":
         return self
@@ -77,24 +77,24 @@ class ArrayWriter:
                 array.file.close()
 
     def append(self, name: str, array: np.ndarray) -> None:
-        """Adds elements to an array; the first ones, of which there may be none, decide its type."""
+        """Appends elements to an array; the first call, which may be empty, sets its dtype."""
         if name not in self._arrays:
-            self._arrays[name] = Growing(self.folder / name, array.dtype.newbyteorder("<"))
+            self._arrays[name] = GrowingArray(self.folder / name, array.dtype.newbyteorder("<"))
         self._arrays[name].append(array)
 
     def written(self) -> dict[str, np.ndarray]:
-        """What was written so far."""
-        return {name: array.whole() for name, array in self._arrays.items()}
+        """Returns the arrays so far."""
+        return {name: array.to_array() for name, array in self._arrays.items()}
 
     def finish(self, header: Mapping[str, Any]) -> None:
-        """Writes the header with these entries, after all arrays are safe against a power cut."""
+        """Writes the header with these entries, after an fsync of all arrays."""
         arrays, files, small = {}, {}, b""
         for name, array in self._arrays.items():
             about = {"file": name, "offset": 0, "dtype": array.dtype.str, "count": array.count}
             if array.file is None:
-                small += bytes(-len(small) % ALIGNED)
+                small += bytes(-len(small) % ALIGNMENT)
                 about |= {"file": SMALL, "offset": len(small)}
-                small += array.whole().tobytes()
+                small += array.to_array().tobytes()
             else:
                 array.file.flush()
                 os.fsync(array.file.fileno())
@@ -107,36 +107,36 @@ class ArrayWriter:
 
 
 def parse_header(folder: str, content: bytes) -> dict[str, Any]:
-    """What the header of a folder says. Raises BadInput that names the folder unless it is as it was written."""
+    """Returns the header. Raises BadInput naming the folder if its content was changed."""
     try:
         header = parse_json(content)
     except BadInput as error:
-        raise unusable(folder, error) from None
+        raise unreadable_folder(folder, error) from None
     if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
-        raise unusable(folder, f"{HEADER} was changed after it was written")
+        raise unreadable_folder(folder, f"{HEADER} was changed after it was written")
     return header
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """The header in a local folder. Raises as parse_header."""
+    """Returns the header of a local folder. Raises as parse_header."""
     try:
         content = read_bytes(folder / HEADER)
     except (OSError, BadInput) as error:
-        raise unusable(folder, error) from None
+        raise unreadable_folder(folder, error) from None
     return parse_header(str(folder), content)
 
 
-def unusable(folder: Path | str, why: str | Exception) -> BadInput:
-    """The error for a folder that is not whole, or that the storage does not give."""
-    kind = Unreadable if isinstance(why, Exception) and is_of_storage(why) else BadInput
-    return kind(f"the index {folder} cannot be read: {why}; delete the folder to have it made again")
+def unreadable_folder(folder: Path | str, reason: str | Exception) -> BadInput:
+    """Returns the error for a folder that is damaged, or that the storage cannot read."""
+    kind = Unreadable if isinstance(reason, Exception) and is_of_storage(reason) else BadInput
+    return kind(f"the index {folder} cannot be read: {reason}; delete the folder so that it is created again")
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of a folder, mapped when one of their file is first asked for. A pickle carries none of them."""
+    """The arrays of a folder. Each file is memory-mapped at first use; a pickle carries no mapping."""
 
     def __init__(self, folder: str, header: Mapping[str, Any], files: Mapping[str, str], known: Mapping[str, Expected]):
-        """files: where each file is. known: what these files must stay while they are read, by path."""
+        """files: path of each file. known: expected state of these files by path, checked while they are read."""
         self.folder, self.header, self.files, self.known = folder, header, dict(files), dict(known)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -162,12 +162,12 @@ class Arrays(Mapping[str, np.ndarray]):
         return {}
 
     @functools.cached_property
-    def unchanged(self) -> Unchanged:
-        """The watch over the files."""
-        return Unchanged(self.known)
+    def unchanged(self) -> FileWatch:
+        """Returns the watcher of the files."""
+        return FileWatch(self.known)
 
     def check(self) -> None:
-        """Raises Stop if a file is no longer what it was; to be called before mapped arrays are read."""
+        """Raises Stop if a file has changed. Call it before reading mapped arrays."""
         self.unchanged.check(self.known)
 
     def _map(self, file: str, offset: int, dtype: str, count: int) -> np.ndarray:
@@ -176,90 +176,90 @@ class Arrays(Mapping[str, np.ndarray]):
         if file not in self._maps:
             path = self.files[file]
             self.unchanged.check_unopened([path])
-            try:  # indexing an np.memmap itself costs far more
+            try:  # indexing an np.memmap is much slower
                 self._maps[file] = np.asarray(np.memmap(path, np.uint8, mode="r"))
             except (OSError, ValueError) as error:
-                raise unusable(self.folder, error) from None
+                raise unreadable_folder(self.folder, error) from None
         return self._maps[file][offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
 
 
 def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None = None) -> Arrays:
-    """The arrays of a local folder, verified. Raises BadInput if one is not as it was written.
+    """Returns the verified arrays of a local folder. Raises BadInput if one was changed.
 
-    Args: cache: where it is remembered what was found good, as `damaged` has it. verify: data.verify.
+    Args: cache: stores which files were verified, see `find_damaged`. verify: data.verify.
     """
     header = read_folder(folder)
     paths = {name: str(folder / name) for name in header["files"]}
     sums = {paths[name]: about["sha256"] for name, about in header["files"].items()}
     try:
-        known = expected(sums)
+        known = snapshot_files(sums)
     except OSError as error:
-        raise unusable(folder, error) from None
+        raise unreadable_folder(folder, error) from None
     for name, about in header["files"].items():
         if known[paths[name]].stamp[0] != about["bytes"]:
-            raise unusable(
-                folder, f"{paths[name]} was changed after it was written: it has not {about['bytes']:,} bytes"
+            raise unreadable_folder(
+                folder, f"{paths[name]} was changed after it was written: its size is not {about['bytes']:,} bytes"
             )
     if verify == "size":
-        return Arrays(str(folder), header, paths, of_size(known))
-    for path, problem in damaged(sums, cache, str(folder), say, remember=verify == "hash").items():
-        raise unusable(folder, problem or f"{path} was changed after it was written")
+        return Arrays(str(folder), header, paths, size_only(known))
+    for path, problem in find_damaged(sums, cache, str(folder), say, remember=verify == "hash").items():
+        raise unreadable_folder(folder, problem or f"{path} was changed after it was written")
     return Arrays(str(folder), header, paths, known)
 
 
-def find_arrays(place: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
-    """The arrays of a folder or at a gs:// address, verified; None if there are none.
+def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
+    """Returns the verified arrays of a folder or gs:// address; None if there are none.
 
-    What lies in a bucket is copied into the cache, where it is checked by its hashes. Raises as open_arrays.
+    Files of a bucket are copied into the cache and hashed there. Raises as open_arrays.
     """
-    if not is_remote(place):
-        return open_arrays(Path(place), cache, verify, say) if os.path.exists(f"{place}/{HEADER}") else None
+    if not is_remote(location):
+        return open_arrays(Path(location), cache, verify, say) if os.path.exists(f"{location}/{HEADER}") else None
     copies = shard_cache(str(cache / "bucket"), cache_bytes)
-    if copies.bucket.metadata(f"{place}/{HEADER}") is None:
+    if copies.bucket.metadata(f"{location}/{HEADER}") is None:
         return None
-    header = parse_header(place, copies.bucket.read(f"{place}/{HEADER}"))
+    header = parse_header(location, copies.bucket.read(f"{location}/{HEADER}"))
     about = header["files"]
-    local = lambda name: str(copies.local(f"{place}/{name}", about[name]["bytes"], about[name]["sha256"]))
+    local = lambda name: str(copies.fetch(f"{location}/{name}", about[name]["bytes"], about[name]["sha256"]))
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
         files = dict(zip(about, pool.map(local, about)))
-    known = expected({files[name]: about[name]["sha256"] for name in about})
-    return Arrays(place, header, files, of_size(known) if verify == "size" else known)
+    known = snapshot_files({files[name]: about[name]["sha256"] for name in about})
+    return Arrays(location, header, files, size_only(known) if verify == "size" else known)
 
 
-class Buckets:
-    """Records on the way to the bucket of their number, in temporary files: memory holds a bucket at a time.
+class DiskBuckets:
+    """Partitions records into buckets in temporary files, so that memory holds one bucket at a time.
 
-    Within a bucket they keep the order in which they came. Of one bucket alone nothing is written.
+    A bucket preserves insertion order. A single bucket is not written to disk.
     """
 
     def __init__(self, folder: Path, dtype: Any, number: int):
-        """number: of buckets."""
+        """number: number of buckets."""
         self._folder, self._dtype, self.number = folder / "buckets", np.dtype(dtype), number
-        self._held: list[tuple[np.ndarray | None, np.ndarray]] = []
+        self._buffered: list[tuple[np.ndarray | None, np.ndarray]] = []
         self._count = 0
 
     @classmethod
-    def of(cls, folder: Path, dtype: Any, records: int) -> "Buckets":
-        """Buckets of about BUCKET records each."""
-        return cls(folder, dtype, max(1, -(-records // BUCKET)))
+    def for_records(cls, folder: Path, dtype: Any, records: int) -> "DiskBuckets":
+        """Returns buckets of about BUCKET_RECORDS records each."""
+        return cls(folder, dtype, max(1, -(-records // BUCKET_RECORDS)))
 
     def add(self, buckets: np.ndarray | None, **fields: np.ndarray) -> None:
-        """Puts each record, of these fields, into its bucket; where there is one alone, it need not be named."""
+        """Adds records with these fields. buckets: bucket of each record; None if there is only one bucket."""
         records = np.empty(len(next(iter(fields.values()))), self._dtype)
         for name, values in fields.items():
             records[name] = values
-        self._held.append((buckets, records))
+        self._buffered.append((buckets, records))
         self._count += len(records)
-        if self.number > 1 and self._count >= BUCKET // 2:
+        if self.number > 1 and self._count >= BUCKET_RECORDS // 2:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes what is held: many at once, so that a file is opened seldom, and one by one, for thousands of open
-        files are too many."""
-        if not self._held:
+        """Writes the buffered records. Large batches open files less often; one open file at a time avoids the limit on
+        open files."""
+        if not self._buffered:
             return
-        buckets, records = (np.concatenate(column) for column in zip(*self._held))
-        self._held.clear()
+        buckets, records = (np.concatenate(column) for column in zip(*self._buffered))
+        self._buffered.clear()
         self._count = 0
         self._folder.mkdir(exist_ok=True)
         order = np.argsort(buckets, kind="stable")
@@ -269,10 +269,10 @@ class Buckets:
                 part.tofile(file)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Yields the records of each bucket, and forgets them."""
+        """Yields the records of each bucket and deletes them."""
         if self.number == 1:
-            yield np.concatenate([np.zeros(0, self._dtype), *(records for _, records in self._held)])
-            self._held.clear()
+            yield np.concatenate([np.zeros(0, self._dtype), *(records for _, records in self._buffered)])
+            self._buffered.clear()
             return
         self._flush()
         for bucket in range(self.number):

@@ -1,8 +1,7 @@
-"""Best-fit packing: whole documents into rows of T so that hardly a position is left, planned once and kept on disk.
+"""Best-fit packing: whole documents in rows of T with little padding, planned once and stored on disk.
 
-A document longer than a row is cut at multiples of T; what remains of it is packed like a short one. Windows of
-documents in a shuffled order are packed one after the other (best fit decreasing, as in arXiv:2404.10830), so that the
-memory for it is bounded whatever the corpus.
+A document longer than a row is cut at multiples of T; its remainder is packed like a short document. Shuffled documents
+are packed in windows (best fit decreasing, as in arXiv:2404.10830), so that memory does not grow with the corpus.
 """
 
 from collections.abc import Iterator
@@ -11,45 +10,45 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.array_folder import Arrays, ArrayWriter, Buckets
+from jaxscale.data.array_folder import Arrays, ArrayWriter, DiskBuckets
 from jaxscale.data.bins import pack_bins
-from jaxscale.data.documents import Documents, bisect
-from jaxscale.data.packing import DocumentRows, ranges
+from jaxscale.data.documents import DocumentIndex, bisect_right
+from jaxscale.data.packing import DocumentRows, concat_ranges
 from jaxscale.data.permutation import permuted, unpermuted
 from jaxscale.data.rows import Pieces
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
-VERSION = 1  # of the plan: another number where the same documents would get other rows
-SAMPLED = 4  # documents of a window between two of which it is kept how many whole rows come before
+VERSION = 1  # of the plan; raise it when the same documents would get other rows
+SAMPLE_EVERY = 4  # documents of a window per stored count of the full rows before
 
 
-class Window(NamedTuple):
-    """The rows of one window: first those that one piece fills, then the others."""
+class PackedWindow(NamedTuple):
+    """The rows of one window: first those that a single piece fills, then the mixed rows."""
 
-    whole: np.ndarray  # int64[n]: how many rows each of its documents fills alone
-    pieces: np.ndarray  # int64[p]: the documents, by their places in the window, whose rest fills the other rows
-    counts: np.ndarray  # int64[rows]: how many of the pieces each of these has
-
-
-def pack_window(lengths: np.ndarray, T: int) -> Window:
-    """Rows for documents of these lengths."""
-    whole, rest = np.divmod(lengths, T)
-    left = np.flatnonzero(rest)
-    bins = pack_bins(rest[left], T)
-    return Window(whole, left[np.argsort(bins, kind="stable")], np.bincount(bins))
+    whole: np.ndarray  # int64[n]: full rows of each document
+    pieces: np.ndarray  # int64[p]: documents, as positions in the window, whose remainders fill the mixed rows
+    counts: np.ndarray  # int64[rows]: pieces in each mixed row
 
 
-def shuffled_lengths(folder: Path, documents: Documents, part: str, group: int, key: str) -> Iterator[np.ndarray]:
-    """Yields the lengths of a group's documents in the shuffled order, many windows at a time."""
-    size, turn = documents.size(part, group), 0
-    buckets = Buckets.of(folder, [("place", "<i8"), ("length", "<i8")], size)
+def pack_window(lengths: np.ndarray, T: int) -> PackedWindow:
+    """Packs documents of these lengths into rows of T."""
+    whole, remainders = np.divmod(lengths, T)
+    short = np.flatnonzero(remainders)
+    bins = pack_bins(remainders[short], T)
+    return PackedWindow(whole, short[np.argsort(bins, kind="stable")], np.bincount(bins))
+
+
+def shuffled_lengths(folder: Path, documents: DocumentIndex, part: str, group: int, key: str) -> Iterator[np.ndarray]:
+    """Yields the lengths of a group's documents in shuffled order, many windows at a time."""
+    size, rank = documents.size(part, group), 0
+    buckets = DiskBuckets.for_records(folder, [("place", "<i8"), ("length", "<i8")], size)
     per_bucket = -(-size // buckets.number)
     width = -(-per_bucket // WINDOW) * WINDOW
     for numbers, lengths in documents.members(part, group):
         if len(numbers):
-            places = unpermuted(np.arange(turn, turn + len(numbers)), size, key)
-            buckets.add(places // width, place=places % width, length=lengths)
-            turn += len(numbers)
+            positions = unpermuted(np.arange(rank, rank + len(numbers)), size, key)
+            buckets.add(positions // width, place=positions % width, length=lengths)
+            rank += len(numbers)
     for records in buckets:
         found = np.empty(len(records), np.int64)
         found[records["place"]] = records["length"]
@@ -57,33 +56,32 @@ def shuffled_lengths(folder: Path, documents: Documents, part: str, group: int, 
 
 
 def order_key(seed: int, group: int) -> str:
-    """What the shuffled order of a group's documents hangs on."""
+    """Returns the key of the permutation of a group's documents."""
     return f"best fit {seed} {group}"
 
 
-def write_best_fit(out: ArrayWriter, documents: Documents, part: str, *, seq_len: int, seed: int) -> dict[str, Any]:
-    """Plans the rows of a part window by window, and returns what BestFitRows needs to know of it.
+def write_best_fit(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq_len: int, seed: int) -> dict[str, Any]:
+    """Plans the rows of a part window by window, and returns the header of BestFitRows.
 
-    A window's documents are those at its places of the shuffled order, which is arithmetic: so a piece is 2 bytes, its
-    place in the window, and so is a row, its first piece in the window. How many whole rows a document fills is in its
-    length; their sum up to each SAMPLED-th is 4 bytes. For a window there are 24 bytes.
+    The shuffled order is computed, not stored, so a piece takes 2 bytes (its document's position in the window), and so
+    does a mixed row (its first piece). The full rows before each SAMPLE_EVERY-th document take 4 bytes, a window 24.
     """
     names = [f"{part}.{name}" for name in ("pieces", "firsts", "whole", "window_rows", "window_rest", "window_pieces")]
-    rows = rest = pieces = 0
+    rows = mixed = pieces = 0
     group_rows, group_windows, windows = [0], [0], 0
     for name, dtype in zip(names, ("<u2", "<u2", "<u4", "<i8", "<i8", "<i8")):
         out.append(name, np.zeros(int(dtype == "<i8"), dtype))
-    for group in range(len(documents.about["members"][part])):
+    for group in range(len(documents.metadata["members"][part])):
         for lengths in shuffled_lengths(out.folder, documents, part, group, order_key(seed, group)):
             for begin in range(0, len(lengths), WINDOW):
                 window = pack_window(lengths[begin : begin + WINDOW], seq_len)
                 firsts = np.cumsum(window.counts) - window.counts
                 before = np.cumsum(window.whole) - window.whole
-                sampled = np.full(-(-WINDOW // SAMPLED), window.whole.sum())
-                sampled[: -(-len(before) // SAMPLED)] = before[::SAMPLED]
+                sampled = np.full(-(-WINDOW // SAMPLE_EVERY), window.whole.sum())
+                sampled[: -(-len(before) // SAMPLE_EVERY)] = before[::SAMPLE_EVERY]
                 rows += int(window.whole.sum()) + len(firsts)
-                rest, pieces, windows = rest + len(firsts), pieces + len(window.pieces), windows + 1
-                found = (window.pieces, firsts, sampled, *(np.array([end]) for end in (rows, rest, pieces)))
+                mixed, pieces, windows = mixed + len(firsts), pieces + len(window.pieces), windows + 1
+                found = (window.pieces, firsts, sampled, *(np.array([end]) for end in (rows, mixed, pieces)))
                 for name, array in zip(names, found):
                     out.append(name, array)
         group_rows.append(rows)
@@ -93,61 +91,60 @@ def write_best_fit(out: ArrayWriter, documents: Documents, part: str, *, seq_len
 
 
 class BestFitRows(DocumentRows):
-    """`best_fit`: every document that fits into a row lies whole in one, and no token is left out or seen twice.
+    """`best_fit`: a document that fits into a row is never split, and every token occurs exactly once.
 
-    A document's target behind the cut between two of its pieces counts as any other. The rows of a window are not
-    shuffled here.
+    A target across the cut between two pieces of a document has weight 1. The rows of a window are not shuffled here.
     """
 
-    def __init__(self, documents: Documents, arrays: Arrays, part: str):
+    def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
         super().__init__(documents, arrays, part)
         plan = arrays.header["parts"][part]
         self._window, self._windows = plan["window"], np.array(plan["group_windows"], np.int64)
-        self._sampled = -(-self._window // SAMPLED)
+        self._samples_per_window = -(-self._window // SAMPLE_EVERY)
 
     def _array(self, name: str) -> np.ndarray:
         return self.arrays[f"{self.part}.{name}"]
 
     def pieces(self, rows: np.ndarray) -> Pieces:
-        """What the rows int64[m] are made of."""
+        """Returns the pieces of the rows int64[m]."""
         self.arrays.check()
         T, windows = self.seq_len, self._array("window_rows").searchsorted(rows, side="right") - 1
-        rest_before, pieces_before = self._array("window_rest"), self._array("window_pieces")
-        num_rest = rest_before[windows + 1] - rest_before[windows]
-        whole_end = self._array("window_rows")[windows + 1] - num_rest
-        behind = rows - whole_end  # which of the window's rows of several pieces; below 0: a whole one
-        is_whole = behind < 0
-        at = rest_before[windows] + np.maximum(behind, 0)
+        mixed_before, pieces_before = self._array("window_rest"), self._array("window_pieces")
+        num_mixed = mixed_before[windows + 1] - mixed_before[windows]
+        whole_end = self._array("window_rows")[windows + 1] - num_mixed
+        mixed_index = rows - whole_end  # index of the mixed row; negative: a full row
+        is_full = mixed_index < 0
+        at = mixed_before[windows] + np.maximum(mixed_index, 0)
         begin, end = (self._first_piece(at + more, windows, pieces_before) for more in (0, 1))
-        begin[is_whole], end[is_whole] = 0, 1
-        bounds, places = ranges(begin, end)
+        begin[is_full], end[is_full] = 0, 1
+        bounds, positions = concat_ranges(begin, end)
         row = np.repeat(np.arange(len(rows)), np.diff(bounds))
-        local = np.zeros(len(places), np.int64)
-        part = np.zeros(len(places), np.int64)
-        single = is_whole[row]
-        local[~single] = self._array("pieces")[places[~single]]
-        local[single], part[single] = self._whole(
-            windows[is_whole], (rows - self._array("window_rows")[windows])[is_whole]
+        local = np.zeros(len(positions), np.int64)
+        part = np.zeros(len(positions), np.int64)
+        in_full_row = is_full[row]
+        local[~in_full_row] = self._array("pieces")[positions[~in_full_row]]
+        local[in_full_row], part[in_full_row] = self._full_rows(
+            windows[is_full], (rows - self._array("window_rows")[windows])[is_full]
         )
         documents = self._documents(windows[row], local)
         lengths = self.documents.lengths(documents, self.part)
-        part[~single] = lengths[~single] // T
+        part[~in_full_row] = lengths[~in_full_row] // T
         skipped = part * T
         remaining = lengths - skipped
         last = bounds[1:] - 1
-        goes_on = remaining[last] > T
+        continues = remaining[last] > T
         return Pieces(
             first=bounds,
             documents=documents,
             skipped=skipped,
             lengths=np.minimum(remaining, T),
             ended=remaining <= T,
-            after_documents=np.where(goes_on, documents[last], -1),
+            after_documents=np.where(continues, documents[last], -1),
             after_skipped=skipped[last] + T,
         )
 
     def _first_piece(self, at: np.ndarray, windows: np.ndarray, pieces_before: np.ndarray) -> np.ndarray:
-        """The first piece of rows of several pieces, of which those of a window may be one too many: its end."""
+        """Returns the first piece of mixed rows. One past a window's last mixed row gives the end of its pieces."""
         firsts = self._array("firsts")
         if not len(firsts):
             return np.zeros(len(at), np.int64)
@@ -155,17 +152,17 @@ class BestFitRows(DocumentRows):
         is_end = at >= self._array("window_rest")[windows + 1]
         return np.where(is_end, pieces_before[windows + 1], pieces_before[windows] + found)
 
-    def _whole(self, windows: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(place of its document in the window, which of that document's) of each whole row of a window."""
-        sampled, first = self._array("whole"), windows * self._sampled
-        at = bisect(sampled, first, first + self._sampled, numbers) - 1
-        begin = (at - first) * SAMPLED
+    def _full_rows(self, windows: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (position of its document in the window, index among that document's rows) of full rows."""
+        sampled, first = self._array("whole"), windows * self._samples_per_window
+        at = bisect_right(sampled, first, first + self._samples_per_window, numbers) - 1
+        begin = (at - first) * SAMPLE_EVERY
         groups = self._windows.searchsorted(windows, side="right") - 1
         sizes = np.array([self.documents.size(self.part, group) for group in range(self._groups)], np.int64)[groups]
         stop = np.minimum(
-            np.minimum(begin + SAMPLED, self._window), sizes - (windows - self._windows[groups]) * self._window
+            np.minimum(begin + SAMPLE_EVERY, self._window), sizes - (windows - self._windows[groups]) * self._window
         )
-        bounds, local = ranges(begin, stop)
+        bounds, local = concat_ranges(begin, stop)
         row = np.repeat(np.arange(len(windows)), np.diff(bounds))
         whole = self.documents.lengths(self._documents(windows[row], local), self.part) // self.seq_len
         until = np.cumsum(whole)
@@ -175,47 +172,47 @@ class BestFitRows(DocumentRows):
         return local[chosen], numbers - (until - whole)[chosen]
 
     def _documents(self, windows: np.ndarray, local: np.ndarray) -> np.ndarray:
-        """The documents at places of windows."""
+        """Returns the documents at positions in windows."""
         groups = self._windows.searchsorted(windows, side="right") - 1
         found = np.empty(len(windows), np.int64)
         for group in np.unique(groups):
-            here = groups == group
-            places = (windows[here] - self._windows[group]) * self._window + local[here]
-            turns = permuted(places, self.documents.size(self.part, group), order_key(self.seed, group))
-            found[here] = self.documents.select(self.part, group, turns)
+            in_group = groups == group
+            positions = (windows[in_group] - self._windows[group]) * self._window + local[in_group]
+            ranks = permuted(positions, self.documents.size(self.part, group), order_key(self.seed, group))
+            found[in_group] = self.documents.select(self.part, group, ranks)
         return found
 
     def rows_of(self, document: int) -> np.ndarray:
-        """int64: the rows that hold a piece of the document, in order; none where the part does not have it."""
+        """Returns int64: the rows with a piece of the document, in order; empty if the part does not have it."""
         self.arrays.check()
         for group in range(self._groups):
-            turn = self.documents.rank(self.part, group, document)
-            if turn is not None:
-                place = int(
-                    unpermuted(np.array([turn]), self.documents.size(self.part, group), order_key(self.seed, group))[0]
+            rank = self.documents.rank(self.part, group, document)
+            if rank is not None:
+                position = int(
+                    unpermuted(np.array([rank]), self.documents.size(self.part, group), order_key(self.seed, group))[0]
                 )
-                window, local = divmod(place, self._window)
+                window, local = divmod(position, self._window)
                 return self._rows_in(int(self._windows[group]) + window, local, document)
         return np.zeros(0, np.int64)
 
     def _rows_in(self, window: int, local: int, document: int) -> np.ndarray:
-        """The rows of the document at a place of a window."""
+        """Returns the rows of the document at position `local` of a window."""
         first_row, end_row = self._array("window_rows")[window : window + 2].tolist()
-        first_rest, end_rest = self._array("window_rest")[window : window + 2].tolist()
+        first_mixed, end_mixed = self._array("window_rest")[window : window + 2].tolist()
         begin, end = self._array("window_pieces")[window : window + 2].tolist()
-        earlier = np.arange(local - local % SAMPLED, local)
+        earlier = np.arange(local - local % SAMPLE_EVERY, local)
         whole = self.documents.lengths(self._documents(np.full(len(earlier), window), earlier), self.part)
-        before = int(self._array("whole")[window * self._sampled + local // SAMPLED]) + int(
+        before = int(self._array("whole")[window * self._samples_per_window + local // SAMPLE_EVERY]) + int(
             (whole // self.seq_len).sum()
         )
         length = int(self.documents.lengths(np.array([document]), self.part)[0])
         found = first_row + before + np.arange(length // self.seq_len)
-        mine = np.flatnonzero(self._array("pieces")[begin:end] == local)
-        firsts = self._array("firsts")[first_rest:end_rest]
-        others = end_row - (end_rest - first_rest) + firsts.searchsorted(mine, side="right") - 1
-        return np.concatenate([found, others])
+        document_pieces = np.flatnonzero(self._array("pieces")[begin:end] == local)
+        firsts = self._array("firsts")[first_mixed:end_mixed]
+        mixed_rows = end_row - (end_mixed - first_mixed) + firsts.searchsorted(document_pieces, side="right") - 1
+        return np.concatenate([found, mixed_rows])
 
 
 def plan_settings(**settings: Any) -> dict[str, Any]:
-    """What a plan is found by: the settings given, and those of this file."""
+    """Returns the cache key of a plan: the settings given and the constants of this file."""
     return {**settings, "window": WINDOW, "version": VERSION}

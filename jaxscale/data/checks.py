@@ -1,4 +1,4 @@
-"""Everything that can be wrong with the data, found before anything is read, tokenised or compiled."""
+"""Checks of the data settings and files before anything is read, tokenised or compiled."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.cache import cache_folder, count, raw_dtype
+from jaxscale.data.cache import cache_folder, raw_dtype
 from jaxscale.data.config import DataConfig, mixture_names
-from jaxscale.data.fields import choose, fields_of
+from jaxscale.data.fields import choose_field, read_fields
 from jaxscale.data.header import read_header
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import SHOWN, is_manifest
@@ -17,13 +17,13 @@ from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.objectives import find_ids
 from jaxscale.data.token_files import bin_of, prepared_problems
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import Globs, of_sources
+from jaxscale.text.config import Globs, expand_source_names
 from jaxscale.text.sources.array_record import is_array_record
 from jaxscale.text.sources.files import (
     STREAMS,
     SourceFile,
-    identity,
-    ignored,
+    file_identity,
+    ignore_line,
     is_saved_dataset,
     is_stream,
     list_files,
@@ -33,10 +33,11 @@ from jaxscale.text.sources.files import (
 )
 from jaxscale.text.tokenizer.fitting import fits
 from jaxscale.text.tokenizer.load import load_tokenizer, tokenizer_problem
+from jaxscale.units import plural
 
 
 def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
-    """Every problem that can be found without reading a text, one line each with the way out; [] if none."""
+    """Returns a line with the fix for each problem that can be found without reading text."""
     if cfg.name == "synthetic":
         return []
     (files, val_files), problems = corpus_files(cfg)
@@ -44,7 +45,7 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
     if cfg.name in ("files", "chat", "hf"):
         problems += filter(None, map(text_problem, everything))
     if cfg.name != "tokens" and not problems and all(size_of(file.path) == 0 for file in files):
-        problems.append(f"data.files is an empty corpus: {count(len(files), 'file')} of 0 bytes; name other files")
+        problems.append(f"data.files is an empty corpus: {plural(len(files), 'file')} of 0 bytes; name other files")
     if cfg.name == "tokens" and files and not problems:
         problems += token_file_problems(cfg, files, everything, seq_len, vocab_size)
     name = cfg.tokenizer or ("" if cfg.name == "tokens" or not problems and holds_ids(cfg, files) else "bytes")
@@ -57,21 +58,21 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
 
 
 def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
-    """True if the first file holds token ids by its schema; datasets of a hub are not asked."""
+    """Returns True if the first file has token ids by its schema; hub datasets are not checked."""
     if not files or is_stream(files[0].path):
         return False
-    with contextlib.suppress(BadInput, OSError):  # which reading the file raises again
+    with contextlib.suppress(BadInput, OSError):  # raised again when the file is read
         chat = cfg.chat if cfg.name == "chat" else None
-        return choose(files[0].path, fields_of(files[0].path, cfg), cfg, chat).kind == "ids"
+        return choose_field(files[0].path, read_fields(files[0].path, cfg), cfg, chat).kind == "ids"
     return False
 
 
 def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> None:
-    """Raises BadInput for a corpus that fills no row and for a validation set that holds no target.
+    """Raises BadInput for a corpus shorter than a row or a validation set without targets.
 
-    facts: of its documents, as write_documents gives them.
+    facts: returned by write_documents.
     """
-    tokens = {part: sum(of_sources) for part, of_sources in facts["tokens"].items()}
+    tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
     if cfg.name == "chat" and not sum(facts["members"]["train"]):
         more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""
         raise BadInput(
@@ -89,24 +90,24 @@ def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> No
 
 
 def corpus_files(
-    cfg: DataConfig, say: Callable[[str], None] = ignored
+    cfg: DataConfig, say: Callable[[str], None] = ignore_line
 ) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
-    """((training files, validation files), one line for each glob that cannot be used). say: as of list_files."""
+    """Returns ((training files, validation files), a line for each unusable glob). say: see list_files."""
     same = bin_of if cfg.name == "tokens" else str
     if cfg.name == "stdlib":
         files, problems = stdlib_files(), []
         if not files:
-            problems = ["data.name='stdlib': this Python comes without the source of its library; set data.files"]
+            problems = ["data.name='stdlib': this Python has no source of its standard library; set data.files"]
     elif not cfg.files:
         return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
-        files, problems = list_named(cfg, cfg.files, "data.files", "text", same, say)
+        files, problems = list_setting(cfg, cfg.files, "data.files", "text", same, say)
     if not cfg.val_files:
         return (files, []), problems
-    val_files, more = list_named(cfg, cfg.val_files, "data.val_files", "validation", same, say)
-    trained = {identity(same(file.path)): same(file.path) for file in files}
-    if twice := [file for file in val_files if identity(same(file.path)) in trained]:
-        path, first = same(twice[0].path), trained[identity(same(twice[0].path))]
+    val_files, more = list_setting(cfg, cfg.val_files, "data.val_files", "validation", same, say)
+    trained = {file_identity(same(file.path)): same(file.path) for file in files}
+    if twice := [file for file in val_files if file_identity(same(file.path)) in trained]:
+        path, first = same(twice[0].path), trained[file_identity(same(twice[0].path))]
         as_well = "" if path == first else f", as {first}"
         more = [
             *more,
@@ -115,7 +116,7 @@ def corpus_files(
     return (files, val_files), problems + more
 
 
-def list_named(
+def list_setting(
     cfg: DataConfig,
     globs: Globs,
     setting: str,
@@ -123,13 +124,14 @@ def list_named(
     same: Callable[[str], str],
     say: Callable[[str], None],
 ) -> tuple[list[SourceFile], list[str]]:
-    """list_files of one of the settings, {name} in it replaced."""
-    globs, problem = of_sources(globs, mixture_names(cfg.mixture), setting)
-    return ([], [problem]) if problem else list_files(named(globs, cfg.name), setting, default_source, same, say)
+    """Returns list_files of one setting with {name} replaced."""
+    globs, problem = expand_source_names(globs, mixture_names(cfg.mixture), setting)
+    globs = add_hub_scheme(globs, cfg.name)
+    return ([], [problem]) if problem else list_files(globs, setting, default_source, same, say)
 
 
 def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
-    """What is wrong with the tokenizer, alone, for this model and for the objective."""
+    """Returns problems of the tokenizer with this model and objective."""
     if problem := tokenizer_problem(name):
         return [problem]
     try:
@@ -151,11 +153,11 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int
 def token_file_problems(
     cfg: DataConfig, files: Sequence[SourceFile], everything: Sequence[SourceFile], seq_len: int, vocab_size: int
 ) -> list[str]:
-    """What the names, sizes and headers of token files tell."""
+    """Returns problems found from names, sizes and headers of token files."""
     problems, tokens = [], 0
     for file in everything:
         if file.path.startswith(STREAMS):
-            problems.append(f"{file.path} is a data set and no file of tokens; set data.name='hf'")
+            problems.append(f"{file.path} is a dataset, not a file of tokens; set data.name='hf'")
             continue
         if is_manifest(file.path):
             manifest, more = prepared_problems(file.path, cfg)
@@ -175,15 +177,15 @@ def token_file_problems(
         except BadInput as error:
             problems.append(str(error))
             continue
-        if header is not None and (beside := Path(file.path).parent / MANIFEST).exists():
+        if header is not None and (manifest_path := Path(file.path).parent / MANIFEST).exists():
             problems.append(
-                f"{file.path} belongs to a prepared set, whose hashes are in its manifest; name that: {beside}"
+                f"{file.path} belongs to a prepared set; name its manifest, which has the hashes: {manifest_path}"
             )
         if is_array_record(file.path):
-            tokens += seq_len  # how many there are is known when they are read
+            tokens += seq_len  # the number of tokens is unknown until the file is read
             continue
         if header is None and not file.path.endswith(".bin"):
-            problems.append(f"{file.path} is no .bin of token ids; for text, or columns of ids, set data.name='files'")
+            problems.append(f"{file.path} is not a .bin of token ids; for text or id columns, set data.name='files'")
         if header is not None and header["max_id"] >= vocab_size:
             problems.append(vocabulary_problem(file.path, header["max_id"], vocab_size))
         if file in files:
@@ -194,15 +196,15 @@ def token_file_problems(
 
 
 def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
-    """The line for a file with ids that the model does not have."""
+    """Returns the message for a file with ids outside the model's vocabulary."""
     return (
         f"{path} holds token id {max_id}, but the model has model.vocab_size={vocab_size}; "
         f"set it to {max_id + 1} or more, or check data.token_dtype and the tokenizer"
     )
 
 
-def named(globs: Globs, name: str) -> Globs:
-    """The globs; where data.name is 'hf', names of the hub get its scheme and saved data sets stay paths."""
+def add_hub_scheme(globs: Globs, name: str) -> Globs:
+    """Returns the globs; for data.name='hf', names of the hub get its scheme and saved datasets stay paths."""
     if name != "hf":
         return globs
     if isinstance(globs, dict):
@@ -214,5 +216,5 @@ def named(globs: Globs, name: str) -> Globs:
 
 
 def hub_name(glob: str) -> str:
-    """The name with the scheme of a hub, unless it has a scheme or is the path of a saved dataset."""
+    """Returns the name with the hub's scheme, unless it has a scheme or is the path of a saved dataset."""
     return glob if glob.startswith(STREAMS) or is_saved_dataset(glob) else f"hf://{glob}"

@@ -1,4 +1,4 @@
-"""Settings of the data room."""
+"""Settings of data."""
 
 import dataclasses
 import math
@@ -16,14 +16,12 @@ NGRAM = 8  # tokens
 
 
 Weights = Mapping[str, float]
-
-
 MixtureSetting = dict[str, float | dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowFilterConfig:
-    """Limits beyond which a row weighs nothing. Shares are of the row's real tokens, from 0 to 1."""
+    """Limits beyond which a row gets weight 0. Shares are of the row's tokens without padding, from 0 to 1."""
 
     on: bool = setting(
         False,
@@ -33,28 +31,28 @@ class RowFilterConfig:
     )
     max_top_share: float = setting(0.5, "share of the most frequent token; English text has about 0.05")
     min_distinct_share: float = setting(0.02, "distinct tokens over tokens, as 41 in a row of 2,048")
-    max_run: int = setting(256, "the same token so many times on end")
+    max_run: int = setting(256, "longest run of one token")
     max_repeated_share: float = setting(0.9, f"share of {NGRAM}-grams that came before in the row")
     max_damaged_share: float = setting(
-        0.2, "share of tokens that stand for U+FFFD, the mark of bytes that were no text; needs a known tokenizer"
+        0.2, "share of tokens that stand for U+FFFD, which replaces invalid bytes; needs a known tokenizer"
     )
     max_depth_rows: int = setting(
-        0, "gates a row that lies in one document, more than so many rows behind its beginning; 0: no limit"
+        0, "gates a row inside one document that is more than this many rows after its start; 0: no limit"
     )
 
     def __post_init__(self):
         for name in ("max_top_share", "min_distinct_share", "max_repeated_share", "max_damaged_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise BadInput(f"{name}={getattr(self, name)} must lie from 0 to 1")
+                raise BadInput(f"{name}={getattr(self, name)} must be from 0 to 1")
         if self.max_run < 8 or self.max_depth_rows < 0:
             raise BadInput(
                 f"max_run={self.max_run} must be at least 8 and max_depth_rows={self.max_depth_rows} at least 0"
             )
 
 
-# The standard library is plain files of text, and ids are no text.
-OF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(DocumentsConfig)}
-OF_RECORDS = dict.fromkeys(
+# Fields do not apply to the standard library, which is plain text, nor to token ids.
+READ_IF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(DocumentsConfig)}
+READ_IF_RECORDS = dict.fromkeys(
     ("text_field", "ids_field", "id_field", "url_field", "licence_field", "html_text", "record_format",
      "max_unpacked_bytes", "max_unpacked_ratio"),
     "data.name=files|chat|hf",
@@ -66,10 +64,10 @@ MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(DocumentsConfig):
-    """Which text or tokens a run reads, and how they become ids; with what DocumentsConfig says of reading them."""
+    """Training text or tokens, tokenizer, packing, mixture and validation, in addition to DocumentsConfig."""
 
     where: ClassVar[str] = "data."
-    inherited_read_if: ClassVar[dict[str, str]] = OF_TEXT | OF_RECORDS
+    inherited_read_if: ClassVar[dict[str, str]] = READ_IF_TEXT | READ_IF_RECORDS
 
     name: Literal["stdlib", "files", "chat", "hf", "tokens", "synthetic"] = setting(
         "files",
@@ -86,7 +84,7 @@ class DataConfig(DocumentsConfig):
         "glob with {name}, for each source of the mixture. files: .jsonl, .parquet, .arrow, "
         ".array_record, .warc, .html, any text, each also .gz or .zst but tables and records; hf://NAME?split=train; "
         "seqio://TASK?module=MODULE; tokens: the manifest.json of a prepared set, here or under gs://; shards of this "
-        "program (known by the .json beside), Megatron's .bin with its .idx, or raw ids",
+        "program (with their .json), Megatron's .bin with its .idx, or raw ids",
         read_if="data.name=files|chat|hf|tokens",
     )
     val_files: Globs = setting(
@@ -108,8 +106,7 @@ class DataConfig(DocumentsConfig):
     )
     eos_token: str = setting(
         "",
-        "the token that ends a document; "
-        "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
+        "the token that ends a document; empty: eos_token of the tokenizer's tokenizer_config.json, else a common name",
         read_if="data.tokenizer and data.tokenizer!=bytes",
     )
     bos_token: str = setting(
@@ -130,9 +127,9 @@ class DataConfig(DocumentsConfig):
     )
     packing: Literal["best_fit", "concat"] = setting(
         "best_fit",
-        "how documents become rows. best_fit: one that fits into a row lies whole in one; 99% of positions are real "
-        "where short documents fill the rows up, fewer where all are longer than a third of a row; concat: rows are "
-        "cut from the documents end to end, all positions real. Neither drops a token",
+        "how documents are packed into rows. best_fit: one that fits into a row is never split; padding is 1% if there "
+        "are short documents to fill rows, more if all are longer than a third of a row; concat: rows are cut from "
+        "concatenated documents, without padding. Neither drops a token",
         read_if="data.name!=synthetic",
     )
     mixture: MixtureSetting = setting(
@@ -162,7 +159,7 @@ class DataConfig(DocumentsConfig):
     )
     cache_bytes: int = setting(
         100_000_000_000,
-        "tokens: bound of the local cache of shards that lie in a bucket",
+        "tokens: size limit of the local cache of shards from a bucket",
         may_change=True,
         read_if="data.name=tokens",
     )
@@ -174,7 +171,7 @@ class DataConfig(DocumentsConfig):
     )
     transforms: tuple[str, ...] = setting(
         (),
-        "functions of your own that change training batches, as MODULE:FUNCTION, in order: function(batch, n, rows) "
+        "functions that change training batches, as MODULE:FUNCTION, in order: function(batch, n, rows) "
         "gets rows of batch n (a jaxscale.data.batch.Batch of numpy arrays [rows, T]) with their numbers in it, and "
         "returns them with the same fields, shapes and dtypes, each row made from itself, n and its number alone",
     )
@@ -185,29 +182,29 @@ class DataConfig(DocumentsConfig):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.val_fraction <= 0.5:
-            raise BadInput(f"val_fraction={self.val_fraction} must lie from 0 to 0.5")
+            raise BadInput(f"val_fraction={self.val_fraction} must be from 0 to 0.5")
         if self.eos_id is not None and self.eos_id < 0:
             raise BadInput(f"eos_id={self.eos_id} must be a token id, 0 or more")
         if self.cache_bytes <= 0:
             raise BadInput(f"cache_bytes={self.cache_bytes} must be more than 0")
         if "://" in self.cache_dir:
-            raise BadInput(f"cache_dir={self.cache_dir} must be a folder of this machine")
+            raise BadInput(f"cache_dir={self.cache_dir} must be a local folder")
         if bad := [name for name in self.transforms if not MODULE_FUNCTION.fullmatch(name)]:
             raise BadInput(f"transforms has {bad[0]!r}; a function is named as MODULE:FUNCTION")
         check_skips(self.skip_batches)
         check_mixture(self.mixture, self.max_epochs)
         if self.name == "chat" and self.objective.name != "next_token":
             raise BadInput(
-                f"name='chat' tells what is learned; objective.name={self.objective.name!r} must be next_token"
+                f"name='chat' defines the loss mask; set objective.name=next_token, not {self.objective.name!r}"
             )
         if self.name != "chat" and self.chat != ChatConfig():
-            raise BadInput(f"data.chat is read with data.name='chat' only, and that is {self.name!r}")
+            raise BadInput(f"data.chat is read only with data.name='chat', not {self.name!r}")
         if self.name == "chat" and self.packing != "best_fit":
-            raise BadInput("packing='concat' cuts conversations; data.name='chat' needs best_fit")
+            raise BadInput("packing='concat' splits conversations; data.name='chat' needs packing='best_fit'")
 
 
-def stages_of(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
-    """(start, weights) of each stage as they are written. Raises BadInput for what is neither form of the setting."""
+def mixture_stages(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
+    """Returns (start, weights) of each stage. Raises BadInput for a setting of neither form."""
     staged = [(start, value) for start, value in mixture.items() if isinstance(value, Mapping)]
     if staged and len(staged) < len(mixture):
         raise BadInput("mixture must be {source: weight}, or {start: {source: weight}}, not both in one")
@@ -223,16 +220,16 @@ def stages_of(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
 
 
 def mixture_names(mixture: MixtureSetting) -> tuple[str, ...]:
-    """The sources that a mixture names, in the order of the first mention: what losses are reported by."""
-    return tuple(dict.fromkeys(name for _, weights in stages_of(mixture) for name in weights)) if mixture else ()
+    """Returns the sources of a mixture by first occurrence; losses are reported for these."""
+    return tuple(dict.fromkeys(name for _, weights in mixture_stages(mixture) for name in weights)) if mixture else ()
 
 
 def check_mixture(mixture: MixtureSetting, max_epochs: Mapping[str, float]) -> None:
-    """Raises BadInput for settings that mean nothing with any data."""
+    """Raises BadInput for settings that are invalid for any data."""
     if mixture:
-        stages_of(mixture)
+        mixture_stages(mixture)
     if max_epochs and not mixture:
-        raise BadInput("max_epochs caps the sources of a mixture, and there is none; set data.mixture too")
+        raise BadInput("max_epochs limits the sources of a mixture, and there is none; set data.mixture too")
     if wrong := {name: number for name, number in max_epochs.items() if not 0 < number < math.inf}:
         raise BadInput(f"max_epochs={wrong} must be above 0 and finite; leave a source out of the mixture instead")
 

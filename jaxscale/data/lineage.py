@@ -1,9 +1,9 @@
-"""Where each document of a shard came from: one row per document, as Parquet beside its tokens.
+"""The lineage of a shard: the origin of each document, as a Parquet file next to the tokens.
 
-file      dictionary<string>  its file, relative to where the source's glob begins
-offset    int64               where it begins in that file, unpacked: a byte, or the number of its row or record
-id        string              the file's own name for it, or empty; so too url, licence and language
-score.X   float32             one column for each score that a stage has added; null where a document has none
+file      dictionary<string>  file name, relative to the fixed part of the source's glob
+offset    int64               start in the unpacked file: byte offset, or row or record number
+id        string              the document's id in the file, or empty; likewise url, licence and language
+score.X   float32             one column for each score of a preparation stage; null if a document has none
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.data.header import WAY_OUT
+from jaxscale.data.header import FIX
 from jaxscale.system.exits import BadInput
 
 if TYPE_CHECKING:
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 
 TEXTS = ("id", "url", "licence", "language")
 COLUMNS = ("file", "offset", *TEXTS)
-ROW_GROUP = 1 << 13  # rows that are read together: some 600 kB; a step's documents lie in as many groups
+ROW_GROUP = 1 << 13  # rows that are read together, about 600 kB; the documents of a step are in as many groups
 
 
-def in_utf8(name: str) -> str:
-    """The name, with a byte of it that is not UTF-8 written as on_one_line shows it."""
+def escape_non_utf8(name: str) -> str:
+    """Escapes bytes of the name that are not UTF-8, as on_one_line does."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
-    """The lineage of the documents, in order."""
+    """Returns the lineage of the documents, in order."""
     import pyarrow
 
-    columns: dict[str, Any] = {"file": pyarrow.array([in_utf8(doc.file) for doc in documents], pyarrow.string())}
+    files = [escape_non_utf8(doc.file) for doc in documents]
+    columns: dict[str, Any] = {"file": pyarrow.array(files, pyarrow.string())}
     columns["offset"] = pyarrow.array([doc.offset for doc in documents], pyarrow.int64())
     for name in TEXTS:
         columns[name] = pyarrow.array([getattr(doc, name) for doc in documents], pyarrow.string())
@@ -45,16 +46,16 @@ def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
 
 
 def join_lineages(tables: Sequence["pyarrow.Table"]) -> "pyarrow.Table":
-    """The rows of at least one table, in order."""
+    """Concatenates at least one table."""
     import pyarrow
 
     return pyarrow.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
 def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
-    """The same rows with columns in our order and of our types, in one piece each: equal rows give equal bytes.
+    """Returns the rows with columns in canonical order, type and chunking, so that equal rows give equal bytes.
 
-    Raises: BadInput for a column that is missing or not of its type.
+    Raises: BadInput for a column that is missing or has the wrong type.
     """
     import pyarrow
 
@@ -71,16 +72,15 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
             column = table[name].cast(kind)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
             raise BadInput(f"the lineage's column {name!r} is {table[name].type} and no {kind}: {error}") from None
-        # a dictionary numbered by first appearance, however the caller numbered his
+        # re-encoded, so that dictionary indices follow first occurrence
         columns[name] = column.combine_chunks().dictionary_encode() if name == "file" else column.combine_chunks()
     return pyarrow.table(columns)
 
 
 def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
-    """The table as Parquet; the same bytes for the same rows and release of pyarrow.
+    """Returns the table as Parquet; equal bytes for equal rows and the same pyarrow version.
 
-    Raises: BadInput if it does not have one row for each of `documents`, or a column is not as the head of this file
-    says.
+    Raises: BadInput unless it has one row per document and the columns of this module's docstring.
     """
     import pyarrow.parquet
 
@@ -94,21 +94,21 @@ def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
 
 
 def parse_lineage(content: bytes, columns: Sequence[str] | None = None) -> "pyarrow.Table":
-    """The table out of `lineage_bytes`, or some of its columns. Raises BadInput if it cannot be read."""
+    """Returns the table of `lineage_bytes`, or some of its columns. Raises BadInput if it cannot be read."""
     import pyarrow.parquet
 
     try:
-        # Read by this thread. One of Arrow's that still holds the bytes, which are Python's, while Python ends aborts
-        # the process (github.com/apache/arrow/issues/34314); read_table has such threads in any case.
+        # Read in this thread: an Arrow thread that holds Python's bytes at exit aborts the process
+        # (github.com/apache/arrow/issues/34314), and read_table always starts threads.
         with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), pre_buffer=False) as file:
             return file.read(columns=columns, use_threads=False)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise BadInput(f"it is no Parquet file: {error}") from None
+        raise BadInput(f"it is not a Parquet file: {error}") from None
 
 
 @contextlib.contextmanager
 def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
-    """The file of a lineage, to be read a group of rows at a time; its sum is not looked at.
+    """Opens a lineage, to be read by row group; its hash is not checked.
 
     Raises: BadInput naming the file if it cannot be read.
     """
@@ -119,4 +119,4 @@ def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise BadInput(f"{path} cannot be read: {error}; {WAY_OUT}") from None
+        raise BadInput(f"{path} cannot be read: {error}; {FIX}") from None

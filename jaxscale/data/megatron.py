@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets, NAME.bin and NAME.idx, read where they lie and written from shards.
+"""Megatron's indexed datasets, NAME.bin and NAME.idx: read in place, and exported from shards.
 
 The .idx, version 1 (Megatron-LM, megatron/core/datasets/indexed_dataset.py), all little-endian:
     "MMIDIDX\\0\\0", uint64 version, uint8 type of the ids, uint64 sequences, uint64 documents + 1,
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.cache import cached, index_raw, stamp
+from jaxscale.data.cache import cached_shard, index_raw, size_and_mtime
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shard_writer import write_synced
@@ -29,10 +29,10 @@ from jaxscale.text.sources.files import SourceFile
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-# The types that a shard has for the same bits: ids are never negative, which is looked at.
+# Shard dtypes of the same size. Ids are checked not to be negative.
 SAME_BITS = {1: "uint8", 2: "uint8", 3: "uint16", 4: "uint32", 5: "int64", 8: "uint16"}
-CODES = {"uint8": 1, "uint16": 8, "uint32": 4, "int64": 5}  # no uint32 there: int32 has the ids below 2**31
-SIGNED_END = {2: 2**7, 3: 2**15, 4: 2**31, 5: 2**63}  # ids from here on are negative ones
+CODES = {"uint8": 1, "uint16": 8, "uint32": 4, "int64": 5}  # Megatron has no uint32; int32 has ids below 2**31
+SIGNED_END = {2: 2**7, 3: 2**15, 4: 2**31, 5: 2**63}  # ids from here on are negative
 
 
 class MegatronIndex(NamedTuple):
@@ -46,14 +46,14 @@ class MegatronIndex(NamedTuple):
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64[documents + 1]: where each document begins in ids, and the end."""
+        """Returns int64[documents + 1]: document starts [ids], and the end."""
         ends = np.zeros(len(self.lengths) + 1, np.int64)
         np.cumsum(self.lengths, out=ends[1:])
         return ends[self.documents]
 
 
 def is_megatron(path: str) -> bool:
-    """True for the .bin or .idx of such a pair, known by how the .idx begins."""
+    """Returns True for the .bin or .idx of a Megatron dataset, by the magic number of the .idx."""
     if not path.endswith((".bin", ".idx")):
         return False
     try:
@@ -64,7 +64,7 @@ def is_megatron(path: str) -> bool:
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """The index in the file. Raises BadInput naming it if it is damaged or of another version."""
+    """Reads an .idx. Raises BadInput if it is damaged or has another version."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -72,10 +72,10 @@ def read_index(path: Path) -> MegatronIndex:
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
     if len(raw) < HEAD.size or raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise BadInput(f"{path} is no index of Megatron: it does not begin with {MAGIC!r}")
+        raise BadInput(f"{path} is not a Megatron index: it does not begin with {MAGIC!r}")
     _, version, code, sequences, bounds = HEAD.unpack(raw[: HEAD.size].tobytes())
     if version != VERSION or code not in TYPES:
-        raise BadInput(f"{path} has version {version} and type {code}; read are version {VERSION} and types 1 to 8")
+        raise BadInput(f"{path} has version {version} and type {code}; supported: version {VERSION}, types 1 to 8")
     size = HEAD.size + 12 * sequences + 8 * bounds
     if len(raw) not in (size, size + sequences) or not bounds:
         what = "cut short" if len(raw) < size else "too long"
@@ -93,18 +93,18 @@ def read_index(path: Path) -> MegatronIndex:
 
 
 def check_index(path: Path, index: MegatronIndex) -> None:
-    """Raises BadInput unless the sequences follow one another and the documents account for all of them."""
+    """Raises BadInput unless the sequences are contiguous and the documents cover them."""
     starts = np.cumsum(index.lengths, dtype=np.int64) - index.lengths
     itemsize = np.dtype(TYPES[index.code]).itemsize
     if (index.lengths < 0).any() or (index.pointers != starts * itemsize).any():
-        raise BadInput(f"{path}: its sequences do not lie one after the other in the .bin; write the pair again")
+        raise BadInput(f"{path}: its sequences are not contiguous in the .bin; write both files again")
     documents = index.documents
     if documents[0] != 0 or documents[-1] != len(index.lengths) or (np.diff(documents) < 0).any():
         raise BadInput(f"{path}: its documents do not account for its {len(index.lengths):,} sequences; write it again")
 
 
 def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:
-    """An .idx for sequences that lie one after the other. documents: the first sequence of each, and their number."""
+    """Returns an .idx of contiguous sequences. documents: first sequence of each document, and the end."""
     itemsize = np.dtype(TYPES[code]).itemsize
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
     parts = [HEAD.pack(MAGIC, VERSION, code, len(lengths), len(documents)), lengths.astype("<i4").tobytes()]
@@ -113,39 +113,39 @@ def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np
 
 
 def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
-    """A pair of Megatron's as a shard: the .bin stays where it is, and only its index is written into the cache.
+    """Returns a Megatron dataset as a shard. Only its index is written to the cache; the .bin is read in place.
 
-    A document of several sequences is one document. Raises BadInput naming the file if the pair is damaged, or holds
-    what are no token ids.
+    The sequences of a document are joined. Raises BadInput if the files are damaged or are not token ids.
     """
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
-    made_from = {"megatron": [path, file.name, file.source, *stamp(str(idx)), *stamp(path)], "eos_id": cfg.eos_id}
-    return cached(cfg, made_from, lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say), say)
+    stamps = *size_and_mtime(str(idx)), *size_and_mtime(path)
+    key = {"megatron": [path, file.name, file.source, *stamps], "eos_id": cfg.eos_id}
+    return cached_shard(cfg, key, lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say), say)
 
 
 def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, say: Say) -> None:
-    """Writes into `folder` the index of Megatron's pair as one of ours."""
+    """Writes the shard index of a Megatron dataset into `folder`."""
     index = read_index(idx)
     if index.code not in SAME_BITS:
-        raise BadInput(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is none of token ids")
+        raise BadInput(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is not a type of token ids")
     if index.modes is not None and index.modes.any():
-        raise BadInput(f"{idx} is a multimodal set; only text is read")
+        raise BadInput(f"{idx} is a multimodal dataset; only text is supported")
     dtype, offsets = SAME_BITS[index.code], index.offsets
     expect_size(file.path, int(offsets[-1]) * np.dtype(dtype).itemsize)
     index_raw(folder, file, dtype, cfg.eos_id, say, offsets, SIGNED_END.get(index.code, 1 << 64))
 
 
 def export_megatron(shards: Sequence[Shard], base: Path) -> None:
-    """Writes BASE.bin and BASE.idx of all documents of the shards, a sequence each; the .idx last.
+    """Writes BASE.bin and BASE.idx, one sequence per document; the .idx last.
 
-    Raises: BadInput for ids that Megatron's types do not have.
+    Raises: BadInput for ids that do not fit Megatron's types.
     """
     widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
     if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
-        raise BadInput(f"{shards[0].bin_path}: id {largest} is beyond int32, which is what Megatron has for ids")
+        raise BadInput(f"{shards[0].bin_path}: id {largest} is beyond int32, Megatron's largest type for ids")
     base.parent.mkdir(parents=True, exist_ok=True)
     idx = Path(f"{base}.idx")
-    idx.unlink(missing_ok=True)  # no old index over a new .bin, whenever this ends
+    idx.unlink(missing_ok=True)  # never an old index with a new .bin, even if interrupted
     lengths = []
     with open(f"{base}.bin", "wb") as file:
         for shard in shards:

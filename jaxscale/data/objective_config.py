@@ -1,4 +1,4 @@
-"""What a model is asked to predict, and how long the rows are that an objective makes of packed rows."""
+"""Settings of training objectives, and the lengths of the rows that they make from packed rows."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -9,31 +9,31 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextTokenConfig:
-    """Every token of a document from those before it."""
+    """Next-token prediction within each document."""
 
-    name: Literal["next_token"] = setting("next_token", "which objective this is")
+    name: Literal["next_token"] = setting("next_token", "selects this objective")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixLmConfig:
-    """Each document's first part is seen by all of it, and only what follows is learned from."""
+    """Prefix LM: bidirectional attention over a prefix of each document, loss on the rest."""
 
-    name: Literal["prefix_lm"] = setting("prefix_lm", "which objective this is")
+    name: Literal["prefix_lm"] = setting("prefix_lm", "selects this objective")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedLmConfig:
-    """BERT's: 15% of the tokens are targets; of these 80% become the mask, 10% another token, and 10% stay."""
+    """BERT: 15% of the tokens are targets; of these 80% are masked, 10% replaced, and 10% unchanged."""
 
-    name: Literal["masked_lm"] = setting("masked_lm", "which objective this is")
-    rate: float = setting(0.15, "part of a row's ordinary tokens that are targets")
-    mask_part: float = setting(0.8, "part of the targets that the mask stands in for")
-    random_part: float = setting(0.1, "part of the targets that an ordinary token drawn at random stands in for")
+    name: Literal["masked_lm"] = setting("masked_lm", "selects this objective")
+    rate: float = setting(0.15, "fraction of a row's ordinary tokens that are targets")
+    mask_part: float = setting(0.8, "fraction of the targets that are replaced by the mask")
+    random_part: float = setting(0.1, "fraction of the targets that are replaced by a random ordinary token")
     mask_id: int | None = setting(None, "id of the mask; none: the tokenizer's")
 
     def __post_init__(self):
         if not 0 < self.rate < 1:
-            raise BadInput(f"rate={self.rate} must lie between 0 and 1")
+            raise BadInput(f"rate={self.rate} must be between 0 and 1")
         if self.mask_part < 0 or self.random_part < 0 or self.mask_part + self.random_part > 1:
             raise BadInput(
                 f"mask_part={self.mask_part} and random_part={self.random_part} must not be negative, "
@@ -46,29 +46,29 @@ Layout = Literal["encoder_decoder", "one_row"]
 
 LAYOUT_HELP = (
     "encoder_decoder: inputs to the encoder, targets to the decoder; one_row: for a decoder alone, each document's "
-    "inputs as a prefix and its targets behind it"
+    "inputs as a prefix, followed by its targets"
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenoisingConfig:
-    """What all objectives have that cut spans out of rows."""
+    """Settings of all objectives that cut spans out of rows."""
 
     layout: Layout = setting("encoder_decoder", LAYOUT_HELP)
-    multiple_of: int = setting(1, "rows are filled up to multiples of this, with padding")
+    multiple_of: int = setting(1, "rows are padded to multiples of this")
     first_sentinel_id: int | None = setting(None, "id of the first sentinel; none: the tokenizer's sentinels")
     num_sentinels: int = setting(
         100,
-        "with first_sentinel_id: how many there are, one for each span of a document",
+        "with first_sentinel_id: number of sentinels; a document uses one for each span",
         read_if="data.objective.first_sentinel_id!=none",
     )
     sentinel_step: Literal[-1, 1] = setting(
-        1, "from one sentinel's id to the next; T5's own go down", read_if="data.objective.first_sentinel_id!=none"
+        1, "from one sentinel's id to the next; -1 for T5", read_if="data.objective.first_sentinel_id!=none"
     )
     end_id: int | None = setting(None, "id that ends the inputs and targets of a document; none: the tokenizer's end")
     start_id: int | None = setting(
         None,
-        "id that a decoder reads first; none: end_id. T5 has its padding, 0",
+        "first input id of a decoder; none: end_id. T5 uses its padding id, 0",
         read_if="data.objective.layout=encoder_decoder",
     )
 
@@ -80,10 +80,10 @@ class DenoisingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanCorruptionConfig(DenoisingConfig):
-    """T5's: 15% of the tokens in spans of 3 on average."""
+    """T5 span corruption: 15% of the tokens, in spans of 3 on average."""
 
-    name: Literal["span_corruption"] = setting("span_corruption", "which objective this is")
-    noise_density: float = setting(0.15, "part of a row's tokens that is cut out")
+    name: Literal["span_corruption"] = setting("span_corruption", "selects this objective")
+    noise_density: float = setting(0.15, "fraction of a row's tokens that is cut out")
     mean_span: float = setting(3.0, "mean length of a span [tokens]")
 
     def __post_init__(self):
@@ -92,39 +92,39 @@ class SpanCorruptionConfig(DenoisingConfig):
 
 
 def check_denoiser(noise_density: float, mean_span: float) -> None:
-    """Raises BadInput for a density or a span that no row can have."""
+    """Raises BadInput for an invalid density or span."""
     if not 0 < noise_density < 1:
-        raise BadInput(f"noise_density={noise_density} must lie between 0 and 1")
+        raise BadInput(f"noise_density={noise_density} must be between 0 and 1")
     if mean_span < 1:
         raise BadInput(f"mean_span={mean_span} must be at least 1 token")
 
 
-class Amount(NamedTuple):
-    """What is cut out of a row, if it is one document."""
+class NoiseAmount(NamedTuple):
+    """Noise tokens and spans of a row of one document."""
 
     noise: int  # tokens
     spans: int
 
 
-def amount(length: int, noise_density: float, mean_span: float | None) -> Amount:
-    """The noise of a row of `length` tokens, rounded as T5 does. mean_span: None for one span."""
+def noise_amount(length: int, noise_density: float, mean_span: float | None) -> NoiseAmount:
+    """Returns the noise of a row of `length` tokens, rounded as in T5. mean_span: None for one span."""
     if length < 2:
-        return Amount(0, 0)
+        return NoiseAmount(0, 0)
     noise = min(max(round(length * noise_density), 1), length - 1)
     spans = 1 if mean_span is None else max(1, round(noise / mean_span))
-    return Amount(noise, min(spans, noise, length - noise))
+    return NoiseAmount(noise, min(spans, noise, length - noise))
 
 
-def corrupted_lengths(length: int, cut: Amount) -> tuple[int, int]:
-    """(tokens of the inputs, tokens of the targets): a sentinel for each span, and an end of each."""
+def corrupted_lengths(length: int, cut: NoiseAmount) -> tuple[int, int]:
+    """Returns (tokens of the inputs, tokens of the targets), including sentinels and end tokens."""
     return length - cut.noise + cut.spans + 1, cut.noise + cut.spans + 1
 
 
 MODES = ("R", "S", "X")
 
 
-# Table 1 of the paper: mode, part of the tokens that is noise, mean span; how often, all alike in the paper.
-PAPER = (
+# Table 1 of arXiv:2205.05131: mode, noise density, mean span, weight (uniform).
+UL2_DENOISERS = (
     ("R", 0.15, 3.0, 1.0),
     ("R", 0.15, 8.0, 1.0),
     ("S", 0.25, 0.0, 1.0),
@@ -137,16 +137,17 @@ PAPER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ul2Config(DenoisingConfig):
-    """Short spans (R), a text's end (S), or much of it (X): one denoiser a row, by weight (arXiv:2205.05131, 3.1).
+    """UL2 (arXiv:2205.05131, 3.1): short spans (R), suffix (S) or extreme (X), one denoiser per row drawn by weight.
 
-    Each document of the row begins with the token of the mode, which takes the place of the mark at the end of inputs.
+    Each document of the row begins with the token of the mode, which replaces the end token of the inputs.
     """
 
-    name: Literal["ul2"] = setting("ul2", "which objective this is")
+    name: Literal["ul2"] = setting("ul2", "selects this objective")
     denoisers: tuple[tuple[str, float, float, float], ...] = setting(
-        PAPER, "(mode R, S or X; noise density; mean span, 0: one span, a document's end; weight of the draw) of each"
+        UL2_DENOISERS,
+        "(mode R, S or X; noise density; mean span, 0: one span, the document's end; sampling weight) of each",
     )
-    mode_ids: dict[str, int] = setting({}, "id of each mode's token: {'R': 5, 'S': 6, 'X': 7}; text never has them")
+    mode_ids: dict[str, int] = setting({}, "id of each mode's token: {'R': 5, 'S': 6, 'X': 7}; not used by text")
     end_id: int | None = setting(None, "id that ends the targets of a document; none: the tokenizer's end")
 
     def __post_init__(self):
@@ -165,12 +166,12 @@ class Ul2Config(DenoisingConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Denoiser:
-    """One way to cut spans out of a row."""
+    """A noise distribution over spans of a row."""
 
     noise_density: float
     mean_span: float | None  # None: one span
     weight: float = 1.0
-    mode: str = ""  # whose token begins the inputs, in place of a mark at their end
+    mode: str = ""  # its token begins the inputs, which then have no end token
 
 
 def denoisers(cfg: DenoisingConfig) -> tuple[Denoiser, ...]:
@@ -181,28 +182,28 @@ def denoisers(cfg: DenoisingConfig) -> tuple[Denoiser, ...]:
     return tuple(Denoiser(density, mean or None, weight, mode) for mode, density, mean, weight in cfg.denoisers)
 
 
-class Lengths(NamedTuple):
-    """Of the rows that a model reads."""
+class RowLengths(NamedTuple):
+    """Lengths of the rows that a model reads."""
 
-    row: int  # of the decoder, or of the only row
+    row: int  # of the decoder or the single row
     encoder: int | None = None
-    prefix: bool = False  # whether rows have one
+    prefix: bool = False  # rows have a prefix
 
 
-def denoised_lengths(cfg: DenoisingConfig, seq_len: int) -> Lengths:
-    """The least that hold what any of the denoisers makes of a row of seq_len tokens."""
-    fill = lambda length: -(-length // cfg.multiple_of) * cfg.multiple_of
-    pairs = [corrupted_lengths(seq_len, amount(seq_len, d.noise_density, d.mean_span)) for d in denoisers(cfg)]
+def denoised_lengths(cfg: DenoisingConfig, seq_len: int) -> RowLengths:
+    """Returns the smallest lengths that fit a row of seq_len tokens after any of the denoisers."""
+    round_up = lambda length: -(-length // cfg.multiple_of) * cfg.multiple_of
+    pairs = [corrupted_lengths(seq_len, noise_amount(seq_len, d.noise_density, d.mean_span)) for d in denoisers(cfg)]
     if cfg.layout == "one_row":
-        return Lengths(fill(max(map(sum, pairs))), prefix=True)
-    return Lengths(fill(max(targets for _, targets in pairs)), fill(max(inputs for inputs, _ in pairs)))
+        return RowLengths(round_up(max(map(sum, pairs))), prefix=True)
+    return RowLengths(round_up(max(targets for _, targets in pairs)), round_up(max(inputs for inputs, _ in pairs)))
 
 
 ObjectiveConfig = NextTokenConfig | PrefixLmConfig | MaskedLmConfig | SpanCorruptionConfig | Ul2Config
 
 
-def row_lengths(cfg: ObjectiveConfig, seq_len: int) -> Lengths:
-    """Of the rows that the objective makes of packed rows of seq_len tokens."""
+def row_lengths(cfg: ObjectiveConfig, seq_len: int) -> RowLengths:
+    """Returns the lengths of the rows that the objective makes from packed rows of seq_len tokens."""
     if isinstance(cfg, DenoisingConfig):
         return denoised_lengths(cfg, seq_len)
-    return Lengths(seq_len, prefix=isinstance(cfg, PrefixLmConfig))
+    return RowLengths(seq_len, prefix=isinstance(cfg, PrefixLmConfig))

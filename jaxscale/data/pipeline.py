@@ -1,4 +1,4 @@
-"""From the settings to a corpus: the one door through which the rest of the program gets its batches."""
+"""Opens the corpus of the settings, from which the rest of the program gets its batches."""
 
 import dataclasses
 import functools
@@ -16,34 +16,34 @@ from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import plan_settings
 from jaxscale.data.cache import cache_folder
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
-from jaxscale.data.config import DataConfig, stages_of
+from jaxscale.data.config import DataConfig, mixture_stages
 from jaxscale.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
 from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture
-from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_text_in_order
-from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
+from jaxscale.data.objectives import apply_objective, apply_with_origin, find_ids, reads_text_in_order
+from jaxscale.data.objectives.ids import SpecialIds, TokenizerIds, synthetic_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.row_filter import make_row_filter
 from jaxscale.data.row_plan import VALIDATION_SEED, Facts, PlanSettings, make_plan, open_plan
 from jaxscale.data.rows import SyntheticRows
 from jaxscale.data.shards import Shard
-from jaxscale.data.split import Division, divide
-from jaxscale.data.summary import facts_of
-from jaxscale.data.token_files import common_token_bytes, open_tokens, set_of
+from jaxscale.data.split import CorpusSplit, split_corpus
+from jaxscale.data.summary import summary_facts
+from jaxscale.data.token_files import common_token_bytes, open_tokens, prepared_set_folder
 from jaxscale.data.tokenize import open_documents
-from jaxscale.data.verified import of_size
+from jaxscale.data.verified import size_only
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.units import BatchSizes
 
 VALIDATION_ROWS_SYNTHETIC = 4096
-DIGITS = 16  # of a hash: enough to tell two versions of one file apart
-MOST_PARTS = 2000  # files and shards that are named one by one in each checkpoint; of more, their sources are
+DIGITS = 16  # of a hash that identifies a version of a file
+MOST_PARTS = 2000  # files and shards listed in each checkpoint; beyond that only their sources are
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Training and validation rows, and what is known of them."""
+    """Training and validation rows with their metadata."""
 
     train_rows: Any  # DocumentRows or SyntheticRows
     valid_rows: Any | None
@@ -52,37 +52,37 @@ class Corpus:
     seed: int
     source_names: tuple[str, ...]
     tokenizer: Tokenizer | None
-    token_bytes: np.ndarray | None  # int32[vocabulary]: bytes of text that each id stands for
-    fingerprint: str  # equal wherever the same tokens are divided the same way
+    token_bytes: np.ndarray | None  # int32[vocabulary]: bytes of text of each id
+    fingerprint: str  # equal for the same tokens, split and order
     summary: str  # one line for the log
-    ids: SpecialIds  # that data.objective needs
-    shards: tuple[Shard, ...] = ()  # that the training rows are read from
-    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see data_parts
-    published: str = ""  # where the prepared set lies that the shards are, with its indexes
-    chat: Mapping[str, Any] | None = None  # how conversations were written: ChatTemplate.note
-    tokens_of_sources: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of training, without padding
+    ids: SpecialIds  # special ids of data.objective
+    shards: tuple[Shard, ...] = ()  # of the training rows
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts of the fingerprint, see data_parts
+    published: str = ""  # folder or address of the prepared set with its indexes, or ''
+    chat: Mapping[str, Any] | None = None  # ChatTemplate.note
+    tokens_of_sources: Mapping[str, int] = dataclasses.field(default_factory=dict)  # training tokens without padding
 
     @property
     def epoch_tokens(self) -> int:
-        """Tokens in all rows of training, the padding of the last one included."""
+        """Returns the tokens in all training rows, including padding."""
         return len(self.train_rows) * self.seq_len
 
     @property
     def rows_of_sources(self) -> dict[str, int]:
-        """Rows of training that each source of a mixture has."""
+        """Returns the training rows of each source of a mixture."""
         return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))
 
     def batches(self, rows_per_batch: BatchSizes | int, mixture: Mixture | None = None) -> Batches:
-        """The endless training batches, each epoch in another order.
+        """Returns the endless training batches; each epoch has its own order.
 
-        rows_per_batch: of all batches, or the sizes of a ramp. mixture: of plan_mixture; else that of the settings as
-        for a run of one epoch, without caps.
+        rows_per_batch: constant, or the sizes of a ramp. mixture: from plan_mixture; None: planned for one epoch
+        without max_epochs.
         """
         if self.cfg.mixture and mixture is None:
             one_epoch = BatchSizes.of(rows_per_batch).find(len(self.train_rows))[0]
             mixture = self.plan_mixture(rows_per_batch, max(1, one_epoch), capped=False)
         row_filter = make_row_filter(self.cfg.gate, self.tokenizer) if self.shards else None
-        transform = functools.partial(apply, self.cfg.objective, self.ids, seed=self.seed)
+        transform = functools.partial(apply_objective, self.cfg.objective, self.ids, seed=self.seed)
         return Batches(RowOrder(self.train_rows, self.seed, mixture), rows_per_batch, row_filter, transform)
 
     def plan_mixture(
@@ -95,10 +95,10 @@ class Corpus:
         detours: Sequence[Detour] = (),
         begun: Mapping[str, int] | None = None,
     ) -> Mixture | None:
-        """The stages of a run of `total_steps` steps; None where the settings have no mixture.
+        """Returns the stages of a run of `total_steps` steps; None if the settings have no mixture.
 
-        num_batches: up to the end of the run, those that it skips counted too. detours: of its rewinds. begun: as
-        of the function. Raises BadInput as the function does.
+        num_batches: up to the end of the run, including skipped ones. detours: of its rewinds. begun, errors: see
+        mixture.plan_mixture.
         """
         if not self.cfg.mixture:
             return None
@@ -123,9 +123,9 @@ class Corpus:
         mixture: Mixture | None = None,
         rows: Sequence[int] | None = None,
     ) -> grain.MapDataset:
-        """A grain.MapDataset whose element n is batch n as a run has it, data.transforms included: a Batch of numpy.
+        """Returns a grain.MapDataset whose element n is batch n of a run, after data.transforms: a numpy Batch.
 
-        mixture: as in batches(). rows: those that this process wants of each batch, by their numbers in it; None: all.
+        mixture: see batches(). rows: indices of the rows to read of each batch; None: all.
         """
         batches = self.batches(rows_per_batch, mixture)
         rows = range(rows_per_batch) if rows is None else rows
@@ -134,7 +134,7 @@ class Corpus:
         )
 
     def open_transforms(self, batches: Batches, first: int = 0) -> tuple[Transform, ...]:
-        """The functions of data.transforms, tried on batch `first`. Raises BadInput naming one that is unfit."""
+        """Returns the functions of data.transforms, tested on batch `first`. Raises BadInput if one fails."""
         names = self.cfg.transforms
         transforms = tuple(map(open_transform, names))
         if transforms:
@@ -142,20 +142,20 @@ class Corpus:
         return transforms
 
     def valid_batches(self, num_rows: int, rows_per_batch: int) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-        """Yields (batch, sources int32[rows, T], target_bytes int32[rows, T]) over at most num_rows rows.
+        """Yields (batch, sources int32[rows, T], target_bytes int32[rows, T]) of at most num_rows rows.
 
-        They are spread evenly over the validation set and always the same. Rows that fill up the last batch weigh 0.
-        target_bytes: what each target stands for in bytes of text; 0 where the weight is 0, no tokenizer is known, or
-        the objective does not read the text in its order.
+        The rows are evenly spaced in the validation set and always the same. Rows that pad the last batch have weight
+        0. target_bytes: bytes of text of each target; 0 if its weight is 0, the tokenizer is unknown, or the objective
+        does not read text in order.
         """
-        assert self.valid_rows is not None, "there is no validation set"
-        chosen = evenly_spread(len(self.valid_rows), num_rows)
+        assert self.valid_rows is not None, "the corpus needs a validation set"
+        chosen = evenly_spaced(len(self.valid_rows), num_rows)
         for first in range(0, len(chosen), rows_per_batch):
             part = chosen[first : first + rows_per_batch]
             missing = rows_per_batch - len(part)
             batch = stack_rows([self.valid_rows[row] for row in part] + [padding_row(self.seq_len)] * missing)
-            nowhere = [np.zeros(self.seq_len, np.int32)] * missing
-            sources = np.stack([self.valid_rows.row_sources(row) for row in part] + nowhere)
+            padding_sources = [np.zeros(self.seq_len, np.int32)] * missing
+            sources = np.stack([self.valid_rows.row_sources(row) for row in part] + padding_sources)
             places = [*part, *range(-missing, 0)]
             batch, origin = apply_with_origin(self.cfg.objective, self.ids, batch, 0, places, VALIDATION_SEED)
             sources = np.take_along_axis(sources, origin, axis=1)
@@ -165,20 +165,20 @@ class Corpus:
             yield batch, sources, np.where(batch.weights > 0, sizes, 0).astype(np.int32)
 
 
-def evenly_spread(total: int, wanted: int) -> list[int]:
-    """At most `wanted` of the numbers below `total`, evenly spread, in order."""
-    chosen = min(total, wanted)
-    return [i * total // chosen for i in range(chosen)]
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """Returns at most `count` evenly spaced numbers below `total`."""
+    count = min(total, count)
+    return [i * total // count for i in range(count)]
 
 
 def open_data(
     cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int, say: Callable[[str], None] = print
 ) -> Corpus:
-    """The corpus, tokenised first if it never was.
+    """Opens the corpus; tokenises it first unless it is in the cache.
 
     Args: seq_len: tokens in a row. vocab_size: the model's. seed: of the order of documents and rows.
-    Raises: BadInput for what check_data finds, a corpus that is empty or shorter than a row, an empty validation set,
-    text that is not UTF-8 where that is to stop, a token id that the model does not have, a damaged cache.
+    Raises: BadInput for the problems of check_data, a corpus shorter than a row, an empty validation set, text that is
+    not UTF-8 (data.invalid_utf8='stop'), a token id outside the vocabulary, or a damaged cache.
     """
     if problems := check_data(cfg, seq_len, vocab_size):
         raise BadInput(problems[0])
@@ -191,25 +191,25 @@ def open_data(
         shards, val_shards, tokenizer = open_documents(cfg, files, val_files, vocab_size, say)
     if cfg.verify == "size":
         shards, val_shards = (
-            [shard._replace(expected=of_size(shard.expected)) for shard in some] for some in (shards, val_shards)
+            [shard._replace(expected=size_only(shard.expected)) for shard in some] for some in (shards, val_shards)
         )
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
             place = shard.header.get("largest_place") or shard.place
             raise BadInput(vocabulary_problem(place, shard.header["max_id"], vocab_size))
-        if shard.trained_path and cfg.objective.name != "next_token":
+        if shard.loss_mask_path and cfg.objective.name != "next_token":
             raise BadInput(
-                f"labels tell what is learned of {shard.header['files'][0]['name']}; data.objective.name="
+                f"{shard.header['files'][0]['name']} has a loss mask; data.objective.name="
                 f"{cfg.objective.name!r} must be next_token"
             )
     make = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-    return assemble(cfg, shards, val_shards, tokenizer, say, published=set_of(cfg, files), **make)
+    return assemble(cfg, shards, val_shards, tokenizer, say, published=prepared_set_folder(cfg, files), **make)
 
 
 def assemble(
     cfg: DataConfig,
-    trained: Sequence[Shard],
-    held: Sequence[Shard],
+    train_shards: Sequence[Shard],
+    valid_shards: Sequence[Shard],
     tokenizer: Tokenizer | None,
     say: Callable[[str], None],
     *,
@@ -218,17 +218,17 @@ def assemble(
     seed: int,
     published: str = "",
 ) -> Corpus:
-    """The corpus over the shards for training and those for validation; without the latter, a part of the former.
+    """Builds the corpus from training and validation shards; without the latter, validation is a part of the former.
 
-    published: where a prepared set lies that may have a row plan beside it.
+    published: folder or address of a prepared set that may have a row plan.
     """
-    shards = [*trained, *held]
+    shards = [*train_shards, *valid_shards]
     names = source_names(shards)
-    parts = divide(cfg, trained, held, names, seq_len)
-    wanted = plan_of(cfg, parts, seq_len=seq_len, seed=seed)
+    parts = split_corpus(cfg, train_shards, valid_shards, names, seq_len)
+    settings_of_plan = make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed)
     plan = open_plan(
         parts,
-        wanted,
+        settings_of_plan,
         functools.partial(check_facts, cfg, names, seq_len),
         cache_folder(cfg),
         verify=cfg.verify,
@@ -239,13 +239,13 @@ def assemble(
     check_facts(cfg, names, seq_len, plan.facts)
     settings = {
         "data.packing": cfg.packing,
-        "the rules of packing": digest(rules_of(cfg)),
+        "the rules of packing": joined_digest(packing_rules(cfg)),
         "the order of rows": str(ORDER),
-        "data.val_fraction": "val_files" if held else str(cfg.val_fraction),
+        "data.val_fraction": "val_files" if valid_shards else str(cfg.val_fraction),
     }
     token_bytes = tokenizer.token_bytes if tokenizer else common_token_bytes(shards)
-    known = tokenizer or StandIn("unknown", cfg.eos_id)
-    made_with = tokenizer.fingerprint if tokenizer else trained[0].header["tokenizer"]["fingerprint"]
+    known = tokenizer or TokenizerIds("unknown", cfg.eos_id)
+    made_with = tokenizer.fingerprint if tokenizer else train_shards[0].header["tokenizer"]["fingerprint"]
     return Corpus(
         train_rows=plan.train,
         valid_rows=plan.valid,
@@ -255,11 +255,11 @@ def assemble(
         source_names=names,
         tokenizer=tokenizer,
         token_bytes=token_bytes,
-        fingerprint=wanted.fingerprint,
-        summary=f"data.{cfg.name}: " + "; ".join(facts_of(cfg, parts, plan, shards, tokenizer)),
-        shards=tuple(trained),
+        fingerprint=settings_of_plan.fingerprint,
+        summary=f"data.{cfg.name}: " + "; ".join(summary_facts(cfg, parts, plan, shards, tokenizer)),
+        shards=tuple(train_shards),
         ids=find_ids(cfg.objective, known, token_bytes, vocab_size, seq_len),
-        parts=data_parts(trained, held, made_with, settings),
+        parts=data_parts(train_shards, valid_shards, made_with, settings),
         published=published,
         chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" and tokenizer else None,
         tokens_of_sources=dict(zip(names, plan.facts["tokens"]["train"])),
@@ -267,27 +267,28 @@ def assemble(
 
 
 def source_names(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """The sources of the shards, in the order of the first mention."""
+    """Returns the sources of the shards by first occurrence."""
     return tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
 
 
 def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Facts) -> None:
-    """Raises BadInput for documents that no run can train on."""
+    """Raises BadInput for documents that cannot be trained on."""
     check_lengths(cfg, facts, seq_len)
     if cfg.mixture:
-        for _, weights in stages_of(cfg.mixture):
+        for _, weights in mixture_stages(cfg.mixture):
             check_sources("mixture", weights, dict(zip(names, facts["tokens"]["train"])))
 
 
-def rules_of(cfg: DataConfig) -> list[str]:
-    """What the rules of packing are known by: the last word of a corpus's fingerprint."""
+def packing_rules(cfg: DataConfig) -> list[str]:
+    """Returns the identity of the packing rules, the last part of a corpus's fingerprint."""
     return [json.dumps(plan_settings(), sort_keys=True) if cfg.packing == "best_fit" else cfg.packing]
 
 
-def plan_of(cfg: DataConfig, parts: Division, *, seq_len: int, seed: int) -> PlanSettings:
-    """How the rows of a corpus are planned. Validation rows are `concat` unless they are conversations: of a small set
-    it wastes nothing, and they stay comparable between runs."""
-    content = [*parts.content, f"order {ORDER}", cfg.packing, *(rules_of(cfg) if cfg.packing == "best_fit" else [])]
+def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, seed: int) -> PlanSettings:
+    """Returns the settings of a row plan. Validation rows use `concat` unless they are conversations: it has no padding
+    even for small sets, and losses are comparable between runs."""
+    rules = packing_rules(cfg) if cfg.packing == "best_fit" else []
+    content = [*parts.content, f"order {ORDER}", cfg.packing, *rules]
     return PlanSettings(
         fingerprint=hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest(),
         packing=cfg.packing,
@@ -299,34 +300,34 @@ def plan_of(cfg: DataConfig, parts: Division, *, seq_len: int, seed: int) -> Pla
 
 
 def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_len: int, seed: int) -> Path:
-    """Plans the rows of a prepared set for runs of these settings in its folder, unless it is there, and returns where.
+    """Creates the row plan of a prepared set in its folder unless it exists, and returns its path.
 
-    Raises: BadInput as open_data does for a set that no run can train on.
+    Raises: BadInput as open_data for a set that cannot be trained on.
     """
-    parts = divide(cfg, shards, (), source_names(shards), seq_len)
+    parts = split_corpus(cfg, shards, (), source_names(shards), seq_len)
     check = functools.partial(check_lengths, cfg, seq_len=seq_len)
-    return make_plan(folder, parts, plan_of(cfg, parts, seq_len=seq_len, seed=seed), check)
+    return make_plan(folder, parts, make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed), check)
 
 
 def data_parts(
-    trained: Sequence[Shard], held: Sequence[Shard], tokenizer: str, settings: dict[str, str]
+    train_shards: Sequence[Shard], valid_shards: Sequence[Shard], tokenizer: str, settings: dict[str, str]
 ) -> dict[str, str]:
-    """{readable name: hash or value} of everything that the fingerprint of a corpus is made of.
+    """Returns {readable name: hash or value} of the inputs of a corpus's fingerprint.
 
-    Args: tokenizer: its fingerprint, '' where it is not known. settings: those that decide which rows there are.
+    Args: tokenizer: its fingerprint, '' if unknown. settings: those that determine the rows.
     """
-    pieces = [*pieces_of(trained, ""), *pieces_of(held, "validation ")]
-    if len(pieces) > MOST_PARTS:
-        pieces = [(f"source {source}", source, mark) for _, source, mark in pieces]
+    hashes = [*file_hashes(train_shards, ""), *file_hashes(valid_shards, "validation ")]
+    if len(hashes) > MOST_PARTS:
+        hashes = [(f"source {source}", source, sha256) for _, source, sha256 in hashes]
     sums: dict[str, list[str]] = {}
-    for name, _, mark in pieces:
-        sums.setdefault(name, []).append(mark)
-    found = {name: marks[0][:DIGITS] if len(marks) == 1 else digest(marks) for name, marks in sums.items()}
+    for name, _, sha256 in hashes:
+        sums.setdefault(name, []).append(sha256)
+    found = {name: some[0][:DIGITS] if len(some) == 1 else joined_digest(some) for name, some in sums.items()}
     return {"the tokenizer": tokenizer[:DIGITS], **found, **settings}
 
 
-def pieces_of(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, str]]:
-    """(name, source, hash) of each text file, or of each shard that does not know of which files it is made."""
+def file_hashes(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, str]]:
+    """Yields (name, source, hash) of each text file, or of each shard that does not list its files."""
     for shard in shards:
         files = shard.header["files"]
         if files and all("sha256" in file for file in files):
@@ -337,13 +338,13 @@ def pieces_of(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, 
             yield f"{prefix}shard {name}", ", ".join(shard.header["sources"]), shard.fingerprint
 
 
-def digest(marks: Sequence[str]) -> str:
-    """One hash for several, in their order."""
-    return hashlib.sha256("|".join(marks).encode()).hexdigest()[:DIGITS]
+def joined_digest(sums_of_name: Sequence[str]) -> str:
+    """Returns one hash of several, in order."""
+    return hashlib.sha256("|".join(sums_of_name).encode()).hexdigest()[:DIGITS]
 
 
 def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:
-    """Uniform random tokens; there is nothing to read."""
+    """Returns a corpus of uniform random tokens."""
     make = dict(seq_len=seq_len, vocab_size=vocab_size)
     return Corpus(
         train_rows=SyntheticRows(**make, seed=seed),
@@ -355,6 +356,6 @@ def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: in
         tokenizer=None,
         token_bytes=None,
         fingerprint=f"synthetic-{vocab_size}-order-{ORDER}",
-        ids=find_ids(cfg.objective, stand_in_ids(vocab_size), None, vocab_size, seq_len),
+        ids=find_ids(cfg.objective, synthetic_ids(vocab_size), None, vocab_size, seq_len),
         summary=f"data.synthetic: uniform ids below {vocab_size:,}; its loss cannot fall below log(vocabulary)",
     )

@@ -1,8 +1,8 @@
-"""The rows of a corpus, planned once into a folder that holds everything the loader needs of its documents.
+"""The row plan of a corpus: a memory-mapped folder with the document index and the packing.
 
-The folder is named by what it was made from (shards, row length, seed, rules) and looked for beside the manifest of a
-prepared set, where `jaxscale prepare` publishes it, and then in the cache, where it is made if it is nowhere. It is
-mapped: opening it takes as long for 10**8 documents as for ten.
+The folder name is a hash of its inputs (shards, row length, seed, rules). It is searched next to the manifest of a
+prepared set, where `jaxscale prepare` publishes it, then in the cache, where it is created if missing. Opening it takes
+as long for 10**8 documents as for ten.
 """
 
 import functools
@@ -14,56 +14,56 @@ import numpy as np
 
 from jaxscale.data.array_folder import Arrays, ArrayWriter, find_arrays, open_arrays
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_best_fit
-from jaxscale.data.cache import folder_name, made_folder, open_cached
-from jaxscale.data.documents import TRAIN, VALID, Documents, TokenSet, TooFar, token_set, write_documents
+from jaxscale.data.cache import ensure_folder, folder_name, open_or_rebuild
+from jaxscale.data.documents import TRAIN, VALID, DocumentIndex, NeedsInt64, TokenSet, make_token_set, write_documents
 from jaxscale.data.packing import DocumentRows, PackedRows, write_concat
 from jaxscale.data.shards import Shard
-from jaxscale.data.split import Division
+from jaxscale.data.split import CorpusSplit
 from jaxscale.data.verified import Say, remove
 
-LAYOUT = 2  # of the folder: another number where it holds other arrays, or a BLOCK or SAMPLED is another
-TOLD_DOCUMENTS = 10_000_000  # a plan of so many takes longer than a person expects
-VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
+LAYOUT_VERSION = 2  # of the folder; raise it when its arrays, BLOCK or SAMPLE_EVERY change
+REPORTED_DOCUMENTS = 10_000_000  # planning more documents is logged, since it takes a while
+VALIDATION_SEED = 0  # constant, so that losses of different runs are over the same rows
 KINDS = {"best_fit": (write_best_fit, BestFitRows), "concat": (write_concat, PackedRows)}
-Facts = Mapping[str, Any]  # what write_documents returned
+Facts = Mapping[str, Any]  # returned by write_documents
 
 
 class PlanSettings(NamedTuple):
-    """What decides how the rows of divided documents are planned."""
+    """Inputs of a row plan."""
 
-    fingerprint: str  # of the documents and their division
+    fingerprint: str  # of the documents and their split
     packing: str
-    validation: str  # its packing
+    validation: str  # packing of the validation part
     seq_len: int
     seed: int
-    num_groups: int  # 1, or as many as there are sources
+    num_groups: int  # 1, or the number of sources
 
     @property
-    def made_from(self) -> dict[str, Any]:
-        """What the folder is found by."""
-        return plan_settings(layout=LAYOUT, **self._asdict())
+    def cache_key(self) -> dict[str, Any]:
+        """Returns the cache key of the folder."""
+        return plan_settings(layout=LAYOUT_VERSION, **self._asdict())
 
 
 class OpenPlan(NamedTuple):
-    """A plan, and the rows of both parts."""
+    """A plan and its training and validation rows."""
 
     facts: Facts
-    words: str  # what validation is
+    words: str  # description of the validation part
     train: DocumentRows
     valid: DocumentRows | None
 
 
-def write_plan(folder: Path, division: Division, settings: PlanSettings, check: Callable[[Facts], None]) -> None:
-    """Plans the rows of a corpus into `folder`. check(facts): raises what makes it useless, before rows are planned."""
-    rule, words = division.rule()
-    groups = {TRAIN: settings.num_groups, **({VALID: 1} if division.has_validation else {})}
-    keep_empty = division.keeps_empty and settings.packing == "best_fit" and settings.num_groups == 1
-    chunks = functools.partial(division.chunks, rule, keep_empty=keep_empty)
-    for wide in (False, True):
+def write_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> None:
+    """Writes the plan of a corpus into `folder`. check(facts): raises for an unusable corpus, before packing."""
+    rule, words = split.rule()
+    groups = {TRAIN: settings.num_groups, **({VALID: 1} if split.has_validation else {})}
+    keep_empty = split.keeps_empty and settings.packing == "best_fit" and settings.num_groups == 1
+    chunks = functools.partial(split.chunks, rule, keep_empty=keep_empty)
+    for use_int64 in (False, True):
         with ArrayWriter(folder) as out:
             try:
-                facts = write_documents(out, chunks(), rule, len(division.names), groups, wide=wide)
-            except TooFar:
+                facts = write_documents(out, chunks(), rule, len(split.names), groups, use_int64=use_int64)
+            except NeedsInt64:
                 for path in folder.iterdir():
                     remove(path)
                 continue
@@ -74,39 +74,32 @@ def write_plan(folder: Path, division: Division, settings: PlanSettings, check: 
 
 
 def write_rows(out: ArrayWriter, facts: Facts, settings: PlanSettings) -> dict[str, Any]:
-    """Plans the rows of both parts of the documents that were written, and returns what is known of each."""
-    documents, parts = Documents(out.written(), facts), {}
-    wanted = {TRAIN: (settings.packing, settings.seed), VALID: (settings.validation, VALIDATION_SEED)}
+    """Plans the rows of both parts of the written documents, and returns the header of each."""
+    documents, parts = DocumentIndex(out.written(), facts), {}
+    packings = {TRAIN: (settings.packing, settings.seed), VALID: (settings.validation, VALIDATION_SEED)}
     for part in facts["members"]:
-        packing, seed = wanted[part]
+        packing, seed = packings[part]
         parts[part] = KINDS[packing][0](out, documents, part, seq_len=settings.seq_len, seed=seed)
     return parts
 
 
-def tokens_of(shards: Sequence[Shard]) -> TokenSet:
-    """The files of the shards, in their order."""
+def shard_token_set(shards: Sequence[Shard]) -> TokenSet:
+    """Returns the token files of the shards, in order."""
     little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
-    return token_set(
-        [
-            (
-                shard.bin_path, little(shard), shard.trained_path, shard.header["num_documents"],
-                shard.header["num_tokens"], shard.expected,
-            )
-            for shard in shards
-        ]
-    )  # fmt: skip
+    sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])
+    return make_token_set([(s.bin_path, little(s), s.loss_mask_path, *sizes(s), s.expected) for s in shards])
 
 
-def rows_of(arrays: Arrays, files: TokenSet) -> OpenPlan:
-    """The rows that are planned in these arrays."""
+def open_rows(arrays: Arrays, files: TokenSet) -> OpenPlan:
+    """Opens the rows that are planned in these arrays."""
     header = arrays.header
-    documents = Documents(arrays, header["documents"], files)
+    documents = DocumentIndex(arrays, header["documents"], files)
     rows = {part: KINDS[plan["packing"]][1](documents, arrays, part) for part, plan in header["parts"].items()}
     return OpenPlan(header["documents"], header["words"], rows[TRAIN], rows.get(VALID))
 
 
 def open_plan(
-    division: Division,
+    split: CorpusSplit,
     settings: PlanSettings,
     check: Callable[[Facts], None],
     cache: Path,
@@ -116,41 +109,40 @@ def open_plan(
     published: str,
     cache_bytes: int,
 ) -> OpenPlan:
-    """The plan of a corpus, made in the cache if it is neither there nor published.
+    """Opens the plan of a corpus, created in the cache if it is neither published nor cached.
 
-    Args: published: the folder or gs:// address of a prepared set, or ''. cache_bytes: bound of the cache of what lies
-    in buckets.
+    Args: published: folder or gs:// address of a prepared set, or ''. cache_bytes: limit of the cache of buckets.
     """
-    files = tokens_of([*division.trained, *division.held])
-    name = folder_name("rows", settings.made_from)
-    place = f"{published}/{name}"
-    if published and (found := find_arrays(place, cache, cache_bytes, verify, say)) is not None:
-        return rows_of(found, files)
-    make = functools.partial(announced, division, settings, check, say)
-    return open_cached(
+    files = shard_token_set([*split.train_shards, *split.valid_shards])
+    name = folder_name("rows", settings.cache_key)
+    location = f"{published}/{name}"
+    if published and (found := find_arrays(location, cache, cache_bytes, verify, say)) is not None:
+        return open_rows(found, files)
+    make = functools.partial(write_plan_logged, split, settings, check, say)
+    return open_or_rebuild(
         cache,
         "rows",
-        settings.made_from,
+        settings.cache_key,
         make,
-        lambda folder: rows_of(open_arrays(folder, cache, verify, say), files),
+        lambda folder: open_rows(open_arrays(folder, cache, verify, say), files),
         say,
     )
 
 
-def make_plan(folder: Path, division: Division, settings: PlanSettings, check: Callable[[Facts], None]) -> Path:
-    """The plan's folder in that of a set, made if it is not there."""
-    make = functools.partial(write_plan, division=division, settings=settings, check=check)
-    return made_folder(folder, "rows", settings.made_from, make, is_cache=False)
+def make_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> Path:
+    """Returns the plan's folder in a set's folder, created if missing."""
+    make = functools.partial(write_plan, split=split, settings=settings, check=check)
+    return ensure_folder(folder, "rows", settings.cache_key, make, is_cache=False)
 
 
-def announced(
-    division: Division, settings: PlanSettings, check: Callable[[Facts], None], say: Say, folder: Path
+def write_plan_logged(
+    split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None], say: Say, folder: Path
 ) -> None:
-    """write_plan, and a line before a long one."""
-    number = sum(shard.header["num_documents"] for shard in [*division.trained, *division.held])
-    if number >= TOLD_DOCUMENTS:
+    """Calls write_plan; logs a line first if it takes long."""
+    number = sum(shard.header["num_documents"] for shard in [*split.train_shards, *split.valid_shards])
+    if number >= REPORTED_DOCUMENTS:
         say(
-            f"planning the rows of {number:,} documents (once; then kept in the cache). `jaxscale prepare` publishes "
+            f"planning the rows of {number:,} documents (once; then cached). `jaxscale prepare` publishes "
             "the plan with the set: see rows.seq_len"
         )
-    write_plan(folder, division, settings, check)
+    write_plan(folder, split, settings, check)

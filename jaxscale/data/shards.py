@@ -1,13 +1,13 @@
-"""Token shards on disk: ids in a raw little-endian .bin, where documents begin, and a JSON header beside them.
+"""Token shards on disk: ids in a raw little-endian .bin, document offsets, and a JSON header.
 
 NAME.bin              ids: uint16 if the vocabulary's largest is at most 65535, else uint32
-NAME.idx              int64[documents + 1]: where each document begins, and the end
-NAME.src              uint16[documents]: the source of each document
-NAME.token_bytes.npy  int32[vocabulary]: bytes of text per id; absent where no tokenizer is known
-NAME.trained          uint8[tokens]: 1 for a token that is learned; absent where every one is
-NAME.docs.parquet     where each document came from, see lineage.py; absent where that is not known
-NAME.json             the header, written last, see header.py; its "bin" says where the .bin lies, its "sha256" what
-                      each file holds, itself among them
+NAME.idx              int64[documents + 1]: document starts, and the end
+NAME.src              uint16[documents]: source of each document
+NAME.token_bytes.npy  int32[vocabulary]: bytes of text per id; absent without a tokenizer
+NAME.trained          uint8[tokens]: loss mask; absent if all 1
+NAME.docs.parquet     lineage, see lineage.py; absent if unknown
+NAME.json             the header, written last, see header.py: "bin" is the path of the .bin, "sha256" has the hash of
+                      each file, including the header
 """
 
 import functools
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.header import ENDINGS, WAY_OUT, read_header
+from jaxscale.data.header import FIX, SUFFIXES, read_header
 from jaxscale.data.lineage import parse_lineage
-from jaxscale.data.verified import HASHED, Expected, damaged, expected, remembered
+from jaxscale.data.verified import HASHED, Expected, find_damaged, read_verified, snapshot_files
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import cannot_read, check_regular, open_regular
 
@@ -33,61 +33,61 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-FETCHED_AT_ONCE = 8  # indexes in a bucket: each is one round trip
+FETCHED_AT_ONCE = 8  # indexes of a bucket, one round trip each
 
 
 class ShardIndex:
-    """Where the documents of a shard begin and their sources, read when they are asked for."""
+    """Offsets and sources of the documents of a shard, read on demand."""
 
-    def __init__(self, header: Mapping[str, Any], header_path: str, places: Mapping[str, str | Callable[[], str]]):
-        """places: of "idx" and "src", or what fetches them."""
-        self._header, self._header_path, self._places, self._one_source = header, header_path, places, False
+    def __init__(self, header: Mapping[str, Any], header_path: str, paths: Mapping[str, str | Callable[[], str]]):
+        """paths: of "idx" and "src", or functions that fetch them."""
+        self._header, self._header_path, self._paths, self._one_source = header, header_path, paths, False
 
-    def of_one_source(self) -> "ShardIndex":
-        """The same documents, all of source 0."""
-        other = ShardIndex(self._header, self._header_path, self._places)
+    def with_one_source(self) -> "ShardIndex":
+        """Returns the same documents, all with source 0."""
+        other = ShardIndex(self._header, self._header_path, self._paths)
         other._one_source = True
         return other
 
     def fetch(self) -> tuple[str, str]:
-        """The paths of both files, brought from their bucket first if they lie there."""
-        idx, src = (place() if callable(place) else place for place in (self._places["idx"], self._places["src"]))
+        """Returns the paths of both files, downloaded from their bucket if needed."""
+        idx, src = (path() if callable(path) else path for path in (self._paths["idx"], self._paths["src"]))
         return idx, src
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """(int64[documents + 1], uint16[documents] into header["sources"]), not kept.
+        """Reads (offsets int64[documents + 1], sources uint16[documents] into header["sources"]), without caching.
 
-        Raises: BadInput naming the file that does not fit the header.
+        Raises: BadInput naming the file that does not match the header.
         """
         header, (idx, src) = self._header, self.fetch()
         documents = header["num_documents"]
         offsets, source_ids = read_array(idx, "<i8", documents + 1), read_array(src, "<u2", documents)
         if offsets[0] != 0 or offsets[-1] != header["num_tokens"] or (np.diff(offsets) < 0).any():
-            raise BadInput(f"{idx} does not fit {self._header_path}; {WAY_OUT}")
+            raise BadInput(f"{idx} does not match {self._header_path}; {FIX}")
         if documents and source_ids.max() >= len(header["sources"]):
-            raise BadInput(f"{src} does not fit {self._header_path}; {WAY_OUT}")
+            raise BadInput(f"{src} does not match {self._header_path}; {FIX}")
         return offsets, np.zeros_like(source_ids) if self._one_source else source_ids
 
     @functools.cached_property
-    def kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same, kept in memory."""
+    def cached(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the same, cached in memory."""
         return self.read()
 
 
 class Shard(NamedTuple):
-    """An open shard. Neither its .bin nor its index is in memory."""
+    """An open shard; its .bin and index are read on demand."""
 
     header: dict[str, Any]
     bin_path: str
     doc_index: ShardIndex
     token_bytes: np.ndarray | None
-    docs_path: str | Callable[[], str] = ""  # of the lineage, or what fetches it
-    trained_path: str = ""  # of the marks of tokens that are learned; empty: all are
-    expected: Mapping[str, Expected] = MappingProxyType({})  # what local files that are mapped must stay
+    docs_path: str | Callable[[], str] = ""  # path of the lineage, or a function that fetches it
+    loss_mask_path: str = ""  # '': all 1
+    expected: Mapping[str, Expected] = MappingProxyType({})  # expected state of mapped local files
 
     @property
     def fingerprint(self) -> str:
-        """Of ids, documents, marks and tokenizer; neither of names and folders nor of dates."""
+        """Returns the hash of ids, documents, loss mask and tokenizer; independent of names, folders and dates."""
         sums = self.header["sha256"]
         parts = [
             *(sums[name] for name in ("bin", "idx", "src")),
@@ -99,27 +99,27 @@ class Shard(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where its ids are, for messages."""
+        """Returns the location of its ids, for messages."""
         return self.bin_path.partition("#")[0] if "://" in self.bin_path else self.bin_path
 
     @property
     def lineage_path(self) -> str:
-        """Where its lineage is, brought from its bucket first if it lies there."""
+        """Returns the path of its lineage, downloaded from its bucket if needed."""
         return str(self.docs_path() if callable(self.docs_path) else self.docs_path)
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64[documents + 1]: where each document begins, and the end; from here on in memory."""
-        return self.doc_index.kept[0]
+        """Returns int64[documents + 1]: document starts, and the end; cached in memory."""
+        return self.doc_index.cached[0]
 
     @property
     def source_ids(self) -> np.ndarray:
-        """uint16[documents], into header["sources"]; from here on in memory."""
-        return self.doc_index.kept[1]
+        """Returns uint16[documents], indices into header["sources"]; cached in memory."""
+        return self.doc_index.cached[1]
 
 
 def fetch_indexes(shards: Sequence[Shard]) -> None:
-    """Brings the indexes of shards in a bucket, several at a time."""
+    """Downloads the indexes of shards in a bucket concurrently."""
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
         list(pool.map(lambda shard: shard.doc_index.fetch(), shards))
 
@@ -127,123 +127,123 @@ def fetch_indexes(shards: Sequence[Shard]) -> None:
 def open_shard(
     path: Path, *, with_token_bytes: bool = True, parts: Mapping[str, Any] | None = None, outside: bool = False
 ) -> Shard:
-    """The shard of which `path` is the .bin or the .json. Raises BadInput naming the file if sizes do not fit.
+    """Opens the shard with this .bin or .json. Raises BadInput naming the file if sizes do not match.
 
-    Args: parts: where "bin", "idx", "src", "token_bytes" and "docs" are, if not beside the header; all but the first
-    and "token_bytes" may be what fetches them. A .bin in a bucket is not looked at. outside: its .bin may lie anywhere,
-    as it does where our cache holds the index of a raw one.
+    Args: parts: paths of "bin", "idx", "src", "token_bytes" and "docs" that are not next to the header; "idx", "src"
+    and "docs" may be functions that fetch them. A .bin in a bucket is not checked. outside: the .bin may be in any
+    folder, as for the cached index of a raw .bin.
     """
     header, base = read_header(path), path.with_suffix("")
     if header is None:
-        raise BadInput(f"{base}.json is not the header of a token shard; {WAY_OUT}")
-    place: dict[str, Any] = {name: f"{base}{ending}" for name, ending in ENDINGS.items()}
+        raise BadInput(f"{base}.json is not the header of a token shard; {FIX}")
+    path_of: dict[str, Any] = {name: f"{base}{ending}" for name, ending in SUFFIXES.items()}
     if not outside and (header["bin"] != os.path.basename(header["bin"]) or header["bin"] in ("", ".", "..")):
         raise BadInput(
-            f"{base}.json names {header['bin']!r} as its .bin, which must lie beside it; {WAY_OUT}"
-        )  # it may come from anywhere
-    place |= {"bin": str(base.parent / header["bin"]), **(parts or {})}
+            f"{base}.json names {header['bin']!r} as its .bin, which must be in the same folder; {FIX}"
+        )  # a header may be untrusted
+    path_of |= {"bin": str(base.parent / header["bin"]), **(parts or {})}
     documents, itemsize = header["num_documents"], np.dtype(header["dtype"]).itemsize
-    if "://" not in place["bin"]:
-        expect_size(place["bin"], header["num_tokens"] * itemsize)
+    if "://" not in path_of["bin"]:
+        expect_size(path_of["bin"], header["num_tokens"] * itemsize)
     for name, size in (("idx", 8 * (documents + 1)), ("src", 2 * documents)):
-        if not callable(place[name]):
-            expect_size(place[name], size)
-    token_bytes = read_token_bytes(place["token_bytes"]) if with_token_bytes else None
-    trained = place["trained"] if "trained" in header["sha256"] else ""
-    if trained:
-        expect_size(trained, header["num_tokens"])
-    mapped = {place[name]: header["sha256"][name] for name in ("bin", *(["trained"] if trained else []))}
-    watched = expected({path: sha256 for path, sha256 in mapped.items() if "://" not in path})
-    index = ShardIndex(header, f"{base}.json", place)
-    return Shard(header, place["bin"], index, token_bytes, place["docs"], trained, watched)
+        if not callable(path_of[name]):
+            expect_size(path_of[name], size)
+    token_bytes = read_token_bytes(path_of["token_bytes"]) if with_token_bytes else None
+    mask_path = path_of["trained"] if "trained" in header["sha256"] else ""
+    if mask_path:
+        expect_size(mask_path, header["num_tokens"])
+    mapped = {path_of[name]: header["sha256"][name] for name in ("bin", *(["trained"] if mask_path else []))}
+    watched = snapshot_files({path: sha256 for path, sha256 in mapped.items() if "://" not in path})
+    index = ShardIndex(header, f"{base}.json", path_of)
+    return Shard(header, path_of["bin"], index, token_bytes, path_of["docs"], mask_path, watched)
 
 
 def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields (name of the part, its path, its sha256) for each file of a shard but the header, which `path` is."""
+    """Yields (part, path, sha256) for each file of a shard except its header at `path`."""
     header, base = read_header(path), path.with_suffix("")
     if header is None:
-        raise BadInput(f"{base}.json is not the header of a token shard; {WAY_OUT}")
+        raise BadInput(f"{base}.json is not the header of a token shard; {FIX}")
     for name, sha256 in header["sha256"].items():
-        yield name, str(base.parent / header["bin"]) if name == "bin" else f"{base}{ENDINGS[name]}", sha256
+        yield name, str(base.parent / header["bin"]) if name == "bin" else f"{base}{SUFFIXES[name]}", sha256
 
 
-def expect_whole(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
-    """Raises BadInput naming the first file that its shard's header does not describe, as far as data.verify asks for
-    it; a shard's lineage may be missing.
+def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
+    """Hashes the files of shards as data.verify requires, and raises BadInput for the first mismatch. A lineage may be
+    missing.
     """
     folders: dict[Path, dict[str, str]] = {}
     for path in paths if cfg.verify != "size" else ():
         files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}
         folders.setdefault(path.parent, {}).update(files)
     for folder, files in folders.items():
-        known = remembered(folder / HASHED)
-        found = damaged(files, cache, str(folder), say, remember=cfg.verify == "hash", known=known)
+        known = read_verified(folder / HASHED)
+        found = find_damaged(files, cache, str(folder), say, remember=cfg.verify == "hash", known=known)
         for file, problem in found.items():
-            raise BadInput(f"{problem}; {WAY_OUT}" if problem else changed(file))
+            raise BadInput(f"{problem}; {FIX}" if problem else changed_line(file))
 
 
 def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow.Table | None":
-    """Where its documents came from, a row for each as lineage.py says, or None if that was not kept.
+    """Reads the lineage, see lineage.py, or returns None if the shard has none.
 
-    Raises: BadInput naming the file if it is missing or not the one that was written.
+    Raises: BadInput naming the file if it is missing or was changed.
     """
     if "docs" not in shard.header["sha256"]:
         return None
     path = shard.lineage_path
     content = read_whole(path)
     if hashlib.sha256(content).hexdigest() != shard.header["sha256"]["docs"]:
-        raise BadInput(changed(path))
+        raise BadInput(changed_line(path))
     try:
         return parse_lineage(content, columns)
     except BadInput as error:
-        raise BadInput(f"{path} cannot be read: {error}; {WAY_OUT}") from None
+        raise BadInput(f"{path} cannot be read: {error}; {FIX}") from None
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:
-    """int32[vocabulary], or None if there is no such file. Raises BadInput naming it if it is damaged."""
+    """Reads int32[vocabulary], or returns None if the file does not exist. Raises BadInput if it is damaged."""
     if not os.path.lexists(path):
         return None
     content = io.BytesIO(read_whole(path))
     try:
         table = np.load(content, allow_pickle=False)
     except (ValueError, EOFError, OSError, MemoryError) as error:
-        raise BadInput(f"{path} cannot be read: {error}; {WAY_OUT}") from None
+        raise BadInput(f"{path} cannot be read: {error}; {FIX}") from None
     if not isinstance(table, np.ndarray) or table.ndim != 1 or table.dtype != np.int32:
-        raise BadInput(f"{path} is no list of the bytes of each id; {WAY_OUT}")
+        raise BadInput(f"{path} is not a table of bytes per id; {FIX}")
     return table
 
 
 def read_whole(path: str) -> bytes:
-    """The content of a regular file. Raises BadInput naming it if it cannot be read."""
+    """Reads a regular file. Raises BadInput naming it on failure."""
     try:
         with open_regular(path) as file:
             return file.read()
     except OSError as error:
-        raise cannot_read(path, error, f"; {WAY_OUT}") from None
+        raise cannot_read(path, error, f"; {FIX}") from None
 
 
 def read_array(path: str, dtype: str, count: int) -> np.ndarray:
-    """The whole of a raw file as an array of `count` elements."""
+    """Reads a raw file as an array of `count` elements."""
     expect_size(path, count * np.dtype(dtype).itemsize)
     return np.frombuffer(read_whole(path), dtype)
 
 
-def expect_size(path: str, size: int, told_by: str = "its header", way_out: str = WAY_OUT) -> None:
-    """Raises BadInput unless the file is there with exactly as many bytes as what is named tells."""
+def expect_size(path: str, size: int, size_source: str = "its header", fix: str = FIX) -> None:
+    """Raises BadInput unless the file exists and has this size. size_source: origin of the size, for the message."""
     try:
         status = os.stat(path)
         check_regular(status.st_mode, path)
     except FileNotFoundError:
-        raise BadInput(f"{path} is missing; {way_out}") from None
+        raise BadInput(f"{path} is missing; {fix}") from None
     except OSError as error:
-        raise cannot_read(path, error, f"; {way_out}") from None
+        raise cannot_read(path, error, f"; {fix}") from None
     except BadInput as error:
-        raise BadInput(f"{error}; {way_out}") from None
+        raise BadInput(f"{error}; {fix}") from None
     if (actual := status.st_size) != size:
         what = "cut short" if actual < size else "too long"
-        raise BadInput(f"{path} has {actual:,} bytes where {told_by} says {size:,}: it is {what}; {way_out}")
+        raise BadInput(f"{path} has {actual:,} bytes where {size_source} says {size:,}: it is {what}; {fix}")
 
 
-def changed(path: str) -> str:
-    """The line for a file that holds something else than was written into it."""
-    return f"{path} was changed after it was written: its sha256 is another; {WAY_OUT}"
+def changed_line(path: str) -> str:
+    """Returns the message for a file whose hash does not match."""
+    return f"{path} was changed after it was written: its sha256 does not match; {FIX}"

@@ -1,8 +1,8 @@
-"""Small real sets made of this Python's standard library, where there is no network: text, questions, conversations.
+"""Small datasets from this Python's standard library, for use without a network: text, questions, conversations.
 
   python -m jaxscale.data.stdlib_sets --output=sets --most_bytes=2000000
 
-The same Python gives the same files. Nothing is imported: the sources are parsed.
+The same Python gives the same files. Sources are parsed, not imported.
 """
 
 import ast
@@ -21,13 +21,13 @@ from jaxscale.system.exits import BadInput, put, run_and_exit
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.text.sources.files import stdlib_files
 
-HELD_OUT = 10  # one module of this many is held out
-WRONG = 3  # wrong answers beside the right one
-SHORTEST, LONGEST = 12, 160  # characters of an answer: less says nothing, more is no line
+HOLDOUT_EVERY = 10  # one of this many modules is held out
+WRONG = 3  # wrong answers per question
+SHORTEST, LONGEST = 12, 160  # characters of an answer
 
 
-class Entry(NamedTuple):
-    """A function or class and what it says of itself."""
+class DocumentedName(NamedTuple):
+    """A function or class and the first line of its docstring."""
 
     name: str  # json.dumps
     line: str
@@ -35,12 +35,12 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """What is written."""
+    """Flags of this command."""
 
     output: str = flag(
         "",
         "text.jsonl (source of modules, to train on), held.jsonl (of other modules), chat.jsonl (what each function "
-        "and class is for, by the first line of its own documentation), questions.jsonl (the same of the other "
+        "and class is for, by the first line of its documentation), questions.jsonl (the same of the other "
         "modules, each with three wrong answers: for `jaxscale evaluate`)",
         "FOLDER",
     )
@@ -51,7 +51,7 @@ class Flags:
 
 @command(Flags, alone="--help")
 def main(arguments: Arguments) -> None:
-    """Writes the sets."""
+    """Writes the datasets."""
     if not arguments.flags.output:
         raise BadInput("--output must be given: the folder for the sets")
     folder = pathlib.Path(arguments.flags.output)
@@ -60,16 +60,17 @@ def main(arguments: Arguments) -> None:
 
 
 def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str, int]:
-    """Writes the four files and says how many lines each has. Raises BadInput where there is too little source."""
+    """Writes the four files and returns {name: lines}. Raises BadInput if there is too little source."""
     sources = read_sources(most_bytes)
-    kept = {name: text for name, text in sources.items() if not is_held_out(name)}
-    held = {name: text for name, text in sources.items() if is_held_out(name)}
-    answers, asked = ([entry for name, text in part.items() for entry in entries(name, text)] for part in (kept, held))
-    if not kept or not held or len({entry.line for entry in asked}) <= WRONG:
-        raise BadInput(f"{len(sources)} modules are too few for a set to train on and one to hold out; take more bytes")
+    train = {name: text for name, text in sources.items() if not is_validation(name)}
+    validation = {name: text for name, text in sources.items() if is_validation(name)}
+    parts = (train.items(), validation.items())
+    answers, asked = ([entry for item in part for entry in documented_names(*item)] for part in parts)
+    if not train or not validation or len({entry.line for entry in asked}) <= WRONG:
+        raise BadInput(f"{len(sources)} modules are too few for training and held-out data; raise --most_bytes")
     files = {
-        "text.jsonl": [{"id": name, "text": text} for name, text in kept.items()],
-        "held.jsonl": [{"id": name, "text": text} for name, text in held.items()],
+        "text.jsonl": [{"id": name, "text": text} for name, text in train.items()],
+        "held.jsonl": [{"id": name, "text": text} for name, text in validation.items()],
         "chat.jsonl": [conversation(entry) for entry in answers],
         "questions.jsonl": questions(asked),
     }
@@ -80,12 +81,12 @@ def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str,
 
 
 def read_sources(most_bytes: int | None) -> dict[str, str]:
-    """{module: source} in a pseudorandom order, at most `most_bytes` of them."""
+    """Returns {module: source} of pseudorandom modules, at most `most_bytes`."""
     found, size = {}, 0
     for file in sorted(stdlib_files(), key=lambda file: digest(file.name)):
         try:
             text = pathlib.Path(file.path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # some modules show other encodings
+        except UnicodeDecodeError:  # some modules test other encodings
             continue
         text_bytes = len(text.encode())
         if most_bytes is not None and size + text_bytes > most_bytes:
@@ -96,58 +97,58 @@ def read_sources(most_bytes: int | None) -> dict[str, str]:
 
 
 def module_name(path: str) -> str:
-    """'json.decoder' of 'json/decoder.py', 'json' of 'json/__init__.py'."""
+    """Returns 'json.decoder' for 'json/decoder.py', 'json' for 'json/__init__.py'."""
     return ".".join(pathlib.PurePath(path).with_suffix("").parts).removesuffix(".__init__")
 
 
-def is_held_out(name: str) -> bool:
-    """Whether a module is kept from training."""
-    return int(digest(f"held {name}"), 16) % HELD_OUT == 0
+def is_validation(name: str) -> bool:
+    """Returns True for a held-out module."""
+    return int(digest(f"held {name}"), 16) % HOLDOUT_EVERY == 0
 
 
 def digest(name: str) -> str:
-    """A number of a name, the same everywhere."""
+    """Returns the sha256 of a name."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def entries(module: str, source: str) -> Iterator[Entry]:
-    """Yields the public functions, classes and methods of a module whose documentation begins with a line of use."""
+def documented_names(module: str, source: str) -> Iterator[DocumentedName]:
+    """Yields public functions, classes and methods whose docstring begins with a suitable line."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old sources, about escapes in their strings
+        warnings.simplefilter("ignore")  # about invalid escapes in old sources
         try:
             tree = ast.parse(source)
-        except SyntaxError:  # made to be wrong, such as lib2to3's own data
+        except SyntaxError:  # intentionally invalid, such as the data of lib2to3
             return
-    yield from entries_of(module, tree.body)
+    yield from names_in_body(module, tree.body)
 
 
-def entries_of(name: str, body: Sequence[ast.stmt]) -> Iterator[Entry]:
-    """Yields those of a module's statements, or of a class's."""
+def names_in_body(name: str, body: Sequence[ast.stmt]) -> Iterator[DocumentedName]:
+    """Yields the documented names of a module's or class's statements."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         line = (ast.get_docstring(node) or "").partition("\n")[0].strip()
         if SHORTEST <= len(line) <= LONGEST and line.isascii():
-            yield Entry(f"{name}.{node.name}", line)
+            yield DocumentedName(f"{name}.{node.name}", line)
         if isinstance(node, ast.ClassDef):
-            yield from entries_of(f"{name}.{node.name}", node.body)
+            yield from names_in_body(f"{name}.{node.name}", node.body)
 
 
-def question(entry: Entry) -> str:
-    """What is asked about an entry."""
+def question(entry: DocumentedName) -> str:
+    """Returns the question about an entry."""
     return f"What is {entry.name} for?"
 
 
-def conversation(entry: Entry) -> dict:
-    """A line of chat.jsonl."""
+def conversation(entry: DocumentedName) -> dict:
+    """Returns a line of chat.jsonl."""
     return {
         "messages": [{"role": "user", "content": question(entry)}, {"role": "assistant", "content": entry.line}],
         "id": entry.name,
     }
 
 
-def questions(asked: Sequence[Entry]) -> list[dict]:
-    """The lines of questions.jsonl: wrong answers are those of other entries, in an order drawn for each."""
+def questions(asked: Sequence[DocumentedName]) -> list[dict]:
+    """Returns the lines of questions.jsonl; wrong answers are those of other entries, shuffled per question."""
     lines = sorted({entry.line for entry in asked})
     found = []
     for entry in asked:

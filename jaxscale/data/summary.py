@@ -1,47 +1,49 @@
-"""What a run says of its corpus when it starts, in one line."""
+"""The summary of a corpus in the startup log."""
 
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxscale.data.cache import count, describe_skipped
+from jaxscale.data.cache import describe_skipped
 from jaxscale.data.config import DataConfig
 from jaxscale.data.row_plan import OpenPlan
 from jaxscale.data.shards import Shard
-from jaxscale.data.split import Division
+from jaxscale.data.split import CorpusSplit
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
+from jaxscale.units import plural
 
-LOW_FILL, ROWS_TO_JUDGE = 0.98, 100  # the last row of a few may be nearly empty
+LOW_FILL, ROWS_TO_JUDGE = 0.98, 100  # with few rows, the padding of the last one matters
 
 
-def facts_of(
-    cfg: DataConfig, parts: Division, plan: OpenPlan, shards: Sequence[Shard], tokenizer: Tokenizer | None
+def summary_facts(
+    cfg: DataConfig, parts: CorpusSplit, plan: OpenPlan, shards: Sequence[Shard], tokenizer: Tokenizer | None
 ) -> list[str]:
-    """What the summary of a corpus says, a phrase each."""
+    """Returns the phrases of the summary."""
     train, valid, num_rows, seq_len = plan.train, plan.valid, len(plan.train), plan.train.seq_len
     facts = [
-        f"{count(train.num_documents, 'document')}, {train.num_tokens:,} tokens, {count(num_rows, 'row')} of {seq_len}",
-        told_fill(cfg, train.num_documents, train.num_tokens, num_rows, seq_len),
+        f"{plural(train.num_documents, 'document')}, {train.num_tokens:,} tokens, "
+        f"{plural(num_rows, 'row')} of {seq_len}",
+        describe_fill(cfg, train.num_documents, train.num_tokens, num_rows, seq_len),
         "no validation"
         if valid is None
-        else f"validation {count(valid.num_documents, 'document')}, {valid.num_tokens:,} tokens ({plan.words})",
+        else f"validation {plural(valid.num_documents, 'document')}, {valid.num_tokens:,} tokens ({plan.words})",
         *(parts.conversations.fitted if parts.conversations is not None else ()),
     ]
     text_bytes = sum(shard.header["text_bytes"] for shard in shards)
     facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
-    facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
+    facts += [f"tokenizer {tokenizer.name if tokenizer else 'unknown'}"]
     if begin := tokenizer and "".join(begin_names(tokenizer)):
         facts += [f"{'prompts and texts' if cfg.name == 'chat' else 'documents'} begin with {begin}"]
-    of_ids = any(shard.header.get("ids_documents") for shard in shards)  # which end as they are
-    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token and not of_ids else []
+    has_ids = any(shard.header.get("ids_documents") for shard in shards)  # no end token is appended to these
+    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token and not has_ids else []
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])
 
 
-def told_fill(cfg: DataConfig, documents: int, tokens: int, rows: int, seq_len: int) -> str:
-    """How full the rows are; where best_fit leaves much of them empty, what cutting documents would give and cost."""
+def describe_fill(cfg: DataConfig, documents: int, tokens: int, rows: int, seq_len: int) -> str:
+    """Describes the fill of rows; for a low fill of best_fit, also the gain and cost of concat."""
     fill = tokens / (rows * seq_len)
-    told = f"packing {cfg.packing}, {fill:.2%} of positions real"
+    text = f"packing {cfg.packing}, {fill:.2%} of positions filled"
     if cfg.packing != "best_fit" or cfg.name == "chat" or fill >= LOW_FILL or rows < ROWS_TO_JUDGE:
-        return told
-    cut = min(1.0, tokens / seq_len / documents)  # each end of a row cuts one
-    return f"{told} (data.packing=concat would fill all of them, and cut up to {cut:.0%} of the documents)"
+        return text
+    cut = min(1.0, tokens / seq_len / documents)  # each row end splits one document
+    return f"{text} (data.packing=concat would fill all, but split up to {cut:.0%} of the documents)"

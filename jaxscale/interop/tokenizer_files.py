@@ -18,9 +18,9 @@ from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 from jaxscale.text.tokenizer.added import ADDED, add_all, added_tokens, merge_settings, token_text
-from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
+from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names, library_errors
 from jaxscale.text.tokenizer.fast import probes
-from jaxscale.text.tokenizer.fitting import fits, tell_beyond
+from jaxscale.text.tokenizer.fitting import describe_unused, fits
 from jaxscale.text.tokenizer.load import (
     EOS_ID,
     GENERATION,
@@ -31,7 +31,7 @@ from jaxscale.text.tokenizer.load import (
     SPECIAL,
     TEMPLATE,
     TEMPLATE_JSON,
-    About,
+    TokenizerFolder,
     begin_tokens,
     load_tokenizer,
 )
@@ -126,7 +126,7 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
             f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
             f"not belong together; bring the right one, or take {main} away to convert the weights alone"
         )
-    notes = [f"{main} {line}"] if (line := tell_beyond(tokenizer, vocab_size)) else []
+    notes = [f"{main} {line}"] if (line := describe_unused(tokenizer, vocab_size)) else []
     if tokenizer.loss_reason:
         notes.append(f"{main} loses text: {tokenizer.loss_reason}")
     code = settings.get("auto_map")
@@ -203,7 +203,7 @@ def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
     import tokenizers
 
     text = files[FAST].decode(errors="replace")
-    with faults_of(f"{FAST} cannot be read"):
+    with library_errors(f"{FAST} cannot be read"):
         made = tokenizers.Tokenizer.from_str(text)
     added = added_tokens(settings_of(files), read_object(files.get(ADDED, b"")), CONFIG)
     return made, made.to_str() if add_all(made, added, FAST) else text
@@ -281,11 +281,11 @@ def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
     files, ends = dict(texts.files), dict(texts.end_ids)
     content = None
     if main == FAST:
-        with faults_of(f"{FAST} does not work"):
+        with library_errors(f"{FAST} does not work"):
             content = begin_with(begin, as_fast(files)[1])
     is_right = content is None and (main not in MODELS or model_begin(files[main]) == tuple(begin))
     about = read_object(files.get(CONFIG, b""))
-    declared = begin_tokens(About(None, settings_of(files)), "")
+    declared = begin_tokens(TokenizerFolder(None, settings_of(files)), "")
     if begin and main == FAST:
         ends["bos_token_id"] = as_fast(files)[0].token_to_id(begin[0])
     if is_right and declared in (None, tuple(begin)):

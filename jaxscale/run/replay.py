@@ -10,7 +10,7 @@ from jaxscale.checkpoint.restore import newest_readable_step
 from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.config import RunConfig
 from jaxscale.data.mixture import Mixture
-from jaxscale.data.order import normalise
+from jaxscale.data.order import normalise_ranges
 from jaxscale.hosts.agree import agreed
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.records import abandon, read_records
@@ -60,7 +60,7 @@ def with_replayed(
     checkpoints = Checkpoints(old / "checkpoints", cfg.checkpoint)
     newest = newest_readable_step(checkpoints, log, before=pending.to + 1 if pending else None)
     recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
-    ranges = normalise(
+    ranges = normalise_ranges(
         [*recorded["skipped"], *stop_if_unwritable["config"]["data"]["skip_batches"], *decisions.skip_batches]
         + [*cfg.data.skip_batches]
     )

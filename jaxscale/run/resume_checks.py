@@ -11,10 +11,10 @@ from jaxscale.budget import BEGINNING, Position, recorded_rows
 from jaxscale.checkpoint.storage_errors import is_storage_error
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
-from jaxscale.data.mixture import Mixture, same_past
+from jaxscale.data.mixture import Mixture, same_prefix
 from jaxscale.data.order import Ranges, batch_index, merge_skips
 from jaxscale.data.pipeline import Corpus, open_data
-from jaxscale.data.remote import Unwritable
+from jaxscale.data.remote import CacheUnwritable
 from jaxscale.eval.named import Evaluator
 from jaxscale.hosts.agree import agreed
 from jaxscale.run.changes import Change
@@ -118,7 +118,7 @@ def open_same_data(
     try:
         return open_data(cfg, say=log, **settings)
     except BadInput as error:
-        if recorded is None or isinstance(error, Unwritable | Forbidden):
+        if recorded is None or isinstance(error, CacheUnwritable | Forbidden):
             raise
         if is_storage_error(error):
             raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error
@@ -214,7 +214,7 @@ def check_same_past(
     last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
     then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
     check_same_stages("batch_ramp gives other sizes", "rows", then, sizes, last)
-    if not same_past(old, new, sizes.begin(last + 1)):
+    if not same_prefix(old, new, sizes.begin(last + 1)):
         raise Stop(
             Exit.DATA_MISMATCH,
             f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "

@@ -8,51 +8,51 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text and where it came from. What is computed from the text is kept with it, so that stages share the work."""
+    """A text and its origin, with a cache of values computed from the text, which stages share."""
 
     text: str
-    source: str = ""  # the recipe's name for where it is from
-    file: str = ""  # name of its file, relative to where the source's glob begins
-    offset: int = 0  # where it begins in that file, unpacked: a byte, or the number of its row or record
-    id: str = ""  # the file's own name for it, if it has one
+    source: str = ""  # name in the recipe
+    file: str = ""  # file name, relative to the fixed part of the source's glob
+    offset: int = 0  # start in the unpacked file: byte offset, or row or record number
+    id: str = ""  # its id in the file, if any
     url: str = ""
     licence: str = ""
-    language: str = ""  # its ISO 639 code, once it was identified; before that what its file says, if that is trusted
-    scores: tuple[tuple[str, float], ...] = ()  # (column, value) pairs that stages have added
-    ids: bytes = b""  # uint32[n]: the token ids that the text was decoded from; empty: it is to be encoded
+    language: str = ""  # ISO 639 code, once identified; before that from its file, if trusted
+    scores: tuple[tuple[str, float], ...] = ()  # (column, value) pairs added by stages
+    ids: bytes = b""  # uint32[n]: the ids that the text was decoded from; empty: not encoded yet
 
     def edited(self, text: str) -> "Document":
-        """The document with another text. Token ids are of the text as it was, and are dropped."""
+        """Returns the document with another text, without token ids."""
         return dataclasses.replace(self, text=text, ids=b"")
 
     @functools.cached_property
     def size(self) -> int:
-        """Bytes of the text in UTF-8."""
+        """Returns the bytes of the text in UTF-8."""
         return len(self.text) if self.text.isascii() else len(self.text.encode(errors="surrogatepass"))
 
     @functools.cached_property
     def computed(self) -> dict[str, Any]:
-        """What stages have computed from the text, by name, for those that come after them."""
+        """Values that stages have computed from the text, by name."""
         return {}
 
 
 class Outcome(NamedTuple):
-    """What a stage made of a document."""
+    """The result of a stage for one document."""
 
-    document: Document | None  # as it was, edited, or None: dropped
-    reason: str = ""  # why it was dropped: one of few, since drops are counted by it
-    edits: tuple[tuple[str, int], ...] = ()  # what was edited in it, and how often: (("e-mail", 2),)
-    detail: str = ""  # of a drop or an edit: what was hit, as "gsm8k.jsonl:17, gsm8k.jsonl:21"
-
-
-Stage = Callable[[Sequence[Document]], list[Outcome]]  # one outcome for each document of a block, in order; pure
+    document: Document | None  # unchanged, edited, or None: dropped
+    reason: str = ""  # of a drop; one of a few, since drops are counted by reason
+    edits: tuple[tuple[str, int], ...] = ()  # kinds and counts of edits: (("e-mail", 2),)
+    detail: str = ""  # of a drop or an edit: the matches, as "gsm8k.jsonl:17, gsm8k.jsonl:21"
 
 
-def each(judge: Callable[[Document], Outcome]) -> Stage:
-    """The stage that looks at each document by itself."""
+Stage = Callable[[Sequence[Document]], list[Outcome]]  # one outcome per document of a block, in order; pure
+
+
+def per_document(judge: Callable[[Document], Outcome]) -> Stage:
+    """Returns the stage that applies `judge` to each document."""
     return lambda documents: [judge(document) for document in documents]
 
 
-def outcome_of(document: Document, fault: str, detail: str = "") -> Outcome:
-    """The document as it was, or dropped if it has a fault."""
+def drop_if(document: Document, fault: str, detail: str = "") -> Outcome:
+    """Returns the document unchanged, or dropped if it has a fault."""
     return Outcome(None, fault, detail=detail) if fault else Outcome(document)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxscale.data.batch import Batch, ReadRows, cut_rows
+from jaxscale.data.batch import Batch, ReadRows, split_rows
 from jaxscale.data.dataset import map_dataset, read_ahead, read_batch
 from jaxscale.data.order import Transform
 from jaxscale.sharding.shardings import local_rows, put_rows
@@ -54,7 +54,7 @@ class Feed:
             rows = sorted({row // parts for row in local(number, length)})
             batch = read_batch(read, rows, transforms, n)
             cut = [row * parts + part for row in rows for part in range(parts)]
-            return NumberedBatch(put_rows(cut_rows(batch, length) if parts > 1 else batch, cut, number, sharding), n)
+            return NumberedBatch(put_rows(split_rows(batch, length) if parts > 1 else batch, cut, number, sharding), n)
 
         self.batches = read_ahead(map_dataset(element, len(steps)), self.AHEAD)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.data.batch import Batch, hash_text
+from jaxscale.data.batch import Batch, format_hash
 from jaxscale.monitor.machine import HostLoad, memory_metrics
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
@@ -45,7 +45,7 @@ class Reporter(NamedTuple):
         """Fetches the metrics of a step, adds them to the sums, and writes them if they are due."""
         step = pending.step
         fetched = jax.device_get(pending.metrics)
-        tokens_hash = hash_text(fetched.pop("tokens_seen"))
+        tokens_hash = format_hash(fetched.pop("tokens_seen"))
         extra = source_losses(self.source_names, fetched)
         if self.experts is not None:
             extra |= self.experts.add_step(fetched)

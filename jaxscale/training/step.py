@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.data.batch import HASH_SALTS, Batch, hashed_parts, joined_rows, mixed_tokens
+from jaxscale.data.batch import HASH_SALTS, Batch, hashed_token_arrays, mix_tokens, reshape_rows
 from jaxscale.ops.recorder import SOWN
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
@@ -63,7 +63,7 @@ def make_train_step(
             params = params if update_balance is None else update_balance(params, means)
             params, clip_metrics = (params, {}) if qk_clip is None else qk_clip(params, intermediates)
         new_state = next_state(cfg, state, params, opt_state, guard_state, ok, finite if dynamic_scale else None)
-        rows = batch if data_row is None else joined_rows(batch, data_row)  # hash and row filter need whole rows
+        rows = batch if data_row is None else reshape_rows(batch, data_row)  # hash and row filter need whole rows
         metrics = means | {
             "grad_norm": grad_norm,
             "lr": schedule(state.step) * lr_factor,
@@ -155,7 +155,7 @@ def hash_tokens(batch: Batch) -> jax.Array:
     Words are added modulo 2**32, so the sum does not depend on sharding or order. A process could only hash the rows
     that it has read.
     """
-    sums = [sum_hash_words(words_BT, first_column) for words_BT, first_column in hashed_parts(batch)]
+    sums = [sum_hash_words(words_BT, first_column) for words_BT, first_column in hashed_token_arrays(batch)]
     return sum(sums[1:], sums[0])
 
 
@@ -164,5 +164,5 @@ def sum_hash_words(tokens_BT: jax.Array, first_column: int) -> jax.Array:
     row_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 0)
     column_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 1) + jnp.uint32(first_column)
     words_BT = tokens_BT.astype(jnp.uint32)
-    sums = [jnp.sum(mixed_tokens(words_BT, row_BT, column_BT, salt), dtype=jnp.uint32) for salt in HASH_SALTS]
+    sums = [jnp.sum(mix_tokens(words_BT, row_BT, column_BT, salt), dtype=jnp.uint32) for salt in HASH_SALTS]
     return jnp.stack(sums)

@@ -146,7 +146,7 @@ def test_a_document_lists_its_steps(home, run, capsys):
         (["--workdir={run}"], "give one of step, batch and document"),
         (["--workdir={run}", "--step=1", "--doc=x"], "give one of step, batch and document"),
         (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),
-        (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or place"),
+        (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or location"),
         (["--workdir=nowhere", "--step=1"], "holds no config.json"),
         (["--workdir={run}", "--step=1", "--config.seed=3"], "only settings of data may be given"),
         (["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"], "this is read from the run's work folder"),

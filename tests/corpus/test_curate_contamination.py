@@ -22,7 +22,7 @@ from jaxscale.corpus.curate.contamination import (
     make_contamination,
     make_index,
 )
-from jaxscale.corpus.curate.hashes import mix
+from jaxscale.corpus.curate.hashes import mix64
 from jaxscale.corpus.prepare.report import evaluation_warnings
 from jaxscale.text.document import Document
 
@@ -202,7 +202,7 @@ def test_a_file_that_is_missing_is_named(tmp_path):
 
 
 def test_the_filter_lets_every_head_through_and_few_others():
-    known, others = mix(np.arange(1 << 20, dtype=np.uint64)), mix(np.arange(1 << 20, 1 << 21, dtype=np.uint64))
+    known, others = mix64(np.arange(1 << 20, dtype=np.uint64)), mix64(np.arange(1 << 20, 1 << 21, dtype=np.uint64))
     zeros = np.zeros(len(known), np.int64)
     evaluation = make_index(13, known, known, zeros, zeros, ["x"])
     assert np.array_equal(bloom_lookup(evaluation, known), np.arange(len(known)))

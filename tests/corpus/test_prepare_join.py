@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.hashes import Sketch, mix
+from jaxscale.corpus.curate.hashes import Sketch, mix64
 from jaxscale.corpus.prepare import join
 from jaxscale.corpus.prepare.blocks import to_table, write_table
 from jaxscale.corpus.prepare.dedup import NEIGHBOURS, Join, find_pairs_by_shuffle, sketch_path, write_pairs
@@ -39,7 +39,7 @@ BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), ma
 
 def sketch_of(rows):
     keys, places = (np.array(column) for column in zip(*rows)) if rows else ([], [])
-    return Sketch(mix(np.array(keys, np.uint64)), np.array(places, np.int64))
+    return Sketch(mix64(np.array(keys, np.uint64)), np.array(places, np.int64))
 
 
 def join_of(folder, sketches, threshold=None):

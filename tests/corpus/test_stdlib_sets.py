@@ -43,20 +43,20 @@ def sets(tmp_path_factory):
 
 
 def test_a_line_of_documentation_is_an_entry():
-    found = dict(stdlib_sets.entries("json", SOURCE))
+    found = dict(stdlib_sets.documented_names("json", SOURCE))
     assert found == {
         "json.loads": "Read a value from JSON text.",
         "json.Reader": "Reads one value after the other.",
         "json.Reader.close": "Give the file back to the system.",
     }
-    assert list(stdlib_sets.entries("broken", "def f(:")) == []
+    assert list(stdlib_sets.documented_names("broken", "def f(:")) == []
 
 
 def test_nothing_that_is_asked_was_trained_on(sets):
     folder, counts = sets
     trained, held = ({record["id"] for record in read(folder, name)} for name in ("text.jsonl", "held.jsonl"))
     assert trained and held and not trained & held
-    assert all(stdlib_sets.is_held_out(name) for name in held)
+    assert all(stdlib_sets.is_validation(name) for name in held)
     asked = [record["context"] for record in read(folder, "questions.jsonl")]
     told = {record["messages"][0]["content"] for record in read(folder, "chat.jsonl")}
     assert asked and not [context for context in asked if any(question in context for question in told)]
@@ -68,7 +68,7 @@ def test_each_question_has_its_answer_among_four(sets):
     lines = {
         entry.line
         for record in read(folder, "held.jsonl")
-        for entry in stdlib_sets.entries(record["id"], record["text"])
+        for entry in stdlib_sets.documented_names(record["id"], record["text"])
     }
     places = set()
     for record in read(folder, "questions.jsonl"):
@@ -90,7 +90,7 @@ def test_most_bytes_counts_bytes_and_not_characters():
 
 
 def test_too_little_is_told_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match="too few for a set to train on and one to hold out") as error:
+    with pytest.raises(ValueError, match="too few for training and held-out data") as error:
         stdlib_sets.write_sets(tmp_path, 2000)
     assert isinstance(error.value, BadInput)
     with pytest.raises(ValueError, match="--output must be given"):

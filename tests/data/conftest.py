@@ -14,7 +14,7 @@ from jaxscale.system.bucket import Clock
 @pytest.fixture(autouse=True)
 def every_reading_is_told(monkeypatch):
     """Of small sets too, so that it can be counted."""
-    monkeypatch.setattr(verified, "TOLD_BYTES", 0)
+    monkeypatch.setattr(verified, "REPORTED_BYTES", 0)
 
 
 class FakeClock:

@@ -82,7 +82,7 @@ def test_a_run_reads_a_file_of_ids_by_its_documents(tmp_path):
     )
     (_, lengths), *_ = opened(eos_id=0).train_rows.documents.members("train", 0)
     assert sorted(lengths.tolist()) == [3, 4]
-    with pytest.raises(ValueError, match="does not tell where documents end; set data.eos_id"):
+    with pytest.raises(ValueError, match="does not store document ends; set data.eos_id"):
         opened()
 
 
@@ -90,7 +90,7 @@ def test_a_run_reads_a_file_of_ids_by_its_documents(tmp_path):
 def test_a_record_that_does_not_fit_is_named(tmp_path):
     make = dict(dtype="uint16", vocab_size=300, eos_id=0)
     path = write_records(tmp_path / "odd", [b"\1\0", b"\1\0\2"])
-    with pytest.raises(ValueError, match="odd: record 1 of 3 bytes is no whole number of uint16"):
+    with pytest.raises(ValueError, match="odd: record 1 of 3 bytes is not a multiple of uint16"):
         import_array_record(SourceFile(str(path), path.name, "web"), tmp_path, **make)
     path = write_records(tmp_path / "beyond", [b"\1\0", b"\xff\xff"])
     with pytest.raises(ValueError, match="beyond: record 1: token id 65535 .* not among the 300 ids"):
@@ -106,7 +106,7 @@ def test_a_file_that_is_missing_cut_or_of_another_kind_is_named(tmp_path):
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text").write_text("no records here\n" * 10_000)
     for name in ("cut", "text"):
-        with pytest.raises(ValueError, match=f"{name} is no whole ArrayRecord file"):
+        with pytest.raises(ValueError, match=f"{name} is not a complete ArrayRecord file"):
             list(read_records(tmp_path / name))
 
 

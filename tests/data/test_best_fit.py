@@ -15,8 +15,8 @@ from made_rows import make_rows, whole
 from twins import twins
 
 from jaxscale.data import array_folder, best_fit
-from jaxscale.data.bins import best_fit_decreasing, close_by_pairs, pack_bins
-from jaxscale.data.row_plan import open_arrays, rows_of
+from jaxscale.data.bins import best_fit_decreasing, fill_by_pairs, pack_bins
+from jaxscale.data.row_plan import open_arrays, open_rows
 
 
 def first_tokens(lengths):
@@ -33,7 +33,7 @@ def test_every_row_is_what_the_text_of_the_module_says(tmp_path_factory, lengths
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best_fit, "WINDOW", window)
-        patch.setattr(array_folder, "BUCKET", 2 * window)
+        patch.setattr(array_folder, "BUCKET_RECORDS", 2 * window)
         rows = make_rows(folder, lengths, T, seed=seed, sources=np.arange(len(lengths)) % groups, groups=groups)
     document_of = np.repeat(np.arange(len(lengths)), lengths)  # of token t + 1
     place_of = np.concatenate([np.arange(n) for n in lengths])
@@ -75,7 +75,7 @@ def test_every_row_is_what_the_text_of_the_module_says(tmp_path_factory, lengths
 def test_concat_in_groups_loses_nothing_and_never_mixes_sources(tmp_path_factory, lengths, T, groups):
     sources = np.arange(len(lengths)) % groups
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(array_folder, "BUCKET", 8)
+        patch.setattr(array_folder, "BUCKET_RECORDS", 8)
         make = dict(packing="concat", seed=1, sources=sources, groups=groups)
         rows = make_rows(tmp_path_factory.mktemp("rows"), lengths, T, **make)
     batch = whole(rows)
@@ -114,7 +114,7 @@ def test_each_size_goes_into_the_fullest_bin_that_has_room(sizes, capacity):
 @settings(max_examples=150, deadline=None)
 def test_no_bin_overflows_and_none_is_left_out(sizes, capacity):
     sizes = np.array(sizes, np.int64)
-    for pack in (best_fit_decreasing, close_by_pairs, pack_bins):
+    for pack in (best_fit_decreasing, fill_by_pairs, pack_bins):
         bins = pack(sizes, capacity)
         filled = np.bincount(bins, weights=sizes)
         assert len(bins) == len(sizes) and (filled > 0).all() and (filled <= capacity).all()
@@ -147,7 +147,7 @@ def test_a_plan_takes_at_most_12_bytes_a_document_whatever_their_lengths(tmp_pat
 def test_a_plan_that_was_cut_short_is_refused_and_named(tmp_path):
     rows = make_rows(tmp_path, [5, 6, 7], 8)
     folder = rows.arrays.folder
-    open_again = lambda: rows_of(open_arrays(pathlib.Path(folder), tmp_path), rows.documents.files)
+    open_again = lambda: open_rows(open_arrays(pathlib.Path(folder), tmp_path), rows.documents.files)
     pathlib.Path(folder, "small").write_bytes(b"\0\0")
     with pytest.raises(ValueError, match="the index .* cannot be read: .*small was changed after"):
         open_again()

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.data.cache import index_raw, scanned
+from jaxscale.data.cache import index_raw, scan_raw
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import read_header
 from jaxscale.data.shard_writer import ShardWriter, dtype_for
 from jaxscale.data.shards import open_shard
-from jaxscale.data.tokenize import tokenised
+from jaxscale.data.tokenize import open_tokenised
 from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.load import ByteTokenizer
 
 # Tokenises the files given on the command line, and waits as told at the second chunk (a folder is then half written).
 SLOW_WRITER = """
 import pathlib, sys, time
-from jaxscale.data.tokenize import tokenised
+from jaxscale.data.tokenize import open_tokenised
 from jaxscale.data.config import DataConfig
 from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.load import ByteTokenizer
@@ -38,7 +38,7 @@ class Slow(ByteTokenizer):
         return super().encode_many(texts)
 
 files, _ = list_files(sys.argv[1], "data.files", "text")
-print(tokenised(files, Slow(), DataConfig(cache_dir=sys.argv[2]), say=lambda line: None).fingerprint)
+print(open_tokenised(files, Slow(), DataConfig(cache_dir=sys.argv[2]), say=lambda line: None).fingerprint)
 """
 
 
@@ -63,7 +63,7 @@ def open_cached(globs, cache, **changes):
     cfg = DataConfig(cache_dir=str(cache), **changes)
     files, problems = list_files(globs, "data.files", "text")
     assert not problems
-    return tokenised(files, ByteTokenizer(), cfg, said.append), said
+    return open_tokenised(files, ByteTokenizer(), cfg, said.append), said
 
 
 def test_a_killed_writer_leaves_nothing_that_is_ever_read(corpus):
@@ -141,7 +141,7 @@ def test_the_shard_on_disk_is_what_its_documentation_says(tmp_path):
 
 def test_files_without_a_document_are_an_error_that_leaves_no_folder(tmp_path):
     globs = write_texts(tmp_path, a="", b="")
-    with pytest.raises(ValueError, match=r"a.txt and the other files hold no document \(2 empty\)"):
+    with pytest.raises(ValueError, match=r"a.txt and the other files contain no document \(2 empty\)"):
         open_cached(globs, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -167,7 +167,7 @@ def test_a_damaged_shard_is_told_and_made_again(tmp_path, name):
     good = path.read_bytes()
     path.write_bytes(good[:-1])
     again, said = open_cached(globs, tmp_path / "cache")
-    assert said[0].startswith(f"{path.parent} is damaged, and is made again (") and name in said[0]
+    assert said[0].startswith(f"{path.parent} is damaged; creating it again (") and name in said[0]
     assert path.read_bytes() == good and again.fingerprint == shard.fingerprint
     assert open_cached(globs, tmp_path / "cache")[1] == []
 
@@ -178,13 +178,13 @@ def test_a_raw_bin_is_scanned_once_and_stays_where_it_is(tmp_path):
     file = list_files(str(path), "data.files", "tokens")[0][0]
     cfg, said = DataConfig(cache_dir=str(tmp_path / "cache")), []
     for _ in range(2):
-        shard = scanned(file, "uint16", 0, cfg, said.append)
+        shard = scan_raw(file, "uint16", 0, cfg, said.append)
     assert len(said) == 2 and "(2 files, 0.0 MB)" in said[1] and shard.bin_path == str(path)
     assert shard.offsets.tolist() == [0, 3, 5, 6] and shard.header["max_id"] == 8
-    assert scanned(file, "uint16", None, cfg, said.append).offsets.tolist() == [0, 6]
-    with pytest.raises(ValueError, match="raw.bin has 11 bytes, which is no whole number of uint16 ids"):
+    assert scan_raw(file, "uint16", None, cfg, said.append).offsets.tolist() == [0, 6]
+    with pytest.raises(ValueError, match="raw.bin has 11 bytes, which is not a multiple of the size of uint16 ids"):
         path.write_bytes(b"x" * 11)
-        scanned(file, "uint16", 0, cfg, said.append)
+        scan_raw(file, "uint16", 0, cfg, said.append)
 
 
 def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path):
@@ -201,13 +201,13 @@ def test_a_header_that_lacks_something_is_an_error_that_names_the_file(tmp_path,
     header = json.loads(path.read_text())
     for broken in ({k: v for k, v in header.items() if k != key}, header | {key: None}):
         path.write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match=f"{path} has no good {key!r}; delete the folder"):
+        with pytest.raises(ValueError, match=f"{path} has an invalid {key!r}; delete the folder"):
             read_header(path)
 
 
 def test_a_header_of_another_version_is_told_as_such(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"format": "jaxscale-tokens", "version": 9}))
-    with pytest.raises(ValueError, match="x.json has version 9 of the format, this program reads 2"):
+    with pytest.raises(ValueError, match="x.json has format version 9; this program reads version 2"):
         read_header(tmp_path / "x.bin")
 
 
@@ -217,11 +217,11 @@ def test_four_byte_ids_read_as_two_bytes_are_refused(tmp_path, dtype):
     file = list_files(str(tmp_path / "raw.bin"), "data.files", "tokens")[0][0]
     cfg = DataConfig(cache_dir=str(tmp_path / "cache"), token_dtype=dtype)
     with pytest.raises(ValueError, match="raw.bin .*; set data.token_dtype=uint32"):
-        scanned(file, "uint16", None, cfg, print)
-    assert scanned(file, "uint32", None, cfg, lambda text: None).header["num_tokens"] == 100
+        scan_raw(file, "uint16", None, cfg, print)
+    assert scan_raw(file, "uint32", None, cfg, lambda text: None).header["num_tokens"] == 100
     for ids in ([5, 0], [0] * 100):  # short, or nothing but zeros: nothing is known
         np.array(ids, "<u2").tofile(tmp_path / "raw.bin")
-        assert scanned(file, "uint16", None, cfg, lambda text: None).header["num_tokens"] == len(ids)
+        assert scan_raw(file, "uint16", None, cfg, lambda text: None).header["num_tokens"] == len(ids)
 
 
 def test_a_source_that_cannot_be_read_is_not_told_as_the_cache(tmp_path):
@@ -230,9 +230,11 @@ def test_a_source_that_cannot_be_read_is_not_told_as_the_cache(tmp_path):
     (tmp_path / "a.txt").unlink()
     (tmp_path / "a.txt").mkdir()
     for read in (
-        lambda cfg: tokenised([file], ByteTokenizer(), cfg, lambda text: None),
+        lambda cfg: open_tokenised([file], ByteTokenizer(), cfg, lambda text: None),
         lambda cfg: index_raw(tmp_path, file, "uint16", None, lambda text: None),
-        lambda cfg: tokenised([file._replace(path=str(tmp_path / "gone"))], ByteTokenizer(), cfg, lambda text: None),
+        lambda cfg: open_tokenised(
+            [file._replace(path=str(tmp_path / "gone"))], ByteTokenizer(), cfg, lambda text: None
+        ),
     ):
         with pytest.raises(ValueError, match="(a.txt|gone) cannot be read: ") as error:
             read(DataConfig(cache_dir=str(tmp_path / "cache")))

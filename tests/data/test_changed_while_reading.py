@@ -10,9 +10,9 @@ import pytest
 from damage import DAMAGES, OPENED, in_time
 
 from jaxscale.data import verified
-from jaxscale.data.cache import open_cached
+from jaxscale.data.cache import open_or_rebuild
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.verified import Unchanged, expected
+from jaxscale.data.verified import FileWatch, snapshot_files
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.foreign import Unreadable, cannot_read
 
@@ -80,7 +80,7 @@ def test_a_file_that_changes_before_its_first_row_is_read_is_found(worlds):
 def watched(tmp_path, content=b"right"):
     path = tmp_path / "part.bin"
     path.write_bytes(content)
-    return path, Unchanged(expected({str(path): verified.file_sha256(str(path))}))
+    return path, FileWatch(snapshot_files({str(path): verified.file_sha256(str(path))}))
 
 
 def rehashed(files, path):
@@ -129,8 +129,8 @@ class Failing(os.PathLike):
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_storage_that_fails_during_a_run_is_an_error_of_the_storage(number):
     path = Failing(number)
-    with pytest.raises(Stop, match="cannot be read any more") as stop:
-        Unchanged({path: verified.Expected((1, 1, 1, 1), "0" * 64)}).check([path])
+    with pytest.raises(Stop, match="can no longer be read") as stop:
+        FileWatch({path: verified.Expected((1, 1, 1, 1), "0" * 64)}).check([path])
     assert stop.value.code is Exit.STORAGE
 
 
@@ -146,7 +146,7 @@ def test_a_cache_is_made_again_for_damage_and_never_for_what_cannot_be_read(tmp_
             raise cannot_read(folder / "it", fails.pop())
         return (folder / "it").read_text()
 
-    opened = lambda: open_cached(tmp_path, "tokens", {}, make, open_whole, lambda line: None)
+    opened = lambda: open_or_rebuild(tmp_path, "tokens", {}, make, open_whole, lambda line: None)
     if again:
         assert opened() == "here" and len(made) == 2
     else:
@@ -163,7 +163,7 @@ def test_a_cache_that_another_process_made_again_meanwhile_is_left_alone(tmp_pat
             raise fails.pop()
         return folder
 
-    assert open_cached(tmp_path, "tokens", {}, made.append, open_whole, print).is_dir() and len(made) == 1
+    assert open_or_rebuild(tmp_path, "tokens", {}, made.append, open_whole, print).is_dir() and len(made) == 1
 
 
 @pytest.mark.parametrize("world", ["set", "shards", "raw", "megatron", "text"])
@@ -173,7 +173,7 @@ def test_each_start_reads_what_data_verify_asks_for(worlds, world):
     for verify, told in (("hash", False), ("always", True), ("size", False)):
         said = []
         open_data(dataclasses.replace(one.cfg, verify=verify), say=said.append, **OPENED)
-        read = [line for line in said if "to see that nothing has changed" in line]
+        read = [line for line in said if "to verify its hashes" in line]
         places = ["/rows-"] + ["/tokens-"] * (world in ("raw", "megatron", "text")) + ["/data"] * (world[0] == "s")
         assert len(read) == (len(places) if told else 0), said
         assert all(any(place in line for line in read) for place in places if told), said
@@ -200,5 +200,5 @@ def test_a_raw_bin_is_hashed_while_it_is_scanned_and_not_again(worlds):
         said = []
         cfg = dataclasses.replace(one.cfg, cache_dir=str(one.folder / "another"))
         open_data(cfg, say=said.append, **OPENED)
-        (line,) = [line for line in said if "/tokens-" in line and "to see that" in line]
+        (line,) = [line for line in said if "/tokens-" in line and "to verify its hashes" in line]
         assert "(2 files, " in line  # the .idx and the .src of its index

@@ -9,7 +9,7 @@ from damage import DAMAGES, OPENED, in_time, seen, text
 
 from jaxscale.cli.trace import line_of
 from jaxscale.data.config import DataConfig
-from jaxscale.data.header import sealed
+from jaxscale.data.header import encode_header
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.pipeline import open_data
@@ -109,7 +109,7 @@ def edit(file, change):
             return
         del content["sha256"]["json"]
         change(content)
-        path.write_bytes(sealed(content))
+        path.write_bytes(encode_header(content))
 
     return damage
 

@@ -65,7 +65,7 @@ def open_ledger(folder, packing="best_fit", mixture=None, skipped=(), val_fracti
 def with_names(ledger, folder):
     """The same ledger over a set that has an index of names beside it, which was written in many buckets."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(array_folder, "BUCKET", 20)
+        patch.setattr(array_folder, "BUCKET_RECORDS", 20)
         publish_names(folder, ledger.corpus.shards)
     return Ledger(dataclasses.replace(ledger.corpus, published=str(folder)), ledger.batches, ledger.skipped)
 
@@ -130,18 +130,18 @@ def test_the_steps_of_a_document_are_those_that_list_it(folder, packing, mixture
 
 def test_a_document_that_is_not_there_or_held_out_is_an_error(folder):
     ledger = open_ledger(folder, val_fraction=0.2)
-    with pytest.raises(ValueError, match="no document of the corpus has this id or place"):
+    with pytest.raises(ValueError, match="no document of the corpus has this id or location"):
         ledger.steps_of("id-999", 5)
     rows, shard = ledger.corpus.train_rows, ledger.corpus.shards[0]
     assert rows.num_documents < open_ledger(folder).corpus.train_rows.num_documents
     missing = next(n for n in range(len(shard.source_ids)) if rows.documents.rank("train", 0, n) is None)
-    with pytest.raises(ValueError, match="is empty or held out for validation"):
+    with pytest.raises(ValueError, match="is empty or in validation"):
         ledger.steps_of(f"{shard.bin_path}:{missing}", 5)
 
 
 def test_synthetic_tokens_have_no_documents():
     corpus = open_data(DataConfig(name="synthetic"), seq_len=T, vocab_size=9, seed=0, say=lambda line: None)
-    with pytest.raises(ValueError, match="has no documents to list"):
+    with pytest.raises(ValueError, match="has no documents: its tokens are random"):
         Ledger(corpus, corpus.batches(2))
 
 
@@ -185,6 +185,6 @@ def test_of_documents_with_one_id_those_in_training_are_listed(tmp_path):
             numbers = [n for n, twin in enumerate(twins) if twin.id == name]
             assert offsets == {100 * n for n, inside in zip(numbers, trained) if inside}
         else:
-            with pytest.raises(ValueError, match="each of the [23] documents of this name.* held out for validation"):
+            with pytest.raises(ValueError, match="each of the [23] documents of this name.* in validation"):
                 ledger.steps_of(name, steps)
     assert {(False, True), (True, True), (False, False)} <= kinds

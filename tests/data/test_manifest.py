@@ -154,18 +154,18 @@ def rename_shard(content, old, new):
     ("change", "told"),
     [
         (lambda m: m.update(format="other"), "is not the manifest of a prepared set"),
-        (lambda m: m.update(version=9), "has version 9 of the format"),
-        (lambda m: m.pop("recipe"), "no good 'recipe'"),
+        (lambda m: m.update(version=9), "has format version 9"),
+        (lambda m: m.pop("recipe"), "invalid 'recipe'"),
         (lambda m: m.update(shards=[]), "lists no shard"),
-        (lambda m: m["shards"].append(m["shards"][0]), "one of them twice"),
-        (lambda m: m["shards"].reverse(), "edited by hand"),
-        (lambda m: m["shards"][0].pop("files"), r"no good 'shards\[0\]'"),
-        (lambda m: m["shards"][0]["files"].pop("part-0.idx"), "no good 'files' of shard 'part-0'"),
-        (lambda m: m["shards"][0]["files"].update({"/etc/passwd": SOME_FILE}), "no good 'files'"),
-        (lambda m: m["shards"][0]["files"].update({"part-0.bin": {**SOME_FILE, "bytes": -1}}), "no good 'files'"),
-        (lambda m: m["shards"][0].update(name="../part-0"), "no good 'files'"),
-        (lambda m: rename_shard(m, "part-0", "../part-0"), "no good 'files'"),
-        (lambda m: m["tokenizer"].update(file="../x.json"), "no good 'tokenizer'"),
+        (lambda m: m["shards"].append(m["shards"][0]), "a shard twice"),
+        (lambda m: m["shards"].reverse(), "it was edited"),
+        (lambda m: m["shards"][0].pop("files"), r"invalid 'shards\[0\]'"),
+        (lambda m: m["shards"][0]["files"].pop("part-0.idx"), "invalid 'files' of shard 'part-0'"),
+        (lambda m: m["shards"][0]["files"].update({"/etc/passwd": SOME_FILE}), "invalid 'files'"),
+        (lambda m: m["shards"][0]["files"].update({"part-0.bin": {**SOME_FILE, "bytes": -1}}), "invalid 'files'"),
+        (lambda m: m["shards"][0].update(name="../part-0"), "invalid 'files'"),
+        (lambda m: rename_shard(m, "part-0", "../part-0"), "invalid 'files'"),
+        (lambda m: m["tokenizer"].update(file="../x.json"), "invalid 'tokenizer'"),
     ],
 )
 def test_a_manifest_that_is_not_good_is_named(folder, change, told):
@@ -186,7 +186,7 @@ def test_a_missing_or_torn_manifest_is_named(folder):
 
 
 def test_a_set_is_of_one_tokenizer_with_plain_recipe_and_good_shards(folder):
-    with pytest.raises(ValueError, match="the recipe cannot be kept"):
+    with pytest.raises(ValueError, match="the recipe cannot be written"):
         write_manifest(folder, ["part-0"], recipe={"x": object()})
     with pytest.raises(ValueError, match="lists each shard once"):
         write_manifest(folder, ["part-0", "part-0"], recipe={})

@@ -138,16 +138,16 @@ def change(path, place, content):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda idx: idx.write_bytes(b""), "no index of Megatron"),
-        (lambda idx: idx.write_bytes(idx.read_bytes()[:20]), "no index of Megatron"),
-        (lambda idx: change(idx, 0, b"X"), "no index of Megatron"),
+        (lambda idx: idx.write_bytes(b""), "is not a Megatron index"),
+        (lambda idx: idx.write_bytes(idx.read_bytes()[:20]), "is not a Megatron index"),
+        (lambda idx: change(idx, 0, b"X"), "is not a Megatron index"),
         (lambda idx: change(idx, 9, b"\2"), "has version 2"),
         (lambda idx: change(idx, 17, b"\x09"), "type 9"),
-        (lambda idx: change(idx, 17, b"\x06"), "type 6 .float64. is none of token ids|do not lie one after"),
+        (lambda idx: change(idx, 17, b"\x06"), "type 6 .float64. is not a type of token ids|are not contiguous"),
         (lambda idx: idx.write_bytes(idx.read_bytes()[:-1]), "cut short"),
         (lambda idx: idx.write_bytes(idx.read_bytes() + b"too much"), "too long"),
-        (lambda idx: change(idx, HEAD.size, b"\3"), "do not lie one after the other"),
-        (lambda idx: change(idx, HEAD.size, b"\xff\xff\xff\xff"), "do not lie one after the other"),
+        (lambda idx: change(idx, HEAD.size, b"\3"), "are not contiguous"),
+        (lambda idx: change(idx, HEAD.size, b"\xff\xff\xff\xff"), "are not contiguous"),
         (lambda idx: change(idx, HEAD.size + 3 * 12, b"\1"), "do not account for its 3 sequences"),
         (lambda idx: change(idx, HEAD.size + 3 * 12 + 8, b"\4"), "do not account for its 3 sequences"),
     ],
@@ -177,5 +177,5 @@ def test_tokens_that_do_not_fit_their_index_are_named(tmp_path, content, told):
 @pytest.mark.parametrize("code", [2, 3, 4, 5])
 def test_negative_ids_are_refused(tmp_path, code):
     path = write_pair(tmp_path, [[[1, -2]]], code)
-    with pytest.raises(ValueError, match=r"pair\.bin holds negative ids"):
+    with pytest.raises(ValueError, match=r"pair\.bin has negative ids"):
         read_pair(path, tmp_path)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.data.config import check_mixture
-from jaxscale.data.mixture import from_record, pattern_of, plan_mixture, same_past, whole_counts, with_detours
+from jaxscale.data.mixture import from_record, pattern_of, plan_mixture, same_prefix, whole_counts, with_detours
 from jaxscale.units import BatchSizes
 
 NAMES = ("web", "code", "math")
@@ -77,9 +77,9 @@ def test_sources_go_on_over_every_change_and_both_ways_of_reckoning_agree(stages
         places = np.flatnonzero(sources == source)
         np.testing.assert_array_equal(turns[places], np.arange(len(places)))  # none lost, none twice
         np.testing.assert_array_equal(made.find(source, np.arange(len(places))), places)
-        assert made.taken(rows)[source] == len(places)
+        assert made.rows_by_source(rows)[source] == len(places)
         for stop in (0, 1, rows // 2, rows):
-            assert made.taken(stop)[source] == np.count_nonzero(sources[:stop] == source)
+            assert made.rows_by_source(stop)[source] == np.count_nonzero(sources[:stop] == source)
     again = from_record(made.record(), NAMES)
     np.testing.assert_array_equal(stream(again, rows), stream(made, rows))
 
@@ -89,8 +89,8 @@ def test_a_capped_source_stops_at_its_cap_and_leaves_its_share_to_the_others():
     sources, _ = stream(made, 1600)
     counts = np.bincount(sources, minlength=3)
     assert counts.tolist() == [1600 - 120 - 90, 120, 90]  # 0.6 of 200 rows, 1.5 of 60
-    assert [line.split(" epochs")[0] for line in made.lines if "has had" in line] == [
-        "math has had its 1.5", "code has had its 0.6"
+    assert [line.split(" after")[0] for line in made.lines if "reached max_epochs" in line] == [
+        "math reached max_epochs=1.5", "code reached max_epochs=0.6"
     ]  # fmt: skip
     last_math = np.flatnonzero(sources == 2)[-1]
     after = sources[last_math + 1 :][:100]
@@ -99,7 +99,7 @@ def test_a_capped_source_stops_at_its_cap_and_leaves_its_share_to_the_others():
 
 
 def test_a_run_that_outlasts_all_its_sources_is_refused_before_it_begins():
-    with pytest.raises(ValueError, match=r"lets every source of data.mixture run out after .* tokens, and the run has"):
+    with pytest.raises(ValueError, match=r"every source of data.mixture ends after .* tokens, but the run has"):
         plan({"web": 0.5, "math": 0.5}, {"web": 0.1, "math": 2}, total_steps=100)
     plan({"web": 0.5, "math": 0.5}, {"web": 0.1, "math": 2}, total_steps=25)
 
@@ -113,7 +113,11 @@ def test_stages_start_at_amounts_of_training(start):
 @pytest.mark.parametrize(
     ("mixture", "max_epochs", "message"),
     [
-        ({"web": 1.0, "books": 1.0}, {}, "names 'books', which is no source of the training data; there are web, code"),
+        (
+            {"web": 1.0, "books": 1.0},
+            {},
+            "names 'books', which is not a source of the training data; the sources are web, code",
+        ),
         ({"web": 1.0}, {"books": 1.0}, "data.max_epochs names 'books'"),
         ({"10 steps": {"web": 1.0}}, {}, "begins at batch 10; its first stage must start at '0'"),
         ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "two stages that start at one batch"),
@@ -139,9 +143,9 @@ def test_only_what_lies_ahead_may_change():
     later = plan({"0": {"web": 1.0}, "60 steps": {"code": 1.0}}).record()
     other = plan({"0": {"web": 1.0, "code": 1.0}}).record()
     for rows, same in ((0, True), (1, True), (400, True), (401, False)):
-        assert same_past(before, later, rows) is same
-    assert not same_past(before, other, 1) and same_past(before, other, 0)
-    assert not same_past(None, before, 8) and same_past(None, None, 8)
+        assert same_prefix(before, later, rows) is same
+    assert not same_prefix(before, other, 1) and same_prefix(before, other, 0)
+    assert not same_prefix(None, before, 8) and same_prefix(None, None, 8)
 
 
 def test_a_detour_is_a_stage_of_one_source_after_which_the_plan_goes_on():

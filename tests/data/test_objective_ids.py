@@ -5,7 +5,7 @@ import pytest
 
 from jaxscale.data.objective_config import MaskedLmConfig, SpanCorruptionConfig, Ul2Config
 from jaxscale.data.objectives import find_ids
-from jaxscale.text.tokenizer.base import Marks
+from jaxscale.text.tokenizer.base import ObjectiveTokens
 from jaxscale.text.tokenizer.load import ByteTokenizer
 
 BYTES, VOCAB = ByteTokenizer(), 1000
@@ -13,7 +13,7 @@ BYTES, VOCAB = ByteTokenizer(), 1000
 
 class WithIds:
     name, eos_id, vocab_size = "words.json", 1, 90
-    marks = Marks(mask_id=2, sentinel_ids=(89, 88, 87))
+    marks = ObjectiveTokens(mask_id=2, sentinel_ids=(89, 88, 87))
     token_bytes = np.array([0, 0, 0] + [1] * 84 + [0] * 3)
 
 

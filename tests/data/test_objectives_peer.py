@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.objective_config import SpanCorruptionConfig
-from jaxscale.data.objectives import apply, find_ids
+from jaxscale.data.objectives import apply_objective, find_ids
 
 PYTHON = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
 PACK = """
@@ -54,7 +54,7 @@ def row_of(lengths, seq_len, seed):
 def test_a_row_of_inputs_and_targets_is_the_one_that_seqio_packs(tmp_path):
     cfg = SpanCorruptionConfig(first_sentinel_id=300, start_id=0, end_id=1)
     batch = stack_rows([row_of([120], 120, 0), row_of([50, 30, 40], 120, 1), row_of([9, 60], 120, 2)])
-    made = apply(cfg, find_ids(cfg, None, None, 400, 120), batch, 0, range(3), 0)
+    made = apply_objective(cfg, find_ids(cfg, None, None, 400, 120), batch, 0, range(3), 0)
     rows = []
     for row in range(3):
         documents = []

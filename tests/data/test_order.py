@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.data.batch import tokens_hash
-from jaxscale.data.order import Batches, RowOrder, batch_index, merge_skips, normalise
+from jaxscale.data.order import Batches, RowOrder, batch_index, merge_skips, normalise_ranges
 from jaxscale.data.packing import document_order
 from jaxscale.data.rows import SyntheticRows
 
@@ -119,4 +119,4 @@ def test_a_skip_in_the_past_is_refused_and_one_line_says_where_to_begin():
 
 
 def test_touching_ranges_become_one():
-    assert normalise([(5, 7), (1, 3), (3, 4), (6, 9)]) == ((1, 4), (5, 9))
+    assert normalise_ranges([(5, 7), (1, 3), (3, 4), (6, 9)]) == ((1, 4), (5, 9))

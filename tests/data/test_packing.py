@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rows import make_files, make_rows
 
-from jaxscale.data.batch import cut_rows, stack_rows
+from jaxscale.data.batch import split_rows, stack_rows
 from jaxscale.data.packing import document_order
 
 concat = functools.partial(make_rows, packing="concat")
@@ -55,7 +55,7 @@ def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T,
 def test_rows_that_are_cut_are_those_that_are_packed_so_short(tmp_path_factory, lengths, short, parts):
     folder = tmp_path_factory.mktemp("rows")
     whole, wanted = (concat(folder, lengths, T, seed=2) for T in (short * parts, short))
-    cut = cut_rows(stack_rows([whole[row] for row in range(len(whole))]), short)
+    cut = split_rows(stack_rows([whole[row] for row in range(len(whole))]), short)
     assert cut.tokens.shape == (len(whole) * parts, short)
     for row in range(len(wanted)):  # behind which all is padding
         for field, wanted_T in wanted[row]._asdict().items():

@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import check_data, evenly_spread, open_data
+from jaxscale.data.pipeline import check_data, evenly_spaced, open_data
 from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.split import held_out
+from jaxscale.data.split import file_holdout
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.system.exits import BadInput
 
@@ -61,7 +61,7 @@ def test_the_held_out_documents_depend_on_their_names_alone(folder):
     write_many(folder, 50, prefix="new")  # old documents stay on their side when others come
     after = text_of(open_quietly(files="*.txt", vocab_size=300, seed=9).valid_rows, DataTokenizer)
     assert {name for name in names_in(after) if name.startswith("doc")} == names_in(before)
-    assert 0.04 < held_out("some name", 100_000, 0.05).mean() < 0.06
+    assert 0.04 < file_holdout("some name", 100_000, 0.05).mean() < 0.06
 
 
 class DataTokenizer:
@@ -139,7 +139,7 @@ def test_the_validation_set_is_the_same_for_every_seed_and_spread_evenly(folder)
     assert len(first) == 3 and first[2][0].weights[1].sum() == 0  # the last row only fills up
     for one, other in zip(first, second):
         np.testing.assert_array_equal(one[0].tokens, other[0].tokens)
-    assert evenly_spread(10, 4) == [0, 2, 5, 7] and evenly_spread(3, 9) == [0, 1, 2]
+    assert evenly_spaced(10, 4) == [0, 2, 5, 7] and evenly_spaced(3, 9) == [0, 1, 2]
 
 
 def test_batches_depend_on_the_seed_and_the_number_alone(folder):
@@ -190,7 +190,7 @@ def test_the_type_of_a_raw_bin_follows_the_models_vocabulary(folder):
     ids.astype("<u2").tofile("two.bin")
     num_tokens = lambda name, size: open_quietly(name="tokens", files=name, vocab_size=size).train_rows.num_tokens
     assert num_tokens("four.bin", 65_537) == num_tokens("two.bin", 65_536) == 3800
-    with pytest.raises(ValueError, match="four.bin is no file of uint16 ids.*; set data.token_dtype=uint32"):
+    with pytest.raises(ValueError, match="four.bin does not look like uint16 ids.*; set data.token_dtype=uint32"):
         num_tokens("four.bin", 65_536)
     with pytest.raises(ValueError, match="two.bin holds token id 63999, but the model has model.vocab_size=60000"):
         num_tokens("two.bin", 60_000)
@@ -225,7 +225,7 @@ def test_a_shard_of_others_that_tells_less_is_trained_on_or_refused_in_one_line(
     writer.finish(None, {"tokenizer": made_with, "text_bytes": 0, "skipped": {}, "files": []})
     opened = functools.partial(open_quietly, name="tokens", files="own.bin")
     assert opened(val_fraction=0.0).train_rows.num_documents == 20
-    with pytest.raises(BadInput, match="own.bin names the files of 0 of its 20 documents.*set data.val_fraction=0"):
+    with pytest.raises(BadInput, match="own.bin lists the files of 0 of its 20 documents.*or data.val_fraction=0"):
         opened()
     with pytest.raises(BadInput, match="made with, which is gone.json with end token unknown"):
         opened(tokenizer="bytes")
@@ -269,7 +269,7 @@ def test_synthetic_tokens_need_no_file_and_cover_the_vocabulary():
             "ids up to 256, but the model has model.vocab_size=256; set it to 257",
         ),
         (dict(files="long.txt", cache_dir="long.txt"), "data.cache_dir=long.txt is a file"),
-        (dict(name="tokens", files="long.txt"), "long.txt is no .bin of token ids"),
+        (dict(name="tokens", files="long.txt"), "long.txt is not a .bin of token ids"),
         (dict(name="tokens", files="x.bin", seq_len=64), "has 50 tokens, fewer than one row of seq_len=64"),
         (dict(name="tokens", files={"web": (), "x": "x.bin"}), "data.files.web is empty; name its files"),
         (dict(files="long.txt", val_files={"web": ()}), "data.val_files.web is empty; name its files"),

@@ -59,14 +59,14 @@ def tokens_of(corpus):
 
 def test_a_run_over_the_manifest_reads_the_listed_shards_alone(folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(verified, "TOLD_BYTES", 10**6)
+        patch.setattr(verified, "REPORTED_BYTES", 10**6)
         assert open_corpus(config(folder / "manifest.json", tmp_path / "quiet"))[1] == []
     corpus, said = open_corpus(config(folder / "manifest.json", tmp_path, val_fraction=0.0))
     both = [open_shard(folder / f"part-{i}.json").header for i in (0, 1)]
     assert corpus.train_rows.num_tokens == sum(header["num_tokens"] for header in both)
     assert corpus.source_names == ("web", "code") and corpus.tokenizer.name == "bytes"
     assert "data.tokens: 80 documents" in corpus.summary
-    assert len(said) == 2 and all("to see that nothing has changed" in line for line in said)  # the set, and the plan
+    assert len(said) == 2 and all("to verify its hashes" in line for line in said)  # the set, and the plan
     assert open_corpus(config(folder / "manifest.json", tmp_path, val_fraction=0.0))[1] == []  # once per machine
 
 
@@ -105,7 +105,9 @@ def test_sources_are_those_that_the_person_names(folder, tmp_path):
         (dict(mixture={"set": 1.0, "books": 1.0}), "books/manifest.json does not exist"),
     ):
         assert said in check_data(dataclasses.replace(by_name, **changes), SEQ_LEN, 257)[0]
-    with pytest.raises(ValueError, match="names 'web', which is no source of the training data; there are set"):
+    with pytest.raises(
+        ValueError, match="names 'web', which is not a source of the training data; the sources are set"
+    ):
         open_corpus(dataclasses.replace(by_hand, mixture={"web": 1.0}))
 
 
@@ -127,7 +129,7 @@ def test_an_edited_shard_is_refused_by_its_hash_and_a_cut_one_by_its_size(folder
 
 
 def test_a_shard_of_a_set_is_not_read_past_its_manifest(folder, tmp_path):
-    with pytest.raises(ValueError, match="belongs to a prepared set, whose hashes are in its manifest; name that"):
+    with pytest.raises(ValueError, match="belongs to a prepared set; name its manifest, which has the hashes"):
         open_data(config(folder / "*.bin", tmp_path), seq_len=SEQ_LEN, vocab_size=257, seed=0)
 
 
@@ -168,11 +170,9 @@ def test_rows_that_stay_half_empty_are_told_with_the_price_of_cutting(folder, tm
     write_shard(folder, "alike", ["x" * 39] * 200, ["web"] * 200)  # no two fit into a row
     write_manifest(folder, ["alike"], recipe={})
     make = functools.partial(config, folder / "manifest.json", tmp_path, val_fraction=0.0)
-    told = (
-        "packing best_fit, 62.50% of positions real (data.packing=concat would fill all of them, and cut up to 62% of"
-    )
+    told = "packing best_fit, 62.50% of positions filled (data.packing=concat would fill all, but split up to 62% of"
     assert told in open_corpus(make())[0].summary
-    assert "packing concat, 100.00% of positions real;" in open_corpus(make(packing="concat"))[0].summary
+    assert "packing concat, 100.00% of positions filled;" in open_corpus(make(packing="concat"))[0].summary
 
 
 def test_the_lineage_of_no_document_is_a_table_of_no_rows():

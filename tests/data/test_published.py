@@ -155,7 +155,9 @@ def test_a_remote_shard_edited_after_the_manifest_is_refused_and_named(gcs, publ
     content[5] ^= 1
     gcs.put("b", "out/0/part-2.bin", content)
     cache = shard_cache(str(tmp_path / "cache"), 1_000_000)
-    with pytest.raises(ValueError, match="gs://b/out/0/part-2.bin arrived 3 times with another sha256"):
+    with pytest.raises(
+        ValueError, match="gs://b/out/0/part-2.bin did not match the sha256 in its manifest in 3 downloads"
+    ):
         ids_of(open_remote_set("gs://b/out/manifest.json", cache))
     cache.close()
 

@@ -31,7 +31,7 @@ def sha256(content):
 
 
 def fetch(cache, content=BIG, name="set/big.bin"):
-    return cache.local(f"gs://b/{name}", len(content), sha256(content))
+    return cache.fetch(f"gs://b/{name}", len(content), sha256(content))
 
 
 def bytes_in(folder):
@@ -150,7 +150,9 @@ def test_a_flipped_bit_is_seen_and_the_file_fetched_anew(cache, gcs):
 @pytest.mark.fault("H10")
 def test_a_file_that_always_arrives_changed_is_refused(cache, gcs):
     gcs.put("b", "set/big.bin", BIG[:-1] + b"\0" if BIG[-1] else BIG[:-1] + b"\1")
-    with pytest.raises(ValueError, match=r"gs://b/set/big\.bin arrived 3 times with another sha256"):
+    with pytest.raises(
+        ValueError, match=r"gs://b/set/big\.bin did not match the sha256 in its manifest in 3 downloads"
+    ):
         fetch(cache)
     assert not list(cache.folder.rglob("big.bin"))
 
@@ -213,7 +215,7 @@ def test_what_is_in_use_stays_and_a_full_cache_is_told(cache, gcs):
     contents = put_many(gcs, 4, 300_000)
     paths = [fetch(cache, content, f"set/{i}.bin") for i, content in enumerate(contents[:3])]
     other = ShardCache(cache.folder, cache.max_bytes)
-    with pytest.raises(ValueError, match="no room for 300,000 more: all that is in it is in use; raise data.cache_byt"):
+    with pytest.raises(ValueError, match="no room for 300,000 more: all of its files are in use; raise data.cache_byt"):
         fetch(other, contents[3], "set/3.bin")
     assert all(path.exists() for path in paths)
     cache.release(sha256(contents[1]))
@@ -258,7 +260,7 @@ from jaxscale.data.remote import ShardCache
 folder, name, size, sha256 = sys.argv[1:]
 print("begun", flush=True)
 cache = ShardCache(pathlib.Path(folder), 1_000_000, say=lambda line: None)
-path = cache.local(f"gs://b/{name}", int(size), sha256)
+path = cache.fetch(f"gs://b/{name}", int(size), sha256)
 print(hashlib.sha256(path.read_bytes()).hexdigest(), flush=True)
 sys.stdin.readline()
 """

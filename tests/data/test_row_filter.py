@@ -11,7 +11,14 @@ from jaxscale.data.config import (
     RowFilterConfig,  # fmt: skip
 )
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.row_filter import Damage, degenerate_rows, find_damage, longest_run, num_damaged, repeated_share
+from jaxscale.data.row_filter import (
+    ReplacementTokens,
+    degenerate_rows,
+    find_replacement_tokens,
+    longest_run,
+    num_damaged,
+    repeated_share,
+)
 from jaxscale.text.tokenizer.load import ByteTokenizer, load_tokenizer
 
 T = 2048
@@ -78,14 +85,14 @@ def test_a_row_deep_inside_one_document_is_gated_where_that_is_asked_for():
 
 def test_text_that_was_no_text_is_known_by_its_replacement_characters():
     tokenizer = ByteTokenizer()
-    damage = find_damage(tokenizer)
+    damage = find_replacement_tokens(tokenizer)
     assert damage.ids.tolist() == [0xEF, 0xBF, 0xBD] and damage.in_order
     honest = "".join(f"{chr(0x4E00 + 37 * i % 5000)}，" for i in range(700))
     damaged = "ab\ufffdc\ufffd\ufffd word " * 200
     rows = [tokenizer.encode(text)[:T] for text in (honest, damaged, "An honest line of text, number seventy. " * 2)]
     cfg = RowFilterConfig(on=True, max_repeated_share=1, min_distinct_share=0)
     assert verdicts(*rows, cfg=cfg, damage=damage) == [False, True, False]
-    own = Damage(np.array([4210, 6353]), False)
+    own = ReplacementTokens(np.array([4210, 6353]), False)
     assert (
         num_damaged(np.array([1, 4210, 6353, 9]), own) == 2 and num_damaged(np.array([239, 191, 189, 191]), damage) == 3
     )
@@ -140,5 +147,5 @@ def test_tokenizers_with_a_token_for_the_mark_are_known(tmp_path):
     vocab = {"a": 0, "\ufffd": 1, "\ufffd\ufffd": 2, "<eos>": 3}
     model = tokenizers.models.BPE(vocab=vocab, merges=[("\ufffd", "\ufffd")])
     tokenizers.Tokenizer(model).save(str(tmp_path / "t.json"))
-    damage = find_damage(load_tokenizer(str(tmp_path / "t.json"), "<eos>"))
+    damage = find_replacement_tokens(load_tokenizer(str(tmp_path / "t.json"), "<eos>"))
     assert damage.ids.tolist() == [1, 2] and not damage.in_order

@@ -11,7 +11,7 @@ from damage import verify_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.header import ENDINGS
+from jaxscale.data.header import SUFFIXES
 from jaxscale.data.lineage import lineage_bytes, lineage_table
 from jaxscale.data.shard_writer import ShardWriter
 from jaxscale.data.shards import open_shard, read_lineage
@@ -117,8 +117,8 @@ def test_an_end_token_beyond_the_vocabulary_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("lengths", "sources", "told"),
     [
-        ([1, 1], [0, 0], "3 ids are not the 2 documents"),
-        ([3, 0], [0, 0], "3 ids are not the 2 documents"),
+        ([1, 1], [0, 0], "3 ids do not match lengths of 2 documents"),
+        ([3, 0], [0, 0], "3 ids do not match lengths of 2 documents"),
         ([1, 2], [0, 0], "does not end with the end token 256"),
         ([1, 2], [0], "1 source numbers for 2 documents"),
         ([1, 2], [0, 1], "2 source numbers for 2 documents"),
@@ -128,7 +128,7 @@ def test_a_block_that_does_not_fit_together_is_refused(tmp_path, lengths, source
     writer = ShardWriter(tmp_path, "s", vocab_size=257, eos_id=256, sources=["web"])
     with pytest.raises(ValueError, match=told):
         writer.add_block(np.array([1, 2, 256]), lengths, sources)
-    with pytest.raises(ValueError, match="source 'books' is none of"):
+    with pytest.raises(ValueError, match="source 'books' is not one of"):
         writer.add(np.array([1]), "books")
     assert (writer.num_documents, writer.num_tokens) == (0, 0)
     writer.abandon()
@@ -189,7 +189,7 @@ def shard_path(tmp_path):
 
 
 @pytest.mark.fault("H10")
-@pytest.mark.parametrize("ending", ENDINGS.values())
+@pytest.mark.parametrize("ending", SUFFIXES.values())
 @pytest.mark.parametrize("damage", ["gone", "cut", "longer", "flipped"])
 def test_every_damage_to_every_file_is_found_and_named(shard_path, ending, damage):
     file = shard_path.with_suffix(ending)

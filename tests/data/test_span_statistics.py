@@ -3,21 +3,23 @@
 import numpy as np
 import pytest
 
-from jaxscale.data.objective_config import Amount, amount
-from jaxscale.data.objectives.packed_row import draws
-from jaxscale.data.objectives.span_corruption import Rows, divide, make_noise, random_parts
+from jaxscale.data.objective_config import NoiseAmount, noise_amount
+from jaxscale.data.objectives.packed_row import random_words
+from jaxscale.data.objectives.span_corruption import NoiseBudget, make_noise, random_compositions, split_noise
 
 
 def noise_of(length, seed, density=0.15, mean_span=3.0):
-    cut = amount(length, density, mean_span)
+    cut = noise_amount(length, density, mean_span)
     return noise_in(np.array([length]), cut, 10**6, seed), cut
 
 
 def noise_in(lengths, cut, most_marks, seed):
-    words = draws(seed, 0, 0, int(lengths.sum()) + 2)
+    words = random_words(seed, 0, 0, int(lengths.sum()) + 2)
     one = lambda number: np.array([number])
     rows = np.zeros(len(lengths), np.int64)
-    noise, spans = divide(Rows(lengths, rows, one(cut.noise), one(cut.spans), one(most_marks), words[None, :2]))
+    noise, spans = split_noise(
+        NoiseBudget(lengths, rows, one(cut.noise), one(cut.spans), one(most_marks), words[None, :2])
+    )
     return make_noise(lengths, noise, spans, words[2 : 2 + noise.sum()], words[2 + noise.sum() :])
 
 
@@ -46,7 +48,7 @@ def test_spans_and_gaps_have_the_published_statistics():
 def test_every_division_of_a_length_is_equally_likely():
     seen = {}
     for seed in range(3000):
-        parts = tuple(random_parts(np.array([5]), np.array([3]), draws(seed, 0, 0, 5)).tolist())
+        parts = tuple(random_compositions(np.array([5]), np.array([3]), random_words(seed, 0, 0, 5)).tolist())
         seen[parts] = seen.get(parts, 0) + 1
     assert len(seen) == 6 and all(sum(parts) == 5 and min(parts) > 0 for parts in seen)
     assert max(abs(count - 500) for count in seen.values()) < 4 * (500 * 5 / 6) ** 0.5
@@ -54,7 +56,7 @@ def test_every_division_of_a_length_is_equally_likely():
 
 def test_each_document_has_its_share_of_the_noise():
     lengths = np.array([300, 7, 2, 100, 1, 158])
-    cut, total = amount(568, 0.15, 3.0), np.zeros(6)
+    cut, total = noise_amount(568, 0.15, 3.0), np.zeros(6)
     for seed in range(300):
         noise = noise_in(lengths, cut, 29, seed)
         owner = np.repeat(np.arange(6), lengths)
@@ -70,4 +72,4 @@ def test_each_document_has_its_share_of_the_noise():
 def test_the_shortest_rows_keep_a_token_and_lose_one(length):
     noise, cut = noise_of(length, 0)
     assert cut.noise >= 1 and noise.is_noise.sum() == cut.noise < length
-    assert amount(1, 0.15, 3.0) == Amount(0, 0)
+    assert noise_amount(1, 0.15, 3.0) == NoiseAmount(0, 0)

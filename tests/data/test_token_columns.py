@@ -85,7 +85,7 @@ def test_every_type_of_list_is_read_as_a_plain_reader_does(tmp_path, name, kind)
     corpus = opened(tmp_path, path, said := [])
     assert documents_of(corpus) == documents
     assert corpus.tokenizer is None and "skipped 1 empty" in corpus.summary
-    assert f"{path}: token ids from 'input_ids', as there is no text in 'text'" in said
+    assert f"{path}: token ids from 'input_ids', since 'text' has no text" in said
 
 
 @pytest.mark.parametrize("kind", ["saved", "jsonl", "hf"])
@@ -137,9 +137,9 @@ def test_labels_tell_what_is_learned_and_masks_what_is_padding(tmp_path):
         path = write_table(tmp_path / name, table, kind)
         corpus = opened(tmp_path, path, said := [], seq_len=8, vocab_size=50)
         assert documents_of(corpus) == [[7, 8, 9, 10], [5, 6, 7, 8], [1, 2, 3, 4, 5, 6]]
-        assert np.fromfile(corpus.shards[0].trained_path, np.uint8).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, *[1] * 6]
+        assert np.fromfile(corpus.shards[0].loss_mask_path, np.uint8).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, *[1] * 6]
         assert "skipped 1 no label to learn" in corpus.summary
-        assert any("'labels' tells what is learned; padding by 'attention_mask' is left out" in line for line in said)
+        assert any("'labels' is the loss mask; padding in 'attention_mask' is removed" in line for line in said)
         batch = corpus.batches(len(corpus.train_rows)).batch(0)
         learned = sorted(batch.targets[batch.weights > 0].tolist())
         assert learned == sorted([9, 10, 7, 8, 2, 3, 4, 5, 6])
@@ -150,8 +150,8 @@ def test_labels_in_a_later_file_alone_are_read_too(tmp_path):
     table = pyarrow.table({"input_ids": [[4, 5, 6]], "labels": [[-100, -100, 6]]})
     write_table(tmp_path / "set" / "b.parquet", table)
     corpus = opened(tmp_path, f"{tmp_path}/set/*.parquet", seq_len=4)
-    assert np.fromfile(corpus.shards[0].trained_path, np.uint8).tolist() == [1] * 12 + [0, 0, 1]
-    with pytest.raises(BadInput, match="labels tell what is learned of a.parquet; data.objective.name='prefix_lm'"):
+    assert np.fromfile(corpus.shards[0].loss_mask_path, np.uint8).tolist() == [1] * 12 + [0, 0, 1]
+    with pytest.raises(BadInput, match="a.parquet has a loss mask; data.objective.name='prefix_lm'"):
         opened(tmp_path, f"{tmp_path}/set/*.parquet", seq_len=4, objective=PrefixLmConfig())
 
 
@@ -214,7 +214,7 @@ def test_dotted_names_reach_fields_inside_others(tmp_path, kind):
     path = write_table(tmp_path / f"a.{kind.replace('file', 'arrow')}", pyarrow.Table.from_pylist(rows), kind)
     ids = opened(tmp_path, path, ids_field="doc.ids")
     assert documents_of(ids) == [row["doc"]["ids"] for row in rows]
-    assert np.fromfile(ids.shards[0].trained_path, np.uint8).tolist() == [0, 1, 1] * 40
+    assert np.fromfile(ids.shards[0].loss_mask_path, np.uint8).tolist() == [0, 1, 1] * 40
     text = opened(tmp_path, path, text_field="doc.body")
     assert [bytes(one[:-1]).decode() for one in documents_of(text)] == [row["doc"]["body"] for row in rows]
 
@@ -230,10 +230,10 @@ def test_a_tokenizer_that_is_named_counts_bytes_and_ends_and_refuses_ids_it_does
     corpus = opened(tmp_path, path, said := [], vocab_size=300, seq_len=4, tokenizer="bytes")
     assert corpus.tokenizer is not None and corpus.shards[0].header["text_bytes"] == 7 * 9
     assert corpus.shards[0].header["dtype"] == "uint16"
-    assert "token ids are not changed: 18 of 27 documents end with the end token (256)" in said
+    assert "token ids are unchanged: 18 of 27 documents end with the end token (256)" in said
     beyond = write_table(tmp_path / "b.parquet", pyarrow.table({"input_ids": [[5], [260]]}))
     with pytest.raises(
-        BadInput, match=r"b.parquet row 1 has the token id 260, and data.tokenizer=bytes has ids from 0 to 256"
+        BadInput, match=r"b.parquet row 1 has the token id 260, but data.tokenizer=bytes has ids from 0 to 256"
     ):
         opened(tmp_path, beyond, vocab_size=300, seq_len=1, tokenizer="bytes")
 

@@ -11,7 +11,7 @@ from jaxscale.cli import convert
 from jaxscale.interop import tokenizer_files
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.load import find_template, load_tokenizer, read_about
+from jaxscale.text.tokenizer.load import find_template, load_tokenizer, read_settings
 from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 
 pytestmark = pytest.mark.fault("H15")
@@ -115,15 +115,15 @@ def test_what_has_no_end_is_not_waited_for(tmp_path, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(BadInput, match=f"{name} cannot be read: it is a folder, a pipe or a device"):
-        find_template(read_about(folder))
+        find_template(read_settings(folder))
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
     with pytest.raises(BadInput, match=f"{name} is a link that leads out"):
-        find_template(read_about(folder))
+        find_template(read_settings(folder))
     (folder / name).unlink()
     (folder / name).symlink_to(name)
     with pytest.raises(BadInput, match=f"{name} cannot be read: Too many levels"):
-        find_template(read_about(folder))
+        find_template(read_settings(folder))
 
 
 def test_a_pipe_that_is_named_like_a_file_of_ours_is_not_waited_for(tmp_path):

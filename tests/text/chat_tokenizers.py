@@ -5,7 +5,7 @@ import json
 import tokenizers
 from tokenizers import decoders, models
 
-from jaxscale.text.tokenizer.bpe import cutter
+from jaxscale.text.tokenizer.bpe import make_pre_tokenizer
 from jaxscale.text.tokenizer.split import byte_alphabet
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -31,7 +31,7 @@ def write_folder(folder, template=None, **about):
     alphabet = sorted(byte_alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)} | {"hi": len(alphabet)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("h", "i")]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = cutter("gpt2"), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = make_pre_tokenizer("gpt2"), decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
     folder.mkdir(exist_ok=True)
     path = folder / "tokenizer.json"

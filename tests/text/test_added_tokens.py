@@ -19,8 +19,8 @@ from jaxscale.text.chat.guard import Guard
 from jaxscale.text.chat.prompts import open_prompts
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import as_setting, find_template, load_tokenizer, naming_files, read_about
-from jaxscale.text.tokenizer.saved import open_saved, opened, save_tokenizer
+from jaxscale.text.tokenizer.load import bos_setting, find_template, load_tokenizer, naming_files, read_settings
+from jaxscale.text.tokenizer.saved import open_named, open_saved, save_tokenizer
 
 CONTRADICTION = "fast, a prefix space in the config"
 MARKED = "fast, special in the config alone"  # <think> is special there, and so plain text in a message
@@ -60,7 +60,7 @@ def test_ids_and_end_tokens_are_those_of_transformers(tmp_path, layout):
 def test_prompts_of_chat_are_those_of_transformers(tmp_path, layout):
     pytest.importorskip("jinja2", reason="the extra chat")
     name, told = write_layout(tmp_path / "hf", layout), expected(layout)
-    assert open_prompts(opened(name, "", ""), "").ids(REFERENCE["talk"]) == told["chat"]
+    assert open_prompts(open_named(name, "", ""), "").ids(REFERENCE["talk"]) == told["chat"]
 
 
 def test_where_version_5_ignores_a_part_of_the_tokenizer_json_that_it_wrote_ours_are_the_ids_of_the_file(tmp_path):
@@ -92,7 +92,7 @@ def test_a_run_saves_one_file_that_gives_the_same_ids(tmp_path, layout):
     name, content = tokenizer.saved_file()
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / name).write_bytes(content)  # as a prepared set has it
-    begin = as_setting([name for i in tokenizer.begin_ids for name, at in tokenizer.special_ids.items() if at == i])
+    begin = bos_setting([name for i in tokenizer.begin_ids for name, at in tokenizer.special_ids.items() if at == i])
     alone = load_tokenizer(str(tmp_path / "alone" / name), tokenizer.eos_token, begin)
     assert name == "tokenizer.json" and alone.fingerprint == tokenizer.fingerprint
     assert [alone.encode(text).tolist() for text in REFERENCE["texts"]] == ids
@@ -131,7 +131,7 @@ def test_added_tokens_that_cannot_be_meant_are_refused_by_name(tmp_path, name, c
 def test_a_model_whose_class_has_other_ids_is_refused_by_name(tmp_path, kind, error):
     path = write_layout(tmp_path / "hf", "slow, added_tokens.json and no map")
     (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
-    error = error or "'<|im_end|>' is added to the model by the files next to it, which is not read for tokenizer"
+    error = error or "'<|im_end|>' is added to the model by the files next to it, which is not supported for tokenizer"
     with pytest.raises(BadInput, match=re.escape(error)):
         load_tokenizer(path)
 
@@ -152,7 +152,7 @@ def test_a_tokenizer_that_draws_its_ids_is_refused(tmp_path, name):
     path = pathlib.Path(write_layout(tmp_path / "hf", "fast"))
     spec = json.loads(path.read_text())
     path.write_text(json.dumps(spec | {"model": spec["model"] | {name: 0.1}}))
-    with pytest.raises(BadInput, match=f"{name}=0.1.* in its model gives the same text other ids each time; set"):
+    with pytest.raises(BadInput, match=f"{name}=0.1.* in its model makes the ids random; set"):
         load_tokenizer(str(path))
 
 
@@ -176,7 +176,7 @@ TEMPLATES = {  # files: the template, or its error; as named_templates of transf
     "chat_template.json alone": ({"chat_template.json": {"chat_template": "p"}}, "p"),
     "another default": ({JINJA: "j", f"{MORE}/default.jinja": "d"}, "d"),
     "more and jinja": ({JINJA: "j", f"{MORE}/rag.jinja": "r"}, "j"),
-    "more alone": ({f"{MORE}/rag.jinja": "r", "tokenizer_config.json": {"chat_template": "c"}}, "rag and none"),
+    "more alone": ({f"{MORE}/rag.jinja": "r", "tokenizer_config.json": {"chat_template": "c"}}, "rag but none"),
     "a list": ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "l"}]}}, "l"),
     "none": ({"tokenizer_config.json": {"eos_token": "x"}}, None),
 }  # fmt: skip
@@ -190,9 +190,9 @@ def test_the_chat_template_is_the_one_that_transformers_takes(tmp_path, case):
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     if case == "more alone":
         with pytest.raises(BadInput, match=expected_template):
-            find_template(read_about(tmp_path))
+            find_template(read_settings(tmp_path))
         return
-    found = find_template(read_about(tmp_path))
+    found = find_template(read_settings(tmp_path))
     assert (found and found[0]) == expected_template
 
 

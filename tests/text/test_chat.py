@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.fields import Choice
+from jaxscale.data.fields import FieldChoice
 from jaxscale.data.objective_config import PrefixLmConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.reading import make_reading
+from jaxscale.data.reading import make_reader
 from jaxscale.data.split import fitted_content
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.guard import GUARDS, Guard
-from jaxscale.text.chat.records import Chat, Pair, parse_record
-from jaxscale.text.chat.spans import encode_written, write_chat, write_pair
+from jaxscale.text.chat.records import Conversation, PromptCompletion, parse_record
+from jaxscale.text.chat.spans import encode_rendered, render_conversation, render_pair
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.sources.files import SourceFile
@@ -36,7 +36,7 @@ def encode(tokenizer, messages, **settings):
     """(ids, learned) of one conversation."""
     chat = parse_record({"messages": messages}, ChatConfig(), "text")
     template = load_template(tokenizer, ChatConfig(**settings))
-    return encode_written(tokenizer, [write_chat(chat, template, Guard(tokenizer.special_ids))])[0]
+    return encode_rendered(tokenizer, [render_conversation(chat, template, Guard(tokenizer.special_ids))])[0]
 
 
 def names(tokenizer, ids):
@@ -83,12 +83,12 @@ def test_the_name_of_a_special_token_in_a_message_stays_text(chatml, text, role)
 def test_a_name_made_at_the_edge_of_a_text_or_of_overlapping_names_is_broken():
     guard = Guard(["<|a|>", "|>b", "abc", "bcd", "!"])
     mark = GUARDS[0]
-    broken = guard.broken_text("x<|a|>b abcd", mark)
+    broken = guard.escape_text("x<|a|>b abcd", mark)
     assert not guard.pattern.search(broken) and broken.replace(mark, "") == "x<|a|>b abcd"
-    assert not guard.pattern.search(guard.broken_text("<|a", mark) + "|>")
-    assert not guard.pattern.search("<|a" + guard.broken_text("|> and", mark))
-    assert guard.broken_text("!", mark) == "!" and not guard.pattern.search("!")  # one character cannot be broken
-    nested = guard.broken([{"arguments": {"<|a|>": ["<|a|>", 3]}}], mark)
+    assert not guard.pattern.search(guard.escape_text("<|a", mark) + "|>")
+    assert not guard.pattern.search("<|a" + guard.escape_text("|> and", mark))
+    assert guard.escape_text("!", mark) == "!" and not guard.pattern.search("!")  # one character cannot be broken
+    nested = guard.escape([{"arguments": {"<|a|>": ["<|a|>", 3]}}], mark)
     assert not guard.pattern.search(json.dumps(nested, ensure_ascii=False))
 
 
@@ -110,8 +110,8 @@ def test_without_chatml_tokens_a_turn_ends_with_the_end_of_documents():
 
 
 def test_a_prompt_is_encoded_as_it_is_asked_and_its_completion_is_learned_with_the_end(chatml):
-    (ids, learned), (text, all_of_it) = encode_written(
-        chatml, [write_pair(Pair("h", "i<|im_end|>")), write_pair(Pair("", "hi"))]
+    (ids, learned), (text, all_of_it) = encode_rendered(
+        chatml, [render_pair(PromptCompletion("h", "i<|im_end|>")), render_pair(PromptCompletion("", "hi"))]
     )
     assert ids[0] == chatml.encode("h")[0] and not learned[0] and learned[1:].all()
     assert "<|im_end|>" in chatml.decode(ids) and not set(chatml.special_ids.values()) & set(ids.tolist())
@@ -123,9 +123,11 @@ def test_openai_sharegpt_and_lists_of_messages_say_the_same():
     shared = [{"from": "human", "value": "user says"}, {"from": "gpt", "value": "assistant says"}]
     assert parse_record({"conversations": shared}, ChatConfig(), "text") == openai
     pair = {"prompt": [USER], "completion": [ASSISTANT]}
-    assert parse_record(pair, ChatConfig(), "text") == openai == Chat((USER, ASSISTANT), (False, True))
-    assert parse_record({"q": "a", "a": "b"}, ChatConfig(prompt_field="q", completion_field="a"), "t") == Pair("a", "b")
-    assert parse_record({"text": "b"}, ChatConfig(), "text") == Pair("", "b")
+    assert parse_record(pair, ChatConfig(), "text") == openai == Conversation((USER, ASSISTANT), (False, True))
+    assert parse_record(
+        {"q": "a", "a": "b"}, ChatConfig(prompt_field="q", completion_field="a"), "t"
+    ) == PromptCompletion("a", "b")
+    assert parse_record({"text": "b"}, ChatConfig(), "text") == PromptCompletion("", "b")
 
 
 def test_weights_parts_calls_and_a_system_field_are_read():
@@ -133,7 +135,7 @@ def test_weights_parts_calls_and_a_system_field_are_read():
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     calls = {"role": "assistant", "content": None, "tool_calls": [call]}
     chat = parse_record({"messages": [turn, calls], "tools": [{"name": "f"}]}, ChatConfig(), "text")
-    assert chat.learned == (False, True) and chat.tools == [{"name": "f"}]
+    assert chat.in_loss == (False, True) and chat.tools == [{"name": "f"}]
     assert chat.messages[0] == {"role": "assistant", "content": "ab"}
     assert chat.messages[1]["content"] == "" and chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     shared = {"conversations": [{"from": "human", "value": "a"}], "system": "be brief"}
@@ -148,7 +150,10 @@ BAD = [
     ('{"messages": [{"role": "user"}]}', "has null as messages[0].content, not text"),
     ('{"messages": [{"role": "a b", "content": ""}]}', "has 'a b' as messages[0].role"),
     ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has a part of 'image_url'"),
-    ('{"conversations": [{"from": "alien", "value": ""}]}', "has 'alien' as conversations[0].from, which is none of"),
+    (
+        '{"conversations": [{"from": "alien", "value": ""}]}',
+        "has 'alien' as conversations[0].from, which is not one of",
+    ),
     ('{"prompt": "a", "completion": 1}', "has a number as completion, not text"),
     ('{"body": "a"}', "has neither messages nor conversations, nor prompt and completion, nor text, but body"),
 ]
@@ -178,8 +183,8 @@ def test_a_record_that_is_not_utf8_or_holds_nul_is_skipped_repaired_or_named_as_
     pathlib.Path(cfg.files).write_bytes(b"".join(b'{"prompt": "", "completion": %b}\n' % line for line in lines))
 
     def documents(**changes):
-        reading = make_reading(load_tokenizer("bytes"), DataConfig(**{**vars(cfg), **changes}), lambda line: None)
-        read = reading.read(SourceFile(cfg.files, "chat.jsonl", "text"), Choice("chat"), skipped := Counter())
+        reading = make_reader(load_tokenizer("bytes"), DataConfig(**{**vars(cfg), **changes}), lambda line: None)
+        read = reading.read(SourceFile(cfg.files, "chat.jsonl", "text"), FieldChoice("chat"), skipped := Counter())
         return [document.text for document, _ in read], skipped
 
     assert documents() == (["fine"], {"NUL bytes": 2, "invalid UTF-8": 2, "bytes left out": 44})
@@ -238,7 +243,7 @@ def test_a_conversation_of_which_the_cut_would_leave_nothing_to_learn_is_dropped
     cfg = DataConfig(**{**vars(cfg), "chat": ChatConfig(too_long="cut")})
     corpus = open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
     assert "2 documents, " in corpus.summary and "1 document longer than a row cut" in corpus.summary
-    assert "2 documents longer than a row dropped (data.chat.too_long, what is learned lies behind" in corpus.summary
+    assert "2 documents longer than a row dropped (data.chat.too_long, their loss mask starts after" in corpus.summary
     batch = corpus.batches(len(corpus.train_rows)).batch(0)
     assert batch.weights.sum() == (9 + 1) + 1 and (batch.weights.sum(1) > 0).all()
 
@@ -293,15 +298,15 @@ def test_nothing_that_fits_into_a_row_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (dict(name="chat", objective=PrefixLmConfig()), "must be next_token"),
-        (dict(name="chat", packing="concat"), "needs best_fit"),
-        (dict(name="files", chat=ChatConfig(too_long="cut")), "is read with data.name='chat' only"),
+        (dict(name="chat", objective=PrefixLmConfig()), "set objective.name=next_token"),
+        (dict(name="chat", packing="concat"), "needs packing='best_fit'"),
+        (dict(name="files", chat=ChatConfig(too_long="cut")), "is read only with data.name='chat'"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, told):
     with pytest.raises(ValueError, match=told):
         DataConfig(**settings)
-    with pytest.raises(ValueError, match="is no date"):
+    with pytest.raises(ValueError, match="is not a date"):
         ChatConfig(today="yesterday")
 
 

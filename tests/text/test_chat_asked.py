@@ -13,7 +13,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import open_prompts
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import About, load_tokenizer, read_about
+from jaxscale.text.tokenizer.load import TokenizerFolder, load_tokenizer, read_settings
 from jaxscale.text.tokenizer.saved import SavedTokenizer, open_saved, read_folder, save_tokenizer
 
 TODAY = "2026-11-22"
@@ -85,11 +85,11 @@ def test_a_conversation_becomes_its_template_with_special_tokens(tmp_path):
 
 
 def test_a_model_that_was_not_made_for_chat_is_told(tmp_path):
-    with pytest.raises(ValueError, match="has no chat template .*; write text with --interactive"):
-        open_prompts(SavedTokenizer(load_tokenizer("bytes"), about=About(None)), TODAY)
+    with pytest.raises(ValueError, match="has no chat template .*; generate text with --interactive"):
+        open_prompts(SavedTokenizer(load_tokenizer("bytes"), about=TokenizerFolder(None)), TODAY)
     chat_tokenizers.write_folder(tmp_path / "t")
-    with pytest.raises(ValueError, match="this model was not made for chat"):
-        open_prompts(SavedTokenizer(load_tokenizer("bytes"), about=read_about(tmp_path / "t")), TODAY)
+    with pytest.raises(ValueError, match="this model is not a chat model"):
+        open_prompts(SavedTokenizer(load_tokenizer("bytes"), about=read_settings(tmp_path / "t")), TODAY)
 
 
 def test_what_a_template_refuses_of_a_conversation_is_one_line(tmp_path):
@@ -97,7 +97,7 @@ def test_what_a_template_refuses_of_a_conversation_is_one_line(tmp_path):
     asking = open_prompts(folder_with(tmp_path, refusing), TODAY)
     assert asking.stop_ids == (257,)  # the template ends no turn by a token
     for ask in (asking.ids, lambda messages: asking.text_ids(asking.text(messages, True), "")):
-        with pytest.raises(BadInput, match="^this conversation cannot be written by .*: at most 2 turns$"):
+        with pytest.raises(BadInput, match="^this conversation cannot be rendered by .*: at most 2 turns$"):
             ask(TALK)
         with pytest.raises(BadInput, match="^this conversation holds noncharacters"):
             ask([turn("\ufdee")])
@@ -111,9 +111,9 @@ def test_a_template_that_wants_a_system_message_is_asked_with_one(tmp_path):
     for ask in (asking.ids, lambda messages: asking.text_ids(asking.text(messages, True), "")):
         with pytest.raises(BadInput, match="^this conversation holds half a surrogate pair"):
             ask([turn("be brief", "system"), turn("\ud800")])
-    with pytest.raises(BadInput, match="^this conversation cannot be written .*: no system$"):
+    with pytest.raises(BadInput, match="^this conversation cannot be rendered .*: no system$"):
         asking.text([USER], True)
-    with pytest.raises(BadInput, match="^a conversation of two turns.* cannot be written .*: never$"):
+    with pytest.raises(BadInput, match="^the two-turn conversation .* cannot be rendered .*: never$"):
         open_prompts(folder_with(tmp_path, "{{ raise_exception('never') }}"), TODAY)
 
 

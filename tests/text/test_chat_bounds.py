@@ -31,7 +31,10 @@ SLOW = {
 WRONG = {
     "a long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
     "calls without end": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
-    "brackets without end": ("{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}", "is no chat template: maximum recursion"),
+    "brackets without end": (
+        "{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}",
+        "is not a chat template: maximum recursion",
+    ),
     "what the sandbox forbids": ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
     "a division by zero": ("{{ 1 / 0 }}", "division by zero"),
 }
@@ -76,12 +79,12 @@ def test_time_is_bounded_where_the_signal_is_not_wanted(how):
     ignored = "signal.signal(signal.SIGPROF, signal.SIG_IGN)"
     blocked = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})"
     code = f"import signal; {dict(ignored=ignored, blocked=blocked)[how]}\n"
-    code += "from jaxscale.text.chat import sandbox\nsandbox.SECONDS, sandbox.PATIENCE = 0.5, 20.0\n"
+    code += "from jaxscale.text.chat import sandbox\nsandbox.SECONDS, sandbox.WAIT_SECONDS = 0.5, 20.0\n"
     code += f"sandbox.compile_template({SLOW['loops in loops']!r}, 't.jinja', {{}}, {{}}, '')({MESSAGES!r}, None, True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
         done.returncode == 1
-        and "BadInput: cannot be written by the template t.jinja: it takes more than 0.5 s" in done.stderr
+        and "BadInput: cannot be rendered by the template t.jinja: it takes more than 0.5 s" in done.stderr
     )
 
 

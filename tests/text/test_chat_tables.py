@@ -137,7 +137,7 @@ def test_tools_written_as_json_are_those_of_a_list(tmp_path):
     found = parse_record({"messages": [], "tools": json.dumps(tools)}, ChatConfig(), "text")
     assert found == parse_record({"messages": [], "tools": tools}, ChatConfig(), "text") and found.tools == tools
     for wrong in ("add", '{"name": "add"}'):
-        with pytest.raises(BadInput, match="has text as tools, which is no list in JSON"):
+        with pytest.raises(BadInput, match="has text as tools, which is not a JSON list"):
             parse_record({"messages": [], "tools": wrong}, ChatConfig(), "text")
 
 

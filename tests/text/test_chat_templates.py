@@ -83,7 +83,7 @@ def test_a_template_that_marks_what_is_generated_is_followed(tmp_path):
 
 def test_a_template_whose_prompt_is_no_beginning_of_the_whole_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match="what stands before turn 2 is not what the model is asked with"):
+    with pytest.raises(ValueError, match="the text before turn 2 differs from the prompt of that turn"):
         encode(tokenizer, [USER, ASSISTANT])
 
 
@@ -110,7 +110,7 @@ def test_names_variables_dates_and_tools_reach_the_template(tmp_path):
 )
 def test_what_a_template_must_not_do_or_refuses_is_one_line(tmp_path, source, told):
     template = load_template(tokenizer_with(tmp_path, source), ChatConfig())
-    with pytest.raises(ValueError, match="cannot be written by the template") as error:
+    with pytest.raises(ValueError, match="cannot be rendered by the template") as error:
         template.render([USER], None, False)
     assert told in str(error.value) and "\n" not in str(error.value)
 
@@ -118,8 +118,8 @@ def test_what_a_template_must_not_do_or_refuses_is_one_line(tmp_path, source, to
 @pytest.mark.parametrize(
     ("about", "told"),
     [
-        ({"chat_template": "{% if %}"}, "line 1 is no chat template"),
-        ({"chat_template": [{"name": "rag", "template": "x"}]}, "has the chat templates rag and none called default"),
+        ({"chat_template": "{% if %}"}, "line 1 is not a chat template"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "has the chat templates rag but none called default"),
     ],
 )
 def test_a_file_without_a_usable_template_is_named(tmp_path, about, told):
@@ -130,5 +130,5 @@ def test_a_file_without_a_usable_template_is_named(tmp_path, about, told):
     with pytest.raises(ValueError, match="data.chat.template=.* cannot be read: No such file"):
         load_template(tokenizer, ChatConfig(template=str(tmp_path / "gone")))
     (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps([1]))
-    with pytest.raises(ValueError, match="holds no JSON object"):
+    with pytest.raises(ValueError, match="is not a JSON object"):
         load_template(tokenizer, ChatConfig())

@@ -57,7 +57,7 @@ def test_what_begins_documents_is_part_of_the_fingerprint_where_there_is_any(tmp
 def test_a_name_that_is_no_special_token_is_refused_with_the_way_out(tmp_path):
     for path in (folder_of(tmp_path), "bytes"):
         with pytest.raises(
-            ValueError, match="data.bos_token=hi.*(no special token of .*; name another, or none|no such)"
+            ValueError, match="data.bos_token=hi.*(not a special token of .*; name another, or none|no such)"
         ):
             load_tokenizer(path, bos_token="hi")
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxscale.text.tokenizer.base import Block, block_of, find_marks, frame_documents
-from jaxscale.text.tokenizer.bpe import cutter
+from jaxscale.text.tokenizer.base import EncodedBlock, concat_block, find_objective_tokens, frame_documents
+from jaxscale.text.tokenizer.bpe import make_pre_tokenizer
 from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
-from jaxscale.text.tokenizer.fast import NEW_IN_17, TEXTS, compare, compared_sometimes, probes, with_newer
+from jaxscale.text.tokenizer.fast import NEW_IN_17, TEXTS, check_equal_ids, probes, with_newer, with_spot_checks
 from jaxscale.text.tokenizer.huggingface import HuggingFaceTokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.split import PATTERNS, byte_alphabet, split_of
@@ -166,7 +166,7 @@ def test_another_kind_of_file_is_left_to_the_slow_one_or_refused_by_name(tmp_pat
     file = written(tmp_path, spec)
     assert split_of(spec) is None and load_tokenizer(file).encoder == "tokenizers"
     for encoder in FAST:
-        with pytest.raises(ValueError, match=f"encoder={encoder}: it is no byte-level BPE"):
+        with pytest.raises(ValueError, match=f"encoder={encoder}: it is not a byte-level BPE"):
             HuggingFaceTokenizer(file, encoding=EncodeConfig(encoder=encoder)).encode_block(["a"])
 
 
@@ -174,7 +174,7 @@ def by_hand(folder, merges, split="gpt2", **model):
     """A byte-level tokenizer.json with these merges."""
     vocab = {piece: i for i, piece in enumerate([*byte_alphabet(), *(left + right for left, right in merges)])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **model))
-    tokenizer.pre_tokenizer = cutter(split)
+    tokenizer.pre_tokenizer = make_pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "hand.json"))
@@ -208,7 +208,7 @@ def test_ids_that_do_not_rise_with_the_merges_are_not_for_tiktoken(tmp_path):
 
 def lengths_of(texts):
     """An encoder of a kind: every character is one id."""
-    return block_of([[ord(character) for character in text] for text in texts])
+    return concat_block([[ord(character) for character in text] for text in texts])
 
 
 def test_a_difference_in_a_real_document_is_an_error_that_shows_where(tmp_path):
@@ -219,12 +219,12 @@ def test_a_difference_in_a_real_document_is_an_error_that_shows_where(tmp_path):
     with pytest.raises(
         ValueError, match=r"differ for the text 'document \d+ of .*' from token \d+: \[101\] and \[233\]"
     ):
-        compared_sometimes("it.json", "fast", wrong, lengths_of, 50)(texts)
-    compared_sometimes("it.json", "fast", lengths_of, lengths_of, 1)(texts)
+        with_spot_checks("it.json", "fast", wrong, lengths_of, 50)(texts)
+    with_spot_checks("it.json", "fast", lengths_of, lengths_of, 1)(texts)
     with pytest.raises(
         ValueError, match=r"from token 1: \[\] and \[98\]; set encode.encoder=exact .*, or uninstall fast"
     ):
-        compare("it.json", "fast", ["ab"], lambda _: lengths_of(["a"]), lengths_of)
+        check_equal_ids("it.json", "fast", ["ab"], lambda _: lengths_of(["a"]), lengths_of)
 
 
 def test_one_document_in_n_is_compared_and_which_does_not_depend_on_the_order():
@@ -236,7 +236,7 @@ def test_one_document_in_n_is_compared_and_which_does_not_depend_on_the_order():
         return lengths_of(texts)
 
     for order in (texts, texts[::-1]):
-        compared_sometimes("it.json", "fast", lengths_of, exact, 50)(order)
+        with_spot_checks("it.json", "fast", lengths_of, exact, 50)(order)
     assert seen[0] == seen[1] and 20 <= len(seen[0]) <= 70
 
 
@@ -255,25 +255,25 @@ class Ends(NamedTuple):
 
 
 def test_documents_are_framed_by_their_tokens_and_ids_beyond_the_vocabulary_are_refused():
-    block = block_of([[1, 2], [], [3]])
+    block = concat_block([[1, 2], [], [3]])
     framed = frame_documents(block, Ends(9, 10), np.dtype("<u2"))
     assert framed.ids.tolist() == [1, 2, 9, 9, 3, 9] and framed.lengths.tolist() == [3, 1, 2]
     assert framed.ids.dtype == np.dtype("<u2")
-    assert frame_documents(block_of([]), Ends(9, 10), np.dtype("<u2")).ids.tolist() == []
+    assert frame_documents(concat_block([]), Ends(9, 10), np.dtype("<u2")).ids.tolist() == []
     begun = frame_documents(block, Ends(9, 10, (7, 8)), np.dtype("<u2"))
     assert begun.ids.tolist() == [7, 8, 1, 2, 9, 7, 8, 9, 7, 8, 3, 9] and begun.lengths.tolist() == [5, 3, 4]
     for eos_id, vocab_size, ids in [(9, 9, [1]), (2, 9, [9]), (2, 100_000, [70_000])]:
         with pytest.raises(ValueError, match=r"token id \d+ is not below vocab_size|does not fit in uint16"):
-            frame_documents(block_of([ids]), Ends(eos_id, vocab_size), np.dtype("<u2"))
-    assert Block(np.zeros(0, np.uint32), np.zeros(0, np.int64)).split() == []
+            frame_documents(concat_block([ids]), Ends(eos_id, vocab_size), np.dtype("<u2"))
+    assert EncodedBlock(np.zeros(0, np.uint32), np.zeros(0, np.int64)).split() == []
 
 
 def test_marks_are_found_by_their_usual_names():
-    t5 = find_marks({"<pad>": 0, "</s>": 1, **{f"<extra_id_{n}>": 200 - n for n in range(100)}})
+    t5 = find_objective_tokens({"<pad>": 0, "</s>": 1, **{f"<extra_id_{n}>": 200 - n for n in range(100)}})
     assert t5.pad_id == 0 and t5.mask_id is None and t5.sentinel_ids[:2] == (200, 199) and len(t5.sentinel_ids) == 100
-    bert = find_marks({"[MASK]": 103, "[CLS]": 101, "[SEP]": 102, "[PAD]": 0})
+    bert = find_objective_tokens({"[MASK]": 103, "[CLS]": 101, "[SEP]": 102, "[PAD]": 0})
     assert (bert.mask_id, bert.cls_id, bert.sep_id, bert.pad_id, bert.sentinel_ids) == (103, 101, 102, 0, ())
-    assert find_marks({f"<|reserved_special_token_{n}|>": 5 + n for n in range(3)}).sentinel_ids == (5, 6, 7)
+    assert find_objective_tokens({f"<|reserved_special_token_{n}|>": 5 + n for n in range(3)}).sentinel_ids == (5, 6, 7)
 
 
 def test_the_probes_hold_every_class_and_the_names():

@@ -47,7 +47,7 @@ def test_a_run_keeps_its_tokenizer_and_its_texts_begin_as_its_documents_did(fold
     assert open_saved(tmp_path / "none", {}).tokenizer.begin_ids == ()
     file = tmp_path / "run/tokenizer/tokenizer.json"
     file.write_text(file.read_text().replace("<|im_end|>", "<|im_close|>"))
-    with pytest.raises(ValueError, match="tokenizer.json is not the file that the run has kept"):
+    with pytest.raises(ValueError, match="tokenizer.json is not the file that the run saved"):
         open_saved(tmp_path / "run", {})
 
 
@@ -74,7 +74,7 @@ def test_folders_without_a_tokenizer_use_what_the_settings_name(tmp_path):
     assert open_saved(tmp_path, {"name": "tokens", "tokenizer": ""}).tokenizer.name == "bytes"
     (tmp_path / "tokenizer/jaxscale.json").unlink()
     (tmp_path / "tokenizer/tokenizer_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds none of tokenizer.json"):
+    with pytest.raises(ValueError, match="contains none of tokenizer.json"):
         read_folder(tmp_path / "tokenizer")
 
 

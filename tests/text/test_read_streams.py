@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import parts, read_file
+from jaxscale.text.sources.read import read_file, split_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEQIO = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
@@ -60,7 +60,7 @@ def test_a_missing_trafilatura_is_named_with_the_setting(tmp_path, monkeypatch):
     ("name", "told"),
     [
         ("hf://", "hf:// names nothing; write hf://NAME"),
-        ("hf://name?spilt=train", r"spilt is not known; hf://NAME takes \?config=...&split=...&revision=..."),
+        ("hf://name?spilt=train", r"spilt is unknown; hf://NAME takes \?config=...&split=...&revision=..."),
     ],
 )
 def test_a_name_that_cannot_be_is_told(name, told):
@@ -82,7 +82,7 @@ def test_data_sets_on_this_disk_are_read_row_by_row(tmp_path):
         documents, skipped = read(path)
         found = [(document.offset, document.id, document.text) for document in documents]
         assert found == [(0, "1", "a"), (1, "2", "b é"), (3, "4", "d")] and skipped == {"empty": 1}
-        assert len(parts(SourceFile(str(path), "x", "s"), ReadConfig(), 1)) == 1
+        assert len(split_file(SourceFile(str(path), "x", "s"), ReadConfig(), 1)) == 1
     assert [document.text for document in read(f"hf://{tmp_path}/files")[0]] == ["a", "b é"]
     with pytest.raises(ValueError, match="three has no split 'train' but test; name .*three/test"):
         read(tmp_path / "three")

@@ -14,7 +14,7 @@ from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.array_record import example
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.sources.jsonl import MISSING
-from jaxscale.text.sources.read import parts, read_file
+from jaxscale.text.sources.read import read_file, split_file
 
 
 def read(path, part=None, **changes):
@@ -27,7 +27,7 @@ def read(path, part=None, **changes):
 def assert_parts_are_the_whole(path, part_bytes, **changes):
     file, cfg = SourceFile(str(path), path.name, "s"), ReadConfig(**changes)
     again, counted = [], Counter()
-    for part in parts(file, cfg, part_bytes):
+    for part in split_file(file, cfg, part_bytes):
         again += read_file(file, cfg, counted, part)
     assert (again, dict(counted)) == read(path, **changes)
 
@@ -83,7 +83,7 @@ def test_a_table_that_is_cut_short_or_broken_is_named_or_counted(tmp_path, name)
         read(path)
     documents, skipped = read(path, damaged="skip")
     assert len(documents) == (9000 if name == "a.arrow" else 0) and skipped == {"files cut short or broken": 1}
-    assert parts(SourceFile(str(path), name, "s"), ReadConfig(damaged="skip"), 1000)
+    assert split_file(SourceFile(str(path), name, "s"), ReadConfig(damaged="skip"), 1000)
     if name == "a.parquet":
         broken = bytearray(content)
         broken[len(content) // 2 : len(content) // 2 + 64] = bytes(64)

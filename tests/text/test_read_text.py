@@ -15,7 +15,7 @@ from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources import jsonl
 from jaxscale.text.sources import text as text_files
 from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import parts, read_file
+from jaxscale.text.sources.read import read_file, split_file
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def assert_parts_are_the_whole(path, part_bytes, **changes):
     file, cfg = SourceFile(str(path), path.name, "s"), ReadConfig(**changes)
     whole, skipped = read(path, **changes)
     again, counted = [], Counter()
-    for part in parts(file, cfg, part_bytes):
+    for part in split_file(file, cfg, part_bytes):
         again += read_file(file, cfg, counted, part)
     assert again == whole and dict(counted) == skipped
 
@@ -163,7 +163,7 @@ def test_a_line_that_is_not_as_told_is_named_or_counted(tmp_path, line, told):
 def test_a_line_in_a_later_part_is_named_by_its_place_in_it(tmp_path):
     path = write_json(tmp_path / "a.jsonl", *[{"text": "x"}] * 9, {"no": 1})
     file, cfg = SourceFile(str(path), path.name, "s"), ReadConfig()
-    last = parts(file, cfg, 40)[-1]
+    last = split_file(file, cfg, 40)[-1]
     with pytest.raises(ValueError, match=rf"a.jsonl line \d after byte {last.begin} has no field"):
         list(read_file(file, cfg, Counter(), last))
 
@@ -311,4 +311,4 @@ def test_settings_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ReadConfig(**wrong)
     with pytest.raises(ValueError, match="part_bytes=0 must be"):
-        parts(SourceFile("a.txt", "a.txt", "s"), ReadConfig(), 0)
+        split_file(SourceFile("a.txt", "a.txt", "s"), ReadConfig(), 0)

@@ -105,7 +105,7 @@ def test_a_warc_file_that_is_cut_short_or_broken_is_named_or_counted(tmp_path):
         (whole + whole[:-200], f"is cut short in the WARC record at byte {len(whole)}, unpacked"),
         (whole + b"rubbish" * 99, f"has no WARC record at byte {len(whole)}"),
         (whole + whole[:60], f"has no WARC record at byte {len(whole)}"),
-        (whole + record("response", b"", length=-5), "the WARC record at byte .* has no good Content-Length"),
+        (whole + record("response", b"", length=-5), "the WARC record at byte .* has an invalid Content-Length"),
         (whole + record("response", b"", length=10**15), "is cut short"),
         (whole + b"WARC/1.0\r\n" + b"x: y\r\n" * 99_999, "has no WARC record at byte"),
     ):

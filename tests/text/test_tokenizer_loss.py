@@ -13,7 +13,7 @@ from jaxscale.corpus.prepare.engine import make_plan, prepare
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.data.config import DataConfig
-from jaxscale.data.tokenize import tokenised
+from jaxscale.data.tokenize import open_tokenised
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.load import ByteTokenizer, load_tokenizer
@@ -94,7 +94,7 @@ def lines_of_training(tmp_path, path, texts):
     (tmp_path / "raw" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     said, cfg = [], DataConfig(cache_dir=str(tmp_path / "cache"))
     files, _ = list_files(str(tmp_path / "raw" / "*.jsonl"), "data.files", "text")
-    tokenised(files, load_tokenizer(path), cfg, said.append)
+    open_tokenised(files, load_tokenizer(path), cfg, said.append)
     return [line for line in said if "loses text" in line]
 
 

@@ -160,7 +160,7 @@ def test_settings_that_cannot_work_are_refused():
     for wrong, message in [
         (dict(vocab_size=257), "vocab_size=257 must be above 257"),
         (dict(kind="wordpiece", vocab_size=5), "vocab_size=5 must be above 6, for a piece and 5 special tokens"),
-        (dict(special_tokens=("<|endoftext|>",)), r"name \['<\|endoftext\|>'\] twice"),
+        (dict(special_tokens=("<|endoftext|>",)), r"contain \['<\|endoftext\|>'\] twice"),
         (dict(eos_token=""), "must not be empty"),
         (dict(reserved=-1), "reserved=-1 0 or more"),
         (dict(character_coverage=1.5), "above 0 and at most 1"),
@@ -177,7 +177,7 @@ def test_text_that_cannot_be_trained_on_is_refused(tmp_path):
         train_tokenizer(["a"], config("unigram"), tmp_path / "a.json")
     with pytest.raises(ValueError, match="has no room for"):
         train_tokenizer(made_up_texts(), config("wordpiece", vocab_size=40), tmp_path / "a.json")
-    with pytest.raises(ValueError, match="is a piece of text too"):
+    with pytest.raises(ValueError, match="is also a piece of text"):
         train_tokenizer(made_up_texts(), config("bpe", eos_token="to"), tmp_path / "a.json")
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.left_out import BROKEN, TRAILING, left_out
+from jaxscale.text.sources.left_out import BROKEN, TRAILING, summarize_losses
 from jaxscale.text.sources.read import read_file
 
 TEXTS = [f"document {i}" for i in range(50)]
@@ -64,7 +64,7 @@ def test_bytes_after_the_last_member_are_reported_and_lose_no_line(tmp_path, pac
     path.write_bytes(packed + GARBAGE)
     texts, skipped = documents(path)
     assert texts == TEXTS and skipped == {TRAILING: 1}
-    report = left_out(skipped, len(texts), len(LINES), "data.")
+    report = summarize_losses(skipped, len(texts), len(LINES), "data.")
     assert report.is_much and "1 files with other bytes after the packed data" in report.line
 
 

@@ -19,7 +19,7 @@ from jaxscale.corpus.curate.hashes import hash_words, ngram_hashes, text_hash, w
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
-from jaxscale.text.sources.part import needs
+from jaxscale.text.sources.part import importing
 
 COLUMN = "quality"
 TOO_LOW = "classifier: score too low"
@@ -77,7 +77,7 @@ def make_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[fl
 
 def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[float]]:
     """Returns a scorer with fastText's probability of cfg.label. Raises BadInput for a model without that label."""
-    with needs(f"classifier.weights={cfg.weights}", "fasttext", "pip install fasttext-predict"):
+    with importing(f"classifier.weights={cfg.weights}", "fasttext", "pip install fasttext-predict"):
         import fasttext
     try:
         model = fasttext.load_model(str(Path(cfg.weights).expanduser()))

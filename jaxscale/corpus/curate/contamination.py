@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxscale.corpus.curate.config import ContaminationConfig
 from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, powers, word_hashes, word_spans
-from jaxscale.data.permutation import mix
+from jaxscale.data.permutation import mix64
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage, each
-from jaxscale.text.sources.files import ignored, list_files
+from jaxscale.text.document import Document, Outcome, Stage, per_document
+from jaxscale.text.sources.files import ignore_line, list_files
 from jaxscale.text.sources.records import ENDINGS, MOST_TEXT, kind_of, read_records, text_lines
 
 MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
@@ -63,7 +63,7 @@ class Hits(NamedTuple):
 def make_contamination(cfg: ContaminationConfig) -> Stage:
     """Returns a stage that drops or cuts documents with evaluation items, and names the items in `detail`."""
     if not cfg.is_named:
-        return each(Outcome)
+        return per_document(Outcome)
     evaluation = configured_evaluation(cfg)
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
@@ -119,7 +119,7 @@ def verify_hits(hits: Hits, words: Sequence[np.ndarray], evaluation: Evaluation)
     for size in np.unique(sizes[~equal]).tolist():
         rows = np.flatnonzero((sizes == size) & (hits.places + size <= lengths[hits.documents]))
         grams = flat[begins[rows, None] + np.arange(size)]
-        equal[rows] = mix((grams * powers(size)[0][:size]).sum(axis=1)) == evaluation.wholes[hits.entries[rows]]
+        equal[rows] = mix64((grams * powers(size)[0][:size]).sum(axis=1)) == evaluation.wholes[hits.entries[rows]]
     return equal
 
 
@@ -248,7 +248,7 @@ def bloom_positions(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarr
     return (hashes >> np.uint64(64 - bits)).view(np.int64), (hashes & np.uint64((1 << bits) - 1)).view(np.int64)
 
 
-def list_evaluation_files(files: Sequence[str], say: Callable[[str], None] = ignored) -> list[Path]:
+def list_evaluation_files(files: Sequence[str], say: Callable[[str], None] = ignore_line) -> list[Path]:
     """Returns the files that match the names or globs, sorted. say: as in list_files.
 
     Raises BadInput for a name without a match.

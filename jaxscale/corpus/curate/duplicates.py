@@ -25,13 +25,13 @@ from jaxscale.corpus.curate.hashes import (
     Sketch,
     hash_words,
     line_hashes,
-    mix,
+    mix64,
     ngram_hashes,
     ngram_table,
     text_hash,
 )
 from jaxscale.text.document import Document, Outcome
-from jaxscale.text.sources.part import needs
+from jaxscale.text.sources.part import importing
 
 
 def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch]:
@@ -121,7 +121,7 @@ def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
 
 def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
     """Returns uint32[documents, permutations], the MinHash signatures. words: hashes of each document's words."""
-    with needs("finding near duplicates", "rensa"):
+    with importing("finding near duplicates", "rensa"):
         import rensa
     flat, counts = ngram_table(words, cfg.ngram_words)
     counts = np.asarray(counts, np.int64)
@@ -139,11 +139,11 @@ def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
 
 def band_keys(found: np.ndarray, bands: int, rows: int) -> np.ndarray:
     """Returns uint64[documents, bands], hashes of the band's index and its rows of the signature."""
-    keys = np.tile(mix(np.arange(bands, dtype=np.uint64)), (len(found), 1))
+    keys = np.tile(mix64(np.arange(bands, dtype=np.uint64)), (len(found), 1))
     for row in range(rows):
         keys = (keys ^ found[:, row : bands * rows : rows]) * np.uint64(MULTIPLIER)
         keys ^= keys >> np.uint64(32)
-    return mix(keys)
+    return mix64(keys)
 
 
 def bands_and_rows(cfg: NearConfig) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Hashes of words, word n-grams, lines and texts for deduplication, the same on every machine.
 
-A run of characters c_0 c_1 ... hashes to mix(sum V[c_i] * M^i mod 2^64): a polynomial hash (Karp and Rabin, 1987),
+A run of characters c_0 c_1 ... hashes to mix64(sum V[c_i] * M^i mod 2^64): a polynomial hash (Karp and Rabin, 1987),
 because all runs of a text can then be hashed at once by array operations. It is fast and well spread, but no defence
 against somebody who makes collisions on purpose. Unicode says what a letter is and how it is lower-cased, so a
 character that a later version of Unicode assigns may hash differently under a Python that knows it.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.permutation import mix
+from jaxscale.data.permutation import mix64
 from jaxscale.text.document import Document
 
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so it has an inverse mod 2^64; the golden ratio's bits, as in SplitMix64
@@ -108,11 +108,11 @@ def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
     if count <= 0:
         return np.zeros(0, np.uint64)
     if n == 1:
-        return mix(hashes)
+        return mix64(hashes)
     up, down = powers(len(hashes))
     sums = np.cumsum(hashes * up[: len(hashes)])
     sums[n:] -= sums[:-n]
-    return mix(sums[n - 1 :] * down[:count])
+    return mix64(sums[n - 1 :] * down[:count])
 
 
 def ngram_table(rows: Sequence[np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,7 +187,7 @@ def hash_runs(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     sums = np.add.accumulate(sums, out=sums)
     sums = np.append(sums.take(starts[1:] - 1), sums[-1:])  # faster than reduceat, as runs are short
     sums[1:] -= sums[:-1]
-    return mix(sums * down.take(starts))
+    return mix64(sums * down.take(starts))
 
 
 def powers(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +209,7 @@ def power_tables(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def numbered(points: np.ndarray) -> np.ndarray:
     """Returns uint64[n], a random-looking number for each byte or code point."""
-    return mix((points.astype(np.uint64) + np.uint64(1)) * np.uint64(MULTIPLIER))
+    return mix64((points.astype(np.uint64) + np.uint64(1)) * np.uint64(MULTIPLIER))
 
 
 def lower_point(point: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxscale.corpus.curate.config import LanguageConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
-from jaxscale.text.sources.part import PREPARE, needs
+from jaxscale.text.sources.part import PREPARE, importing
 
 REASON = "language: not wanted"
 DOUBT = "language: not sure enough"
@@ -46,7 +46,7 @@ class LanguageModel(NamedTuple):
 @functools.cache
 def load_model() -> LanguageModel:
     """Returns py3langid's model (about 110 MB), cached per process. Raises BadInput if the package is missing."""
-    with needs("identifying languages", "py3langid", f"{PREPARE}, or leave the stage out"):
+    with importing("identifying languages", "py3langid", f"{PREPARE}, or leave the stage out"):
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     model = LanguageIdentifier.from_model_file(MODEL_FILE)
     moves = np.frombuffer(model.tk_nextmove, dtype=f"u{model.tk_nextmove.itemsize}")

@@ -7,7 +7,7 @@ from fnmatch import translate
 
 from jaxscale.corpus.curate.config import LicenceConfig
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
+from jaxscale.text.document import Document, Outcome, Stage, drop_if, per_document
 
 DENIED = "licence: denied"
 NOT_ALLOWED = "licence: not among the allowed"
@@ -45,6 +45,6 @@ def make_licence(cfg: LicenceConfig) -> Stage:
                 f"{doc.file or 'a document'} at {doc.offset} names no licence ({doc.licence!r}); "
                 "set unknown to 'keep' or 'drop' to continue"
             )
-        return outcome_of(doc, reason, doc.licence)
+        return drop_if(doc, reason, doc.licence)
 
-    return each(judge)
+    return per_document(judge)

@@ -18,7 +18,7 @@ from jaxscale.corpus.curate.pii_numbers import find_cards, find_ibans
 from jaxscale.corpus.curate.pii_phone import find_phones
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage, each
+from jaxscale.text.document import Document, Outcome, Stage, per_document
 
 Action = Literal["redact", "drop", "off"]
 KINDS = {  # with their names in reports; of overlapping spans, the earlier kind wins
@@ -202,7 +202,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
             return Outcome(doc)
         return Outcome(doc.edited(text), edits=tuple(sorted(edits.items())))
 
-    return each(judge)
+    return per_document(judge)
 
 
 def always(match: re.Match[str] | None) -> re.Match[str]:

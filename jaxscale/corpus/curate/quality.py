@@ -20,7 +20,7 @@ from jaxscale.corpus.curate.english import cut
 from jaxscale.corpus.curate.repetition import count_repeats
 from jaxscale.corpus.curate.words import TextStats, hash_of, stats_of
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
+from jaxscale.text.document import Document, Outcome, Stage, drop_if, per_document
 from jaxscale.text.sources.records import text_lines
 
 BULLETS = ("•", "-")
@@ -39,9 +39,7 @@ def make_gopher(cfg: GopherConfig) -> Stage:
 
     def gopher(documents: Sequence[Document]) -> list[Outcome]:
         judged = zip(documents, stats_of(documents, cfg.words))
-        return [
-            outcome_of(document, gopher_fault(document.text, stats, cfg, stop_hashes)) for document, stats in judged
-        ]
+        return [drop_if(document, gopher_fault(document.text, stats, cfg, stop_hashes)) for document, stats in judged]
 
     return gopher
 
@@ -91,7 +89,7 @@ def make_c4(cfg: C4Config) -> Stage:
     Raises: BadInput if the file of bad words cannot be read or is empty.
     """
     bad_words = pattern_of(load_bad_words(cfg.bad_words)) if cfg.bad_words is not None else None
-    return each(lambda document: c4_outcome(document, cfg, bad_words))
+    return per_document(lambda document: c4_outcome(document, cfg, bad_words))
 
 
 def load_bad_words(file: str) -> list[str]:
@@ -209,7 +207,7 @@ _known_kinds = functools.lru_cache(maxsize=1 << 15)(_kinds)
 
 def make_fineweb(cfg: FineWebConfig) -> Stage:
     """Returns a stage that drops documents that break one of FineWeb's rules."""
-    return each(lambda document: outcome_of(document, fineweb_fault(document, cfg)))
+    return per_document(lambda document: drop_if(document, fineweb_fault(document, cfg)))
 
 
 def fineweb_fault(document: Document, cfg: FineWebConfig) -> str:

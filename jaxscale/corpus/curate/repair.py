@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from jaxscale.corpus.curate.config import RepairConfig
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage, each
-from jaxscale.text.sources.part import PREPARE, needs
+from jaxscale.text.document import Document, Outcome, Stage, per_document
+from jaxscale.text.sources.part import PREPARE, importing
 
 # Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
 # two of them after the lead bytes of Chinese, Japanese and Korean, which are the accented letters of French.
@@ -49,7 +49,7 @@ def scan(text: str) -> tuple[str, bool]:
 
 def fix_mojibake(text: str) -> str:
     """Returns the text with wrong decodings undone by ftfy; quotes and character widths are unchanged."""
-    with needs("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
+    with importing("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
         import ftfy
     return "\n".join(ftfy.fix_encoding(line) if MOJIBAKE.search(line) else line for line in text.split("\n"))
 
@@ -146,4 +146,4 @@ def make_repair(cfg: RepairConfig) -> Stage:
         result = doc if text == doc.text else doc.edited(text)
         return Outcome(result, edits=tuple(sorted(edits.items())))
 
-    return each(judge)
+    return per_document(judge)

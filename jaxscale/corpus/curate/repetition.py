@@ -12,7 +12,7 @@ import numpy as np
 from jaxscale.corpus.curate.config import RepetitionConfig
 from jaxscale.corpus.curate.hashes import MULTIPLIER
 from jaxscale.corpus.curate.words import TextStats, stats_of
-from jaxscale.text.document import Document, Outcome, Stage, outcome_of
+from jaxscale.text.document import Document, Outcome, Stage, drop_if
 
 # sequences are compared by a polynomial over the words' hashes
 POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 4, 8)}
@@ -23,7 +23,7 @@ def make_repetition(cfg: RepetitionConfig) -> Stage:
 
     def repetition(documents: Sequence[Document]) -> list[Outcome]:
         return [
-            outcome_of(document, repetition_fault(document.text, stats, cfg))
+            drop_if(document, repetition_fault(document.text, stats, cfg))
             for document, stats in zip(documents, stats_of(documents, cfg.words))
         ]
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxscale.corpus.curate.config import SubstringConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
-from jaxscale.text.sources.part import needs
+from jaxscale.text.sources.part import importing
 
 SEPARATOR = 0xFF  # a byte that UTF-8 never has
 MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
@@ -102,7 +102,7 @@ def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 def suffix_array(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (int32[n] sorted suffixes, int32[n] bytes that each shares with the next; 0 for the last)."""
-    with needs("finding repeated passages", "pydivsufsort"):
+    with importing("finding repeated passages", "pydivsufsort"):
         import pydivsufsort
     if not len(flat):
         return np.zeros(0, np.int32), np.zeros(0, np.int32)

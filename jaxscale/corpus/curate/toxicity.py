@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from jaxscale.corpus.curate.config import ToxicityConfig
 from jaxscale.corpus.curate.quality import read_words
 from jaxscale.text.document import Document, Outcome, Stage
-from jaxscale.text.sources.part import PREPARE, needs
+from jaxscale.text.sources.part import PREPARE, importing
 
 TOO_TOXIC = "toxicity: score too high"
 LISTED = "toxicity: words of the list"
@@ -23,7 +23,7 @@ WORD = re.compile(r"\w+")
 
 def predict(texts: Sequence[str]) -> list[float]:
     """Returns the probability of abuse of each text, to 4 decimals: the last bits depend on the machine."""
-    with needs("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
+    with importing("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
         import profanity_check  # loads its own model file with joblib, from inside its own package
     return [round(float(p), 4) for p in profanity_check.predict_prob(list(texts))] if texts else []
 

@@ -14,8 +14,8 @@ import numpy as np
 from jaxscale.corpus.curate.filter_config import UrlConfig
 from jaxscale.corpus.curate.quality import read_words
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage, outcome_of
-from jaxscale.text.sources.files import ignored, list_files
+from jaxscale.text.document import Document, Outcome, Stage, drop_if
+from jaxscale.text.sources.files import ignore_line, list_files
 from jaxscale.text.sources.records import text_lines
 
 LISTED = "url: on a blocklist"
@@ -34,11 +34,11 @@ def make_urls(cfg: UrlConfig) -> Stage:
 
     def judge(document: Document, hit: str) -> Outcome:
         if not document.url:
-            return outcome_of(document, UNKNOWN if cfg.unknown == "drop" else "")
+            return drop_if(document, UNKNOWN if cfg.unknown == "drop" else "")
         if hit:
             return Outcome(None, LISTED, detail=hit)
         found = words.intersection(PARTS.findall(document.url.lower())) if words else ()
-        return outcome_of(document, WORD if found else "", min(found, default=""))
+        return drop_if(document, WORD if found else "", min(found, default=""))
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
         hits = listed.hits([document.url for document in documents]) if listed else [""] * len(documents)
@@ -47,7 +47,7 @@ def make_urls(cfg: UrlConfig) -> Stage:
     return stage
 
 
-def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignored) -> list[str]:
+def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignore_line) -> list[str]:
     """Returns the files of the lists. say: as in list_files. Raises BadInput for a name without a match."""
     if not cfg.lists:
         return []

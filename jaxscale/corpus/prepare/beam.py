@@ -25,9 +25,9 @@ from jaxscale.corpus.prepare.shuffle import Shuffle
 from jaxscale.corpus.prepare.tokens import documents_between, merge_by_key, shard_name, write_shard
 from jaxscale.data.verified import remove
 from jaxscale.system.paths import write_text_atomic
-from jaxscale.text.sources.part import needs
+from jaxscale.text.sources.part import importing
 
-with needs("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]', in a separate environment"):
+with importing("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]', in a separate environment"):
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jaxscale.data.verified import hashed, remove
+from jaxscale.data.verified import hash_mismatches, remove
 from jaxscale.system.digest import file_sha256, json_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
@@ -125,7 +125,7 @@ def read_done(path: pathlib.Path, *folders: pathlib.Path) -> dict[str, Any] | No
         return None
     missing = dict(found["files"])
     for folder in folders or (path.parent,):
-        bad = hashed({str(folder / name): sha256 for name, sha256 in missing.items()})
+        bad = hash_mismatches({str(folder / name): sha256 for name, sha256 in missing.items()})
         missing = {name: sha256 for name, sha256 in missing.items() if str(folder / name) in bad}
     if not missing:
         return found["result"]

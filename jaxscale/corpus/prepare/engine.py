@@ -53,8 +53,8 @@ from jaxscale.corpus.prepare.shuffle import Shuffle
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import move_shards, shard_name, shard_shuffle, tokenizer_of
 from jaxscale.corpus.prepare.work import BlockResult, Task, block_rows, join_folder, run_task
-from jaxscale.data.cache import stamp
-from jaxscale.data.fields import choose_all, describe
+from jaxscale.data.cache import size_and_mtime
+from jaxscale.data.fields import choose_fields, describe_choices
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import check_manifest, write_manifest
 from jaxscale.system.digest import file_sha256
@@ -62,9 +62,9 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import require_open_files
 from jaxscale.system.paths import locked, make_private, read_bytes, write_text_atomic
 from jaxscale.text.sources.decode import is_repair
-from jaxscale.text.sources.files import list_files, no_text_problem, size_of
-from jaxscale.text.sources.left_out import BYTES, WAYS_OUT
-from jaxscale.text.sources.read import parts
+from jaxscale.text.sources.files import list_files, not_documents_problem, size_of
+from jaxscale.text.sources.left_out import BYTES, FIXES
+from jaxscale.text.sources.read import split_file
 from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.config import special_names
 from jaxscale.text.tokenizer.load import NO_BOS, naming_files, tokenizer_problem
@@ -95,17 +95,17 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         problems.append(problem.replace("data.tokenizer", "tokenizer.name"))
     if not problems:
         problems += bos_problems(cfg.tokenizer)
-    problems += filter(None, map(no_text_problem, files))
+    problems += filter(None, map(not_documents_problem, files))
     if problems:
         raise BadInput(problems[0])
     for source in cfg.sources:
         read_cfg = cfg.read_cfg(source)
-        choices = choose_all([file for file in files if file.source == source], read_cfg)
+        choices = choose_fields([file for file in files if file.source == source], read_cfg)
         ids_files = [file.path for file, choice in choices.items() if choice.kind == "ids"]
         if ids_files and cfg.tokenizer.is_trained:
             raise BadInput(f"{ids_files[0]} holds token ids; name the tokenizer that made them in tokenizer.name")
-        notes += describe(choices, read_cfg)
-    pieces = Pieces.of(files, (parts(file, cfg.read_cfg(file.source), cfg.block_bytes) for file in files))
+        notes += describe_choices(choices, read_cfg)
+    pieces = Pieces.of(files, (split_file(file, cfg.read_cfg(file.source), cfg.block_bytes) for file in files))
     min_blocks = max(len(pieces), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
     if min_blocks > MAX_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
         raise BadInput(
@@ -116,7 +116,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         "format": FORMAT,
         # rows change indexes, not shards.
         "recipe": {name: value for name, value in schema.to_dict(cfg).items() if name != "rows"},
-        "files": [[*file, *stamp(file.path)] for file in files],
+        "files": [[*file, *size_and_mtime(file.path)] for file in files],
         "read beside": hash_auxiliary_files(cfg, notes.append),
     }
     passes = plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained)
@@ -398,7 +398,7 @@ def funnel_line(tally: Tally) -> str:
             totals[name[3]] += number
         if name[:2] == ("in", "read") and name[-1] == "documents":
             totals["read"] += number
-        if name[0] == "read" and not is_repair(name[-1]) and name[-1] not in (BYTES, *WAYS_OUT):
+        if name[0] == "read" and not is_repair(name[-1]) and name[-1] not in (BYTES, *FIXES):
             totals[f"left out: {name[-1]}"] += number
     reasons = [f"{reason} {number:,}" for reason, number in totals.most_common()]
     languages = [f"{name} {number:,}" for name, number in dropped_languages(tally).most_common(MOST_LANGUAGES)]

@@ -12,14 +12,14 @@ from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic
-from jaxscale.text.sources.files import SourceFile, identity, ignored, list_files, no_text_problem
-from jaxscale.text.sources.left_out import left_out
+from jaxscale.text.sources.files import SourceFile, file_identity, ignore_line, list_files, not_documents_problem
+from jaxscale.text.sources.left_out import summarize_losses
 from jaxscale.text.sources.read import read_file
 
 WEIGHTS = "classifier.weights"
 
 
-def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignored) -> list[str]:
+def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignore_line) -> list[str]:
     """Returns the input files of the classifier: its examples, or its weights.
 
     say: as in list_files. Raises BadInput for missing files, and for a file that is in both good and bad examples.
@@ -34,18 +34,19 @@ def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignored) -> l
             )
         return [str(path)]
     good, bad = ([file.path for file in list_examples(cfg, kind, say)] for kind in ("good", "bad"))
-    same = {identity(path): path for path in good}
-    if twice := [path for path in bad if identity(path) in same]:
+    same = {file_identity(path): path for path in good}
+    if twice := [path for path in bad if file_identity(path) in same]:
         raise BadInput(
-            f"{twice[0]} of classifier.bad is in classifier.good, as {same[identity(twice[0])]}; remove it from one"
+            f"{twice[0]} of classifier.bad is in classifier.good, as {same[file_identity(twice[0])]}; "
+            "remove it from one"
         )
     return [*good, *bad]
 
 
-def list_examples(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ignored) -> list[SourceFile]:
+def list_examples(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ignore_line) -> list[SourceFile]:
     """Returns the files of the good or the bad examples. say: as in list_files."""
     files, problems = list_files(getattr(cfg.classifier, kind), f"classifier.{kind}", kind, say=say)
-    problems += filter(None, map(no_text_problem, files))
+    problems += filter(None, map(not_documents_problem, files))
     if problems:
         raise BadInput(problems[0])
     return files
@@ -63,7 +64,7 @@ def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: Progre
         try:
             content, facts = train_classifier(good, bad, cfg.classifier)
         finally:
-            if lost := left_out(seen, seen["documents"], seen["bytes"], cfg.read.where):
+            if lost := summarize_losses(seen, seen["documents"], seen["bytes"], cfg.read.where):
                 progress.say(f"classifier: of its examples {lost.line}")
         write_bytes_atomic(path, content)
         mark_done(done, facts, [path])

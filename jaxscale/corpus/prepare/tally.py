@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.text.document import Document, Outcome
-from jaxscale.text.sources.left_out import WAYS_OUT, LeftOut, left_out
-from jaxscale.text.tokenizer.loss import KINDS, LETTERS, Loss
+from jaxscale.text.sources.left_out import FIXES, ReadLosses, summarize_losses
+from jaxscale.text.tokenizer.loss import KINDS, LETTERS, TextLoss
 
 DETAIL_STAGES = (
     "decontaminate",
@@ -108,10 +108,10 @@ class Tally:
         """Counts what reading a part of a file skipped or repaired, and samples the file for each reason."""
         for reason, number in skipped.items():
             self.counts["read", source, reason] += number
-            if reason in WAYS_OUT:
+            if reason in FIXES:
                 self.sample("read", reason, Document("", source, file, offset), None)
 
-    def left_out(self, prefix: str) -> LeftOut | None:
+    def left_out(self, prefix: str) -> ReadLosses | None:
         """Returns what reading skipped, or None. where: prefix of setting names in the message."""
         skipped, places = Counter(), {}
         for key, number in self.counts.items():
@@ -121,7 +121,7 @@ class Tally:
             if stage == "read":
                 places[reason] = list(dict.fromkeys(sample.file for sample in samples))[:SAMPLE_FILES]
         size = sum(n for key, n in self.counts.items() if key[:2] == ("in", "read") and key[-1] == "bytes")
-        return left_out(skipped, self.total("in", "read"), size, prefix, places)
+        return summarize_losses(skipped, self.total("in", "read"), size, prefix, places)
 
     def add_documents(self, name: tuple[str, ...], documents: Sequence[Document]) -> None:
         """Counts documents and bytes by source."""
@@ -140,7 +140,7 @@ class Tally:
         """Counts documents by language, '' if it was not identified."""
         self.counts.update(("language", document.source, document.language) for document in documents)
 
-    def add_loss(self, loss: Loss) -> None:
+    def add_loss(self, loss: TextLoss) -> None:
         """Counts the tokenizer's loss on a sample."""
         self.counts.update({("lost", "texts"): loss.texts, ("lost", "characters"): loss.characters})
         self.counts.update({("lost", kind): number for kind, number in loss.kinds.items()})
@@ -150,13 +150,13 @@ class Tally:
             self.samples["tokenizer", "lost"] = sorted(self.samples["tokenizer", "lost"])[:SAMPLES]
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> TextLoss:
         """Sum of the tokenizer's losses on all samples."""
         kinds = Counter({kind: self.counts["lost", kind] for kind in KINDS if self.counts["lost", kind]})
         letters = Counter({key[1]: number for key, number in self.counts.items() if key[0] == "lost letter"})
         found = self.samples.get(("tokenizer", "lost"))
         example = (found[0].before, found[0].after or "") if found else None
-        return Loss(self.counts["lost", "texts"], self.counts["lost", "characters"], kinds, letters, example)
+        return TextLoss(self.counts["lost", "texts"], self.counts["lost", "characters"], kinds, letters, example)
 
     def total(self, *name: str) -> int:
         """Returns the number of documents in all counts whose key begins with `name`."""

@@ -26,10 +26,10 @@ from jaxscale.data.shard_writer import ShardWriter, dtype_for
 from jaxscale.data.verified import remove
 from jaxscale.system.paths import make_private, replacing, sync_folder, write_bytes_atomic
 from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.base import Block as EncodedBlock
-from jaxscale.text.tokenizer.base import Tokenizer, cut_at, frame_documents
+from jaxscale.text.tokenizer.base import EncodedBlock as EncodedBlock
+from jaxscale.text.tokenizer.base import Tokenizer, frame_documents, split_ids
 from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.loss import Loss, measure_loss
+from jaxscale.text.tokenizer.loss import TextLoss, measure_loss
 
 MERGE_BATCH_FILES = 16  # files' tokens in memory during a merge: 128 MB for blocks of 16 MiB
 SHARDS_IN_FOLDER = 1000  # five files each; more shards go into subfolders of this many
@@ -50,7 +50,7 @@ def shuffle_keys(seed: int, place: tuple[int, int], count: int) -> np.ndarray:
 
 def tokenize_block(
     cfg: PrepareConfig, path: str, base: pathlib.Path, documents: Sequence[Document], place: tuple[int, int]
-) -> tuple[int, list, Loss]:
+) -> tuple[int, list, TextLoss]:
     """Writes BASE.ids (documents with BOS and EOS) and BASE.arrow (a row for each), in the order of their shuffle keys.
 
     Args: path: of the tokenizer. place: of the block, (piece, index in it).
@@ -267,7 +267,7 @@ def merge_by_key(found: Sequence[tuple[np.ndarray, pa.Table]]) -> tuple[np.ndarr
         return found[0]
     parts: list[np.ndarray] = []
     for ids, rows in some:
-        parts += cut_at(ids, rows.column("tokens").to_numpy())
+        parts += split_ids(ids, rows.column("tokens").to_numpy())
     rows = pa.concat_tables([rows for _, rows in some], promote_options="default")
     order = np.argsort(rows.column("key").to_numpy(), kind="stable")
     return np.concatenate([parts[i] for i in order]), rows.take(order)

@@ -45,14 +45,14 @@ from jaxscale.corpus.prepare.lookup import Pass, block_base, blocks_of, done_pat
 from jaxscale.corpus.prepare.progress import RUNNING
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenize_block, tokenizer_of
-from jaxscale.data.fields import Choice, choose, fields_of
+from jaxscale.data.fields import FieldChoice, choose_field, read_fields
 from jaxscale.data.token_columns import Vocabulary, read_ids
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.text.document import Document, Stage
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.sources.part import Part
-from jaxscale.text.sources.read import read_file, readable
+from jaxscale.text.sources.read import handle_damage, read_file
 
 MAKERS: dict[str, Callable[[Any], Stage]] = {
     "url_blocklist": make_urls,
@@ -178,7 +178,7 @@ def input_blocks(cfg: PrepareConfig, task: Task, tally: Tally, running: PiecePro
     if task.pass_number == 0:
         file, part = piece_of(task.folder, task.number)
         skipped: Counter = Counter()
-        part = part._replace(tell=running.set_share)
+        part = part._replace(on_progress=running.set_share)
         yield from group_blocks(read_documents(cfg, task.folder, file, skipped, part), cfg.block_bytes)
         tally.add_skipped(file.source, file.name, part.begin, skipped)
         return
@@ -196,17 +196,17 @@ def read_documents(
     Raises: BadInput as read_file and read_ids do, and for labels, which shards do not support.
     """
     read_cfg = cfg.read_cfg(file.source)
-    choice = Choice("text")  # default for a damaged file that is skipped: read_file counts it
-    with readable(file.path, read_cfg, Counter()):
-        choice = choose(file.path, fields_of(file.path, read_cfg), read_cfg)
+    choice = FieldChoice("text")  # default for a damaged file that is skipped: read_file counts it
+    with handle_damage(file.path, read_cfg, Counter()):
+        choice = choose_field(file.path, read_fields(file.path, read_cfg), read_cfg)
     if choice.kind != "ids":
         yield from read_file(file, read_cfg, skipped, part)
         return
     tokenizer = tokenizer_of(cfg.tokenizer.path(folder), cfg.tokenizer)
     vocabulary = Vocabulary(tokenizer.vocab_size, f"tokenizer.name={cfg.tokenizer.name}")
-    with readable(file.path, read_cfg, skipped):
+    with handle_damage(file.path, read_cfg, skipped):
         for offset, found, words in read_ids(file.path, choice, read_cfg, vocabulary, skipped, part):
-            if found.learned is not None:
+            if found.loss_mask is not None:
                 raise BadInput(
                     f"{found.place} has labels that are not learned, which prepared sets do not support; train on the "
                     "file itself (data.files)"

@@ -1,7 +1,7 @@
-"""Rows of inputs and targets out of rows of text, for an encoder and its decoder or for a decoder alone.
+"""Span corruption of packed rows, for encoder-decoder models or decoder-only models with a prefix.
 
-A document stays closed: its inputs and its targets have one segment number. Where a row has more documents than marks
-have room, or than tokens that are not noise, the shortest join the one before them.
+Inputs and targets of a document have the same segment id. If a row has more documents than its sentinels and end tokens
+have room for, or than tokens that are not noise, the shortest documents are joined to the previous one.
 
 B rows  T tokens of a row  D documents of all rows  L tokens of all rows
 """
@@ -15,196 +15,195 @@ from jaxscale.data.batch import Batch, EncoderInput, padding_row, stack_rows
 from jaxscale.data.objective_config import (
     Denoiser,
     DenoisingConfig,
-    Lengths,
-    amount,
+    RowLengths,
     denoised_lengths,
     denoisers,
+    noise_amount,
 )
 from jaxscale.data.objectives.ids import SpecialIds
-from jaxscale.data.objectives.packed_row import draws, find_documents, ramps, unit
-from jaxscale.data.objectives.span_corruption import Noise, Rows, divide, make_noise
+from jaxscale.data.objectives.packed_row import aranges, find_documents, random_floats, random_words
+from jaxscale.data.objectives.span_corruption import Noise, NoiseBudget, make_noise, split_noise
 
 
-def most_spans(cfg: DenoisingConfig, seq_len: int) -> int:
-    """Spans of a row that is one document, for any of the denoisers: sentinels that are needed."""
-    return max(amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
+def max_spans(cfg: DenoisingConfig, seq_len: int) -> int:
+    """Returns the largest number of spans of a row of one document, which is the number of sentinels needed."""
+    return max(noise_amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
 
 
-class Stream(NamedTuple):
-    """Inputs or targets, document after document, row after row."""
+class TokenStream(NamedTuple):
+    """Inputs or targets of all rows, concatenated."""
 
     ids: np.ndarray
-    document: np.ndarray  # number among those of all rows, from 0
-    origin: np.ndarray  # number of the token that it was, or that it stands for
+    document: np.ndarray  # index among the documents of all rows
+    origin: np.ndarray  # index of the original token
 
 
-class Closed(NamedTuple):
-    """The documents of all rows that stay closed, D in all, and what is cut out of them."""
+class NoisyDocuments(NamedTuple):
+    """The D documents of all rows after joining, and their noise."""
 
     lengths: np.ndarray  # int64[D]
-    rows: np.ndarray  # int64[D]: each one's row, from 0
+    rows: np.ndarray  # int64[D]: row of each document
     noise: Noise
-    mode_ids: np.ndarray | None  # int32[D], where there are modes
+    mode_ids: np.ndarray | None  # int32[D], or None without modes
 
 
-def corrupted(
+def corrupt_rows(
     cfg: DenoisingConfig, ids: SpecialIds, batch: Batch, seed: int, n: int, numbers: Sequence[int]
 ) -> tuple[Batch, np.ndarray]:
-    """(the rows with spans cut out, for each target the place in its row of `batch` that it belongs to)."""
+    """Returns (rows with spans cut out, position of each target in its row of `batch`)."""
     B, T = batch.tokens.shape
     lengths, where = denoised_lengths(cfg, T), np.flatnonzero(batch.segment_ids)
-    closed = close_documents(cfg, ids, lengths, batch.segment_ids, seed, n, numbers)
-    if closed is None:
+    noisy = plan_noise(cfg, ids, lengths, batch.segment_ids, seed, n, numbers)
+    if noisy is None:
         padding = padding_row(lengths.row, prefix=lengths.prefix, encoder_len=lengths.encoder)
         return stack_rows([padding] * B), np.zeros((B, lengths.row), np.int32)
-    inputs, targets = split_streams(ids, batch.tokens.ravel()[where], closed)
+    inputs, targets = split_streams(ids, batch.tokens.ravel()[where], noisy)
     inputs, targets = (stream._replace(origin=where[stream.origin] % T) for stream in (inputs, targets))
-    return (one_row if lengths.encoder is None else two_rows)(ids, inputs, targets, closed.rows, B, lengths)
+    make_rows = decoder_rows if lengths.encoder is None else encoder_decoder_rows
+    return make_rows(ids, inputs, targets, noisy.rows, B, lengths)
 
 
-def close_documents(
+def plan_noise(
     cfg: DenoisingConfig,
     ids: SpecialIds,
-    made: Lengths,
+    made: RowLengths,
     segment_ids_BT: np.ndarray,
     seed: int,
     n: int,
     numbers: Sequence[int],
-) -> Closed | None:
-    """What is decided for each row by itself, from its own random words; None if there is nothing but padding."""
+) -> NoisyDocuments | None:
+    """Draws the noise of each row from the row's own random words; None if all rows are padding."""
     choices = denoisers(cfg)
     lengths, in_rows, limits, modes, first_words, noise_words, gap_words = ([] for _ in range(7))
     for row, (number, segment_ids_T) in enumerate(zip(numbers, segment_ids_BT, strict=True)):
         documents = find_documents(segment_ids_T).lengths
         if not (tokens := int(documents.sum())):
             continue
-        words = draws(seed, n, number, tokens + 3)
-        denoiser = drawn(choices, words[:1])
-        cut = amount(tokens, denoiser.noise_density, denoiser.mean_span)
-        room = marks(made, tokens, cut.noise)
-        # Each document keeps a token: more of them than there are such would lower the noise, and the inputs outgrow
-        # the room that was counted with it.
-        documents = join_shortest(documents, max(min(room // 2, tokens - cut.noise), 1))
+        words = random_words(seed, n, number, tokens + 3)
+        denoiser = draw_denoiser(choices, words[:1])
+        cut = noise_amount(tokens, denoiser.noise_density, denoiser.mean_span)
+        capacity = max_marks(made, tokens, cut.noise)
+        # Each document needs one token that is not noise. With more documents than such tokens the noise would shrink
+        # and the inputs would exceed the row length, which assumes the full noise.
+        documents = join_shortest(documents, max(min(capacity // 2, tokens - cut.noise), 1))
         lengths.append(documents)
         in_rows.append(row)
-        limits.append((cut.noise, cut.spans, room, len(documents)))
+        limits.append((cut.noise, cut.spans, capacity, len(documents)))
         first_words.append(words[1:3])
         noise_words.append(words[3 : 3 + cut.noise])
         gap_words.append(words[3 + cut.noise :])
         modes += [ids.modes.get(denoiser.mode)] * len(documents)
     if not lengths:
         return None
-    noise, spans, room, counts = np.array(limits).T
-    found = Rows(
-        np.concatenate(lengths), np.repeat(np.arange(len(counts)), counts), noise, spans, room, np.stack(first_words)
-    )
-    cut_out = make_noise(found.lengths, *divide(found), np.concatenate(noise_words), np.concatenate(gap_words))
+    noise, spans, capacity, counts = np.array(limits).T
+    rows = np.repeat(np.arange(len(counts)), counts)
+    budget = NoiseBudget(np.concatenate(lengths), rows, noise, spans, capacity, np.stack(first_words))
+    cut_out = make_noise(budget.lengths, *split_noise(budget), np.concatenate(noise_words), np.concatenate(gap_words))
     modes = np.array(modes, np.int32) if ids.modes else None
-    return Closed(found.lengths, np.array(in_rows)[found.rows], cut_out, modes)
+    return NoisyDocuments(budget.lengths, np.array(in_rows)[budget.rows], cut_out, modes)
 
 
-def drawn(choices: tuple[Denoiser, ...], word: np.ndarray) -> Denoiser:
-    """The denoiser in whose part of all weights the word, uint64[1], falls."""
+def draw_denoiser(choices: tuple[Denoiser, ...], word: np.ndarray) -> Denoiser:
+    """Draws a denoiser by weight with the random word uint64[1]."""
     if len(choices) == 1:
         return choices[0]
     reached = np.cumsum([choice.weight for choice in choices])
-    return choices[int(np.searchsorted(reached, unit(word)[0] * reached[-1], side="right"))]
+    return choices[int(np.searchsorted(reached, random_floats(word)[0] * reached[-1], side="right"))]
 
 
-def marks(lengths: Lengths, tokens: int, noise: int) -> int:
-    """How many spans and documents, together, the rows have room for."""
+def max_marks(lengths: RowLengths, tokens: int, noise: int) -> int:
+    """Returns the number of spans plus documents that the rows have room for."""
     if lengths.encoder is None:
         return (lengths.row - tokens) // 2
     return min(lengths.encoder - (tokens - noise), lengths.row - noise)
 
 
 def join_shortest(lengths: np.ndarray, most: int) -> np.ndarray:
-    """The lengths of at most `most` documents: the shortest have joined the one before them, but for the first."""
+    """Joins the shortest documents, except the first, to the previous one until at most `most` remain."""
     if len(lengths) <= most:
         return lengths
     longest = np.argsort(-lengths[1:], kind="stable")[: most - 1] + 1
     return np.add.reduceat(lengths, np.sort(np.concatenate([[0], longest])))
 
 
-def split_streams(ids: SpecialIds, tokens_L: np.ndarray, closed: Closed) -> tuple[Stream, Stream]:
-    """(inputs, targets)."""
-    lengths, noise = closed.lengths, closed.noise
+def split_streams(ids: SpecialIds, tokens_L: np.ndarray, noisy: NoisyDocuments) -> tuple[TokenStream, TokenStream]:
+    """Returns (inputs, targets)."""
+    lengths, noise = noisy.lengths, noisy.noise
     document = np.repeat(np.arange(len(lengths)), lengths)
     first, last = np.diff(document, prepend=-1) > 0, np.diff(document, append=len(lengths)) > 0
     sentinel_L = ids.sentinels[noise.span]
     end = np.full_like(tokens_L, ids.end_id)
-    shown = np.where(noise.is_noise, sentinel_L, tokens_L), ~noise.is_noise | noise.begins
-    marked = (shown, (end, last))
-    if closed.mode_ids is not None:
-        marked = ((closed.mode_ids[document], first), shown)
-    inputs = interleave(document, *marked)
+    visible = np.where(noise.is_noise, sentinel_L, tokens_L), ~noise.is_noise | noise.begins
+    input_columns = (visible, (end, last))
+    if noisy.mode_ids is not None:
+        input_columns = ((noisy.mode_ids[document], first), visible)
+    inputs = interleave(document, *input_columns)
     targets = interleave(document, (sentinel_L, noise.begins), (tokens_L, noise.is_noise), (end, last))
     return inputs, targets
 
 
-def interleave(document: np.ndarray, *columns: tuple[np.ndarray, np.ndarray]) -> Stream:
-    """What is kept of the columns, token after token: each has an id for every token, and whether it is kept."""
-    kept = np.flatnonzero(np.stack([keep for _, keep in columns], axis=1))
-    ids = np.stack([column for column, _ in columns], axis=1).ravel()[kept]
-    origin = kept // len(columns)
-    return Stream(ids, document[origin], origin)
+def interleave(document: np.ndarray, *columns: tuple[np.ndarray, np.ndarray]) -> TokenStream:
+    """Interleaves (ids, mask) columns token by token, and drops masked-out ids."""
+    selected = np.flatnonzero(np.stack([keep for _, keep in columns], axis=1))
+    ids = np.stack([column for column, _ in columns], axis=1).ravel()[selected]
+    origin = selected // len(columns)
+    return TokenStream(ids, document[origin], origin)
 
 
-def two_rows(
-    ids: SpecialIds, inputs: Stream, targets: Stream, rows: np.ndarray, num_rows: int, lengths: Lengths
+def encoder_decoder_rows(
+    ids: SpecialIds, inputs: TokenStream, targets: TokenStream, rows: np.ndarray, num_rows: int, lengths: RowLengths
 ) -> tuple[Batch, np.ndarray]:
-    """The inputs for an encoder, the targets for its decoder, which reads them one place later."""
-    assert lengths.encoder is not None, "rows of an encoder have a length"
+    """Returns encoder rows of inputs and decoder rows of shifted targets."""
+    assert lengths.encoder is not None, "encoder rows need a length"
     first = np.diff(targets.document, prepend=-1) != 0
     read = np.where(first, ids.start_id, np.roll(targets.ids, 1))
     shape, encoder_shape = (num_rows, lengths.row), (num_rows, lengths.encoder)
-    place, position, segment = layout(targets.document, rows, shape)
-    encoder_place, *encoder_fields = layout(inputs.document, rows, encoder_shape)
+    index, position, segment = row_layout(targets.document, rows, shape)
+    encoder_index, *encoder_fields = row_layout(inputs.document, rows, encoder_shape)
     batch = Batch(
-        tokens=filled(read, place, shape),
-        targets=filled(targets.ids, place, shape),
-        positions=filled(position, place, shape),
-        segment_ids=filled(segment, place, shape),
-        weights=filled(1, place, shape, np.float32),
-        encoder=EncoderInput(*(filled(x, encoder_place, encoder_shape) for x in (inputs.ids, *encoder_fields))),
+        tokens=scatter(read, index, shape),
+        targets=scatter(targets.ids, index, shape),
+        positions=scatter(position, index, shape),
+        segment_ids=scatter(segment, index, shape),
+        weights=scatter(1, index, shape, np.float32),
+        encoder=EncoderInput(*(scatter(x, encoder_index, encoder_shape) for x in (inputs.ids, *encoder_fields))),
     )
-    return batch, filled(targets.origin, place, shape)
+    return batch, scatter(targets.origin, index, shape)
 
 
-def one_row(
-    ids: SpecialIds, inputs: Stream, targets: Stream, rows: np.ndarray, num_rows: int, lengths: Lengths
+def decoder_rows(
+    ids: SpecialIds, inputs: TokenStream, targets: TokenStream, rows: np.ndarray, num_rows: int, lengths: RowLengths
 ) -> tuple[Batch, np.ndarray]:
-    """Each document's inputs, as a prefix, and its targets behind them."""
+    """Returns decoder-only rows: each document's inputs as a prefix, then its targets."""
     order = np.argsort(np.concatenate([inputs.document, targets.document]), kind="stable")
     tokens, document, origin = (np.concatenate(pair)[order] for pair in zip(inputs, targets))
     is_target = np.repeat([0, 1], [len(inputs.ids), len(targets.ids)])[order]
     shape = (num_rows, lengths.row)
-    place, position, segment = layout(document, rows, shape)
-    ahead = lambda x_BT: np.pad(x_BT[:, 1:], ((0, 0), (0, 1)))  # each one's next; 0 behind the last
-    tokens_BT, is_target_BT = filled(tokens, place, shape), filled(is_target, place, shape)
+    index, position, segment = row_layout(document, rows, shape)
+    shift_left = lambda x_BT: np.pad(x_BT[:, 1:], ((0, 0), (0, 1)))  # shifts left by one; 0 at the end
+    tokens_BT, is_target_BT = scatter(tokens, index, shape), scatter(is_target, index, shape)
     batch = Batch(
         tokens=tokens_BT,
-        targets=ahead(tokens_BT),
-        positions=filled(position, place, shape),
-        segment_ids=filled(segment, place, shape),
-        weights=ahead(is_target_BT).astype(np.float32),
-        prefix=filled(1 - is_target, place, shape),
+        targets=shift_left(tokens_BT),
+        positions=scatter(position, index, shape),
+        segment_ids=scatter(segment, index, shape),
+        weights=shift_left(is_target_BT).astype(np.float32),
+        prefix=scatter(1 - is_target, index, shape),
     )
-    return batch, ahead(filled(origin, place, shape))
+    return batch, shift_left(scatter(origin, index, shape))
 
 
-def layout(document: np.ndarray, rows: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(place among all numbers of an array of this shape, position in its document, number of its document in its row,
-    from 1) of each token, where each row's documents stand side by side."""
+def row_layout(document: np.ndarray, rows: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Returns (flat index in an array of this shape, position in its document, segment id) of each token."""
     sizes = np.bincount(document, minlength=len(rows))
     in_row = np.bincount(rows[document], minlength=shape[0])
     assert in_row.max(initial=0) <= shape[1], f"{in_row.max()} tokens for a row of {shape[1]}"
-    segments = ramps(np.bincount(rows, minlength=shape[0])) + 1
-    return ramps(in_row) + np.repeat(np.arange(shape[0]) * shape[1], in_row), ramps(sizes), segments[document]
+    segments = aranges(np.bincount(rows, minlength=shape[0])) + 1
+    return aranges(in_row) + np.repeat(np.arange(shape[0]) * shape[1], in_row), aranges(sizes), segments[document]
 
 
-def filled(values: np.ndarray | int, place: np.ndarray, shape: tuple[int, int], dtype: type = np.int32) -> np.ndarray:
-    """An array of this shape with the values at these places, and zeros elsewhere."""
+def scatter(values: np.ndarray | int, index: np.ndarray, shape: tuple[int, int], dtype: type = np.int32) -> np.ndarray:
+    """Returns an array of this shape with the values at these flat indices, and zeros elsewhere."""
     array = np.zeros(shape, dtype)
-    array.reshape(-1)[place] = values
+    array.reshape(-1)[index] = values
     return array

@@ -1,7 +1,7 @@
 """Escapes the names of special tokens in messages, so that text can never become a control token.
 
-Before a template sees a message, each such name in it is broken by a noncharacter that stands nowhere else. What comes
-out of the template is cut at the names that are whole, which only the template can have written; then it is taken out.
+Before rendering, a noncharacter that does not occur in the conversation is inserted into each such name in messages.
+The rendered text is split at intact names, which only the template can have written; then the marker is removed.
 """
 
 import re
@@ -10,54 +10,54 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 
-OPEN, CLOSE = "\ufdee", "\ufdef"  # noncharacters around what a template marks as generated
+OPEN, CLOSE = "\ufdee", "\ufdef"  # noncharacters around text in {% generation %} tags
 GUARDS = tuple(map(chr, range(0xFDD0, 0xFDEE)))  # noncharacters: no text should have them (Unicode 17.0, section 23.7)
-FEWEST = 2  # characters of a name: one alone cannot be broken, and is never taken for a token
+MIN_NAME_CHARACTERS = 2  # a name of one character cannot be split, and is never treated as a token
 
 
 class Guard:
-    """Finds and breaks the names of a tokenizer's special tokens."""
+    """Finds and escapes the names of a tokenizer's special tokens."""
 
     def __init__(self, names: Iterable[str]):
-        self.names = sorted((name for name in names if len(name) >= FEWEST), key=len, reverse=True)
+        self.names = sorted((name for name in names if len(name) >= MIN_NAME_CHARACTERS), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
         self._beginnings = tuple({name[:n] for name in self.names for n in range(1, len(name))})
         self._ends = tuple({name[n:] for name in self.names for n in range(1, len(name))})
 
-    def choose(self, value: Any) -> str:
-        """A noncharacter that stands nowhere in the value. Raises BadInput if all do, or one that has a meaning."""
-        whole = "".join(texts_in(value))
+    def choose_marker(self, value: Any) -> str:
+        """Returns a noncharacter that does not occur in the value. Raises BadInput if all or a reserved one do."""
+        whole = "".join(strings_in(value))
         free = [guard for guard in GUARDS if guard not in whole]
         if not free or OPEN in whole or CLOSE in whole:
             raise BadInput("holds noncharacters (U+FDD0 to U+FDEF), which no text should")
         return free[0]
 
-    def broken(self, value: Any, guard: str) -> Any:
-        """The value with every name in its texts broken, also one that a text could begin or end."""
+    def escape(self, value: Any, guard: str) -> Any:
+        """Escapes names in all strings of the value, including names that a string may begin or end with."""
         if isinstance(value, Mapping):
-            key_of = lambda key: self.broken_text(key, guard) if self.pattern.search(key) else key
-            return {key_of(str(key)): self.broken(inner, guard) for key, inner in value.items()}
+            key_of = lambda key: self.escape_text(key, guard) if self.pattern.search(key) else key
+            return {key_of(str(key)): self.escape(inner, guard) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.broken(inner, guard) for inner in value]
-        return self.broken_text(value, guard) if isinstance(value, str) else value
+            return [self.escape(inner, guard) for inner in value]
+        return self.escape_text(value, guard) if isinstance(value, str) else value
 
-    def broken_text(self, text: str, guard: str) -> str:
-        """One text."""
-        while found := self.pattern.search(text):  # again, for names may overlap
+    def escape_text(self, text: str, guard: str) -> str:
+        """Escapes names in one string."""
+        while found := self.pattern.search(text):  # repeated, since names may overlap
             text = text[: found.start() + 1] + guard + text[found.start() + 1 :]
         if text.endswith(self._beginnings):
             text += guard
         return guard + text if text.startswith(self._ends) else text
 
 
-def texts_in(value: Any) -> Iterable[str]:
-    """Every text inside a JSON value, names of fields too."""
+def strings_in(value: Any) -> Iterable[str]:
+    """Yields all strings in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield str(key)
-            yield from texts_in(inner)
+            yield from strings_in(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from texts_in(inner)
+            yield from strings_in(inner)

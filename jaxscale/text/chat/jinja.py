@@ -1,11 +1,10 @@
-"""The program that renders Jinja chat templates in a sandbox: a template is somebody else's code.
+"""Renders Jinja chat templates, which are untrusted code, in a subprocess.
 
-A program of its own, which `sandbox` starts: a template is a program too, and may never end or want all memory. It
-reads requests and writes answers, a line of JSON each, and is killed by the system where one takes too long.
+`sandbox` starts this program, since a template may not terminate or may use all memory. It reads requests and writes
+responses, one JSON line each; a signal kills it if a request takes too long.
 
-What a template is given is what Transformers gives it (huggingface.co/docs/transformers/chat_templating):
-trim_blocks and lstrip_blocks, loop controls, tojson without escapes, raise_exception, and the tag generation around
-what is learned.
+Templates get the environment of Transformers (huggingface.co/docs/transformers/chat_templating): trim_blocks and
+lstrip_blocks, loop controls, tojson without escapes, raise_exception, and the generation tag around text with a loss.
 """
 
 import contextlib
@@ -23,23 +22,23 @@ import jinja2.nodes
 import jinja2.sandbox
 
 LONGEST_ERROR = 1000  # characters
-TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # written where there is none left to make it
+TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # a constant: formatting it may need memory
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The environment of a template. marks: what surrounds the text that a template marks as generated."""
+    """The environment of a template. marks: put around text in generation tags."""
 
     marks: tuple[str, str] = ("", "")
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: what stands between them comes out between `marks`."""
+    """{% generation %} ... {% endgeneration %}: puts the text between `marks`."""
 
     tags = {"generation"}
     environment: Environment
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
-        """The node of the tag."""
+        """Returns the node of the tag."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
@@ -50,36 +49,36 @@ class Generation(jinja2.ext.Extension):
         return f"{begin}{caller()}{end}"
 
 
-class Refused(Exception):
-    """The message of a template about a conversation that it refuses."""
+class TemplateRefusal(Exception):
+    """A template called raise_exception."""
 
 
-def refuse(message: str) -> None:
-    """raise_exception of templates."""
-    raise Refused(message)
+def raise_exception(message: str) -> None:
+    """Implements raise_exception of templates."""
+    raise TemplateRefusal(message)
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    """The filter of that name, which escapes nothing for HTML."""
+    """Implements the filter tojson, without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
-def compiled(source: str, marks: tuple[str, str], today: str) -> jinja2.Template:
-    """The template of this source. Raises jinja2.TemplateError if it is none."""
+def compile_source(source: str, marks: tuple[str, str], today: str) -> jinja2.Template:
+    """Compiles a template. Raises jinja2.TemplateError if it is invalid."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.marks = marks
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
+    environment.globals["raise_exception"] = raise_exception
     if today:
         environment.globals["strftime_now"] = datetime.date.fromisoformat(today).strftime
     return environment.from_string(source)
 
 
-def answer(request: Mapping[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, Any]:
-    """{"text"} of a template, {} where one was compiled, {"error"} for whatever a program in Jinja does wrong."""
+def handle_request(request: Mapping[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, Any]:
+    """Returns {"text"} after rendering, {} after compiling, or {"error"} for any error of the template."""
     try:
         if "source" in request:
-            templates[request["key"]] = compiled(request["source"], tuple(request["marks"]), request["today"])
+            templates[request["key"]] = compile_source(request["source"], tuple(request["marks"]), request["today"])
             return {}
         return {"text": templates[request["key"]].render(**request["given"])}
     except MemoryError:
@@ -90,16 +89,16 @@ def answer(request: Mapping[str, Any], templates: dict[str, jinja2.Template]) ->
 
 
 def main(memory_bytes: int, seconds: float) -> None:
-    """Answers until nobody asks. Processor time of a request beyond `seconds` ends the process, by SIGPROF."""
-    with contextlib.suppress(ValueError, OSError):  # a lower limit holds already, or a system that has none
+    """Handles requests until stdin ends. SIGPROF kills the process if a request takes more than `seconds` of CPU."""
+    with contextlib.suppress(ValueError, OSError):  # the limit is already lower, or not supported
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # who started this may ignore or block it, and so would this
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent's ignored or blocked signals are inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     templates: dict[str, jinja2.Template] = {}
     for request in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            line = json.dumps(answer(json.loads(request), templates)) + "\n"
+            line = json.dumps(handle_request(json.loads(request), templates)) + "\n"
         except MemoryError:
             line = TOO_MUCH_MEMORY
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""Renders a conversation with its chat template, finds the spans to learn (the assistant's turns), and encodes it."""
+"""Renders a conversation with its chat template, finds the assistant turns for the loss mask, and encodes it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,136 +8,137 @@ import numpy as np
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.guard import CLOSE, OPEN, Guard
-from jaxscale.text.chat.records import ASSISTANT, Chat, Pair
+from jaxscale.text.chat.records import ASSISTANT, Conversation, PromptCompletion
 from jaxscale.text.chat.template import ChatTemplate
 from jaxscale.text.tokenizer.base import Tokenizer
 
 NO_TURN = "no assistant turn"
-LINE_END = "\n"  # no tokenizer joins a text to a line end before it, but some put a space before a text that begins
+LINE_END = "\n"  # tokenizers do not merge across it, but some add a space at the start of a text
 
 
 class Piece(NamedTuple):
-    """A part of a document that is encoded by itself."""
+    """A part of a document that is encoded separately."""
 
     text: str  # or the name of a special token
     special: bool
-    learned: bool
+    in_loss: bool
 
 
 class Span(NamedTuple):
-    """A turn of the assistant in a text."""
+    """An assistant turn in a rendered text."""
 
     begin: int
     end: int
-    learned: bool
+    in_loss: bool
 
 
-class Written(NamedTuple):
-    """A document in pieces, and whether its end is learned."""
+class RenderedDocument(NamedTuple):
+    """A document in pieces. end_in_loss: its end token has a loss."""
 
     pieces: tuple[Piece, ...]
-    end_learned: bool
+    end_in_loss: bool
 
     @property
     def text(self) -> str:
-        """All of it, for people."""
+        """Returns the whole text, for messages."""
         return "".join(piece.text for piece in self.pieces)
 
 
-def write_pair(pair: Pair, begin: Sequence[str] = ()) -> Written:
-    """A prompt that is given, encoded as one is when the model is asked, and its completion.
+def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDocument:
+    """Renders a prompt, encoded as in generation, and its completion.
 
-    begin: the special tokens before a prompt.
+    begin: special tokens before the prompt.
     """
     first = [Piece(name, True, False) for name in begin]
-    texts = [Piece(text, False, learned) for text, learned in ((pair.prompt, False), (pair.completion, True)) if text]
-    return Written((*first, *texts), bool(pair.completion))
+    texts = [Piece(text, False, in_loss) for text, in_loss in ((pair.prompt, False), (pair.completion, True)) if text]
+    return RenderedDocument((*first, *texts), bool(pair.completion))
 
 
-def write_chat(chat: Chat, template: ChatTemplate, guard: Guard) -> Written:
-    """The conversation as the template has it.
+def render_conversation(chat: Conversation, template: ChatTemplate, guard: Guard) -> RenderedDocument:
+    """Renders the conversation with the template.
 
-    Learned is what follows the prompt of each of the assistant's turns, up to and with the token that ends the turn; or
-    what the template itself marks by {% generation %}. Text is cut where a turn of the assistant begins, learned or
-    not: there a prompt ends.
-    Raises: BadInput, a message that follows the record's place, where the template does not take the conversation, or
-    writes what came before a turn in another way than when that turn was asked for.
+    The loss covers each assistant turn after its prompt, including the token that ends the turn, or the text in
+    {% generation %} tags. Text is split at the start of every assistant turn, where a prompt ends in generation.
+    Raises: BadInput, with a message to append to the record's location, if the template rejects the conversation, or
+    renders the text before a turn differently than the prompt of that turn.
     """
-    mark = guard.choose([list(chat.messages), chat.tools])
-    messages, tools = guard.broken(chat.messages, mark), guard.broken(chat.tools, mark) if chat.tools else None
+    mark = guard.choose_marker([list(chat.messages), chat.tools])
+    messages, tools = guard.escape(chat.messages, mark), guard.escape(chat.tools, mark) if chat.tools else None
     whole = template.render(messages, tools, False)
     if OPEN in whole:
-        turns = [flag for flag, message in zip(chat.learned, messages) if message["role"] == ASSISTANT]
+        turns = [flag for flag, message in zip(chat.in_loss, messages) if message["role"] == ASSISTANT]
         whole, spans = marked_spans(whole, turns)
     else:
-        spans = turn_spans(messages, chat.learned, tools, whole, template, guard)
-    return pieces_of(whole, spans, mark, guard)
+        spans = turn_spans(messages, chat.in_loss, tools, whole, template, guard)
+    return split_pieces(whole, spans, mark, guard)
 
 
-def write_prompt(messages: Sequence[Mapping[str, Any]], tools: Any, template: ChatTemplate, guard: Guard) -> Written:
-    """What the model is asked with for its turn behind these messages: what write_chat has before that turn."""
-    mark = guard.choose([list(messages), tools])
-    messages, tools = guard.broken(messages, mark), guard.broken(tools, mark) if tools else None
+def render_prompt(
+    messages: Sequence[Mapping[str, Any]], tools: Any, template: ChatTemplate, guard: Guard
+) -> RenderedDocument:
+    """Renders the prompt of the assistant turn after these messages, as in render_conversation."""
+    mark = guard.choose_marker([list(messages), tools])
+    messages, tools = guard.escape(messages, mark), guard.escape(tools, mark) if tools else None
     whole, spans = marked_spans(template.render(messages, tools, True), ())
     spans = spans or turn_spans(messages, [False] * len(messages), tools, whole, template, guard)
-    return pieces_of(whole, spans, mark, guard)
+    return split_pieces(whole, spans, mark, guard)
 
 
 def turn_spans(
     messages: Sequence[Mapping[str, Any]],
-    learned: Sequence[bool],
+    in_loss: Sequence[bool],
     tools: Any,
     whole: str,
     template: ChatTemplate,
     guard: Guard,
 ) -> list[Span]:
-    """turn_span of each turn of the assistant, of those that are not learned where it can be told."""
+    """Returns turn_span of each assistant turn; turns without loss are skipped if it fails."""
     spans = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             try:
-                span = turn_span(messages, place, tools, whole, template, guard)
-                spans.append(span._replace(learned=learned[place]))
+                span = turn_span(messages, index, tools, whole, template, guard)
+                spans.append(span._replace(in_loss=in_loss[index]))
             except BadInput:
-                if learned[place]:
-                    raise  # else no such turn was ever learned, and there is nothing to equal
+                if in_loss[index]:
+                    raise  # a turn without loss needs no span
     return spans
 
 
 def turn_span(
-    messages: Sequence[Mapping[str, Any]], place: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
+    messages: Sequence[Mapping[str, Any]], index: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
 ) -> Span:
-    """Where in `whole` a turn is, found by writing the conversation up to it.
+    """Locates a turn in `whole` by rendering the conversation up to it.
 
-    Raises BadInput where the template writes what came before in another way than when the turn was asked for.
+    Raises: BadInput if the template renders the text before the turn differently than its prompt.
     """
-    before = template.render(messages[:place], tools, True)
-    after = template.render(messages[: place + 1], tools, False)
+    before = template.render(messages[:index], tools, True)
+    after = template.render(messages[: index + 1], tools, False)
     if not whole.startswith(before) or not after.startswith(before):
         raise BadInput(
-            f"is written by the template {template.name} so that what stands before turn {place + 1} is not what "
-            "the model is asked with; mark what is learned in the template by {% generation %}"
+            f"is rendered by the template {template.name} so that the text before turn {index + 1} differs from the "
+            "prompt of that turn; mark text with a loss in the template by {% generation %}"
         )
     begin, end = len(before), len(after)
     last = list(guard.pattern.finditer(after, begin))[-1:]
-    if last:  # what ends the turn; a line end behind it belongs to the next
+    if last:  # the end-of-turn token; a line end after it belongs to the next turn
         end = last[0].end()
-    if not whole.startswith(after[:end]):  # the turn is shorter once others follow, as Qwen3 drops what was thought
-        shown = whole.find(last[0][0], begin) if last else -1
-        if shown < 0:
+    if not whole.startswith(after[:end]):  # the turn is shorter if others follow: Qwen3 drops reasoning
+        found_at = whole.find(last[0][0], begin) if last else -1
+        if found_at < 0:
             raise BadInput(
-                f"is written by the template {template.name} so that the end of turn {place + 1} is not known; "
-                "mark what is learned in the template by {% generation %}"
+                f"is rendered by the template {template.name} so that the end of turn {index + 1} is unknown; "
+                "mark text with a loss in the template by {% generation %}"
             )
-        end = shown + len(last[0][0])
+        end = found_at + len(last[0][0])
     return Span(begin, end, True)
 
 
 def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
-    """(the text without the template's marks, what stood between them).
+    """Returns (text without marks, spans between marks).
 
-    turns: for each turn of the assistant, whether it is to be learned; () if there is nothing to learn. Raises
-    BadInput where a template does not mark each of them once, and some are not.
+    turns: True for each assistant turn with a loss; () if there is none. Raises BadInput if the template does not
+    mark each turn once and some have no loss.
     """
     text, spans, begin = "", [], 0
     for part in re.split(f"([{OPEN}{CLOSE}])", whole):
@@ -150,14 +151,12 @@ def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
     if all(turns):
         return text, spans
     if len(spans) != len(turns):
-        raise BadInput(
-            f"has {len(turns)} turns of the assistant, not all to be learned, and the template marks {len(spans)}"
-        )
-    return text, [span._replace(learned=wanted) for span, wanted in zip(spans, turns)]
+        raise BadInput(f"has {len(turns)} assistant turns, not all with a loss, but the template marks {len(spans)}")
+    return text, [span._replace(in_loss=in_loss) for span, in_loss in zip(spans, turns)]
 
 
-def pieces_of(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> Written:
-    """The text cut at special tokens and at both ends of each span. mark: the guard, which is taken out."""
+def split_pieces(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> RenderedDocument:
+    """Splits the text at special tokens and span boundaries. mark: the guard character to remove."""
     edges = {edge for span in spans for edge in (span.begin, span.end)}
     specials = {found.start(): found.end() for found in guard.pattern.finditer(whole)}
     inside = [edge for edge in edges if any(begin < edge < end for begin, end in specials.items())]
@@ -166,67 +165,67 @@ def pieces_of(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> Wri
     cuts = sorted({0, len(whole)} | edges | specials.keys() | set(specials.values()))
     pieces = []
     for begin, end in zip(cuts, cuts[1:]):
-        is_learned = any(s.learned and s.begin <= begin and end <= s.end for s in spans)
+        in_loss = any(s.in_loss and s.begin <= begin and end <= s.end for s in spans)
         text = whole[begin:end].replace(mark, "")
         if text:
-            pieces.append(Piece(text, specials.get(begin) == end, is_learned))
-    ends_open = bool(pieces) and pieces[-1].learned and not pieces[-1].special
-    return Written(tuple(pieces), ends_open)
+            pieces.append(Piece(text, specials.get(begin) == end, in_loss))
+    ends_open = bool(pieces) and pieces[-1].in_loss and not pieces[-1].special
+    return RenderedDocument(tuple(pieces), ends_open)
 
 
-def encode_written(tokenizer: Tokenizer, documents: Sequence[Written]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(int32[n] ids without the end of the document, bool[n + 1] learned, for that end too) of each document.
+def encode_rendered(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns (int32[n] ids without the end token, bool[n + 1] loss mask with the end token) of each document.
 
-    The name of a special token is its id where a piece is one, and plain text elsewhere.
+    A special piece becomes the id of its token; the same name in other pieces is plain text.
     """
     found = []
     for document, ids in zip(documents, encode_pieces(tokenizer, documents), strict=True):
-        learned = [np.full(len(part), piece.learned) for part, piece in zip(ids, document.pieces, strict=True)]
-        whole, marks = joined(ids), np.concatenate([*learned, [document.end_learned]]).astype(bool)
+        in_loss = [np.full(len(part), piece.in_loss) for part, piece in zip(ids, document.pieces, strict=True)]
+        whole, loss_mask = concat_ids(ids), np.concatenate([*in_loss, [document.end_in_loss]]).astype(bool)
         if len(whole) and whole[-1] == tokenizer.eos_id and document.pieces[-1].special:
-            whole, marks = whole[:-1], marks[:-1]  # it ends as every document does
-        found.append((whole, marks))
+            whole, loss_mask = whole[:-1], loss_mask[:-1]  # the writer appends the end token
+        found.append((whole, loss_mask))
     return found
 
 
-def encode_prompt(tokenizer: Tokenizer, document: Written) -> np.ndarray:
-    """int32[n]: the ids of all of it, as encode_written has them."""
-    return joined(encode_pieces(tokenizer, [document])[0])
+def encode_prompt(tokenizer: Tokenizer, document: RenderedDocument) -> np.ndarray:
+    """Returns int32[n]: the ids of the document, as in encode_rendered."""
+    return concat_ids(encode_pieces(tokenizer, [document])[0])
 
 
-def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """int32[n] of all parts."""
+def concat_ids(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenates parts to int32[n]."""
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
-def encode_pieces(tokenizer: Tokenizer, documents: Sequence[Written]) -> list[list[np.ndarray]]:
-    """The ids of each piece of each document."""
-    begins, goes_on = [], []  # texts at a document's beginning, and behind something
+def encode_pieces(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[list[np.ndarray]]:
+    """Returns the ids of each piece of each document."""
+    begins, continuations = [], []  # texts at the start of a document, and other texts
     for document in documents:
-        for alone, piece in zip(restarts(tokenizer, document), document.pieces):
+        for is_start, piece in zip(starts_document(tokenizer, document), document.pieces):
             if not piece.special:
-                (begins if alone else goes_on).append(piece.text)
-    first, other = iter(tokenizer.encode_many(begins)), iter(encode_behind(tokenizer, goes_on))
+                (begins if is_start else continuations).append(piece.text)
+    first, other = iter(tokenizer.encode_many(begins)), iter(encode_continuations(tokenizer, continuations))
 
-    def ids(alone: bool, piece: Piece) -> np.ndarray:
-        found = [tokenizer.special_ids[piece.text]] if piece.special else next(first if alone else other)
+    def ids(is_start: bool, piece: Piece) -> np.ndarray:
+        found = [tokenizer.special_ids[piece.text]] if piece.special else next(first if is_start else other)
         return np.asarray(found, np.int32)
 
-    return [list(map(ids, restarts(tokenizer, document), document.pieces)) for document in documents]
+    return [list(map(ids, starts_document(tokenizer, document), document.pieces)) for document in documents]
 
 
-def restarts(tokenizer: Tokenizer, document: Written) -> list[bool]:
-    """For each piece, whether its text is encoded as at the beginning of a document."""
+def starts_document(tokenizer: Tokenizer, document: RenderedDocument) -> list[bool]:
+    """Returns True for each piece whose text is encoded as at the start of a document."""
     before = [True, *(tokenizer.prefix_after_special and piece.special for piece in document.pieces[:-1])]
     return before[: len(document.pieces)]
 
 
-def encode_behind(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of texts that stand behind others: without the space that some tokenizers put before a text."""
+def encode_continuations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Encodes texts that follow others, without the space that some tokenizers add at the start."""
     line_end = tokenizer.encode(LINE_END)
-    behind = tokenizer.encode(f"{LINE_END}a")
-    if np.array_equal(behind[len(line_end) :], tokenizer.encode("a")) or not np.array_equal(
-        behind[: len(line_end)], line_end
+    after_line_end = tokenizer.encode(f"{LINE_END}a")
+    if np.array_equal(after_line_end[len(line_end) :], tokenizer.encode("a")) or not np.array_equal(
+        after_line_end[: len(line_end)], line_end
     ):
         return list(tokenizer.encode_many(texts))
     found = tokenizer.encode_many([LINE_END + text for text in texts])

@@ -15,15 +15,15 @@ from jaxscale.text.tokenizer.added import DEFAULTS, NAMED, class_of
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.load import (
     TOOL_USE,
-    About,
-    beside,
+    TokenizerFolder,
     find_template,
     named_templates,
-    read_about,
+    read_settings,
     read_source,
+    tokenizer_folder,
 )
 
-START, END = "<|im_start|>", "<|im_end|>"  # ChatML's
+START, END = "<|im_start|>", "<|im_end|>"  # ChatML
 BUILT_IN = "built-in, in the manner of ChatML"
 CHAT = "pip install 'jaxscale[chat]'"
 
@@ -33,38 +33,40 @@ Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str]  # (messages, t
 class ChatTemplate(NamedTuple):
     """Renders conversations."""
 
-    name: str  # for people: its file, or that it is built in
+    name: str  # for messages: its file, or BUILT_IN
     render: Render
     source: str  # in Jinja
-    fingerprint: str  # equal fingerprints, equal texts
+    fingerprint: str  # equal fingerprints render equal text
     begin: tuple[str, ...]  # special tokens before a prompt that is not a conversation
     variables: Mapping[str, Any]
     today: str
 
     @property
     def note(self) -> dict[str, Any]:
-        """The part that save_tokenizer saves, so that generation formats prompts as training did."""
+        """Returns the part for save_tokenizer, so that generation formats prompts as training did."""
         note = {"template": self.source, "variables": dict(self.variables), "today": self.today}
         return note | {"fingerprint": self.fingerprint}
 
 
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
-    """The template of the settings, of the tokenizer's folder, or the built-in one.
+    """Returns the template of the settings, the tokenizer's folder, or the built-in one.
 
-    Raises BadInput for a file that is not there or no template, and where the package jinja2 is missing.
+    Raises: BadInput for a missing or invalid file, or if jinja2 is not installed.
     """
-    about = read_about(beside(tokenizer))
+    about = read_settings(tokenizer_folder(tokenizer))
     if cfg.template:
         name = f"data.chat.template={cfg.template}"
-        return compiled(tokenizer, cfg, about, read_source(Path(cfg.template).expanduser(), name), name)
+        return make_template(tokenizer, cfg, about, read_source(Path(cfg.template).expanduser(), name), name)
     found = find_template(about)
-    return compiled(tokenizer, cfg, about, *found) if found else built_in(tokenizer)
+    return make_template(tokenizer, cfg, about, *found) if found else builtin_template(tokenizer)
 
 
-def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, where: str) -> ChatTemplate:
-    """The template of this source, which is in the file `where`. Raises as load_template does."""
-    if turn_end(tokenizer) and source == (own := built_in(tokenizer)).source:
-        return own  # that a run has kept; it needs no package
+def make_template(
+    tokenizer: Tokenizer, cfg: ChatConfig, about: TokenizerFolder, source: str, where: str
+) -> ChatTemplate:
+    """Returns the template of this source from the file `where`. Raises as load_template."""
+    if turn_end(tokenizer) and source == (builtin := builtin_template(tokenizer)).source:
+        return builtin  # saved by a run; it does not need jinja2
     if not packages.is_installed("jinja2"):  # an extra
         raise missing_package(f"the chat template {where}", "jinja2", CHAT)
     defaults = DEFAULTS.get(class_of(about.settings), {})
@@ -72,15 +74,15 @@ def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, w
     names |= {key: about.token(key) for key in NAMED if about.token(key)}
     names.setdefault("eos_token", end_name(tokenizer))
     variables = dict(cfg.variables)
-    made_from = hashlib.sha256(json.dumps([source, names, variables, cfg.today], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([source, names, variables, cfg.today], sort_keys=True).encode())
     render = compile_template(source, where, names, variables, cfg.today)
     if not cfg.template and TOOL_USE in named_templates(about)[0]:
         render = without_tools(render, where)
-    return ChatTemplate(where, render, source, made_from.hexdigest(), begin_names(tokenizer), variables, cfg.today)
+    return ChatTemplate(where, render, source, digest.hexdigest(), begin_names(tokenizer), variables, cfg.today)
 
 
 def without_tools(render: Render, where: str) -> Render:
-    """Returns a function that renders conversations without tools, and refuses others, which have another template."""
+    """Returns a render function that rejects conversations with tools, which need another template."""
 
     def render_or_refuse(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         if tools:
@@ -94,7 +96,7 @@ def without_tools(render: Render, where: str) -> Render:
 
 
 def end_name(tokenizer: Tokenizer) -> str:
-    """The name of the token that ends a document; '' where that is not a special token."""
+    """Returns the name of the token that ends a document; '' if it is not a special token."""
     return next((name for name, i in tokenizer.special_ids.items() if i == tokenizer.eos_id), "")
 
 
@@ -103,10 +105,10 @@ def turn_end(tokenizer: Tokenizer) -> str:
     return f"{END}\n" if END in tokenizer.special_ids else end_name(tokenizer)
 
 
-def built_in(tokenizer: Tokenizer) -> ChatTemplate:
-    """Each turn as '<|im_start|>role', its text on the next lines, and '<|im_end|>'.
+def builtin_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns the built-in template: each turn is '<|im_start|>role', the text on the next lines, and '<|im_end|>'.
 
-    A tokenizer without that last token ends a turn with the token that ends a document, so that no text can end one.
+    Without <|im_end|> in the tokenizer, the end-of-document token ends a turn, so that text cannot end one.
     """
     begin = begin_names(tokenizer)
     first, end = "".join(begin), turn_end(tokenizer)
@@ -125,5 +127,5 @@ def built_in(tokenizer: Tokenizer) -> ChatTemplate:
     turn = f"{{{{ '{START}' + message['role'] + '\\n' + message['content'] + {json.dumps(end)} }}}}"
     source = f"{first}{{% for message in messages %}}{turn}{{% endfor %}}"
     source += f"{{% if add_generation_prompt %}}{{{{ '{START}assistant\\n' }}}}{{% endif %}}"
-    made_from = hashlib.sha256(f"built in 1 {first} {end}".encode()).hexdigest()
-    return ChatTemplate(BUILT_IN, render, source, made_from, begin, {}, "")
+    digest = hashlib.sha256(f"built in 1 {first} {end}".encode()).hexdigest()
+    return ChatTemplate(BUILT_IN, render, source, digest, begin, {}, "")

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.jsonl import MISSING, record_text, refuse, second_look
-from jaxscale.text.sources.left_out import lose
-from jaxscale.text.sources.part import NO_WORDS, WHOLE, Damaged, Part, Records, needs, refetch
+from jaxscale.text.sources.jsonl import MISSING, record_text, reparse, skip_or_raise
+from jaxscale.text.sources.left_out import count_skipped
+from jaxscale.text.sources.part import NO_METADATA, WHOLE, Damaged, Part, Records, damage_fix, importing
 
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 
@@ -22,7 +22,7 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
     """
     for number, record, value in array_records(path, cfg, skipped, part):
         if cfg.record_format == "text":
-            yield number, number, record, NO_WORDS
+            yield number, number, record, NO_METADATA
         else:
             yield from record_text(value, number, number, record, cfg, skipped, f"{path} record {number}")
 
@@ -30,10 +30,10 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
 def array_records(
     path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE, raw: Sequence[str] = ()
 ) -> Iterator[tuple[int, bytes, Any]]:
-    """Yields (number, the record, its value as cfg.record_format has it) of the records [part.begin, part.end).
+    """Yields (number, record, value by cfg.record_format) of the records [part.begin, part.end).
 
-    raw: features of a tf.train.Example that stay bytes beside the text field, so that bad UTF-8 in them is found. Of
-    text the value is the record. Raises: BadInput naming file and record for one that is invalid.
+    raw: features of a tf.train.Example that stay bytes, as the text field, so that invalid UTF-8 is detected. For text
+    the value is the record. Raises: BadInput naming file and record for one that is invalid.
     """
     with opened(path, cfg) as reader:
         if part.begin:
@@ -44,11 +44,11 @@ def array_records(
             except (IndexError, RuntimeError, ValueError) as error:
                 raise Damaged(f"{path} is broken at record {number:,}: {error}; fetch it again") from None
             if len(record) > cfg.max_line_bytes:
-                lose(skipped, "longer than max_line_bytes", len(record))
+                count_skipped(skipped, "longer than max_line_bytes", len(record))
             else:
                 value, place = record, f"{path} record {number}"
                 if cfg.record_format == "json":
-                    value = second_look(record, cfg, skipped, place)
+                    value = reparse(record, cfg, skipped, place)
                 elif cfg.record_format == "example":
                     value = example(record, cfg, skipped, place, raw)
                 if value is not MISSING:
@@ -56,37 +56,37 @@ def array_records(
 
 
 def is_array_record(path: str) -> bool:
-    """True for an ArrayRecord file, by its name."""
+    """Returns True for an ArrayRecord file name."""
     return ".array_record" in os.path.basename(path) or path.endswith(".arrayrecord")
 
 
 def load_package() -> Any:
-    """The package's module. Raises BadInput if it is not installed."""
-    with needs("reading and writing ArrayRecord files", "array_record"):
+    """Imports the package. Raises BadInput if it is not installed."""
+    with importing("reading and writing ArrayRecord files", "array_record"):
         return importlib.import_module("array_record.python.array_record_module")
 
 
 @contextlib.contextmanager
 def opened(path: str, cfg: ReadConfig) -> Iterator[Any]:
-    """The open file. Raises Damaged naming it if it is not ArrayRecord."""
+    """Opens a file. Raises Damaged if it is not ArrayRecord."""
     package = load_package()
-    os.stat(path)  # an OSError of the usual kind if it is not there
+    os.stat(path)  # raises the usual OSError if it is missing
     try:
         reader = package.ArrayRecordReader(path, OPTIONS)
         if not reader.ok():
-            reader.close()  # tells why
+            reader.close()  # raises the reason
     except (ValueError, RuntimeError, IndexError) as error:
         reason = str(error).partition("\n")[0][:200]
-        raise Damaged(f"{path} cannot be read as ArrayRecord: {reason}; {refetch(cfg)}") from None
+        raise Damaged(f"{path} cannot be read as ArrayRecord: {reason}; {damage_fix(cfg)}") from None
     try:
         yield reader
     finally:
-        with contextlib.suppress(RuntimeError):  # says once more what was wrong with the file
+        with contextlib.suppress(RuntimeError):  # raises the same error again
             reader.close()
 
 
 def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """The records in parts of about part_bytes of the file."""
+    """Splits the records into parts of about part_bytes."""
     with opened(path, cfg) as reader:
         total = reader.num_records()
     step = max(1, total * part_bytes // max(os.path.getsize(path), 1))
@@ -94,31 +94,31 @@ def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part
 
 
 def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: Sequence[str] = ()) -> Any:
-    """{name: first value} of the byte features of a tf.train.Example, MISSING for what is none and was counted.
+    """Returns {name: first value} of the byte features of a tf.train.Example; MISSING if invalid and counted.
 
-    raw: features that stay bytes beside the text field. Format: tensorflow/core/example/example.proto.
+    raw: features that stay bytes, as the text field. Format: tensorflow/core/example/example.proto.
     """
-    with needs("reading tf.train.Example", "protobuf"):
+    with importing("reading tf.train.Example", "protobuf"):
         from google.protobuf.message import DecodeError
     found = {}
     try:
-        for _, features in inner(record, 1):
-            for _, entry in inner(features, 1):
-                parts = dict(inner(entry))
-                for _, values in inner(parts.get(2, b""), 1):
+        for _, features in length_delimited(record, 1):
+            for _, entry in length_delimited(features, 1):
+                parts = dict(length_delimited(entry))
+                for _, values in length_delimited(parts.get(2, b""), 1):
                     name = parts.get(1, b"").decode("utf-8", "replace")
-                    value = next((v for _, v in inner(values, 1)), b"")
+                    value = next((v for _, v in length_delimited(values, 1)), b"")
                     found[name] = value if name in (cfg.text_field, *raw) else value.decode("utf-8", "replace")
     except DecodeError:
-        refuse(f"{place} is not a tf.train.Example", cfg, skipped, "not tf.train.Example", len(record))
+        skip_or_raise(f"{place} is not a tf.train.Example", cfg, skipped, "not tf.train.Example", len(record))
         return MISSING
     return found
 
 
-def inner(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, content) of the fields of a message that have a length, all or those of one number.
+def length_delimited(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, content) of length-delimited fields of a message; wanted: only this number, 0: all.
 
-    They are read without the message's definition, as what a message without any field does not know.
+    Reads them as unknown fields of an empty message, without a message definition.
     """
     from google.protobuf.empty_pb2 import Empty
     from google.protobuf.unknown_fields import UnknownFieldSet

@@ -1,4 +1,4 @@
-"""Bytes and lines of a file, decompressed on the fly, in bounded memory."""
+"""Bytes and lines of a file, decompressed on the fly in bounded memory."""
 
 import io
 import os
@@ -8,41 +8,41 @@ from collections.abc import Callable, Iterator
 from jaxscale.system.paths import open_binary
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import PACKED
-from jaxscale.text.sources.left_out import lose
+from jaxscale.text.sources.left_out import count_skipped
 from jaxscale.text.sources.part import WHOLE, Damaged, Part
-from jaxscale.text.sources.unpack import BLOCK_BYTES, MAGIC_BYTES, packed_ending, unpack
+from jaxscale.text.sources.unpack import BLOCK_BYTES, MAGIC_BYTES, packed_suffix, unpack
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def is_packed(path: str) -> bool:
-    """True if the name says that the file is packed."""
+    """Returns True for the name of a packed file."""
     return path.lower().endswith(PACKED)
 
 
 def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[bytes]:
-    """Yields the bytes of the file, or of a part of one that is not packed, at most BLOCK_BYTES at a time.
+    """Yields the bytes of a file, or of a part of one that is not packed, at most BLOCK_BYTES at a time.
 
-    skipped: counts what follows the packed data of a file. Raises: Damaged naming the file, the place and the way out
-    if it is cut short or broken, or needs more than cfg allows.
+    skipped: counts bytes after the packed data. Raises: Damaged naming file, location and fix if the file is truncated,
+    broken, or larger than cfg allows.
     """
     if is_packed(path):
-        yield from unpack(path, cfg, part.tell, skipped)
+        yield from unpack(path, cfg, part.on_progress, skipped)
         return
     check_unpacked(path, cfg)
     with open_binary(path) as file:
-        size = left = max(min(part.end, file.seek(0, os.SEEK_END)) - part.begin, 0)
+        size = remaining = max(min(part.end, file.seek(0, os.SEEK_END)) - part.begin, 0)
         file.seek(part.begin)
-        while left > 0 and (block := file.read(min(BLOCK_BYTES, left))):
-            left -= len(block)
-            part.tell(1 - left / size)
+        while remaining > 0 and (block := file.read(min(BLOCK_BYTES, remaining))):
+            remaining -= len(block)
+            part.on_progress(1 - remaining / size)
             yield block
 
 
 def check_unpacked(path: str, cfg: ReadConfig) -> None:
-    """Raises Damaged for a file that is packed by its first bytes, which no text has, and not by its name."""
+    """Raises Damaged for a file that is packed by its first bytes but not by its name."""
     with open_binary(path) as file:
-        found = packed_ending(file.read(MAGIC_BYTES))
+        found = packed_suffix(file.read(MAGIC_BYTES))
     if found:
         raise Damaged(
             f"{path} is packed, by its first bytes, and its name does not say so; name it "
@@ -51,7 +51,7 @@ def check_unpacked(path: str, cfg: ReadConfig) -> None:
 
 
 def packed_problem(path: str, cfg: ReadConfig) -> str:
-    """Why a packed file cannot be unpacked whole, '' if it can: what is wrong with its text may come from that."""
+    """Returns why a packed file cannot be unpacked, which may explain errors in its text; '' if it can."""
     try:
         for _ in unpack(path, cfg):
             pass
@@ -60,42 +60,42 @@ def packed_problem(path: str, cfg: ReadConfig) -> str:
     return ""
 
 
-class Stream(io.RawIOBase):
+class BlockStream(io.RawIOBase):
     """Blocks of bytes as a raw stream, for io.BufferedReader."""
 
     def __init__(self, blocks: Iterator[bytes]):
-        self._blocks, self._held, self._place = blocks, b"", 0
+        self._blocks, self._buffered, self._place = blocks, b"", 0
 
     def readable(self) -> bool:
-        """It can be read, and nothing else."""
+        """Returns True: the stream is read-only."""
         return True
 
     def tell(self) -> int:
-        """How many bytes were read."""
+        """Returns the number of bytes read."""
         return self._place
 
     def readinto(self, buffer: memoryview) -> int:
-        """The next bytes, of one block; 0 at the end."""
-        self._held = self._held or next(self._blocks, b"")
-        size = min(len(buffer), len(self._held))
-        buffer[:size], self._held = self._held[:size], self._held[size:]
+        """Reads the next bytes of one block; returns 0 at the end."""
+        self._buffered = self._buffered or next(self._blocks, b"")
+        size = min(len(buffer), len(self._buffered))
+        buffer[:size], self._buffered = self._buffered[:size], self._buffered[size:]
         self._place += size
         return size
 
 
-def buffered(blocks: Iterator[bytes]) -> io.BufferedReader:
-    """The blocks as a file that is open for reading."""
-    return io.BufferedReader(Stream(blocks), BLOCK_BYTES)
+def as_file(blocks: Iterator[bytes]) -> io.BufferedReader:
+    """Wraps the blocks as a file that is open for reading."""
+    return io.BufferedReader(BlockStream(blocks), BLOCK_BYTES)
 
 
 def read_lines(
     blocks: Iterator[bytes], limit: int, skipped: Counter, offset: int = 0
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset in bytes of the unpacked file, number from 1, line without its end). The last one needs no end.
+    """Yields (offset in the unpacked file, number from 1, line without its end). The last line needs no end.
 
-    A line longer than `limit` bytes is never held: it is counted in `skipped`, and the lines around it are there.
+    A line longer than `limit` bytes is counted in `skipped` and never buffered.
     """
-    stream, number = buffered(blocks), 0
+    stream, number = as_file(blocks), 0
     while piece := stream.readline(BLOCK_BYTES):
         number += 1
         pieces, size = [piece], len(piece)
@@ -106,14 +106,14 @@ def read_lines(
                 pieces.clear()
         size -= piece.endswith(b"\n")
         if size > limit:
-            lose(skipped, "longer than max_line_bytes", size)
+            count_skipped(skipped, "longer than max_line_bytes", size)
         else:
             yield offset, number, b"".join(pieces).removesuffix(b"\n")
         offset += size + 1
 
 
 def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
-    """Where the first line begins that begins at `place` or after it; `size`, the file's, if none does."""
+    """Returns the first line start at or after `place`; the file's `size` if there is none."""
     if place <= 0:
         return 0
     with open(path, "rb") as file:
@@ -127,7 +127,7 @@ def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
 
 
 def cut_parts(path: str, part_bytes: int, find: Callable[[str, int, int, int], int]) -> list[Part]:
-    """Parts of about part_bytes. find: next_line, or a function like it for other places to cut at."""
+    """Splits a file into parts of about part_bytes. find: next_line, or a similar function for other split points."""
     size = os.path.getsize(path)
     if is_packed(path) or size <= part_bytes:
         return [WHOLE]

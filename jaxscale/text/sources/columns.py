@@ -1,4 +1,4 @@
-"""Text columns of Parquet and Arrow files, a bounded number of rows in memory at a time."""
+"""Text columns of Parquet and Arrow files, read in bounded memory."""
 
 import contextlib
 from collections import Counter
@@ -7,22 +7,22 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, refetch
+from jaxscale.text.sources.part import SKIP_REMAINDER, WHOLE, Damaged, Part, Records, damage_fix
 from jaxscale.text.sources.unpack import RATIO_FLOOR
 
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024
-NUMBER_TYPES = {"INT32": 4, "INT64": 8}  # bytes of a value, by its type in Parquet
-NUMBER_BYTES = 5  # that a row takes at most where it is only a number
+NUMBER_TYPES = {"INT32": 4, "INT64": 8}  # bytes per value of Parquet types
+NUMBER_BYTES = 5  # maximum of a dictionary index per row
 
 
 def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row as bytes, of the row groups of the part.
+    """Yields the text of each row as bytes, for the row groups of the part.
 
-    Raises: BadInput naming the file if it is not Parquet, is truncated, or lacks the text column or has no text in it.
+    Raises: BadInput naming a file that is not Parquet, is truncated, or has no text column.
     """
-    with opened(path, cfg) as table:
-        names = wanted(table.schema_arrow, path, cfg)
+    with open_parquet(path, cfg) as table:
+        names = select_columns(table.schema_arrow, path, cfg)
         for row, batch in parquet_batches(table, [name for name in names if name], path, cfg, part):
             yield from batch_rows(batch, names, row, path)
 
@@ -30,9 +30,9 @@ def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOL
 def parquet_batches(
     table: Any, columns: list[str], path: str, cfg: ReadConfig, part: Part = WHOLE
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (number of its first row, record batch) of these columns, for the row groups of the part.
+    """Yields (first row, record batch) of these columns, for the row groups of the part.
 
-    Raises: Damaged as text_bytes and sound do.
+    Raises: Damaged as text_bytes and validated.
     """
     meta = table.metadata
     row = sum(meta.row_group(group).num_rows for group in range(part.begin))
@@ -45,19 +45,19 @@ def parquet_batches(
             columns=columns,
             use_threads=False,
         )
-        for batch in sound(batches, path, cfg):
+        for batch in validated(batches, path, cfg):
             yield row, batch
             row += batch.num_rows
 
 
-def opened(path: str, cfg: ReadConfig) -> Any:
-    """The open Parquet file; where texts repeat, each is held once, so that few bytes cannot swell to many."""
+def open_parquet(path: str, cfg: ReadConfig) -> Any:
+    """Opens a Parquet file. A text column in dictionary encoding stays encoded, so that memory is bounded."""
     import pyarrow
     import pyarrow.parquet
 
-    with whole(path, cfg, "Parquet"):
+    with opening(path, cfg, "Parquet"):
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        if (columns := leaves(table, [cfg.text_field])) and repeats(table.metadata, columns[0]):
+        if (columns := column_indices(table, [cfg.text_field])) and is_dictionary_encoded(table.metadata, columns[0]):
             table.close()
             table = pyarrow.parquet.ParquetFile(
                 path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=[cfg.text_field]
@@ -66,8 +66,8 @@ def opened(path: str, cfg: ReadConfig) -> Any:
 
 
 @contextlib.contextmanager
-def whole(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
-    """Around the opening of a file. Raises Damaged for one that is not of this kind, or cut short."""
+def opening(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
+    """Wraps the opening of a file. Raises Damaged if it does not have this format or is truncated."""
     import pyarrow
 
     try:
@@ -75,11 +75,11 @@ def whole(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
-        raise Damaged(f"{path} cannot be read as {kind}: {first_line(error)}; {refetch(cfg)}") from None
+        raise Damaged(f"{path} cannot be read as {kind}: {first_line(error)}; {damage_fix(cfg)}") from None
 
 
-def repeats(meta: Any, column: int) -> bool:
-    """True if some row group holds nothing but numbers of texts, and the texts once, in a dictionary."""
+def is_dictionary_encoded(meta: Any, column: int) -> bool:
+    """Returns True if a row group stores the column as dictionary indices."""
     for group in range(meta.num_row_groups):
         chunk = meta.row_group(group).column(column)
         if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
@@ -89,8 +89,8 @@ def repeats(meta: Any, column: int) -> bool:
     return False
 
 
-def leaves(table: Any, fields: Iterable[str]) -> list[int]:
-    """The places in the row groups of the columns of these fields, those inside lists and structs among them."""
+def column_indices(table: Any, fields: Iterable[str]) -> list[int]:
+    """Returns the column indices of these fields in row groups, including nested ones."""
     schema = table.metadata.schema
     inside = tuple(f"{field}." for field in fields)
     paths = [f"{schema.column(i).path}." for i in range(len(schema))]
@@ -98,8 +98,8 @@ def leaves(table: Any, fields: Iterable[str]) -> list[int]:
 
 
 def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Iterable[str]) -> int:
-    """Bytes of some fields of a row group, unpacked. Raises Damaged if they are more than cfg allows."""
-    chunks = [table.metadata.row_group(group).column(i) for i in leaves(table, fields)]
+    """Returns the unpacked bytes of fields of a row group. Raises Damaged if they exceed the limits of cfg."""
+    chunks = [table.metadata.row_group(group).column(i) for i in column_indices(table, fields)]
     if not chunks:
         return table.metadata.row_group(group).total_byte_size
     size, packed = sum(map(unpacked_bytes, chunks)), max(sum(chunk.total_compressed_size for chunk in chunks), 1)
@@ -112,25 +112,32 @@ def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Itera
 
 
 def unpacked_bytes(chunk: Any) -> int:
-    """Bytes of a column chunk in memory. Parquet stores a run of equal numbers as one number and its length."""
+    """Returns the bytes of a column chunk in memory. Run-length encoding makes files of numbers much smaller."""
     return max(chunk.total_uncompressed_size, chunk.num_values * NUMBER_TYPES.get(chunk.physical_type, 0))
 
 
 def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row of an Arrow file or stream, as read_parquet does."""
+    """Yields the text of each row of an Arrow file or stream, as read_parquet."""
     import pyarrow
 
-    with whole(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
+    with opening(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
         schema, batches = arrow_batches(mapped)
-        names, row = wanted(schema, path, cfg), 0
-        for batch in sound(batches, path, cfg):
-            for first in range(0, batch.num_rows, BATCH_ROWS):
-                yield from batch_rows(batch.slice(first, BATCH_ROWS), names, row + first, path)
-            row += batch.num_rows
+        names = select_columns(schema, path, cfg)
+        for row, batch in small_batches(validated(batches, path, cfg)):
+            yield from batch_rows(batch, names, row, path)
+
+
+def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Yields (first row, record batch of at most BATCH_ROWS rows)."""
+    row = 0
+    for batch in batches:
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            yield row + first, batch.slice(first, BATCH_ROWS)
+        row += batch.num_rows
 
 
 def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
-    """(schema, record batches) of an open Arrow file or stream; Hugging Face datasets write streams."""
+    """Returns (schema, record batches) of an Arrow file or stream; Hugging Face datasets write streams."""
     import pyarrow
 
     is_file = source.read(6) == b"ARROW1"
@@ -142,8 +149,8 @@ def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
     return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
-def sound(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
-    """The batches. Raises Damaged naming the file where they break off."""
+def validated(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
+    """Yields the batches after validation. Raises Damaged naming the file and row."""
     import pyarrow
 
     rows = 0
@@ -154,7 +161,8 @@ def sound(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
                 batch.validate()
         except (pyarrow.ArrowException, OSError) as error:
             raise Damaged(
-                f"{path} is broken after row {rows:,} or a little more ({first_line(error)}); {refetch(cfg, REST)}"
+                f"{path} is broken after row {rows:,} or a little more ({first_line(error)}); "
+                f"{damage_fix(cfg, SKIP_REMAINDER)}"
             ) from None
         if batch is None:
             return
@@ -163,51 +171,52 @@ def sound(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of a message."""
+    """Returns the beginning of a message."""
     return str(error).partition("\n")[0][:200]
 
 
-def wanted(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
-    """The columns of the text and of its words, '' for one that is not there. Raises BadInput without text."""
-    names = [name if name and type_of(schema, name) is not None else "" for name in (cfg.text_field, *cfg.word_fields)]
+def select_columns(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
+    """Returns the columns of text and metadata, '' for a missing one. Raises BadInput without a text column."""
+    fields = (cfg.text_field, *cfg.metadata_fields)
+    names = [name if name and type_of(schema, name) is not None else "" for name in fields]
     if not names[0]:
         raise BadInput(f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.set_field}")
     return tuple(names)
 
 
 def type_of(schema: Any, name: str) -> Any:
-    """The Arrow type of a column, None if there is no such column; a.b is the field b of the column a."""
+    """Returns the Arrow type of a column, or None; a.b is the field b of the column a."""
     with contextlib.suppress(KeyError, ValueError, IndexError, AttributeError, TypeError):
-        head, *rest = [name] if name in schema.names else name.split(".")
+        head, *tail = [name] if name in schema.names else name.split(".")
         kind = schema.field(head).type
-        for inner in rest:
+        for inner in tail:
             kind = kind.field(inner).type
         return kind
     return None
 
 
 def batch_rows(batch: Any, names: tuple[str, ...], row: int, path: str) -> Records:
-    """Yields the rows of a batch, the text as bytes, so that bad UTF-8 is ours to judge."""
+    """Yields the rows of a batch, with text as bytes, so that data.invalid_utf8 applies."""
     texts = as_bytes(column_of(batch, names[0]), path, names[0])
-    nothing = [""] * batch.num_rows
-    words = zip(*(as_words(column_of(batch, name)) if name else nothing for name in names[1:]))
-    for number, text, own in zip(range(row, row + batch.num_rows), texts, words):
-        yield number, number, text or b"", own
+    empty = [""] * batch.num_rows
+    columns = zip(*(column_strings(column_of(batch, name)) if name else empty for name in names[1:]))
+    for number, text, metadata in zip(range(row, row + batch.num_rows), texts, columns):
+        yield number, number, text or b"", metadata
 
 
 def column_of(batch: Any, name: str) -> Any:
-    """A column, or a field of one."""
+    """Returns a column or a field of one."""
     import pyarrow.compute
 
     if name in batch.schema.names:
         return batch.column(name)
-    head, *rest = name.split(".")
-    field = pyarrow.compute.StructFieldOptions(rest)
+    head, *tail = name.split(".")
+    field = pyarrow.compute.StructFieldOptions(tail)
     return pyarrow.compute.call_function("struct_field", [batch.column(head)], field)
 
 
 def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
-    """Yields the values of a column of text. Raises BadInput if it is none."""
+    """Yields the values of a text column. Raises BadInput for other types."""
     import pyarrow
 
     if isinstance(column, pyarrow.DictionaryArray):
@@ -217,12 +226,12 @@ def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
         values = column.cast(pyarrow.large_binary())
     except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
         raise BadInput(f"{path}: column {name!r} is {column.type}, not text") from None
-    values.validate(full=True)  # the offsets came out of a file
+    values.validate(full=True)  # the offsets are untrusted
     return iter(values.to_pylist())
 
 
-def as_words(column: Any) -> list[str]:
-    """The values of a column as text, '' for null; what is not UTF-8 in it is replaced."""
+def column_strings(column: Any) -> list[str]:
+    """Returns the values of a column as text, '' for null; invalid UTF-8 is replaced."""
     import pyarrow
 
     if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
@@ -233,11 +242,11 @@ def as_words(column: Any) -> list[str]:
 
 
 def parquet_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """The row groups in parts of about part_bytes of text."""
-    with opened(path, cfg) as table:
-        parts, begin, held = [], 0, 0
+    """Splits the row groups into parts of about part_bytes of text."""
+    with open_parquet(path, cfg) as table:
+        parts, begin, num_bytes = [], 0, 0
         for group in range(table.metadata.num_row_groups):
-            held += text_bytes(table, group, path, cfg, [cfg.text_field])
-            if held >= part_bytes:
-                parts, begin, held = [*parts, Part(begin, group + 1)], group + 1, 0
-        return [*parts, Part(begin, table.metadata.num_row_groups)] if held or not parts else parts
+            num_bytes += text_bytes(table, group, path, cfg, [cfg.text_field])
+            if num_bytes >= part_bytes:
+                parts, begin, num_bytes = [*parts, Part(begin, group + 1)], group + 1, 0
+        return [*parts, Part(begin, table.metadata.num_row_groups)] if num_bytes or not parts else parts

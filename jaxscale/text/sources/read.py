@@ -12,47 +12,50 @@ from jaxscale.text.sources.array_record import array_record_parts, is_array_reco
 from jaxscale.text.sources.blocks import check_unpacked, cut_parts, is_packed, next_line, packed_problem
 from jaxscale.text.sources.columns import parquet_parts, read_arrow, read_parquet
 from jaxscale.text.sources.data_sets import read_dataset, read_seqio
-from jaxscale.text.sources.decode import decoded
+from jaxscale.text.sources.decode import decode_text
 from jaxscale.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
-from jaxscale.text.sources.jsonl import JSON_LINES, at, read_json_lines
-from jaxscale.text.sources.left_out import BROKEN, lose
-from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, unreadable
+from jaxscale.text.sources.jsonl import JSON_LINES, format_line, read_json_lines
+from jaxscale.text.sources.left_out import BROKEN, count_skipped
+from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, read_error
 from jaxscale.text.sources.text import read_text, text_parts
 from jaxscale.text.sources.warc import read_page, read_warc
 
 
-class Reader(NamedTuple):
-    """How files of a kind are read."""
+class FormatReader(NamedTuple):
+    """Functions that read files of one format."""
 
-    unit: str  # what a record is called; '' for plain text, which has only bytes
+    unit: str  # name of a record in messages; '' for plain text, located by byte
     read: Callable[[str, ReadConfig, Counter, Part], Records]
-    cut: Callable[[str, ReadConfig, int], list[Part]] | None = None  # (path, settings, bytes of a part); None: whole
+    cut: Callable[[str, ReadConfig, int], list[Part]] | None = None  # (path, settings, bytes of a part)
 
 
-KINDS: dict[tuple[str, ...], Reader] = {  # by the endings of their names
-    JSON_LINES: Reader("line", read_json_lines, lambda path, cfg, part_bytes: cut_parts(path, part_bytes, next_line)),
-    (".parquet",): Reader("row", read_parquet, parquet_parts),
-    (".arrow", ".feather"): Reader("row", read_arrow),
-    (".warc", ".wet"): Reader("record at byte", read_warc),
-    (".html", ".htm", ".xhtml"): Reader("page", read_page),
+READERS: dict[tuple[str, ...], FormatReader] = {  # by file suffix
+    JSON_LINES: FormatReader(
+        "line", read_json_lines, lambda path, cfg, part_bytes: cut_parts(path, part_bytes, next_line)
+    ),
+    (".parquet",): FormatReader("row", read_parquet, parquet_parts),
+    (".arrow", ".feather"): FormatReader("row", read_arrow),
+    (".warc", ".wet"): FormatReader("record at byte", read_warc),
+    (".html", ".htm", ".xhtml"): FormatReader("page", read_page),
 }
 
 
-def reader(path: str) -> Reader:
-    """How a file is read, by its name."""
+def format_reader(path: str) -> FormatReader:
+    """Returns the reader of a file, by its name."""
     name = unpacked_name(path)
     if path.startswith("hf://") or is_saved_dataset(path):
-        return Reader("row", read_dataset)
+        return FormatReader("row", read_dataset)
     if path.startswith("seqio://"):
-        return Reader("example", read_seqio)
+        return FormatReader("example", read_seqio)
     if is_array_record(name):
-        return Reader("record", read_array_record, array_record_parts)
-    return next((kind for endings, kind in KINDS.items() if name.endswith(endings)), Reader("", read_text, text_parts))
+        return FormatReader("record", read_array_record, array_record_parts)
+    plain = FormatReader("", read_text, text_parts)
+    return next((kind for endings, kind in READERS.items() if name.endswith(endings)), plain)
 
 
 @contextlib.contextmanager
-def readable(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
-    """Around the reading of a file: what is damaged is counted, or stops it, as cfg says. Raises BadInput."""
+def handle_damage(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
+    """Wraps the reading of a file: counts damage, or raises BadInput, as data.damaged says."""
     try:
         yield
     except Damaged as error:
@@ -61,56 +64,56 @@ def readable(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
         skipped[BROKEN] += 1
     except BadInput as error:
         if cfg.damaged == "stop" and is_packed(path) and (cause := packed_problem(path, cfg)):
-            raise BadInput(cause) from None  # what was unpacked before the break was noticed is no text
+            raise BadInput(cause) from None  # bytes unpacked before the break was detected are not text
         raise error
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise read_error(path, error) from None
 
 
 def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Document]:
-    """Yields the documents of a file, or of one of its `parts`, in their order; what is left out is counted.
+    """Yields the documents of a file, or of a part of it, in order; skipped documents are counted.
 
-    skipped: gets {reason: how many}; repairs are counted there too, see decode.is_repair.
-    Raises: BadInput naming file and place for what cfg tells to stop at; or where the file cannot be read.
+    skipped: {reason: count}, also of repairs, see decode.is_repair.
+    Raises: BadInput naming file and location where cfg says to stop, or if the file cannot be read.
     """
     path, name, source = file
-    unit, read, _ = reader(path)
-    longest, licence = cfg.max_document_bytes, cfg.licence
-    with readable(path, cfg, skipped):
-        for offset, number, content, (id, url, own, language) in read(path, cfg, skipped, part):
+    unit, read, _ = format_reader(path)
+    max_bytes, licence = cfg.max_document_bytes, cfg.licence
+    with handle_damage(path, cfg, skipped):
+        for offset, number, content, (id, url, document_licence, language) in read(path, cfg, skipped, part):
             if not content:
                 skipped["empty"] += 1
                 continue
             if isinstance(content, bytes) or "\0" in content:
-                place = lambda start, offset=offset, number=number: place_of(unit, part, offset, number, start)
-                content = decoded(content, cfg, skipped, path, place)
+                place = lambda start, offset=offset, number=number: format_position(unit, part, offset, number, start)
+                content = decode_text(content, cfg, skipped, path, place)
                 if content is None:
                     continue
-            if 4 * len(content) > longest and len(content.encode()) > longest:
-                lose(skipped, "longer than max_document_bytes", len(content.encode()))
+            if 4 * len(content) > max_bytes and len(content.encode()) > max_bytes:
+                count_skipped(skipped, "longer than max_document_bytes", len(content.encode()))
                 continue
-            yield Document(content, source, name, offset, id, url, own or licence, language)
+            yield Document(content, source, name, offset, id, url, document_licence or licence, language)
 
 
-def place_of(unit: str, part: Part, offset: int, number: int, start: int) -> str:
-    """Where a byte of a document is: 'line 3', 'row 7', or its number in a file that has only bytes."""
+def format_position(unit: str, part: Part, offset: int, number: int, start: int) -> str:
+    """Formats the location of a byte: 'line 3', 'row 7', or its offset in plain text."""
     if not unit:
         return str(offset + start)
     if unit == "line":
-        return at(number, part)
+        return format_line(number, part)
     return f"{unit} {number}"
 
 
-def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """Splits the file into parts of about part_bytes; read_file of each in turn gives all of its documents.
+def split_file(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
+    """Splits a file into parts of about part_bytes; read_file of all parts gives all of its documents.
 
-    Plain text and JSON lines are cut where a document begins, Parquet between row groups, ArrayRecord between records;
-    whatever else, and what is packed, is one part.
+    Plain text and JSON lines are split at document starts, Parquet between row groups, ArrayRecord between records;
+    other formats and packed files are one part.
     """
     if part_bytes < 1:
         raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
-    cut = reader(file.path).cut
-    with readable(file.path, cfg, Counter()):
+    cut = format_reader(file.path).cut
+    with handle_damage(file.path, cfg, Counter()):
         if cut and not is_packed(file.path):
             check_unpacked(file.path, cfg)
         return cut(file.path, cfg, part_bytes) if cut else [WHOLE]

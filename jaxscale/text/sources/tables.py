@@ -1,4 +1,4 @@
-"""Rows of tables with all of their columns: Parquet, Arrow files and streams, and Hugging Face datasets."""
+"""Rows of tables with all columns: Parquet, Arrow files and streams, and Hugging Face datasets."""
 
 import contextlib
 import itertools
@@ -6,32 +6,39 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.columns import BATCH_ROWS, arrow_batches, opened, parquet_batches, sound, whole
-from jaxscale.text.sources.data_sets import load_datasets, reachable, saved, streamed
+from jaxscale.text.sources.columns import (
+    arrow_batches,
+    open_parquet,
+    opening,
+    parquet_batches,
+    small_batches,
+    validated,
+)
+from jaxscale.text.sources.data_sets import dataset_errors, load_datasets, load_saved, stream_dataset
 from jaxscale.text.sources.files import is_saved_dataset, unpacked_name
 from jaxscale.text.sources.part import WHOLE, Part
 
-DATASET_ROWS = 256  # rows of a Hugging Face dataset that are in memory together
+DATASET_ROWS = 256  # rows of a Hugging Face dataset per batch
 
 
 class Table(NamedTuple):
     """An open table."""
 
     schema: Any  # pyarrow.Schema
-    batches: Callable[[list[str]], Iterator[tuple[int, Any]]]  # columns -> (number of the first row, record batch)
+    batches: Callable[[list[str]], Iterator[tuple[int, Any]]]  # columns -> (first row, record batch)
 
 
 def is_table(path: str) -> bool:
-    """True for Parquet and Arrow files and for Hugging Face datasets."""
+    """Returns True for Parquet and Arrow files and Hugging Face datasets."""
     name = unpacked_name(path)
     return name.endswith((".parquet", ".arrow", ".feather")) or path.startswith("hf://") or is_saved_dataset(path)
 
 
 @contextlib.contextmanager
 def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table]:
-    """Opens a file or dataset for which is_table is True. Only Parquet has parts.
+    """Opens a file or dataset for which is_table is True. Only Parquet supports parts.
 
-    Raises: Damaged for a file that is broken, BadInput for a dataset that cannot be reached.
+    Raises: Damaged for a broken file, BadInput for a dataset that cannot be read.
     """
     import pyarrow
 
@@ -39,27 +46,27 @@ def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table
     if path.startswith("hf://") or is_saved_dataset(path):
         yield open_dataset(path)
     elif name.endswith(".parquet"):
-        with opened(path, cfg) as table:
+        with open_parquet(path, cfg) as table:
             yield Table(table.schema_arrow, lambda columns: parquet_batches(table, columns, path, cfg, part))
     else:
-        with whole(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
+        with opening(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
             schema, batches = arrow_batches(mapped)
-            yield Table(schema, lambda columns: small_batches(sound(batches, path, cfg)))
+            yield Table(schema, lambda columns: small_batches(validated(batches, path, cfg)))
 
 
 def open_dataset(path: str) -> Table:
-    """The table of hf://NAME?..., or of a folder that save_to_disk wrote. Its first rows are read at once."""
+    """Opens hf://NAME?... or a folder written by save_to_disk, and reads the first rows."""
     datasets = load_datasets(path)
-    with reachable(datasets, path):
-        found = streamed(datasets, path) if path.startswith("hf://") else saved(datasets, path)
+    with dataset_errors(datasets, path):
+        found = stream_dataset(datasets, path) if path.startswith("hf://") else load_saved(datasets, path)
         tables = iter(found.with_format("arrow").iter(batch_size=DATASET_ROWS))
         first = next(tables, None)
 
     def batches(columns: list[str]) -> Iterator[tuple[int, Any]]:
-        row, rest = 0, tables if first is None else itertools.chain([first], tables)
+        row, remaining = 0, tables if first is None else itertools.chain([first], tables)
         while True:
-            with reachable(datasets, path, f" after row {row:,}"):
-                table = next(rest, None)
+            with dataset_errors(datasets, path, f" after row {row:,}"):
+                table = next(remaining, None)
             if table is None:
                 return
             for batch in table.to_batches():
@@ -73,20 +80,11 @@ def open_dataset(path: str) -> Table:
     return Table(first.schema, batches)
 
 
-def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-    """Yields (number of the first row, record batch of at most BATCH_ROWS rows)."""
-    row = 0
-    for batch in batches:
-        for first in range(0, batch.num_rows, BATCH_ROWS):
-            yield row + first, batch.slice(first, BATCH_ROWS)
-        row += batch.num_rows
-
-
 def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yields each row as JSON Lines would hold it: fields that are null are left out.
+    """Yields each row as in JSON Lines, without null fields.
 
-    Arrow gives all structs of a column the same fields, and those that a record does not have are null. In a row with
-    text that is not UTF-8, every text comes as bytes.
+    Arrow gives all structs of a column the same fields; those that a record lacks are null. In a row with invalid
+    UTF-8, all strings are bytes.
     """
     try:
         rows = batch.to_pylist()
@@ -96,7 +94,7 @@ def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def row_records(row: Any) -> list[dict[str, Any]]:
-    """The records of a batch of one row, their texts as bytes if one of them is not UTF-8."""
+    """Returns the record of a batch of one row, with strings as bytes if one of them is not UTF-8."""
     import pyarrow
 
     try:
@@ -106,7 +104,7 @@ def row_records(row: Any) -> list[dict[str, Any]]:
 
 
 def as_binary(kind: Any) -> Any:
-    """The Arrow type with binary in the place of text, in lists and structs too."""
+    """Replaces text by binary in an Arrow type, including lists and structs."""
     import pyarrow
     from pyarrow import types
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import BYTE_ORDER_MARK, cut_parts, next_line, read_blocks, read_lines
-from jaxscale.text.sources.left_out import lose
-from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records
+from jaxscale.text.sources.left_out import count_skipped
+from jaxscale.text.sources.part import NO_METADATA, WHOLE, Part, Records
 
-# A longer text file is cut into documents of this size, each at a line end, so that memory stays bounded and a single
-# file can be divided into training and validation. The model sees an end of document there, once in a million bytes.
+# A longer file is cut into documents of this size, at line ends, to bound memory and to allow a validation split of a
+# single file. The model sees an additional end of document once per MiB.
 DOCUMENT_BYTES = 1 << 20
-CHARACTER_BYTES = 4  # the longest that UTF-8 has
+CHARACTER_BYTES = 4  # longest UTF-8 sequence
 
 
 def read_text(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
@@ -22,34 +22,34 @@ def read_text(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
         return
     lines = numbered_lines(blocks, cfg, skipped, part.begin)
     for offset, number, content in lines if cfg.text_documents == "line" else paragraphs(lines, cfg, skipped):
-        yield offset, number, content, NO_WORDS
+        yield offset, number, content, NO_METADATA
 
 
 def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
-    """Yields the text in documents of DOCUMENT_BYTES, each to the end of its line. No text at all is one empty one."""
+    """Yields documents of DOCUMENT_BYTES, each extended to a line end. An empty file is one empty document."""
     pieces, size, number, more = [], 0, 1, True
-    enough = 2 * DOCUMENT_BYTES + CHARACTER_BYTES  # where so much is there, it is known where a document ends
+    enough = 2 * DOCUMENT_BYTES + CHARACTER_BYTES  # with this many bytes, the end of the next document is known
     while more:
         if (block := next(blocks, None)) is not None:
             pieces.append(block)
             size += len(block)
             if size <= 2 * enough:
                 continue
-        more, held, start = block is not None, b"".join(pieces), 0
-        while len(held) - start > (enough if more else 0):
+        more, buffer, start = block is not None, b"".join(pieces), 0
+        while len(buffer) - start > (enough if more else 0):
             stop = start + DOCUMENT_BYTES
-            stop = min(stop + rest_of_line(held[stop : stop + DOCUMENT_BYTES + CHARACTER_BYTES]), len(held))
-            yield offset + start, number, held[start:stop], NO_WORDS
+            stop = min(stop + line_remainder(buffer[stop : stop + DOCUMENT_BYTES + CHARACTER_BYTES]), len(buffer))
+            yield offset + start, number, buffer[start:stop], NO_METADATA
             start, number = stop, number + 1
-        offset, pieces, size = offset + start, [held[start:]], len(held) - start
+        offset, pieces, size = offset + start, [buffer[start:]], len(buffer) - start
     if offset == 0 and number == 1:
-        yield 0, 1, b"", NO_WORDS
+        yield 0, 1, b"", NO_METADATA
 
 
-def rest_of_line(after: bytes) -> int:
-    """How many of the bytes after the first DOCUMENT_BYTES of a document still belong to it.
+def line_remainder(after: bytes) -> int:
+    """Returns how many bytes after the first DOCUMENT_BYTES belong to the document.
 
-    Up to the end of the line within reason; a line without end is at least not cut inside a character.
+    Extends to the end of the line, at most DOCUMENT_BYTES; a longer line is cut between characters.
     """
     if end := after.find(b"\n", 0, DOCUMENT_BYTES) + 1:
         return end
@@ -62,7 +62,7 @@ def rest_of_line(after: bytes) -> int:
 def numbered_lines(
     blocks: Iterator[bytes], cfg: ReadConfig, skipped: Counter, offset: int
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset, number, line) for each line, blank ones too, without line ends and byte order mark."""
+    """Yields (offset, number, line) of all lines, including blank ones, without line ends and byte order mark."""
     for place, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, offset):
         content = line.removesuffix(b"\r")
         if place == 0:
@@ -73,57 +73,57 @@ def numbered_lines(
 def paragraphs(
     lines: Iterator[tuple[int, int, bytes]], cfg: ReadConfig, skipped: Counter
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields each run of lines that are not blank, as one; one that is too long is counted and never held."""
-    kept: list[bytes] = []
+    """Yields each run of nonblank lines; one that is too long is counted and not buffered."""
+    lines_of_paragraph: list[bytes] = []
     size = offset = number = 0
     for place, count, line in lines:
         if not line and size:
-            if kept:
-                yield offset, number, b"\n".join(kept)
-            kept, size = [], 0
+            if lines_of_paragraph:
+                yield offset, number, b"\n".join(lines_of_paragraph)
+            lines_of_paragraph, size = [], 0
         if not line:
             continue
         if not size:
             offset, number = place, count
         size += len(line) + 1
         if size - 1 <= cfg.max_document_bytes:
-            kept.append(line)
-        elif kept or size == len(line) + 1:
-            kept = []
-            lose(skipped, "longer than max_document_bytes", size - 1)
-    if kept:
-        yield offset, number, b"\n".join(kept)
+            lines_of_paragraph.append(line)
+        elif lines_of_paragraph or size == len(line) + 1:
+            lines_of_paragraph = []
+            count_skipped(skipped, "longer than max_document_bytes", size - 1)
+    if lines_of_paragraph:
+        yield offset, number, b"\n".join(lines_of_paragraph)
 
 
 def text_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """Parts of about part_bytes, cut where a document begins."""
-    find = {"file": next_cut, "line": next_line, "paragraph": next_paragraph}[cfg.text_documents]
+    """Splits a file into parts of about part_bytes at document starts."""
+    find = {"file": next_document, "line": next_line, "paragraph": next_paragraph}[cfg.text_documents]
     return cut_parts(path, part_bytes, find)
 
 
-def next_cut(path: str, place: int, size: int, begin: int) -> int:
-    """Where the first document begins at `place` or after it, if one begins at `begin`: as cut_text cuts them."""
+def next_document(path: str, place: int, size: int, begin: int) -> int:
+    """Returns the first document start at or after `place`, as in cut_text, given the document start `begin`."""
     with open(path, "rb") as file:
         while begin < min(place, size):
             after = b""
-            for wanted in (1 << 14, DOCUMENT_BYTES + CHARACTER_BYTES):
+            for num_bytes in (1 << 14, DOCUMENT_BYTES + CHARACTER_BYTES):
                 file.seek(begin + DOCUMENT_BYTES)
-                after = file.read(min(wanted, DOCUMENT_BYTES + CHARACTER_BYTES))
+                after = file.read(min(num_bytes, DOCUMENT_BYTES + CHARACTER_BYTES))
                 if b"\n" in after[:DOCUMENT_BYTES]:
                     break
-            begin += DOCUMENT_BYTES + rest_of_line(after)
+            begin += DOCUMENT_BYTES + line_remainder(after)
     return min(begin, size)
 
 
 def next_paragraph(path: str, place: int, size: int, begin: int = 0) -> int:
-    """Where a line begins, at `place` or after it, before which there is a blank one."""
+    """Returns the start of the first line at or after `place` that follows a blank line."""
     place = next_line(path, place, size)
     with open(path, "rb") as file:
         file.seek(place)
-        fresh = True
+        at_line_start = True
         while piece := file.readline(1 << 16):
             place += len(piece)
-            if fresh and piece.endswith(b"\n") and not piece.strip():
+            if at_line_start and piece.endswith(b"\n") and not piece.strip():
                 return place
-            fresh = piece.endswith(b"\n")
+            at_line_start = piece.endswith(b"\n")
     return size

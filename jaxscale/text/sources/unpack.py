@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 from jaxscale.system.paths import open_binary
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.left_out import TRAILING
-from jaxscale.text.sources.part import REST, Damaged, ignore, refetch
+from jaxscale.text.sources.part import SKIP_REMAINDER, Damaged, damage_fix, ignore_progress
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -30,12 +30,12 @@ MAGIC_BYTES = 4
 WINDOW_LOGS = (10, 31)  # the smallest and the largest window that zstd decodes, as powers of two
 
 
-class Unpackable(Exception):
-    """Packed data that cannot be decompressed: the reason, and what to do instead of fetching the file again."""
+class UnpackError(Exception):
+    """Packed data that cannot be decompressed. fix: instead of fetching the file again."""
 
-    def __init__(self, reason: str, way_out: str = ""):
+    def __init__(self, reason: str, fix: str = ""):
         super().__init__(reason)
-        self.reason, self.way_out = reason, way_out
+        self.reason, self.fix = reason, fix
 
 
 class Decompressor(Protocol):
@@ -87,18 +87,18 @@ class GzipDecompressor:
         return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
 
 
-def packed_ending(head: bytes) -> str:
+def packed_suffix(head: bytes) -> str:
     """Returns '.gz' or '.zst' if a file that begins with these bytes is packed, else ''."""
     return next((ending for magic, ending in MAGIC.items() if head.startswith(magic)), "")
 
 
 def unpack(
-    path: str, cfg: ReadConfig, tell: Callable[[float], None] = ignore, skipped: Counter | None = None
+    path: str, cfg: ReadConfig, on_progress: Callable[[float], None] = ignore_progress, skipped: Counter | None = None
 ) -> Iterator[bytes]:
     """Yields the unpacked bytes of a .gz or .zst file, at most BLOCK_BYTES at a time.
 
-    Args: tell: gets the share of the file that was read. skipped: gets TRAILING where bytes follow the packed data.
-    Raises: Damaged naming the file, the place, the reason and the command or setting that helps.
+    Args: on_progress: called with the fraction of the file read. skipped: counts TRAILING bytes after the packed data.
+    Raises: Damaged naming the file, location, reason and fix.
     """
     unpacked = 0
     with open_binary(path) as file:
@@ -108,17 +108,17 @@ def unpack(
             for block in members(file, path, cfg, skipped):
                 unpacked += len(block)
                 check_size(path, unpacked, file.tell(), cfg)
-                tell(file.tell() / size)
+                on_progress(file.tell() / size)
                 yield block
-        except Unpackable as error:
+        except UnpackError as error:
             if cfg.damaged == "skip":
                 yield from up_to_break(path, cfg, unpacked)
-            if error.way_out:
-                way_out = refetch(cfg, REST if unpacked else " to leave it out", error.way_out)
-                raise Damaged(f"{path} {error.reason}; {way_out}") from None
+            if error.fix:
+                fix = damage_fix(cfg, SKIP_REMAINDER if unpacked else " to leave it out", error.fix)
+                raise Damaged(f"{path} {error.reason}; {fix}") from None
             raise Damaged(
                 f"{path} {error.reason} after {unpacked:,} unpacked bytes, {file.tell():,} of {size:,} packed; "
-                f"{refetch(cfg, REST)}"
+                f"{damage_fix(cfg, SKIP_REMAINDER)}"
             ) from None
 
 
@@ -139,24 +139,24 @@ def members(
             try:
                 block = member.decompress(data, BLOCK_BYTES if unpacked < exact_from else 1)
             except (zlib.error, zstd.ZstdError) as error:
-                raise explained(error, path, cfg) from None
+                raise explain_error(error, path, cfg) from None
             data = file.read(READ_BYTES) if member.needs_input and not member.eof else b""
             if block:
                 unpacked += len(block)
                 yield block
             elif member.needs_input and not member.eof and not data:
-                raise Unpackable("is cut short")
+                raise UnpackError("is cut short")
         data = after_padding(file, member.unused_data)
         member = open_member(data, cfg)
     if data and any(magic.startswith(data) for magic in MAGIC):
-        raise Unpackable("is cut short")
+        raise UnpackError("is cut short")
     if data and skipped is not None:
         skipped[TRAILING] += 1
 
 
 def open_member(data: bytes, cfg: ReadConfig) -> Decompressor | None:
-    """Returns what decompresses the member that begins with `data`, None if none begins there."""
-    ending = packed_ending(data)
+    """Returns the decompressor of the member that begins with `data`; None if none begins there."""
+    ending = packed_suffix(data)
     if ending == ".zst":
         smallest, largest = WINDOW_LOGS
         log = min(max(cfg.max_window_bytes.bit_length() - 1, smallest), largest)
@@ -165,22 +165,22 @@ def open_member(data: bytes, cfg: ReadConfig) -> Decompressor | None:
 
 
 def after_padding(file: BinaryIO, data: bytes) -> bytes:
-    """Returns the bytes after the zeros that `data` and the file go on with, enough of them to know what they are."""
+    """Returns the bytes after zero padding, at least MAGIC_BYTES if there are as many."""
     while len(data := data.lstrip(b"\0")) < MAGIC_BYTES and (more := file.read(READ_BYTES)):
         data += more
     return data
 
 
 def up_to_break(path: str, cfg: ReadConfig, begin: int) -> Iterator[bytes]:
-    """Yields the bytes from `begin` up to the break of a broken file; a decompressor drops them with its last block."""
-    place, rest = 0, bytearray()
-    with contextlib.suppress(Unpackable), open_binary(path) as file:
+    """Yields the bytes from `begin` up to the break of a broken file, which decompressors drop with the last block."""
+    place, remaining = 0, bytearray()
+    with contextlib.suppress(UnpackError), open_binary(path) as file:
         for block in members(file, path, cfg, exact_from=begin):
             place += len(block)
             if place > begin:
-                rest += block
-    if rest:
-        yield bytes(rest)
+                remaining += block
+    if remaining:
+        yield bytes(remaining)
 
 
 def check_size(path: str, unpacked: int, packed: int, cfg: ReadConfig) -> None:
@@ -193,37 +193,37 @@ def check_size(path: str, unpacked: int, packed: int, cfg: ReadConfig) -> None:
         return
     raise Damaged(
         f"{path} is refused: its first {packed:,} bytes unpack to {unpacked:,}, more than {setting} allows; "
-        "take it out, or raise that if it is yours"
+        "take it out, or raise the limit if you trust it"
     )
 
 
-def not_packed(path: str, head: bytes) -> Unpackable:
-    """The error for a file whose name alone says that it is packed."""
+def not_packed(path: str, head: bytes) -> UnpackError:
+    """Returns the error for a file that is packed only by its name."""
     reason = "is neither gzip nor zstd by its first bytes, although its name says so"
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
-        return Unpackable(reason, "fetch it again")
+        return UnpackError(reason, "fetch it again")
     if b"\0" in head:
-        return Unpackable(reason, "fetch it again")
-    return Unpackable(
+        return UnpackError(reason, "fetch it again")
+    return UnpackError(
         reason, f"if it is text, rename it: mv {shlex.quote(path)} {shlex.quote(os.path.splitext(path)[0])}"
     )
 
 
-def explained(error: Exception, path: str, cfg: ReadConfig) -> Unpackable:
-    """The error of a decompressor as the reason and the way out."""
+def explain_error(error: Exception, path: str, cfg: ReadConfig) -> UnpackError:
+    """Converts a decompressor's error to a reason and a fix."""
     reason = str(error).removeprefix("Unable to decompress Zstandard data: ")
     reason = reason.removeprefix("Error -3 while decompressing data: ")
     if "too much memory" in reason:
         setting = f"{cfg.where}max_window_bytes"
-        return Unpackable(
+        return UnpackError(
             f"needs a zstd window larger than {setting}={cfg.max_window_bytes:,} allows",
             f"raise that, or unpack it: zstd -d --long=31 {shlex.quote(path)}",
         )
     if "Dictionary" in reason:
-        return Unpackable(
+        return UnpackError(
             "was packed with a zstd dictionary, which is not part of it",
             f"unpack it: zstd -d -D DICTIONARY {shlex.quote(path)}",
         )
-    return Unpackable(f"is broken ({reason})")
+    return UnpackError(f"is broken ({reason})")

@@ -32,7 +32,7 @@ DEFAULTS = {  # special tokens of the classes that transformers reads a Sentence
 
 
 class AddedToken(NamedTuple):
-    """A token next to a tokenizer's vocabulary. id: as its file gives it; None: the tokenizer's own or the next."""
+    """A token in addition to a tokenizer's vocabulary. id: from its file; None: that of the tokenizer, or the next."""
 
     content: str
     id: int | None = None
@@ -51,13 +51,13 @@ class Neighbors(NamedTuple):
 
 
 def class_of(settings: Mapping[str, Any]) -> str:
-    """Returns the tokenizer_class of transformers, without 'Fast'; '' where the files name none."""
+    """Returns the tokenizer_class of transformers, without 'Fast'; '' if the files name none."""
     found = settings.get("tokenizer_class")
     return found.removesuffix("Fast") if isinstance(found, str) else ""
 
 
 def read_neighbors(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str, *, is_model: bool) -> Neighbors:
-    """Returns what the files next to a tokenizer's say. is_model: it is a SentencePiece model. Rest: added_tokens."""
+    """Returns the additions of files next to a tokenizer. is_model: SentencePiece. Others: see added_tokens."""
     if is_model:
         settings = {**DEFAULTS.get(class_of(settings), {}), **settings}
     pairs = [(name, settings[name]) for name in SETTINGS_READ if isinstance(settings.get(name), (str, bool))]
@@ -66,7 +66,7 @@ def read_neighbors(settings: Mapping[str, Any], ids: Mapping[str, Any], where: s
 
 
 def token_text(value: Any) -> str:
-    """Returns the name of a special token, which files give as text or as an object with flags; '' for none."""
+    """Returns the name of a special token, given as text or as an object with flags; '' for none."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else ""
 
@@ -95,7 +95,7 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
     names = {token["content"] for token in named}
     if (decoder := settings.get(DECODER)) is not None:
         if not isinstance(decoder, Mapping):
-            raise BadInput(f"{where}: {DECODER} in tokenizer_config.json is not an object of ids and tokens; mend it")
+            raise BadInput(f"{where}: {DECODER} in tokenizer_config.json is not an object of ids and tokens; fix it")
         numbered = [(i, read_token(value, f"{where}: {DECODER}: {i}")) for i, value in decoder.items()]
     else:
         flags = lambda name: {"special": name in names, "normalized": name not in names}
@@ -108,33 +108,33 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
         special = token.get("special", False) or token["content"] in names
         fields: dict[str, Any] = {"normalized": not special} | token | {"special": special, "id": number}
         found[number] = AddedToken(**fields)
-    first = {token["content"]: token for token in reversed(named)}  # of several entries of a name, the first one
+    first = {token["content"]: token for token in reversed(named)}  # first entry of each name
     known = {token.content for token in found.values()}
     only_named = [name for name in dict.fromkeys(token["content"] for token in named) if name not in known]
     return (*(found[i] for i in sorted(found)), *(AddedToken(**first[name]) for name in only_named))
 
 
 def as_list(value: Any) -> list[Any]:
-    """Returns the tokens of a setting with several, which may name each."""
+    """Returns the tokens of a setting with several, a list or {name: token}."""
     return list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else []
 
 
 def read_token(value: Any, where: str) -> dict[str, Any]:
-    """Returns a token's content and flags. Raises BadInput for what is not a token."""
+    """Returns a token's content and flags. Raises BadInput for an invalid token."""
     token = {"content": value} if isinstance(value, str) else value
     content = token_text(token)
     flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, Mapping) else {}
     if not content or not all(isinstance(flag, bool) for flag in flags.values()):
-        raise BadInput(f"{where} {short(value)} is not a token: text, or an object with content and flags; mend it")
+        raise BadInput(f"{where} {short(value)} is not a token: text, or an object with content and flags; fix it")
     return {"content": content, **flags}
 
 
 def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], where: str) -> bool:
     """Adds the tokens as transformers does and returns whether that changed the tokenizer.
 
-    A word of the vocabulary that is only named as a special token, such as "!" for padding, stays a word: any text
-    could spell the token, and decoding would drop it.
-    Raises: BadInput for a token that the files give one id and transformers another.
+    A vocabulary word that is also named as a special token, such as "!" for padding, stays a word: otherwise decoding
+    would drop it from text.
+    Raises: BadInput for a token whose id in the files differs from that of transformers.
     """
     import tokenizers
 
@@ -142,12 +142,12 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
     present = {token.content: token for token in before.values()}
     new = []
     for token in tokens:
-        had = present.get(token.content)
-        if token.id is None and had is None and is_spelled(tokenizer, token.content):
+        existing = present.get(token.content)
+        if token.id is None and existing is None and is_spelled(tokenizer, token.content):
             continue
-        if token.id is None and had is not None:
-            token = AddedToken(token.content, None, True, *(getattr(had, flag) for flag in FLAGS[1:]))
-        if had is None or any(getattr(had, flag) != getattr(token, flag) for flag in FLAGS):
+        if token.id is None and existing is not None:
+            token = AddedToken(token.content, None, True, *(getattr(existing, flag) for flag in FLAGS[1:]))
+        if existing is None or any(getattr(existing, flag) != getattr(token, flag) for flag in FLAGS):
             flags = {flag: getattr(token, flag) for flag in FLAGS}
             new.append(tokenizers.AddedToken(token.content, **flags))
     tokenizer.add_tokens(new)
@@ -155,17 +155,17 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
         if token.id is not None and (found := tokenizer.token_to_id(token.content)) != token.id:
             raise BadInput(
                 f"{where}: the files next to the tokenizer give {token.content!r:.80} the id {token.id}, and the "
-                f"tokenizer's own file gives it {found}; they do not belong together"
+                f"tokenizer's own file gives it {found}; use files of the same tokenizer"
             )
     after = tokenizer.get_added_tokens_decoder()
     return {i: repr_of(token) for i, token in before.items()} != {i: repr_of(token) for i, token in after.items()}
 
 
 def is_spelled(tokenizer: "tokenizers.Tokenizer", text: str) -> bool:
-    """Returns True if a text is encoded as the one token of this name."""
+    """Returns True if a text is encoded as the single token of this name."""
     return [tokenizer.token_to_id(text)] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def repr_of(token: "tokenizers.AddedToken") -> tuple[Any, ...]:
-    """Returns everything that distinguishes an added token from another."""
+    """Returns all fields of an added token, for comparison."""
     return (token.content, *(getattr(token, flag) for flag in FLAGS))

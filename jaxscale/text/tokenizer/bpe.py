@@ -19,9 +19,9 @@ def train_bpe(
     split: Split,
     trainer: Literal["rustbpe", "tokenizers"],
 ) -> tokenizers.Tokenizer:
-    """A byte-level tokenizer with at most `vocab_size` ids: the bytes, the merges, then `special`.
+    """Trains a byte-level tokenizer with at most `vocab_size` ids: bytes, merges, then `special`.
 
-    Both trainers count words and merge the commonest pair first; ties they decide each in its own fixed way.
+    Both trainers count words and merge the most frequent pair first; each has its own deterministic tie-breaking.
     """
     num_pieces = vocab_size - len(special)
     if trainer == "rustbpe":
@@ -29,16 +29,16 @@ def train_bpe(
     else:
         vocab, merges = merges_by_tokenizers(texts, num_pieces, split)
     if clash := [name for name in special if name in vocab]:
-        raise BadInput(f"the special token {clash[0]!r} is a piece of text too; give it another name")
+        raise BadInput(f"the special token {clash[0]!r} is also a piece of text; give it another name")
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = cutter(split)
+    tokenizer.pre_tokenizer = make_pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
-def cutter(split: Split) -> pre_tokenizers.PreTokenizer:
-    """The first steps of a byte-level tokenizer: words, then the characters that stand for their bytes."""
+def make_pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
+    """Returns the pre-tokenizer of a byte-level tokenizer: words, then the characters of their bytes."""
     if split == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     words = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[split]), behavior="isolated")
@@ -46,9 +46,9 @@ def cutter(split: Split) -> pre_tokenizers.PreTokenizer:
 
 
 def merges_by_tokenizers(texts: Iterable[str], num_pieces: int, split: Split) -> tuple[dict, list[tuple[str, str]]]:
-    """(piece -> id, merges) trained by the tokenizers package."""
+    """Returns ({piece: id}, merges) trained by the tokenizers package."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = cutter(split)
+    tokenizer.pre_tokenizer = make_pre_tokenizer(split)
     alphabet = sorted(byte_alphabet())
     trainer = trainers.BpeTrainer(vocab_size=num_pieces, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -57,14 +57,14 @@ def merges_by_tokenizers(texts: Iterable[str], num_pieces: int, split: Split) ->
 
 
 def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tuple[dict, list[tuple[str, str]]]:
-    """(piece -> id, merges) trained by rustbpe, which keeps only the joined pieces."""
+    """Returns ({piece: id}, merges) trained by rustbpe, which returns only the joined pieces."""
     import rustbpe
 
     trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue] - compiled, without type stubs
     trainer.train_from_iterator(iter(texts), num_pieces, pattern=PATTERNS[split])
     ranks = {bytes(piece): i for piece, i in trainer.get_mergeable_ranks()}
     if len(ranks) != trainer.vocab_size:
-        raise RuntimeError("rustbpe gave two ids to one piece")
+        raise RuntimeError("rustbpe returned two ids for one piece")
     character_of = {byte: character for character, byte in byte_alphabet().items()}
     spelt = {piece: "".join(character_of[byte] for byte in piece) for piece in ranks}
     joined = sorted((i, piece) for piece, i in ranks.items() if len(piece) > 1)
@@ -73,11 +73,11 @@ def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tu
 
 
 def halves(piece: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
-    """The two pieces that were joined to `piece`: what the merges before it make of its bytes."""
-    parts, own = [piece[i : i + 1] for i in range(len(piece))], ranks[piece]
+    """Returns the two pieces that were merged into `piece`, by applying the earlier merges to its bytes."""
+    parts, piece_rank = [piece[i : i + 1] for i in range(len(piece))], ranks[piece]
     while len(parts) > 2:
-        rank, at = min((ranks.get(parts[i] + parts[i + 1], own), i) for i in range(len(parts) - 1))
-        if rank >= own:
-            raise RuntimeError(f"the piece {piece!r} is not made by one merge")
+        rank, at = min((ranks.get(parts[i] + parts[i + 1], piece_rank), i) for i in range(len(parts) - 1))
+        if rank >= piece_rank:
+            raise RuntimeError(f"the piece {piece!r} is not the result of one merge")
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]

@@ -13,15 +13,15 @@ Split = Literal["gpt2", "cl100k", "o200k"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodeConfig:
-    """How a tokenizer.json is applied. The ids are the same whatever is chosen; only the time is not."""
+    """Settings of the encoder of a tokenizer.json. All encoders give the same ids."""
 
     encoder: Literal["auto", "gigatoken", "tiktoken", "exact"] = setting(
         "auto",
-        "what encodes byte-level BPE: auto takes gigatoken if it is installed and knows the file's split pattern, else "
-        "tiktoken, else the tokenizers package; exact is the tokenizers package alone, which needs no check",
+        "encoder of byte-level BPE: auto uses gigatoken if it is installed and knows the file's split pattern, else "
+        "tiktoken, else the tokenizers package; exact: only the tokenizers package, which needs no check",
     )
     check_every: int = setting(
-        1000, "one document in so many is encoded by the tokenizers package too, and must come out the same; 0: none"
+        1000, "one document in this many is also encoded by the tokenizers package, to compare the ids; 0: none"
     )
 
     def __post_init__(self):
@@ -31,7 +31,7 @@ class EncodeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainTokenizerConfig:
-    """What kind of tokenizer is trained, and on how much text."""
+    """Settings of tokenizer training."""
 
     kind: Literal["bpe", "sentencepiece_bpe", "unigram", "wordpiece"] = setting(
         "bpe",
@@ -41,24 +41,24 @@ class TrainTokenizerConfig:
     vocab_size: int = setting(32_768, "ids in all, special tokens among them; 32K to 100K is usual. At most 65,536 "
                               "keeps shards at two bytes an id")  # fmt: skip
     trainer: Literal["rustbpe", "tokenizers"] = setting(
-        "rustbpe", "bpe: the package that trains; rustbpe is twice as fast, and neither stands in for the other"
+        "rustbpe", "bpe: the training package; rustbpe is twice as fast, but their results differ"
     )
     split: Split = setting(
         "gpt2", "bpe: the pattern that cuts words: that of GPT-2, or tiktoken's cl100k (also Llama 3) or o200k"
     )
     byte_fallback: bool = setting(
         True,
-        "SentencePiece: characters without a piece become bytes, so that every text comes back, as bpe always does",
+        "SentencePiece: encode characters without a piece as bytes, so that decoding is lossless, as with bpe",
     )
     character_coverage: float = setting(0.9995, "SentencePiece: share of all characters that get a piece")
     lowercase: bool = setting(True, "wordpiece: lower case, as the uncased BERT")
-    strip_accents: bool = setting(True, "wordpiece: accents taken off, as the uncased BERT")
-    max_alphabet: int = setting(1000, "wordpiece: characters with a piece of their own; words with others are [UNK]")
+    strip_accents: bool = setting(True, "wordpiece: remove accents, as the uncased BERT")
+    max_alphabet: int = setting(1000, "wordpiece: number of character pieces; words with other characters are [UNK]")
     eos_token: str = setting("<|endoftext|>", "the token that ends a document; wordpiece uses [SEP]")
-    special_tokens: tuple[str, ...] = setting((), "more special tokens, after the end token; none comes out of a text")
+    special_tokens: tuple[str, ...] = setting((), "more special tokens, after the end token; text never gives one")
     reserved: int = setting(0, "sentinels <extra_id_0>, <extra_id_1>, ... for span corruption, or for use later")
-    sample_bytes: int = setting(1 << 30, "of text to train on; chosen by a hash of each document, and held in memory")
-    seed: int = setting(0, "of that choice")
+    sample_bytes: int = setting(1 << 30, "of text to train on, in memory; selected by a hash of each document")
+    seed: int = setting(0, "of that selection")
 
     def __post_init__(self):
         names = special_names(self)
@@ -70,7 +70,7 @@ class TrainTokenizerConfig:
                 f"vocab_size={self.vocab_size} must be above {smallest}, for {pieces} and {len(names)} special tokens"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise BadInput(f"special_tokens, eos_token and the reserved ones name {twice} twice")
+            raise BadInput(f"special_tokens, eos_token and reserved tokens contain {twice} twice")
         if "" in names:
             raise BadInput("eos_token and special_tokens must not be empty")
         if self.sample_bytes < 1 or self.reserved < 0 or self.max_alphabet < 1:
@@ -83,16 +83,16 @@ class TrainTokenizerConfig:
 
     @property
     def is_sentencepiece(self) -> bool:
-        """True if the tokenizer is a SentencePiece .model."""
+        """Returns True if the tokenizer is a SentencePiece .model."""
         return self.kind in ("sentencepiece_bpe", "unigram")
 
     @property
     def ending(self) -> str:
-        """The suffix of its file."""
+        """Returns the suffix of its file."""
         return ".model" if self.is_sentencepiece else ".json"
 
 
 def special_names(cfg: TrainTokenizerConfig) -> list[str]:
-    """All special tokens in the order of their ids."""
+    """Returns all special tokens in the order of their ids."""
     first = BERT_NAMES if cfg.kind == "wordpiece" else (cfg.eos_token,)
     return [*first, *cfg.special_tokens, *(SENTINEL_NAMES[0].format(n) for n in range(cfg.reserved))]

@@ -1,7 +1,7 @@
-"""The fastest encoder with identical ids for a byte-level BPE: gigatoken, else tiktoken, each verified before use.
+"""The fastest encoder with identical ids for byte-level BPE: gigatoken, else tiktoken, each verified before use.
 
-The slow one is the `tokenizers` package, which reads every tokenizer.json. A fast one takes its place only for files of
-a known split pattern, after it gave the same ids for the probes below; some of the documents are compared too.
+The reference is the `tokenizers` package, which reads every tokenizer.json. A fast encoder replaces it only for files
+with a known split pattern, after it gave the same ids for the probes below; a sample of documents is also compared.
 """
 
 import concurrent.futures
@@ -19,21 +19,21 @@ import numpy as np
 
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.base import Block, Encode, block_of
+from jaxscale.text.tokenizer.base import Encode, EncodedBlock, concat_block
 from jaxscale.text.tokenizer.config import EncodeConfig, Split
 from jaxscale.text.tokenizer.split import PATTERNS, byte_alphabet, split_of
 
-# gigatoken keeps every word it ever saw (about 110 bytes each, measured 2026-11): it is created again, in about 0.3 s,
-# when the process has grown by so much, or where its size is not known, after so much text.
+# gigatoken caches every word (about 110 bytes each, measured 2026-11). It is recreated, in about 0.3 s, when the
+# process has grown by CACHE_BYTES, or after CACHE_TEXT_BYTES of text if the size of the process is unknown.
 CACHE_BYTES = 512 << 20
 CACHE_TEXT_BYTES = 4 << 30
-CACHE_CHECK_BYTES = 64 << 20  # of text between two looks
-PIECES = 512  # of a vocabulary, encoded on their own before an encoder is used
-TEXTS_AT_ONCE = 64  # looked through for newer characters: of 4 kB each they stay in a core's cache
-FIRST_NEWER = 0x800  # code points below it are as they were in 2018
-# Which characters are letters, digits or marks, and so where a text is cut, each package takes from the version of
-# Unicode that it was built with: in 2026-11 tokenizers 0.23 and tiktoken 0.14 have 16.0, gigatoken 0.10 has 17.0, and
-# of 132,189 characters compared they differ in 359 (GPT-2's and cl100k's patterns) and 401 (o200k's), all new in 17.0.
+CACHE_CHECK_BYTES = 64 << 20  # of text between checks
+PIECES = 512  # of the vocabulary, encoded as probes
+TEXTS_AT_ONCE = 64  # searched together for newer characters: texts of 4 kB fit a core's cache
+FIRST_NEWER = 0x800  # code points below it have not changed since 2018
+# Letters, digits and marks, and so the splits of a text, depend on the Unicode version of each package: in 2026-11
+# tokenizers 0.23 and tiktoken 0.14 have 16.0, gigatoken 0.10 has 17.0, and of 132,189 characters compared they differ
+# in 359 (GPT-2's and cl100k's patterns) and 401 (o200k's), all new in 17.0.
 # New letters, digits and marks of Unicode 17.0 (unicode.org/Public/17.0.0/ucd), for a Python that knows them.
 NEW_IN_17 = (
     (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0x1ACF, 0x1ADD), (0x1AE0, 0x1AEB), (0xA7CE, 0xA7CF),
@@ -42,7 +42,7 @@ NEW_IN_17 = (
     (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E), (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE),
     (0x1E6E0, 0x1E6F5), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479),
 )  # fmt: skip
-# Texts that every encoder must read alike.
+# Probe texts.
 WORDS = "It's we'll THEY'RE I'd'Ve don't'S rock'n'roll 'tis ''s o’clock I'ſ x'ſſ ﬁne straße İstanbul Ǆ ǆ ǅ ᾳ ª º"
 DIGITS = "1 12 123 1234 1234567 3.14159 1,000,000 ١٢٣٤٥ १२३४ ⅷ ½ ² ₃ ④ 𝟘𝟙𝟚 ⁵⁶x7 a1b22c333d4444 v1.2.3-rc4"
 SPACES = (
@@ -64,15 +64,15 @@ EDGES = (
 )  # fmt: skip
 RUNS = ("a" * 300, " " * 300 + "x", "\n" * 99, "1" * 99, "!" * 99, "ab" * 150, "日" * 99, " \n" * 60, "😀" * 40)
 TEXTS = (WORDS, DIGITS, SPACES, SIGNS, SCRIPTS, EMOJI, MARKS, CONTROLS, CODE)
-HASHED_CHARACTERS = 256  # of a document, to choose those that are compared
+HASHED_CHARACTERS = 256  # hashed of a document, to select those that are compared
 SHOWN_CHARACTERS, SHOWN_IDS = 120, 12
 
 
 def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeConfig) -> tuple[str, Encode]:
-    """(name of the encoder, encode) for the tokenizer.json `path` with the parsed content `spec`.
+    """Returns (name, encode) of the encoder for the tokenizer.json `path` with parsed content `spec`.
 
-    Raises: BadInput if cfg names an encoder that is not installed or cannot read this file, or if it gives other ids
-    than `exact` for a probe; while encoding, if it does so for a document that is compared.
+    Raises: BadInput if cfg names an encoder that is not installed or does not support this file, or if its ids differ
+    from `exact` for a probe, or later for a document that is compared.
     """
     if cfg.encoder == "exact":
         return "tokenizers", exact
@@ -85,21 +85,21 @@ def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeCo
         if not packages.is_installed(name):
             problem, encode = f"{name} is not installed: pip install 'jaxscale[prepare]'", None
         elif split is None:
-            problem, encode = "it is no byte-level BPE with the split pattern of GPT-2, cl100k or o200k", None
+            problem, encode = "it is not a byte-level BPE with the split pattern of GPT-2, cl100k or o200k", None
         else:
             problem, encode = make(spec, split, exact)
         if encode is None:
             if cfg.encoder == "auto":
                 continue
             raise BadInput(f"{path} cannot be encoded by encoder={name}: {problem}; or set encoder=auto or exact")
-        encode = around(encode, exact, plain)
-        compare(path, name, probes(named, pieces_of(spec)), encode, exact)
-        return name, compared_sometimes(path, name, encode, exact, cfg.check_every) if cfg.check_every else encode
+        encode = with_exact_fallback(encode, exact, plain)
+        check_equal_ids(path, name, probes(named, pieces_of(spec)), encode, exact)
+        return name, with_spot_checks(path, name, encode, exact, cfg.check_every) if cfg.check_every else encode
     return "tokenizers", exact
 
 
 def without_added(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer.json without its added tokens, so that their names in a text are plain text."""
+    """Removes added tokens from a tokenizer.json, so that their names are plain text."""
     added = {entry["content"] for entry in spec.get("added_tokens") or []}
     merged = {left + right for left, right in pairs_of(spec)} | byte_alphabet().keys()
     vocab = {piece: i for piece, i in spec["model"]["vocab"].items() if piece not in added or piece in merged}
@@ -107,40 +107,40 @@ def without_added(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The merges in order; older files hold them as one string with a space."""
+    """Returns the merges in order; older files have them as one string with a space."""
     halves = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in spec["model"]["merges"])
     return [(left, right) for left, right in halves]
 
 
 def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple[str, Encode | None]:
-    """(why not, None), or ("", encode) by gigatoken, on all cores unless this process is itself one of several."""
+    """Returns (problem, None), or ("", encode) with gigatoken, which uses all cores except in a child process."""
     import gigatoken
 
     text = json.dumps(without_added(spec))
     try:
         tokenizer = gigatoken.Tokenizer.from_json(text)
-    except (ValueError, TypeError, RuntimeError) as error:  # a regex or a model that it does not know
+    except (ValueError, TypeError, RuntimeError) as error:  # an unsupported regex or model
         return f"gigatoken says: {error}", None
-    size, looked, text_bytes = resident_bytes(), 0, 0
+    size, checked_at, text_bytes = resident_bytes(), 0, 0
 
-    def encode(texts: Sequence[str]) -> Block:
-        nonlocal tokenizer, size, looked, text_bytes
+    def encode(texts: Sequence[str]) -> EncodedBlock:
+        nonlocal tokenizer, size, checked_at, text_bytes
         layout: Any = tokenizer.encode_batch(list(texts)).layout  # a ListOffsetArray
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         text_bytes += sum(map(len, texts))
-        if text_bytes - looked > CACHE_CHECK_BYTES:
-            looked, now = text_bytes, resident_bytes()
+        if text_bytes - checked_at > CACHE_CHECK_BYTES:
+            checked_at, now = text_bytes, resident_bytes()
             if text_bytes > CACHE_TEXT_BYTES or now - size > CACHE_BYTES:
                 tokenizer = gigatoken.Tokenizer.from_json(text)
-                size, looked, text_bytes = resident_bytes(), 0, 0
-        return Block(ids.astype(np.uint32, copy=False), np.diff(offsets))
+                size, checked_at, text_bytes = resident_bytes(), 0, 0
+        return EncodedBlock(ids.astype(np.uint32, copy=False), np.diff(offsets))
 
     return "", encode
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process; 0 where the system does not say."""
+    """Returns the resident memory of this process [bytes]; 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -149,10 +149,10 @@ def resident_bytes() -> int:
 
 
 def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple[str, Encode | None]:
-    """(why not, None), or ("", encode) by tiktoken, on all cores unless this process is itself one of several.
+    """Returns (problem, None), or ("", encode) with tiktoken, on all cores except in a child process.
 
-    tiktoken has no list of merges: it joins two neighbours if the joined piece has an id, the smallest first. That is
-    the same if ids rise with the merges and every longer piece is made by one merge.
+    tiktoken has no merges: it joins the neighbours whose joined piece has the smallest id. That is equivalent if ids
+    rise with the merges and every longer piece results from one merge.
     """
     import tiktoken
 
@@ -172,37 +172,37 @@ def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple
         except ValueError as error:
             if isinstance(error, UnicodeError):
                 raise
-            return exact([text]).ids  # a run of some hundred thousand spaces exhausts the stack of its regex engine
+            return exact([text]).ids  # hundreds of thousands of spaces overflow the stack of its regex engine
 
-    def encode(texts: Sequence[str]) -> Block:
+    def encode(texts: Sequence[str]) -> EncodedBlock:
         if threads == 1 or len(texts) < 2 * threads:
-            return block_of([encode_one(text) for text in texts])
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:  # it lets go of the interpreter's lock
-            return block_of(list(pool.map(encode_one, texts)))
+            return concat_block([encode_one(text) for text in texts])
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:  # it releases the GIL
+            return concat_block(list(pool.map(encode_one, texts)))
 
     return "", encode
 
 
-def around(encode: Encode, exact: Encode, names: Sequence[str]) -> Encode:
-    """`encode`, but `exact` for texts that hold one of `names`, added tokens that are text, or too new a character."""
+def with_exact_fallback(encode: Encode, exact: Encode, names: Sequence[str]) -> Encode:
+    """Returns `encode`, but `exact` for texts with one of `names` (nonspecial added tokens) or a newer character."""
     found = re.compile("|".join(map(re.escape, names))).search if names else None
 
-    def encode_around(texts: Sequence[str]) -> Block:
+    def encode_around(texts: Sequence[str]) -> EncodedBlock:
         named = set(with_newer(texts))
         if found:
             named.update(i for i, text in enumerate(texts) if found(text))
         if not named:
             return encode(texts)
-        chosen, rest = sorted(named), [i for i in range(len(texts)) if i not in named]
-        encoded = [*encode([texts[i] for i in rest]).split(), *exact([texts[i] for i in chosen]).split()]
-        return block_of([encoded[i] for i in np.argsort(rest + chosen)])
+        selected, others = sorted(named), [i for i in range(len(texts)) if i not in named]
+        encoded = [*encode([texts[i] for i in others]).split(), *exact([texts[i] for i in selected]).split()]
+        return concat_block([encoded[i] for i in np.argsort(others + selected)])
 
     return encode_around
 
 
 @functools.cache
 def newer_characters() -> np.ndarray:
-    """bool[0x110000]: code points from FIRST_NEWER on that this Python's Unicode does not know, or of NEW_IN_17."""
+    """Returns bool[0x110000]: code points from FIRST_NEWER on that are unassigned in Python, or in NEW_IN_17."""
     newer = np.ones(0x110000, bool)
     newer[0xF0000:] = False  # private use
     for first, end in ((0, 0x34000), (0xE0000, 0xE0200), (0xFFFFE, 0x100000), (0x10FFFE, 0x110000)):  # all assigned
@@ -215,7 +215,7 @@ def newer_characters() -> np.ndarray:
 
 
 def with_newer(texts: Sequence[str]) -> list[int]:
-    """Places in `texts` of those that hold a newer character."""
+    """Returns the indices of texts with a newer character."""
     places = [i for i, text in enumerate(texts) if not text.isascii()]
     groups = [places[begin : begin + TEXTS_AT_ONCE] for begin in range(0, len(places), TEXTS_AT_ONCE)]
     suspects = [i for group in groups if may_be_newer("".join([texts[i] for i in group])) for i in group]
@@ -223,36 +223,36 @@ def with_newer(texts: Sequence[str]) -> list[int]:
 
 
 def may_be_newer(text: str) -> bool:
-    """False if no character is newer; true also of all beyond U+FFFF. Python holds most texts so already."""
+    """Returns False if no character is newer; True for newer ones and all beyond U+FFFF. UTF-16 is cheap in Python."""
     units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
-    late = units[np.flatnonzero(units >= FIRST_NEWER)]  # few, and looking up a code takes several times as long
+    late = units[np.flatnonzero(units >= FIRST_NEWER)]  # few: the table lookup is slower than this comparison
     return bool(newer_units().take(late).any())
 
 
 def is_newer(text: str) -> bool:
-    """Returns True if the text holds a newer character."""
+    """Returns True if the text has a newer character."""
     return bool(newer_characters().take(np.frombuffer(text.encode("utf-32-le"), np.uint32)).any())
 
 
 @functools.cache
 def newer_units() -> np.ndarray:
-    """bool[0x10000]: units of UTF-16 that are newer characters, or half of a character beyond U+FFFF."""
+    """Returns bool[0x10000]: UTF-16 units of newer characters, and surrogates."""
     newer = newer_characters()[:0x10000].copy()
     newer[0xD800:0xE000] = True
     return newer
 
 
 def pieces_of(spec: Mapping[str, Any]) -> list[str]:
-    """The texts of some pieces, evenly spread over the vocabulary; those that are no whole characters are left out."""
+    """Returns the texts of evenly spaced pieces of the vocabulary that are whole characters."""
     byte_of, vocab = byte_alphabet(), without_added(spec)["model"]["vocab"]
     ordered = sorted(vocab, key=vocab.get)
-    chosen = ordered[:: max(1, len(ordered) // PIECES)]
-    texts = [bytes(byte_of[character] for character in piece).decode(errors="replace") for piece in chosen]
+    selected = ordered[:: max(1, len(ordered) // PIECES)]
+    texts = [bytes(byte_of[character] for character in piece).decode(errors="replace") for piece in selected]
     return [text for text in texts if "\ufffd" not in text]
 
 
 def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
-    """About 25 kB of texts: every class of character, runs, cuts, the names of special tokens, pieces of a vocabulary.
+    """Returns about 25 kB of probes: all classes of characters, runs, edge cases, token names, pieces.
 
     names: of special tokens, which must be plain text. pieces: texts of single tokens, alone and after a space.
     """
@@ -264,46 +264,46 @@ def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
     return texts
 
 
-def compare(path: str, name: str, texts: Sequence[str], encode: Encode, exact: Encode) -> None:
-    """Checks that the encoder `name` gives the ids of `exact` for every text. Raises BadInput that shows the text."""
+def check_equal_ids(path: str, name: str, texts: Sequence[str], encode: Encode, exact: Encode) -> None:
+    """Raises BadInput with the text if the encoder `name` gives other ids than `exact`."""
     ours, theirs = encode(texts), exact(texts)
     if np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids):
         return
     for text, got, wanted in zip(texts, ours.split(), theirs.split(), strict=True):
         if not np.array_equal(got, wanted):
-            shown = difference(text, got, wanted)
+            shown = describe_difference(text, got, wanted)
             raise BadInput(
                 f"{path}: {name} and the tokenizers package differ for {shown}; set encode.encoder=exact in the recipe "
                 f"of `jaxscale prepare`, or uninstall {name} to train from text"
             )
 
 
-def difference(text: str, got: np.ndarray, wanted: np.ndarray) -> str:
-    """The text, cut if it is long, with the ids of both from where they part."""
+def describe_difference(text: str, got: np.ndarray, wanted: np.ndarray) -> str:
+    """Formats the text, truncated, with the ids of both from the first difference."""
     same = min(len(got), len(wanted))
-    parted = np.flatnonzero(got[:same] != wanted[:same])
-    first = int(parted[0]) if len(parted) else same
+    differing = np.flatnonzero(got[:same] != wanted[:same])
+    first = int(differing[0]) if len(differing) else same
     long = len(text) > SHOWN_CHARACTERS
     shown = f"{text[:SHOWN_CHARACTERS]!r}... ({len(text):,} characters)" if long else f"{text!r}"
     ids = [ids[first : first + SHOWN_IDS].tolist() for ids in (got, wanted)]
     return f"the text {shown} from token {first}: {ids[0]} and {ids[1]}"
 
 
-def compared_sometimes(path: str, name: str, encode: Encode, exact: Encode, every: int) -> Encode:
-    """`encode`, comparing one text in `every` with `exact`; which ones follows from how they begin."""
+def with_spot_checks(path: str, name: str, encode: Encode, exact: Encode, every: int) -> Encode:
+    """Returns `encode`, which compares one text in `every` with `exact`, selected by a hash of its beginning."""
 
-    def encode_and_compare(texts: Sequence[str]) -> Block:
+    def encode_and_compare(texts: Sequence[str]) -> EncodedBlock:
         block = encode(texts)
-        chosen = [i for i, text in enumerate(texts) if choice(text) % every == 0]
-        if chosen:
+        selected = [i for i, text in enumerate(texts) if text_hash(text) % every == 0]
+        if selected:
             ends = np.cumsum(block.lengths)
-            picked = block_of([block.ids[ends[i] - block.lengths[i] : ends[i]] for i in chosen])
-            compare(path, name, [texts[i] for i in chosen], lambda _: picked, exact)
+            picked = concat_block([block.ids[ends[i] - block.lengths[i] : ends[i]] for i in selected])
+            check_equal_ids(path, name, [texts[i] for i in selected], lambda _: picked, exact)
         return block
 
     return encode_and_compare
 
 
-def choice(text: str) -> int:
-    """A number that depends on how the text begins, the same on every machine."""
+def text_hash(text: str) -> int:
+    """Returns a hash of the beginning of the text, equal on every machine."""
     return zlib.crc32(text[:HASHED_CHARACTERS].encode(errors="surrogatepass"))

@@ -1,4 +1,4 @@
-"""Tokenizers in the tokenizer.json and vocab.txt formats, by the `tokenizers` package."""
+"""Tokenizers in tokenizer.json and vocab.txt format, with the `tokenizers` package."""
 
 import contextlib
 import functools
@@ -14,15 +14,15 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.added import Neighbors, add_all
 from jaxscale.text.tokenizer.base import (
     LARGEST,
-    Block,
     Encode,
+    EncodedBlock,
     Tokenizer,
-    block_of,
     choose_begin,
     choose_eos,
-    faults_of,
-    find_marks,
+    concat_block,
+    find_objective_tokens,
     fingerprint,
+    library_errors,
 )
 from jaxscale.text.tokenizer.config import EncodeConfig
 from jaxscale.text.tokenizer.fast import make_encode
@@ -33,9 +33,9 @@ JSON, VOCAB_TXT = "tokenizer.json", "vocab.txt"
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json or a vocab.txt. The name of a special token inside a text is plain text and ends no document.
+    """A tokenizer.json or vocab.txt. The name of a special token in text is encoded as plain text.
 
-    Many texts at once go through the fastest encoder that gives the same ids (see fast.py); `encoder` names it.
+    Batches of texts use the fastest encoder that gives the same ids (see fast.py); `encoder` is its name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HuggingFaceTokenizer(Tokenizer):
     ):
         self._tokenizer, self._is_changed = read_file(path, neighbors)
         self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()  # both are saved in some files, made for a model of fixed length
+        self._tokenizer.no_truncation()  # truncation and padding are saved in some files
         self._tokenizer.no_padding()
         self._encoding = encoding
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -61,7 +61,7 @@ class HuggingFaceTokenizer(Tokenizer):
         first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
-        self.marks = find_marks(self.special_ids)
+        self.marks = find_objective_tokens(self.special_ids)
         self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
         self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
         name, content = self.saved_file()
@@ -71,13 +71,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
 
     def saved_file(self) -> tuple[str, bytes]:
-        """Returns (name, content) of the one file that gives the same ids; with added tokens a tokenizer.json."""
+        """Returns (name, content) of a single file that gives the same ids; with added tokens a tokenizer.json."""
         if self._is_changed:
             return JSON, self._tokenizer.to_str().encode()
         return VOCAB_TXT if self.name.endswith(".txt") else JSON, foreign.read_named(self.name, LARGEST)
 
     def _restarts_after_special(self) -> bool:
-        """Returns True if a text behind a special token is encoded as at the beginning of a document."""
+        """Returns True if text after a special token is encoded as at the start of a document."""
         name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
         self._tokenizer.encode_special_tokens = False
         with self._works():
@@ -87,50 +87,51 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def encoder(self) -> str:
-        """The package that encodes many texts: 'gigatoken', 'tiktoken' or 'tokenizers'."""
+        """Returns the package that encodes batches: 'gigatoken', 'tiktoken' or 'tokenizers'."""
         return self._fast[0]
 
     def encode(self, text: str) -> np.ndarray:
-        """int32[tokens], no special token among them."""
+        """Returns int32[tokens] without special tokens."""
         with self._works():
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def encode_block(self, texts: Sequence[str]) -> Block:
-        """encode for each text, as one array.
+    def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
+        """Encodes each text into one array.
 
-        Raises: BadInput if a fast encoder is found to differ, or if a text is not valid Unicode.
+        Raises: BadInput if a fast encoder gives other ids, or if a text is not valid Unicode.
         """
         try:
             return self._fast[1](texts)
-        except (TypeError, UnicodeEncodeError):  # all that the packages say of a text that cannot be UTF-8
+        except (TypeError, UnicodeEncodeError):  # raised by the packages for invalid Unicode
             for text in texts:
                 check_text(text)
             raise
 
     @functools.cached_property
     def _fast(self) -> tuple[str, Encode]:
-        """(name, encoder), made and tried when many texts are first asked for."""
+        """Returns (name, encoder), created and tested at first use."""
         return make_encode(self.name, json.loads(self._tokenizer.to_str()), self._encode_exactly, self._encoding)
 
-    def _encode_exactly(self, texts: Sequence[str]) -> Block:
-        """encode_block by the tokenizers package."""
+    def _encode_exactly(self, texts: Sequence[str]) -> EncodedBlock:
+        """Encodes texts with the tokenizers package."""
         with self._works():
-            return block_of(one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False))
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return concat_block(one.ids for one in encoded)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text, special tokens left out."""
+        """Decodes ids without special tokens."""
         with self._works():
             return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
 
     def _works(self) -> contextlib.AbstractContextManager[None]:
-        """Around what the package does with a text: some files are read, and encode none."""
-        return faults_of(f"data.tokenizer={self.name} does not work")
+        """Wraps calls of the package: some files load but fail to encode."""
+        return library_errors(f"data.tokenizer={self.name} does not work")
 
     def _count_bytes(self, spec: dict) -> tuple[np.ndarray, np.ndarray]:
-        """(token_bytes, fallback).
+        """Returns (token_bytes, fallback).
 
-        Bytes are exact for byte-level models and those with SentencePiece's alphabet; else those of the token's name. A
-        normalizer that changes the text (lower case, NFC) changes its bytes before they are counted.
+        Bytes are exact for byte-level models and SentencePiece's alphabet; otherwise those of the token's name. They
+        are counted after normalization (lower case, NFC).
         """
         byte_level = '"ByteLevel"' in json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")])
         unknown = (spec.get("model") or {}).get("unk_token")
@@ -147,7 +148,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 counts[i] = 0 if added[i].special else len(token.encode())
                 fallback[i] = token == unknown
             elif byte_level:
-                counts[i] = len(token)  # one character stands for one byte
+                counts[i] = len(token)  # one character per byte
                 fallback[i] = byte_of.get(token, 0) >= 0x80
             else:
                 counts[i] = piece_bytes(token)
@@ -158,7 +159,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bool]:
     """Returns the tokenizer of a file with the tokens of the files next to it, and whether that changed it.
 
-    Raises: BadInput for what cannot be read, and for a file that gives other ids each time or contradicts the others.
+    Raises: BadInput for an unreadable file, and for one that is nondeterministic or contradicts the other files.
     """
     content, settings = foreign.read_named(path, LARGEST), dict(neighbors.settings)
     if path.endswith(".model"):
@@ -168,38 +169,39 @@ def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bo
     else:
         is_list = path.endswith(".txt")
         lowercase = settings.get("do_lower_case")
-        with faults_of(f"data.tokenizer={path} cannot be read as a {f'WordPiece {VOCAB_TXT}' if is_list else JSON}"):
+        kind = f"WordPiece {VOCAB_TXT}" if is_list else JSON
+        with library_errors(f"data.tokenizer={path} cannot be read as a {kind}"):
             made = read_vocab_txt(content, lowercase) if is_list else tokenizers.Tokenizer.from_str(content.decode())
         is_changed = is_list and lowercase is not None
     check_deterministic(path, made.model)
     check_prefix_space(path, made, settings.get("add_prefix_space"))
-    with faults_of(f"data.tokenizer={path} does not work"):
+    with library_errors(f"data.tokenizer={path} does not work"):
         return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
 
 
 def check_deterministic(path: str, model: tokenizers.models.Model) -> None:
-    """Raises BadInput for a model that draws its ids: training could neither be repeated nor resumed."""
+    """Raises BadInput for a model with random ids, with which training would not be reproducible."""
     found = {name: getattr(model, name, None) for name in ("dropout", "alpha", "nbest_size")}
     for name, value in found.items():
         if value:
             raise BadInput(
-                f"data.tokenizer={path}: {name}={value} in its model gives the same text other ids each time; set "
+                f"data.tokenizer={path}: {name}={value} in its model makes the ids random; set "
                 f'"{name}" to null in that file'
             )
 
 
 def check_prefix_space(path: str, made: tokenizers.Tokenizer, declared: bool | None) -> None:
-    """Raises BadInput where the two files differ on a space before a text: transformers 4 follows one, 5 the other."""
+    """Raises BadInput if the files differ in add_prefix_space: transformers 4 follows one, 5 the other."""
     actual = getattr(made.pre_tokenizer, "add_prefix_space", None)
     if isinstance(declared, bool) and isinstance(actual, bool) and actual != declared and path.endswith(JSON):
         raise BadInput(
             f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, and tokenizer_config.json next "
-            f"to it says {declared}; make them agree"
+            f"to it has {declared}; make them agree"
         )
 
 
 def check_text(text: str) -> None:
-    """Checks that the text can be encoded as UTF-8. Raises BadInput that shows where it cannot."""
+    """Raises BadInput with the location of a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -208,12 +210,12 @@ def check_text(text: str) -> None:
 
 
 def is_byte_piece(piece: str) -> bool:
-    """True for SentencePiece's name of a byte, '<0x0A>'."""
+    """Returns True for SentencePiece's name of a byte, '<0x0A>'."""
     return re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece) is not None
 
 
 def piece_bytes(piece: str) -> int:
-    """Bytes of text behind a piece in SentencePiece's alphabet: '▁' is a space, '<0x0A>' one byte, '##' only a mark."""
+    """Returns the bytes of text of a piece: '▁' is a space, '<0x0A>' one byte, '##' nothing."""
     if is_byte_piece(piece):
         return 1
     return len(piece.replace("▁", " ").removeprefix("##").encode()) or len(piece)

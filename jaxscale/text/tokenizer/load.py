@@ -1,6 +1,6 @@
-"""Loads the tokenizer that `data.tokenizer` names, and what the files beside it say.
+"""Loads the tokenizer of `data.tokenizer` and the settings in its folder.
 
-Those name special tokens, what begins and ends a text, and the chat template.
+The settings define special tokens, begin and end tokens, and the chat template.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.added import ADDED, Neighbors, merge_settings, read_neighbors, token_text
-from jaxscale.text.tokenizer.base import Block, Marks, Tokenizer, begin_names
+from jaxscale.text.tokenizer.base import EncodedBlock, ObjectiveTokens, Tokenizer, begin_names
 from jaxscale.text.tokenizer.config import EncodeConfig
 
 NOTE, SETTINGS, GENERATION = "jaxscale.json", "tokenizer_config.json", "generation_config.json"
@@ -24,13 +24,13 @@ MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 TEMPLATE_JSON = "chat_template.json"  # of processors, which older releases of transformers wrote
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 LARGEST_TEMPLATE = 4 << 20  # bytes; those of published models have up to 30 kB
-NO_BOS = "none"  # as bos_token: nothing begins a document
+NO_BOS = "none"  # bos_token for no begin token
 EXACT_OR_FAST = EncodeConfig()
 EOS_ID = 256  # of the byte tokenizer
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document; nothing is trained, and every text comes back."""
+    """Ids 0 to 255 are UTF-8 bytes, 256 ends a document; untrained and lossless."""
 
     name = "bytes"
     vocab_size = 257
@@ -39,33 +39,33 @@ class ByteTokenizer(Tokenizer):
     begin_ids = ()
     fingerprint = hashlib.sha256(b"jaxscale byte tokenizer, end 256").hexdigest()
     token_bytes = np.array([1] * 256 + [0], np.int32)
-    fallback = np.arange(257) // 128 == 1  # bytes of longer characters
-    marks = Marks()
+    fallback = np.arange(257) // 128 == 1  # bytes of multi-byte characters
+    marks = ObjectiveTokens()
     special_ids = types.MappingProxyType({"<|endoftext|>": EOS_ID})
     prefix_after_special = False
 
-    def encode_block(self, texts: Sequence[str]) -> Block:
-        """encode for each text, as one array."""
+    def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
+        """Encodes each text into one array."""
         encoded = [text.encode() for text in texts]
         ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
-        return Block(ids, np.array([len(text) for text in encoded], np.int64))
+        return EncodedBlock(ids, np.array([len(text) for text in encoded], np.int64))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text; a cut character shows as U+FFFD."""
+        """Decodes ids; a truncated character becomes U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= int(i) < EOS_ID).decode(errors="replace")
 
     def saved_file(self) -> None:
-        """Returns None: there is no file."""
+        """Returns None: bytes need no file."""
 
 
 def load_tokenizer(
     name: str, eos_token: str = "", bos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST
 ) -> Tokenizer:
-    """The tokenizer `name`: 'bytes', or the path of a tokenizer.json, a SentencePiece .model or a WordPiece vocab.txt.
+    """Loads 'bytes', or the path of a tokenizer.json, a SentencePiece .model or a WordPiece vocab.txt.
 
-    eos_token: ends a document; empty: the one that the files beside the tokenizer name, else one of the usual names.
-    bos_token: begins one; empty: what the files beside the tokenizer say, else its own file; 'none': nothing.
-    encoding: how a tokenizer.json is applied; the ids are the same. Raises: BadInput if `name` is none of these.
+    eos_token: ends a document; empty: from the settings in its folder, else one of EOS_NAMES. bos_token: begins a
+    document; empty: from the settings in its folder, else from its file; 'none': no begin token. encoding: encoder of a
+    tokenizer.json, with equal ids. Raises: BadInput for an invalid `name`.
     """
     if problem := tokenizer_problem(name):
         raise BadInput(problem)
@@ -74,19 +74,19 @@ def load_tokenizer(
             raise BadInput(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; leave it out")
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if is_kept(path):
+    if is_saved(path):
         foreign.check_folder(path.parent, path.parent.parent)
-        foreign.resolve_file(path)  # BadInput for a link out of a folder that may have come from elsewhere
-    about = read_about(foreign.companion_folder(path))
+        foreign.resolve_file(path)  # raises for a link out of a folder, which may be untrusted
+    about = read_settings(foreign.companion_folder(path))
     ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
     neighbors = read_neighbors(about.settings, about.ids, str(about.folder), is_model=path.suffix == ".model")
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding, neighbors)
     if bos_token and begin_names(tokenizer) != begins:
-        raise BadInput(f"data.bos_token={bos_token} is no special token of {name}; name another, or none")
+        raise BadInput(f"data.bos_token={bos_token} is not a special token of {name}; name another, or none")
     return tokenizer
 
 
-def is_kept(path: Path) -> bool:
+def is_saved(path: Path) -> bool:
     """Returns True for a file in WORKDIR/tokenizer."""
     return path.absolute().parent.name == "tokenizer" and (path.absolute().parent.parent / "checkpoints").is_dir()
 
@@ -100,9 +100,9 @@ def read_tokenizer(
     encoding: EncodeConfig,
     neighbors: Neighbors,
 ) -> Tokenizer:
-    """Returns the tokenizer in the file; cached, since a large one takes half a second and is loaded more than once."""
+    """Loads a tokenizer file; cached, since a large one takes 0.5 s and is loaded repeatedly."""
     if path.endswith(".model"):
-        from jaxscale.text.tokenizer.sentencepiece import SentencePieceTokenizer  # the package only where it is used
+        from jaxscale.text.tokenizer.sentencepiece import SentencePieceTokenizer  # optional dependency
         from jaxscale.text.tokenizer.sentencepiece_json import is_converted
 
         if not is_converted(path, neighbors):
@@ -113,7 +113,7 @@ def read_tokenizer(
 
 
 def tokenizer_problem(name: str) -> str | None:
-    """One line saying why the setting names no tokenizer, found without opening the file; None if it does."""
+    """Returns why the setting does not name a tokenizer, without opening the file; None if it does."""
     if name == "bytes":
         return None
     if "://" in name:
@@ -127,35 +127,35 @@ def tokenizer_problem(name: str) -> str | None:
     return None if path.is_file() else f"data.tokenizer={name} does not exist; give the path of the file, or 'bytes'"
 
 
-class About(NamedTuple):
-    """Contents of a tokenizer's folder; each part is {} where its file is missing."""
+class TokenizerFolder(NamedTuple):
+    """Settings in a tokenizer's folder; {} for each missing file."""
 
     folder: Path | None
     settings: Mapping[str, Any] = {}  # tokenizer_config.json and special_tokens_map.json, see merge_settings
     generation: Mapping[str, Any] = {}
-    note: Mapping[str, Any] = {}  # of the run that was trained with it
+    note: Mapping[str, Any] = {}  # jaxscale.json of the run that saved it
     ids: Mapping[str, Any] = {}  # added_tokens.json
 
     def token(self, which: str) -> str:
-        """The name of bos_token or the like, '' for none."""
+        """Returns the name of bos_token etc., '' for none."""
         return token_text(self.settings.get(which))
 
 
-def read_about(folder: Path | None) -> About:
-    """The contents of a local folder. Raises BadInput for a file that is not JSON, or no object."""
+def read_settings(folder: Path | None) -> TokenizerFolder:
+    """Reads the settings in a local folder. Raises BadInput for a file that is not a JSON object."""
     settings = merge_settings(read_object(folder, SETTINGS), read_object(folder, SPECIAL))
     generation, note = read_object(folder, GENERATION), read_object(folder, NOTE)
-    return About(folder, settings, generation, note, read_object(folder, ADDED))
+    return TokenizerFolder(folder, settings, generation, note, read_object(folder, ADDED))
 
 
 def naming_files(tokenizer_file: Path) -> list[Path]:
-    """The files beside a tokenizer's that name its special tokens, as far as they are there."""
-    beside = (foreign.companion_folder(tokenizer_file) / name for name in (NOTE, SETTINGS, SPECIAL, ADDED))
-    return [path for path in beside if foreign.is_file(path)]
+    """Returns the existing files next to a tokenizer that define its special tokens."""
+    paths = (foreign.companion_folder(tokenizer_file) / name for name in (NOTE, SETTINGS, SPECIAL, ADDED))
+    return [path for path in paths if foreign.is_file(path)]
 
 
 def read_object(folder: Path | None, name: str) -> dict[str, Any]:
-    """The object in a file, without what is null."""
+    """Reads the JSON object in a file without null values; {} if it is missing."""
     path = folder / name if folder else None
     if path is None or not foreign.is_file(path):
         return {}
@@ -165,88 +165,87 @@ def read_object(folder: Path | None, name: str) -> dict[str, Any]:
     except BadInput as error:
         raise BadInput(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise BadInput(f"{path} holds no JSON object")
+        raise BadInput(f"{path} is not a JSON object")
     return {key: value for key, value in content.items() if value is not None}
 
 
-def beside(tokenizer: Tokenizer) -> Path | None:
-    """The folder of a tokenizer's file; None for bytes, which have none."""
+def tokenizer_folder(tokenizer: Tokenizer) -> Path | None:
+    """Returns the folder of a tokenizer's file; None for bytes."""
     return None if tokenizer.name == "bytes" else foreign.companion_folder(tokenizer.name)
 
 
-def begin_tokens(about: About, bos_token: str) -> tuple[str, ...] | None:
-    """The names of the special tokens that begin a document; None: whatever the tokenizer's own file puts before one.
+def begin_tokens(about: TokenizerFolder, bos_token: str) -> tuple[str, ...] | None:
+    """Returns the names of the special tokens that begin a document; None: those that the tokenizer file adds.
 
-    bos_token: the setting. Empty: a run has noted what its documents began with; else add_bos_token says, as it does
-    for Llama's tokenizers in transformers 4; transformers 5 asks tokenizer.json alone.
+    bos_token: the setting. If empty, the begin tokens recorded by a run, else add_bos_token, which Llama's tokenizers
+    use in transformers 4 (transformers 5 uses only tokenizer.json).
     """
     if bos_token:
         return () if bos_token == NO_BOS else (bos_token,)
     if about.note:
-        noted = about.note.get("begin_tokens", [])
-        if not isinstance(noted, list) or not all(isinstance(name, str) for name in noted):
-            raise BadInput(f"{about.folder}/{NOTE}: begin_tokens={noted!r:.80} must be a list of names; mend it")
-        return tuple(noted)
-    if (wanted := about.settings.get("add_bos_token")) is False:
+        recorded = about.note.get("begin_tokens", [])
+        if not isinstance(recorded, list) or not all(isinstance(name, str) for name in recorded):
+            raise BadInput(f"{about.folder}/{NOTE}: begin_tokens={recorded!r:.80} must be a list of names; fix it")
+        return tuple(recorded)
+    if (add_bos := about.settings.get("add_bos_token")) is False:
         return ()
-    return (about.token("bos_token"),) if wanted and about.token("bos_token") else None
+    return (about.token("bos_token"),) if add_bos and about.token("bos_token") else None
 
 
-def as_setting(begin_tokens: Sequence[str]) -> str:
-    """The setting bos_token for these; empty for several, which only the tokenizer's own file can ask for."""
+def bos_setting(begin_tokens: Sequence[str]) -> str:
+    """Returns the setting bos_token for these tokens; empty for several, which only the tokenizer file can define."""
     return NO_BOS if not begin_tokens else begin_tokens[0] if len(begin_tokens) == 1 else ""
 
 
-def end_token(about: About) -> str:
-    """The name of the token that ends a document, '' where the folder names none.
+def end_token(about: TokenizerFolder) -> str:
+    """Returns the name of the token that ends a document, '' if the folder has none.
 
-    A run notes by what it has ended its documents. Else it is the tokenizer's eos_token, which also ends the documents
-    of other trainers: of TRL's SFTTrainer those without a template, of levanter all.
+    It is recorded by a run, else the tokenizer's eos_token, as in TRL's SFTTrainer (documents without a template) and
+    levanter.
     """
-    noted = about.note.get("eos_token")
-    return noted if isinstance(noted, str) and noted else about.token("eos_token")
+    recorded = about.note.get("eos_token")
+    return recorded if isinstance(recorded, str) and recorded else about.token("eos_token")
 
 
-def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:
-    """The ids that end a text: that of a document's end, and those of generation_config.json."""
+def end_ids(tokenizer: Tokenizer, about: TokenizerFolder) -> tuple[int, ...]:
+    """Returns the ids that end generation: eos_id and those of generation_config.json."""
     found = about.generation.get("eos_token_id")
     more = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(one) is int and one >= 0 for one in more):
         raise BadInput(
-            f"{about.folder}/{GENERATION}: eos_token_id={found!r:.80} must be an id, or a list of ids; mend it"
+            f"{about.folder}/{GENERATION}: eos_token_id={found!r:.80} must be an id, or a list of ids; fix it"
         )
     return tuple(dict.fromkeys([tokenizer.eos_id, *more]))
 
 
-def find_template(about: About) -> tuple[str, str] | None:
-    """Returns (the folder's chat template in Jinja, its file); None where it has none.
+def find_template(about: TokenizerFolder) -> tuple[str, str] | None:
+    """Returns (the folder's chat template in Jinja, its file), or None.
 
-    Raises: BadInput where it has several and none is `default`.
+    Raises: BadInput if it has several and none is `default`.
     """
     named, where = named_templates(about)
     if named and "default" not in named:
         raise BadInput(
-            f"{where} has the chat templates {', '.join(named)} and none called default; write the one "
-            f"that is meant into {Path(about.folder or '') / TEMPLATE}, or name its file in data.chat.template"
+            f"{where} has the chat templates {', '.join(named)} but none called default; write the intended "
+            f"one into {Path(about.folder or '') / TEMPLATE}, or name its file in data.chat.template"
         )
     return (named["default"], where) if named else None
 
 
-def named_templates(about: About) -> tuple[dict[str, str], str]:
-    """Returns ({name: chat template}, where they are), by the rules of transformers.
+def named_templates(about: TokenizerFolder) -> tuple[dict[str, str], str]:
+    """Returns ({name: chat template}, their location), by the rules of transformers.
 
-    Files replace what tokenizer_config.json has, all of it. Only processors read chat_template.json; it is used where
-    there is nothing else.
+    Files replace all templates of tokenizer_config.json. chat_template.json, which only processors read, is used last.
     """
     if about.folder is None:
         return {}, ""
     found, where = {}, about.folder / TEMPLATE
     if foreign.is_file(where):
-        found["default"] = as_source(foreign.read_bytes(where, LARGEST_TEMPLATE), str(where))
+        found["default"] = decode_template(foreign.read_bytes(where, LARGEST_TEMPLATE), str(where))
     if (more := about.folder / MORE_TEMPLATES).is_dir():
         foreign.check_folder(more, about.folder)
         for path in sorted(more.glob("*.jinja")):
-            found[path.stem] = as_source(foreign.read_bytes(path, LARGEST_TEMPLATE, about.folder), str(path))
+            found[path.stem] = decode_template(foreign.read_bytes(path, LARGEST_TEMPLATE, about.folder), str(path))
             where = path if path.stem == "default" else where
     if found:
         return found, str(where if "default" in found else more)
@@ -261,16 +260,16 @@ def named_templates(about: About) -> tuple[dict[str, str], str]:
 
 
 def read_source(path: Path, name: str) -> str:
-    """The content of a template's file, which a person named; it may be a link. name: for errors."""
+    """Reads a template file named by the user, which may be a link. name: for errors."""
     try:
         with foreign.open_regular(path) as file:
-            return as_source(foreign.read_at_most(file, path, LARGEST_TEMPLATE), name)
+            return decode_template(foreign.read_at_most(file, path, LARGEST_TEMPLATE), name)
     except OSError as error:
         raise BadInput(f"{name} cannot be read: {error.strerror}") from None
 
 
-def as_source(content: bytes, name: str) -> str:
-    """The text of a template."""
+def decode_template(content: bytes, name: str) -> str:
+    """Decodes a template."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""Text that a tokenizer loses: samples are encoded and decoded again, and characters that do not come back are counted.
+"""Round-trip loss of a tokenizer: characters of samples that are missing after encoding and decoding.
 
-A byte-level BPE trained without its 256 bytes drops what it never saw; a vocabulary without byte fallback makes one
-unknown token of it; normalizers change case, accents or spaces by design.
+A byte-level BPE trained without its 256 bytes drops unseen characters; a vocabulary without byte fallback encodes them
+as unknown; normalizers change case, accents or spaces by design.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from jaxscale import units
 from jaxscale.text.tokenizer.base import Tokenizer
 
-MUCH = 0.01  # of the characters, as of documents that reading leaves out
-SAMPLED_TEXTS = 20  # of those that are encoded at a time
+MUCH = 0.01  # fraction of characters above which a warning is logged
+SAMPLED_TEXTS = 20  # per batch of texts
 SAMPLED_CHARACTERS = 4000  # of each, from its beginning
 LETTERS = 8  # most frequent ones that are shown
 SHOWN = 30  # characters of the example
@@ -22,16 +22,16 @@ KINDS = (MISSING, SPACES, CHANGED)
 
 
 @dataclasses.dataclass
-class Loss:
-    """Characters of sampled texts that did not come back."""
+class TextLoss:
+    """Characters of sampled texts that are lost by encoding and decoding."""
 
     texts: int = 0
     characters: int = 0
     kinds: Counter[str] = dataclasses.field(default_factory=Counter)  # characters of each of KINDS
-    letters: Counter[str] = dataclasses.field(default_factory=Counter)  # the missing ones
-    example: tuple[str, str] | None = None  # a part of a text, and what came back
+    letters: Counter[str] = dataclasses.field(default_factory=Counter)  # missing characters
+    example: tuple[str, str] | None = None  # an excerpt, before and after
 
-    def add(self, other: "Loss") -> None:
+    def add(self, other: "TextLoss") -> None:
         """Adds another sample."""
         self.texts += other.texts
         self.characters += other.characters
@@ -41,7 +41,7 @@ class Loss:
 
     @property
     def lost(self) -> int:
-        """Number of characters that did not come back."""
+        """Returns the number of lost characters."""
         return self.kinds.total()
 
     @property
@@ -50,7 +50,7 @@ class Loss:
         return self.lost > MUCH * self.characters
 
     def line(self, name: str, reason: str = "") -> str:
-        """Returns one line on how much is lost, of what kind, with examples. reason: why, where that is known."""
+        """Returns a log line with amounts, kinds and examples. reason: the cause, if known."""
         found = [f"{self.kinds[kind]:,} {kind}" for kind in KINDS if self.kinds[kind]]
         letters = " ".join(repr(letter) for letter, _ in self.letters.most_common(LETTERS))
         shown = "{!r} comes back as {!r}".format(*self.example) if self.example else ""
@@ -69,18 +69,18 @@ def sample(texts: Sequence[str]) -> list[str]:
     return [text[:SAMPLED_CHARACTERS] for text in texts[:: max(1, -(-len(texts) // SAMPLED_TEXTS))]]
 
 
-def measure_loss(tokenizer: Tokenizer, texts: Sequence[str]) -> Loss:
-    """Returns what the tokenizer loses of a sample of the texts."""
-    loss = Loss()
+def measure_loss(tokenizer: Tokenizer, texts: Sequence[str]) -> TextLoss:
+    """Measures the loss on a sample of the texts."""
+    loss = TextLoss()
     chosen = sample(texts)
     for text, ids in zip(chosen, tokenizer.encode_block(chosen).split(), strict=True):
         loss.add(compare(text, tokenizer.decode(ids.tolist())))
     return loss
 
 
-def compare(text: str, back: str) -> Loss:
-    """Returns what is lost of a text. Their order does not count, nor does what came in addition, such as a space."""
-    loss = Loss(1, len(text))
+def compare(text: str, back: str) -> TextLoss:
+    """Compares character counts before and after; order and additional characters do not matter."""
+    loss = TextLoss(1, len(text))
     if text == back:
         return loss
     before, after = Counter(text), Counter(back)

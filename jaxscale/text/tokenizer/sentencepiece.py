@@ -10,23 +10,23 @@ from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import (
     LARGEST,
-    Block,
+    EncodedBlock,
     Tokenizer,
-    block_of,
     choose_begin,
     choose_eos,
-    find_marks,
+    concat_block,
+    find_objective_tokens,
     fingerprint,
 )
 from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
 from jaxscale.text.tokenizer.sentencepiece_json import check_model
 
-SENTENCE_BYTES = 4000  # what is longer than 4,192 would be left out in training
-THREADS = 8  # of training, on any machine: its sums, and so its pieces, depend on it
+SENTENCE_BYTES = 4000  # the trainer skips sentences of more than 4,192
+THREADS = 8  # of training; fixed, since float sums and so the pieces depend on it
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A .model file. What its normalizer does to a text (most turn line ends into spaces) is part of the tokenizer."""
+    """A .model file, including its normalizer (most replace line ends by spaces)."""
 
     def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
         content = foreign.read_named(path, LARGEST)
@@ -44,18 +44,18 @@ class SentencePieceTokenizer(Tokenizer):
             [processor.is_byte(i) or processor.is_unknown(i) for i in range(self.vocab_size)], bool
         )
         self.special_ids = {piece: i for i, piece in enumerate(pieces) if processor.is_control(i) or i == self.eos_id}
-        own = [i for i in (processor.bos_id(),) if i >= 0]  # Llama's and Gemma's habit
-        self.begin_ids = choose_begin(begin_tokens, own, self.special_ids)
+        default_begin = [i for i in (processor.bos_id(),) if i >= 0]  # as Llama and Gemma
+        self.begin_ids = choose_begin(begin_tokens, default_begin, self.special_ids)
         self.fingerprint = fingerprint("sentencepiece", content, self.eos_id, self.begin_ids)
         self.prefix_after_special = False
-        self.marks = find_marks({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
+        self.marks = find_objective_tokens({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
 
-    def encode_block(self, texts: Sequence[str]) -> Block:
-        """encode for each text, as one array."""
-        return block_of(self._processor.encode(list(texts)))
+    def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
+        """Encodes each text into one array."""
+        return concat_block(self._processor.encode(list(texts)))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text, control tokens left out."""
+        """Decodes ids without control tokens."""
         return self._processor.decode([int(i) for i in ids])
 
     def saved_file(self) -> tuple[str, bytes]:
@@ -63,9 +63,9 @@ class SentencePieceTokenizer(Tokenizer):
         return "tokenizer.model", foreign.read_named(self.name, LARGEST)
 
     def _count_bytes(self, i: int, piece: str) -> int:
-        """Exact but for the space that most models put before a text, which counts as one byte more per document.
+        """Exact, except that the space that most models prepend counts as one more byte per document.
 
-        An unknown character counts as one byte: the model does not say which it was.
+        An unknown character counts as one byte, since its length is not known.
         """
         if self._processor.is_control(i):
             return 0
@@ -75,10 +75,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
-    """(a .model of cfg.kind, its number of ids: at most cfg.vocab_size). It changes nothing in a text, not even spaces.
+    """Returns (.model of cfg.kind, number of ids, at most cfg.vocab_size). It does not normalize text.
 
-    Line ends are bytes, as in Llama's, and so is each digit a piece of its own in BPE, as in Llama 2's. Raises BadInput
-    if the texts hold too little for the vocabulary.
+    Line ends are bytes, as in Llama; in BPE each digit is one piece, as in Llama 2. Raises BadInput if the texts are
+    too small for the vocabulary.
     """
     file, special = io.BytesIO(), special_names(cfg)
     kind = "bpe" if cfg.kind == "sentencepiece_bpe" else "unigram"
@@ -101,14 +101,14 @@ def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tupl
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Lines of the texts, cut at spaces into what SentencePiece takes at once; NUL, which it does not, left out."""
+    """Yields lines of the texts, split into SENTENCE_BYTES at spaces; NUL, which the trainer rejects, is removed."""
     for text in texts:
         for line in text.replace("\x00", "").split("\n"):
             yield from cut_line(line)
 
 
 def cut_line(line: str) -> Iterator[str]:
-    """`line` in parts of at most SENTENCE_BYTES, cut before a space where there is one in the second half."""
+    """Splits a line into parts of at most SENTENCE_BYTES, before a space in the second half if there is one."""
     limit = SENTENCE_BYTES // 4  # characters of at most four bytes
     while len(line.encode()) > SENTENCE_BYTES:
         cut = line.rfind(" ", limit // 2, limit)

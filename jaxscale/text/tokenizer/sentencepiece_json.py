@@ -20,7 +20,7 @@ from jaxscale.text.tokenizer.base import LARGEST
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 CONTROL, USER_DEFINED = 3, 4  # ModelProto.SentencePiece.Type
 GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
-# Their ids are those of the model's pieces moved by a few, or from another file.
+# Their ids are shifted from those of the model's pieces, or come from another file.
 RENUMBERED = (
     "XLMRobertaTokenizer", "CamembertTokenizer", "MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer",
     "BarthezTokenizer", "BartphoTokenizer", "PegasusTokenizer", "XGLMTokenizer", "MarianTokenizer", "M2M100Tokenizer",
@@ -38,17 +38,17 @@ class Piece(NamedTuple):
 
 
 def is_converted(path: str, neighbors: Neighbors) -> bool:
-    """Returns whether transformers' conversion decides the ids of a model, and not SentencePiece alone.
+    """Returns True if transformers' conversion, not only SentencePiece, determines the ids of a model.
 
-    Raises: BadInput for a class whose ids are not those of the model, and for added tokens of another unknown class.
+    Raises: BadInput for a class with other ids than the model, and for added tokens of an unknown class.
     """
     settings = dict(neighbors.settings)
     kind = class_of(settings)
-    way_out = "save it with transformers' AutoTokenizer as a tokenizer.json"
+    fix = "save it with transformers' AutoTokenizer as a tokenizer.json"
     if kind in RENUMBERED:
         raise BadInput(
             f"data.tokenizer={path}: tokenizer_class={kind} in tokenizer_config.json does not number tokens as the "
-            f"model does; {way_out}"
+            f"model does; {fix}"
         )
     if kind in DEFAULTS or not neighbors.added:
         return kind in DEFAULTS
@@ -59,7 +59,7 @@ def is_converted(path: str, neighbors: Neighbors) -> bool:
     if missing and kind not in ("", "PreTrainedTokenizer", "TokenizersBackend"):
         raise BadInput(
             f"data.tokenizer={path}: {missing[0]!r:.80} is added to the model by the files next to it, which is not "
-            f"read for tokenizer_class={kind}; {way_out}"
+            f"supported for tokenizer_class={kind}; {fix}"
         )
     return bool(missing)
 
@@ -67,19 +67,19 @@ def is_converted(path: str, neighbors: Neighbors) -> bool:
 def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a model, without the tokens that are only in the files next to it.
 
-    Raises: BadInput for what is not a model.
+    Raises: BadInput for an invalid model.
     """
     check_model(content, path)
     pieces, model_type = read_model(content)
     settings = dict(neighbors.settings)
     kind = class_of(settings)
     if kind == GEMMA:
-        first = {i: settings[which] for i, which in enumerate(("pad_token", "eos_token", "bos_token"))}
+        first = {i: settings[token_name] for i, token_name in enumerate(("pad_token", "eos_token", "bos_token"))}
     else:
         first = {token.id: token.content for token in neighbors.added if token.id is not None and token.id < 3}
     ids = {piece.text: i for i, piece in enumerate(pieces)}
     vocab = [(first.get(i, piece.text), 0.0 if i < 3 else piece.score) for i, piece in enumerate(pieces)]
-    if kind == GEMMA and "\t" not in ids and "<0x09>" in ids:  # the first Gemma's lacks the tab
+    if kind == GEMMA and "\t" not in ids and "<0x09>" in ids:  # the first Gemma lacks the tab
         vocab[ids["<0x09>"]] = ("\t", 0.0)
         ids["\t"] = ids["<0x09>"]
     if model_type == UNIGRAM:
@@ -88,28 +88,28 @@ def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Token
         unknown = next((piece.text for piece in pieces if piece.kind == 2), "<unk>")
         table = {text: i for i, (text, _) in enumerate(vocab)}
         model = models.BPE(table, merges_of(vocab, ids), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    made = tokenizers.Tokenizer(model)
+    tokenizer = tokenizers.Tokenizer(model)
     turns = GEMMA_TURNS if kind == GEMMA else ()
     special = lambda piece: piece.kind == CONTROL or piece.text in turns
     tokens = [(piece.text, special(piece)) for piece in pieces if piece.kind in (CONTROL, USER_DEFINED)]
-    made.add_tokens([tokenizers.AddedToken(text, normalized=False, special=flag) for text, flag in tokens])
-    set_spaces(made, settings, prefix=kind != GEMMA and settings.get("add_prefix_space") is not False)
+    tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False, special=flag) for text, flag in tokens])
+    set_spaces(tokenizer, settings, prefix=kind != GEMMA and settings.get("add_prefix_space") is not False)
     bos = settings.get("bos_token", DEFAULTS[LLAMA]["bos_token"])
-    if settings.get("add_bos_token") is not False and (first_id := made.token_to_id(bos)) is not None:
-        made.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, first_id)])
-    return made
+    if settings.get("add_bos_token") is not False and (first_id := tokenizer.token_to_id(bos)) is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, first_id)])
+    return tokenizer
 
 
-def set_spaces(made: tokenizers.Tokenizer, settings: Mapping[str, Any], *, prefix: bool) -> None:
+def set_spaces(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], *, prefix: bool) -> None:
     """Sets how spaces are encoded and decoded. `legacy` (the default): each text between tokens begins with one."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(content=" ", left=1)] if prefix else [])])
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(content=" ", left=1)] if prefix else [])])
     if settings.get("legacy") is False:
         scheme = "first" if prefix else "never"
-        made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     else:
         begin = [normalizers.Prepend(prepend="▁")] if prefix else []
-        made.normalizer = normalizers.Sequence([*begin, normalizers.Replace(pattern=" ", content="▁")])
+        tokenizer.normalizer = normalizers.Sequence([*begin, normalizers.Replace(pattern=" ", content="▁")])
 
 
 def merges_of(vocab: Sequence[tuple[str, float]], ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -166,7 +166,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def check_model(content: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
-    """Returns the processor of a model. Raises BadInput for what is not one."""
+    """Returns the processor of a model. Raises BadInput for an invalid model."""
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=content)
     except (RuntimeError, OSError) as error:

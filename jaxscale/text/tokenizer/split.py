@@ -20,7 +20,7 @@ PATTERNS: dict[Split, str] = {
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# Other spellings seen in published files: GPT-2's own, with its contractions one by one.
+# Other spellings in published files: GPT-2's original, with separate contractions.
 SPELLINGS: dict[str, Split] = {
     **{pattern: name for name, pattern in PATTERNS.items()},
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
@@ -28,16 +28,16 @@ SPELLINGS: dict[str, Split] = {
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's table) -> the byte."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+    """Returns {character: byte} of byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def split_of(spec: Mapping[str, Any]) -> Split | None:
-    """The pattern of a tokenizer.json that is plain byte-level BPE; None if it is anything else, or changes the text.
+    """Returns the split pattern of a plain byte-level BPE tokenizer.json; None for other tokenizers.
 
-    spec: the file's parsed JSON. Plain: no normalizer, no space put before the text, no dropout, no affixes to pieces.
+    spec: the parsed JSON. Plain: no normalizer, prefix space, dropout or affixes.
     """
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or spec.get("normalizer"):
@@ -45,10 +45,10 @@ def split_of(spec: Mapping[str, Any]) -> Split | None:
     affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if any(model.get(name) for name in affixes) or not byte_alphabet().keys() <= model["vocab"].keys():
         return None
-    cutter = spec.get("pre_tokenizer") or {}
-    if is_byte_level(cutter, use_regex=True):
+    pre_tokenizer = spec.get("pre_tokenizer") or {}
+    if is_byte_level(pre_tokenizer, use_regex=True):
         return "gpt2"
-    steps = cutter.get("pretokenizers", []) if cutter.get("type") == "Sequence" else []
+    steps = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer.get("type") == "Sequence" else []
     if len(steps) == 2 and steps[0].get("type") == "Split" and is_byte_level(steps[1], use_regex=False):
         pattern = steps[0].get("pattern", {}).get("Regex")
         plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
@@ -57,7 +57,7 @@ def split_of(spec: Mapping[str, Any]) -> Split | None:
 
 
 def is_byte_level(step: Mapping[str, Any], *, use_regex: bool) -> bool:
-    """True for a ByteLevel step that puts no space before the text; use_regex: it cuts words as GPT-2 does."""
+    """Returns True for a ByteLevel step without prefix space. use_regex: splits words as GPT-2."""
     return (
         step.get("type") == "ByteLevel"
         and not step.get("add_prefix_space", True)

@@ -57,7 +57,7 @@ def test_ids_need_their_tokenizer_and_have_no_labels(tmp_path):
     ):
         make_plan(schema.from_dict(type(recipe(path)), trained))
     beyond = write_ids(tmp_path / "raw" / "b.parquet", [[1, 2], [3, 300]])
-    with pytest.raises(BadInput, match="b.parquet row 1 has the token id 300, and tokenizer.name=bytes has ids from 0"):
+    with pytest.raises(BadInput, match="b.parquet row 1 has the token id 300, but tokenizer.name=bytes has ids from 0"):
         run(recipe(beyond), tmp_path / "one")
     labelled = write_ids(tmp_path / "raw" / "c.parquet", [[1, 2]], labels=[[-100, 2]])
     with pytest.raises(BadInput, match="c.parquet row 0 has labels that are not learned"):
