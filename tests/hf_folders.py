@@ -24,7 +24,7 @@ BFLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype("<f4")
 def shapes_of(config):
     """{name: shape} of the tensors that a config.json calls for."""
     family, cfg, _ = families.read(config)
-    return {pair.theirs: pair.their_shape for pair in families.tensors(family, cfg)}
+    return {pair.hf_name: pair.hf_shape for pair in families.tensors(family, cfg)}
 
 
 def values_of(shapes, dtype, seed=0):

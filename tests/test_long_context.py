@@ -14,7 +14,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import convert
 from jaxscale.config_file import load_config
 from jaxscale.interop import families
-from jaxscale.interop.families.rope import frozen
+from jaxscale.interop.families.rope import with_static_rope
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.system.exits import BadInput
 
@@ -74,7 +74,7 @@ def test_rows_of_a_model_whose_rope_goes_by_their_length_are_said_once_and_go_ou
     assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     back = families.read(written)[1]
-    assert back.rope_scaling is None and back.rope_base == frozen(model).rope_base > 2 * model.rope_base
+    assert back.rope_scaling is None and back.rope_base == with_static_rope(model).rope_base > 2 * model.rope_base
     assert written["max_position_embeddings"] == 96
 
 

@@ -13,9 +13,9 @@ from jaxscale.command_line import flag
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
 from jaxscale.interop import hub, tokenizer_files
-from jaxscale.interop.exporting import FORMATS, Format, config_of, export_step, open_step
+from jaxscale.interop.exporting import FORMATS, Format, export_step, hf_config, open_step
 from jaxscale.interop.importing import import_tensors, prepare_workdir
-from jaxscale.interop.source_model import Incoming, open_incoming
+from jaxscale.interop.source_model import SourceModel, open_source_model
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
@@ -97,7 +97,7 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
     workdir = flags.workdir
     model = hub.fetch(source, flags.revision, "--from")
     base = hub.fetch(flags.base, None, "--base") if flags.base else None
-    found = open_incoming(model.folder if model else source, base.folder if base else flags.base, flags.adapter)
+    found = open_source_model(model.folder if model else source, base.folder if base else flags.base, flags.adapter)
     fetched = next((one for one in (model, base) if one and one.folder == found.name), None)
     cfg, files = found.cfg, found.files
     folder, journal = prepare_workdir(workdir, found.identity)
@@ -105,7 +105,7 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
     made = {
         "from": fetched.name if fetched else found.name,
         "model_type": found.family.model_type,
-        "kept": found.kept,
+        "kept": found.passthrough,
         "left_out": found.left_out,
     }
     made |= {"revision": fetched.revision} if fetched else {}
@@ -114,7 +114,7 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
         made["generation"] = generation
     run = {"config": schema.to_dict(config), "step": 0, "data": None, "ancestry": [], "converted": made, **run_info()}
     run = redacted(run)
-    stop_if_unwritable(lambda: tokenizer_files.bring_in(files, folder), folder)
+    stop_if_unwritable(lambda: tokenizer_files.save_to_workdir(files, folder), folder)
     stop_if_unwritable(lambda: paths.write_json(folder / "config.json", run), folder)
     done = import_tensors(folder, journal, found.pairs, found.tensors, run, progress("convert"))
     for note in found.notes:
@@ -124,13 +124,13 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
     return record | done
 
 
-def run_config(found: Incoming, folder: Any) -> RunConfig:
+def run_config(found: SourceModel, folder: Any) -> RunConfig:
     """Returns the config of the work folder: the model and its tokenizer; a training run sets the rest."""
-    longest = found.cfg.max_seq_len or found.kept.get("max_position_embeddings") or MAX_SEQ_LEN
+    longest = found.cfg.max_seq_len or found.passthrough.get("max_position_embeddings") or MAX_SEQ_LEN
     seq_len = max(2, min(int(longest), MAX_SEQ_LEN))
     main = tokenizer_files.main_file(found.files)
     kept_at = folder / tokenizer_files.FOLDER
-    data = {"tokenizer": os.fspath(kept_at / tokenizer_files.kept_name(main)) if main else ""}
+    data = {"tokenizer": os.fspath(kept_at / tokenizer_files.workdir_name(main)) if main else ""}
     return RunConfig(
         model=found.cfg,
         lora=found.lora,
@@ -141,7 +141,7 @@ def run_config(found: Incoming, folder: Any) -> RunConfig:
     )
 
 
-def warn_about_source(found: Incoming, not_finite: tuple[str, ...], say: Say) -> None:
+def warn_about_source(found: SourceModel, not_finite: tuple[str, ...], say: Say) -> None:
     """Prints warnings about the source."""
     if not_finite:
         say(f"WARNING: {', '.join(not_finite[:3])} of {found.name}: NaN or infinity among its values")
@@ -168,8 +168,8 @@ def export_model(to: str, flags: ConvertOptions, say: Say, progress: MakeProgres
     checkpoints = Checkpoints(workdir / "checkpoints", CheckpointConfig())
     what = "ema" if flags.ema else "params"
     step, source = open_step(checkpoints, flags.step, what, adapter, flags.base)
-    texts = tokenizer_files.of_run(workdir, source.run)
-    config = source.adapter or config_of(source, dtype, texts.end_ids)
+    texts = tokenizer_files.export_files(workdir, source.run)
+    config = source.adapter or hf_config(source, dtype, texts.end_ids)
     files = {name: text for name, text in texts.files.items() if not (adapter and name == tokenizer_files.GENERATION)}
     message = f"jaxscale: step {step}, {dtype}"
     done = export_step(

@@ -1,6 +1,6 @@
 """PEFT's adapter_config.json (huggingface.co/docs/peft): target modules, rank and scale.
 
-What PEFT would compute by it and we do not is refused by name.
+Keys that change what PEFT computes and that are not implemented raise BadInput.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxscale.system.foreign import short
 
 FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
-# Says nothing about what a trained adapter computes; dropout is of its training, fan_in_fan_out follows from the model.
+# Keys without effect at inference; fan_in_fan_out follows from the model.
 WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config",
@@ -28,9 +28,9 @@ ALLOWED = dict(
     peft_type=("LORA",), task_type=(None, "CAUSAL_LM"), bias=("none",), init_lora_weights=(True, False, "gaussian")
 )
 LARGEST = sys.float_info.max
-# Of a regular expression that somebody else wrote: more could run for hours.
+# Limits on untrusted regular expressions: more could backtrack for hours.
 MOST_REPEATS, MOST_WAYS, LONGEST_PATTERN = 6, 100_000, 2000
-# A group that is repeated; flags and comments, and brackets in a set, behind which one could hide.
+# A repeated group; also flags, comments and brackets in a set, which could hide one.
 ENDLESS = re.compile(r"\)[*+?{]|\(\?[^:!=<P]|\[\^?\]|\[[^\]]*[()|\[]")
 
 
@@ -43,30 +43,30 @@ class AdapterConfig:
     rslora: bool  # the scale is alpha / sqrt(rank), not alpha / rank
     targets: str | tuple[str, ...]
     exclude: str | tuple[str, ...]
-    ranks: Mapping[str, int]  # pattern of a module's name: its rank, where it has one of its own
+    ranks: Mapping[str, int]  # module name pattern -> rank, where it is not `rank`
     alphas: Mapping[str, float]
-    base: str | None  # the model it was trained with
+    base: str | None  # base_model_name_or_path
 
     def rank_of(self, module: str) -> int:
-        """Columns of A^T and B."""
-        return by_pattern(self.ranks, module, self.rank)
+        """Returns the LoRA rank of a module."""
+        return first_match(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """Returns the factor of B A."""
         rank = self.rank_of(module)
-        return by_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        return first_match(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def has(self, module: str) -> bool:
-        """Returns True if a matrix of the model, other than the one that predicts tokens, has an adapter."""
-        if is_among(self.exclude, module):
+        """Returns True if a linear module of the model has an adapter; all-linear leaves out lm_head."""
+        if matches_module(self.exclude, module):
             return False
         if isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR:
             return module.rpartition(".")[2] != "lm_head"
-        return is_among(self.targets, module)
+        return matches_module(self.targets, module)
 
 
 def read(values: Mapping[str, Any]) -> AdapterConfig:
-    """The file's object. Raises BadInput for what it should not hold, and for what we do not compute."""
+    """Parses the file's JSON object. Raises BadInput for invalid and unsupported values."""
     for key, allowed in ALLOWED.items():
         if key in values and values[key] not in allowed:
             known = " or ".join(repr(value) for value in allowed)
@@ -78,12 +78,12 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     for key, table in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if not isinstance(table, dict):
-            raise BadInput(f"{FILE}: {key} is no table of patterns; fetch it again")
+            raise BadInput(f"{FILE}: {key} must map patterns to numbers; fetch it again")
     for value in (rank, *ranks.values()):
         if type(value) is not int or value < 1:
             raise BadInput(f"{FILE}: a rank is {short(value)}, and must be a whole number from 1 on")
     for value in (alpha, *alphas.values()):
-        if type(value) not in (int, float) or not abs(value) <= LARGEST:  # NaN is not, either
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:  # False for NaN too
             raise BadInput(f"{FILE}: an alpha is {short(value)}, and must be a number of at most {LARGEST:.2e}")
     base = values.get("base_model_name_or_path")
     found = AdapterConfig(
@@ -102,7 +102,7 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
 
 
 def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
-    """A pattern, or names; () where nothing is said."""
+    """Returns a pattern or a tuple of names; () if the key is absent."""
     value = values.get(key)
     if value is None or isinstance(value, str):
         return value or ()
@@ -112,21 +112,26 @@ def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises BadInput for what is no regular expression, or one that may run without end."""
-    bare = re.sub(r"\\.", "a", pattern, flags=re.DOTALL).replace("(?:", "(")  # what is escaped repeats nothing
+    """Raises BadInput for an invalid regular expression, and for one that may backtrack without bound."""
+    bare = re.sub(r"\\.", "a", pattern, flags=re.DOTALL).replace("(?:", "(")  # escaped characters are literals
     repeats = len(re.findall(r"[*+?{]\??", bare))  # .*? is one
-    if len(pattern) > LONGEST_PATTERN or repeats > MOST_REPEATS or ENDLESS.search(bare) or ways(bare) > MOST_WAYS:
+    if (
+        len(pattern) > LONGEST_PATTERN
+        or repeats > MOST_REPEATS
+        or ENDLESS.search(bare)
+        or count_alternatives(bare) > MOST_WAYS
+    ):
         raise BadInput(
-            f"{FILE}: the pattern {pattern[:80]!r} may take without end to match; name the modules in a list"
+            f"{FILE}: the pattern {pattern[:80]!r} may take unbounded time to match; list the module names instead"
         )
     try:
         re.compile(pattern)
     except re.error as error:
-        raise BadInput(f"{FILE}: {pattern[:80]!r} is no regular expression: {error}") from None
+        raise BadInput(f"{FILE}: {pattern[:80]!r} is not a valid regular expression: {error}") from None
 
 
-def ways(bare: str) -> int:
-    """In how many ways the alternatives of a pattern's groups can be chosen, at most. bare: without what is escaped."""
+def count_alternatives(bare: str) -> int:
+    """Upper bound on the combinations of alternatives in a pattern's groups. bare: pattern without escapes."""
     total, choices = 1, [1]
     for character in bare:
         if character == "(":
@@ -138,31 +143,31 @@ def ways(bare: str) -> int:
     return total
 
 
-def is_among(names: str | Sequence[str], module: str) -> bool:
-    """Returns True if a pattern matches the whole name of a module, or one of several names is its end."""
+def matches_module(names: str | Sequence[str], module: str) -> bool:
+    """Returns True if the pattern matches the full module name, or one of the names is a suffix of it."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def by_pattern(table: Mapping[str, Any], module: str, usual: Any) -> Any:
-    """The value of the first pattern that the name of a module ends with."""
+def first_match(table: Mapping[str, Any], module: str, usual: Any) -> Any:
+    """Returns the value of the first pattern that matches the end of a module name, else `usual`."""
     return next((value for key, value in table.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 
 
 def write(
-    rank: int, alpha: float, names: Sequence[str], base: str | None, joint: Mapping[str, int], turned: bool
+    rank: int, alpha: float, names: Sequence[str], base: str | None, joint: Mapping[str, int], transposed: bool
 ) -> dict[str, Any]:
-    """The file's object for adapters on all matrices of these names.
+    """Returns the JSON object for adapters on all modules of these names.
 
-    Args: joint: {name: how many of ours it is}, which has as many times the rank and the same scale. turned: whether
-    the model keeps its matrices as [out, in].
+    Args: joint: {name: number of our matrices fused in it}; rank and alpha are multiplied by it. transposed: the model
+    stores its matrices as [out, in].
     """
     several = {name: count for name, count in joint.items() if count > 1}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": sorted(names), "fan_in_fan_out": not turned, "use_rslora": False, "use_dora": False,
+        "target_modules": sorted(names), "fan_in_fan_out": not transposed, "use_rslora": False, "use_dora": False,
         "rank_pattern": {name: rank * count for name, count in several.items()},
         "alpha_pattern": {name: alpha * count for name, count in several.items()},
         "modules_to_save": None, "layers_to_transform": None, "init_lora_weights": True,

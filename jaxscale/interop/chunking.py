@@ -1,8 +1,7 @@
 """Chunk shapes of imported arrays, and which tensors are read together.
 
-A piece is what a restore reads at once, on whatever mesh: it lies in one layer, or in one expert of it, or holds some
-whole ones of a small array, so that a device that wants a part of an array reads little else, and a bucket is not asked
-a thousand times.
+A chunk is the unit that a restore reads, on any mesh: part of one layer or expert, or several whole layers of a small
+array, so that a device reads little beyond its shard and a bucket gets few requests.
 """
 
 import itertools
@@ -13,49 +12,49 @@ import numpy as np
 
 from jaxscale.checkpoint.array_store import grid_boxes
 from jaxscale.interop.families import TensorPair
-from jaxscale.interop.safetensors import DTYPES, Tensor, how_to_widen
+from jaxscale.interop.safetensors import DTYPES, Tensor, conversion_hint
 from jaxscale.system.exits import BadInput
 
-PREFIX = "params/"  # before our names, in a checkpoint
-OURS = np.dtype("<f4")  # parameters are float32 in our checkpoints
-PIECE_BYTES = 32 << 20
-TILE = 256  # entries of each of two axes: 2.3 times as fast as numpy's own copy of a turned matrix (one core, 2026-11)
+PARAMS_PREFIX = "params/"  # of leaf names in a checkpoint
+PARAM_DTYPE = np.dtype("<f4")  # checkpoints store float32 parameters
+CHUNK_BYTES = 32 << 20
+TILE = 256  # entries of each of two axes: 2.3 times as fast as numpy's copy of a transposed matrix (one core, 2026-11)
 
 
 def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
-    """{name of a leaf: its shape, the axes of layers and experts included}."""
+    """Returns {leaf: shape}, with the axes of layers and experts."""
     leads: dict[str, tuple[int, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for pair in pairs:
-        for name, shape in zip(pair.ours, pair.our_shapes, strict=True):
+        for name, shape in zip(pair.leaves, pair.leaf_shapes, strict=True):
             sizes = tuple(at + 1 for at in pair.place)
             leads[name] = tuple(map(max, leads.get(name, sizes), sizes))
             shapes[name] = shape
     return {name: (*leads[name], *shape) for name, shape in shapes.items()}
 
 
-def piece_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the pieces of an array: its longest axis is halved until a piece has at most PIECE_BYTES.
+def inner_chunk_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Halves the longest axis until a chunk has at most CHUNK_BYTES.
 
-    Halves of axes are what meshes divide them into, so that a device rarely reads more than its own part.
+    Meshes divide axes by powers of two, so that a device rarely reads more than its shard.
     """
     sizes = list(shape)
-    while math.prod(sizes) * OURS.itemsize > PIECE_BYTES and max(sizes) > 1:
+    while math.prod(sizes) * PARAM_DTYPE.itemsize > CHUNK_BYTES and max(sizes) > 1:
         axis = sizes.index(max(sizes))
         sizes[axis] = -(-sizes[axis] // 2)
     return tuple(sizes)
 
 
-def together(pair: TensorPair, lead: Sequence[int]) -> tuple[int, ...]:
-    """How many layers, and experts of each, of a row fit into one piece; 1 where what one has is cut into several.
+def leading_chunk_shape(pair: TensorPair, leading: Sequence[int]) -> tuple[int, ...]:
+    """Returns the chunk's number of layers (and experts); 1 where one layer or expert spans several chunks.
 
-    lead: how many there are. Experts are halved, as meshes divide them; several layers go with all of their experts.
+    leading: sizes of those axes. Experts are halved, as meshes divide them; several layers include all their experts.
     """
-    largest = max(math.prod(shape) for shape in pair.our_shapes) * OURS.itemsize
-    room = max(1, PIECE_BYTES // max(largest, 1))
+    largest = max(math.prod(shape) for shape in pair.leaf_shapes) * PARAM_DTYPE.itemsize
+    room = max(1, CHUNK_BYTES // max(largest, 1))
     if pair.expert is None:
-        return tuple(min(room, size) for size in lead)
-    *layers, experts = lead
+        return tuple(min(room, size) for size in leading)
+    *layers, experts = leading
     fit = experts
     while fit > room:
         fit = -(-fit // 2)
@@ -63,56 +62,55 @@ def together(pair: TensorPair, lead: Sequence[int]) -> tuple[int, ...]:
 
 
 def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
-    """{name of a leaf: shape of its pieces}."""
+    """Returns {leaf: chunk shape}."""
     shapes, chunks = array_shapes(pairs), {}
     for pair in pairs:
-        for name, shape in zip(pair.ours, pair.our_shapes, strict=True):
-            lead = shapes[name][: len(pair.place)]
-            chunks[name] = (*together(pair, lead), *piece_shape(shape))
+        for name, shape in zip(pair.leaves, pair.leaf_shapes, strict=True):
+            leading = shapes[name][: len(pair.place)]
+            chunks[name] = (*leading_chunk_shape(pair, leading), *inner_chunk_shape(shape))
     return chunks
 
 
 def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
-    """{name in the journal: layers and experts of a row that lie in the same pieces, in order}: read, written and noted
-    as done together."""
+    """Returns {name in the journal: pairs of the same chunks}, which are read, written and recorded together."""
     rows: dict[tuple[str, ...], dict[tuple[int, ...], TensorPair]] = {}
     for pair in pairs:
-        rows.setdefault(pair.ours, {})[pair.place] = pair
+        rows.setdefault(pair.leaves, {})[pair.place] = pair
     units = {}
     for row in rows.values():
-        lead, one = [max(at) + 1 for at in zip(*row)], next(iter(row.values()))
-        assert len(row) == math.prod(lead), f"layers or experts are missing of {one.ours}"
-        for box in grid_boxes(lead, together(one, lead)):
+        leading, one = [max(at) + 1 for at in zip(*row)], next(iter(row.values()))
+        assert len(row) == math.prod(leading), f"layers or experts are missing of {one.leaves}"
+        for box in grid_boxes(leading, leading_chunk_shape(one, leading)):
             group = [row[place] for place in itertools.product(*(range(side.start, side.stop) for side in box))]
-            units[f"{group[0].theirs}+{len(group) - 1}"] = group
+            units[f"{group[0].hf_name}+{len(group) - 1}"] = group
     return units
 
 
 def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) -> None:
-    """Raises BadInput, one line, for a tensor whose shape or dtype is not what the config asks for."""
+    """Raises BadInput for a tensor whose shape or dtype does not match the config."""
     for pair in pairs:
-        tensor = tensors[pair.theirs]
-        where = f"{tensor.file.path}: {pair.theirs}"
-        if tensor.shape != pair.their_shape:
+        tensor = tensors[pair.hf_name]
+        where = f"{tensor.file.path}: {pair.hf_name}"
+        if tensor.shape != pair.hf_shape:
             raise BadInput(
-                f"{where} has shape {list(tensor.shape)}, and by config.json it is {list(pair.their_shape)}; "
+                f"{where} has shape {list(tensor.shape)}, and by config.json it is {list(pair.hf_shape)}; "
                 "the two belong to different models: fetch both again"
             )
-        if tensor.kind not in DTYPES:
-            raise BadInput(f"{where} is {tensor.kind}; {how_to_widen(tensor.kind)}")
+        if tensor.dtype_name not in DTYPES:
+            raise BadInput(f"{where} is {tensor.dtype_name}; {conversion_hint(tensor.dtype_name)}")
 
 
-def in_order(values: np.ndarray) -> np.ndarray:
-    """The same array, contiguous. One whose last axis is not the one that lies closest in memory is copied in tiles.
+def contiguous(values: np.ndarray) -> np.ndarray:
+    """Returns a C-contiguous array. If the last axis is not the fastest in memory, it is copied in tiles.
 
-    Numpy copies a turned matrix line by line, and each number of a line is in another page.
+    numpy copies a transposed matrix row by row, with each entry of a row in another page.
     """
     if values.flags.c_contiguous:
         return values
-    near, last = min(range(values.ndim), key=lambda axis: (abs(values.strides[axis]), -axis)), values.ndim - 1
-    if near == last:
+    fastest, last = min(range(values.ndim), key=lambda axis: (abs(values.strides[axis]), -axis)), values.ndim - 1
+    if fastest == last:
         return np.ascontiguousarray(values)
     out = np.empty(values.shape, values.dtype)
-    for tile in grid_boxes(values.shape, [TILE if axis in (near, last) else 1 for axis in range(values.ndim)]):
+    for tile in grid_boxes(values.shape, [TILE if axis in (fastest, last) else 1 for axis in range(values.ndim)]):
         out[tile] = values[tile]
     return out

@@ -1,4 +1,4 @@
-"""Settings of periodic exports of a run."""
+"""Settings of periodic exports."""
 
 import dataclasses
 import re
@@ -41,6 +41,6 @@ class ExportConfig:
 
 
 def check_hub_name(setting_name: str, name: str) -> None:
-    """Raises BadInput unless the name is one that a repository of the Hub can have."""
+    """Raises BadInput unless the name is a valid Hub repository name."""
     if not HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
         raise BadInput(f"{setting_name}={name!r} must be a repository of the Hub, written OWNER/NAME")

@@ -1,7 +1,7 @@
 """Exports a checkpoint as a folder that transformers loads, with one tensor in memory at a time.
 
-config.json is written last: a folder without one is not finished. What is read is compared with the fingerprints that
-were taken when it was saved, before that.
+The arrays are compared with the fingerprints taken when they were saved. config.json is written last: a folder without
+it is unfinished.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from jaxscale.checkpoint.record import digest, weight_leaves
 from jaxscale.checkpoint.restore import newest_readable_step
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, stop_if_unwritable
 from jaxscale.interop import adapter_config, adapters, families
-from jaxscale.interop.chunking import array_shapes, in_order
+from jaxscale.interop.chunking import array_shapes, contiguous
 from jaxscale.interop.families import TensorPair
-from jaxscale.interop.families.rope import LONGEST, frozen
+from jaxscale.interop.families.rope import MAX_POSITIONS, with_static_rope
 from jaxscale.interop.hf_checkpoint import CONFIG, INDEX, WEIGHTS
 from jaxscale.interop.journal import Journal, open_journal
-from jaxscale.interop.layer_reader import Leaves
+from jaxscale.interop.layer_reader import LayerReader
 from jaxscale.interop.safetensors import DTYPES, encode_header
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
@@ -36,30 +36,32 @@ from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr
 from jaxscale.system.faults import crash_point
 
 JOURNAL = ".converting.json"
-MANY = "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
-BLOCK_BYTES = 32 << 20  # of a tensor, put into their order at one time
+SHARD_NAME = "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
+BLOCK_BYTES = 32 << 20  # of a tensor made contiguous at a time
 FORMATS = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
 Format = Literal["bfloat16", "float32"]
-What = Literal["params", "ema"]
-KEEPS = dict(params="", ema="; train.ema.decay keeps one")
+WeightsName = Literal["params", "ema"]
+MISSING_HINTS = dict(params="", ema="; train.ema.decay keeps one")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """The step of a run that is exported."""
+class ExportSource:
+    """The step of a run to export."""
 
     folder: Any  # of the step
     record: Mapping[str, Any]
     cfg: AnyModelConfig
     family: families.Family
     pairs: tuple[TensorPair, ...]
-    what: What
-    adapter: Mapping[str, Any] | None = None  # adapter_config.json, where adapters are exported and nothing else
-    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of our leaves that go out multiplied
+    what: WeightsName
+    adapter: Mapping[str, Any] | None = None  # adapter_config.json, if only adapters are exported
+    factors: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # leaf -> factor that is folded into it (muP)
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """The record of the run next to the arrays."""
+        """The run's part of the step's record."""
         return self.record["run"]
 
     @functools.cached_property
@@ -69,7 +71,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class ExportFile:
     """A file of the export."""
 
     name: str
@@ -79,18 +81,22 @@ class Shard:
 
 
 def open_step(
-    checkpoints: Checkpoints, step: int | None, what: What = "params", adapter: bool = False, base: str | None = None
-) -> tuple[int, Source]:
-    """(the step, what it holds); None: the newest.
+    checkpoints: Checkpoints,
+    step: int | None,
+    what: WeightsName = "params",
+    adapter: bool = False,
+    base: str | None = None,
+) -> tuple[int, ExportSource]:
+    """Returns (step, its source); step None: the newest.
 
-    Args: adapter: the adapters of a LoRA run alone. base: the model that they are for; none: what the run began with.
-    Raises: BadInput for what no family has a word for.
+    Args: adapter: export only the adapters of a LoRA run. base: their base model; None: the run's own.
+    Raises: BadInput for a model that no Hugging Face family represents.
     """
     steps = checkpoints.all_steps()
     if not steps:
         raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
-        raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
+        raise BadInput(f"--step={step}: no such step; the steps are {', '.join(map(str, steps))}")
     step = newest_readable_step(checkpoints, print_stderr) if step is None else step
     assert step is not None, "with steps, newest_readable_step returns one or raises"
     record = checkpoints.read_record(step)
@@ -101,12 +107,12 @@ def open_step(
     lora = schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora")
     if lora.on and not adapter:
         raise BadInput(
-            f"step {step} has its adapters beside its weights, and other tools would read the weights alone; merge "
+            f"step {step} has LoRA adapters apart from its weights, and other tools would read only the weights; merge "
             f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export "
             "that, or --adapter exports the adapters alone, for PEFT"
         )
-    cfg = frozen(schema.convert(values, AnyModelConfig, "model"))
-    origin = origin_of(record["run"])
+    cfg = with_static_rope(schema.convert(values, AnyModelConfig, "model"))
+    origin = hf_origin(record["run"])
     trained, cfg = cfg, without_mup(cfg)  # no family has muP: its factors go into the weights
     family = families.family_for(cfg, origin.get("model_type"))
     folder = checkpoints.directory / str(step)
@@ -116,80 +122,82 @@ def open_step(
                 f"--adapter: step {step} has no adapters; leave it out, or name a run with lora.rank above 0"
             )
         has = weight_leaves(record["leaves"], what).__contains__
-        pairs, config = adapters.of_run(family, cfg, lora, has, base or origin.get("from"))
+        pairs, config = adapters.adapter_of_run(family, cfg, lora, has, base or origin.get("from"))
         if not pairs:
-            raise BadInput(f"step {step} has no {what} of its adapters{KEEPS[what]}")
-        return step, Source(folder, record, cfg, family, tuple(pairs), what, config)
+            raise BadInput(f"step {step} has no {what} of its adapters{MISSING_HINTS[what]}")
+        return step, ExportSource(folder, record, cfg, family, tuple(pairs), what, config)
     pairs = tuple(families.tensors(family, cfg))
-    check_leaves(record, array_shapes(pairs) | families.unsaid(cfg), what, step)
-    factors = {name: folding_factor(trained, name) for pair in pairs for name in pair.ours}
-    return step, Source(folder, record, cfg, family, pairs, what, factors=factors)
+    check_leaves(record, array_shapes(pairs) | families.untracked_leaves(cfg), what, step)
+    factors = {name: folding_factor(trained, name) for pair in pairs for name in pair.leaves}
+    return step, ExportSource(folder, record, cfg, family, pairs, what, factors=factors)
 
 
-def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is recorded of the Hugging Face model that a run's weights come from: model_type, kept; {} where of none."""
+def hf_origin(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the record of the Hugging Face model that a run's weights come from (model_type, kept), or {}."""
     origins = (run.get("converted") or {}, *(run.get("ancestry") or ()))
     return next((one for one in origins if "model_type" in one or "kept" in one), {})
 
 
-def check_leaves(record: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: What, step: int) -> None:
-    """Raises BadInput unless the step has every array, with the shape that its config asks for, and no other."""
+def check_leaves(
+    record: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: WeightsName, step: int
+) -> None:
+    """Raises BadInput unless the step has exactly the arrays of its config, with their shapes."""
     leaves, named = record["leaves"], weight_leaves(record["leaves"], what)
     if not named:
-        raise BadInput(f"step {step} has no {what}{KEEPS[what]}")
+        raise BadInput(f"step {step} has no {what}{MISSING_HINTS[what]}")
     for name, shape in shapes.items():
         saved = leaves.get(named.get(name))
         if saved is None or saved[:2] != [list(shape), "float32"]:
-            there = "missing" if saved is None else f"{saved[1]}{saved[0]}"
-            raise BadInput(f"step {step}: {what}/{name} is {there}, and by its config it is float32{list(shape)}")
+            found = "missing" if saved is None else f"{saved[1]}{saved[0]}"
+            raise BadInput(f"step {step}: {what}/{name} is {found}, and by its config it is float32{list(shape)}")
     if extra := sorted(named.keys() - shapes.keys()):
-        raise BadInput(f"step {step} has {named[extra[0]]}, for which its config has no place")
+        raise BadInput(f"step {step} has {named[extra[0]]}, which is not part of its config's model")
 
 
 def export_step(
-    source: Source,
+    source: ExportSource,
     to: Any,
     *,
     dtype: Format,
     shard_bytes: int,
     texts: Mapping[str, bytes],
     config: Mapping[str, Any],
-    on_bytes: Callable[[int, int, int], None] = lambda done, total, kept: None,
+    on_bytes: Callable[[int, int, int], None] = lambda done, total, resumed_bytes: None,
     send: Callable[[Any], str] = lambda folder: "",
 ) -> dict[str, Any]:
-    """Writes the folder and returns what was written; kept_bytes of it by an earlier, killed export.
+    """Writes the folder and returns counts; kept_bytes were written by an earlier, killed export.
 
-    Args: texts: files of the tokenizer and the like. config: of config.json. send: takes the folder once all is in it,
-    and gives an address; what it raises leaves the journal, so that the same command, run again, comes to it again.
+    Args: texts: tokenizer files. config: config.json. send: uploads the finished folder and returns its URL; if it
+    raises, the journal stays, so that the same command retries the upload.
 
-    Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that is not what
-    was saved, (STORAGE) if the folder cannot be written.
+    Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that differs from
+    its fingerprint, (STORAGE) if the folder cannot be written.
     """
     number_type = FORMATS[dtype]
     names = (WEIGHTS, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
     shards = plan_shards(source.pairs, number_type, shard_bytes, names[0])
     folder, journal = prepare_folder(to, source, shards, dtype)
     with contextlib.closing(journal):
-        total, done, kept = sum(shard.num_bytes for shard in shards), 0, 0
+        total, done, resumed_bytes = sum(shard.num_bytes for shard in shards), 0, 0
         with reading(source, "its index"):
-            leaves = Leaves(source.folder)
+            leaves = LayerReader(source.folder)
         for shard in shards:
             noted = journal.done.get(shard.name)
             if noted and size_and_md5(folder / shard.name) == tuple(noted["mark"]):
-                kept += shard.num_bytes
+                resumed_bytes += shard.num_bytes
                 done += shard.num_bytes
                 continue
-            report = lambda now, before=done, kept=kept: on_bytes(before + now, total, kept)
+            report = lambda now, before=done, resumed_bytes=resumed_bytes: on_bytes(before + now, total, resumed_bytes)
             write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
             mark, sums = stop_if_unwritable(write, folder)
             journal.note(shard.name, {"mark": mark, "sums": sums})
-            stop_if_unwritable(journal.settle, folder)
+            stop_if_unwritable(journal.flush, folder)
             crash_point("export/shard")
             done += shard.num_bytes
         check_sums(source, journal)
         files = dict(texts)
         if len(shards) > 1:
-            files[INDEX] = as_json(index_of(shards))
+            files[INDEX] = as_json(weights_index(shards))
         for name, content in files.items():
             stop_if_unwritable(
                 lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder
@@ -199,13 +207,13 @@ def export_step(
         pushed = send(folder)
         journal.remove()
         counts = dict(num_tensors=len(source.pairs), num_files=len(shards), num_bytes=total)
-        return counts | dict(kept_bytes=kept, pushed=pushed)
+        return counts | dict(kept_bytes=resumed_bytes, pushed=pushed)
 
 
-def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str) -> tuple[Any, Journal]:
-    """(the folder, its journal). Raises BadInput if anything but this export is in the folder."""
+def prepare_folder(to: Any, source: ExportSource, shards: Sequence[ExportFile], dtype: str) -> tuple[Any, Journal]:
+    """Returns (folder, journal). Raises BadInput if the folder holds anything but this export."""
     folder = paths.absolute(to)
-    plan = [[shard.name, shard.num_bytes, [pair.theirs for pair in shard.pairs]] for shard in shards]
+    plan = [[shard.name, shard.num_bytes, [pair.hf_name for pair in shard.pairs]] for shard in shards]
     identity = digest([source.record["sha256"], source.what, dtype, plan])
     journal, resumed = open_journal(folder, JOURNAL, identity, f"--to={to}")
     if resumed:
@@ -214,20 +222,25 @@ def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str)
 
 
 @contextlib.contextmanager
-def reading(source: Source, what: str) -> Iterator[None]:
-    """Raises Stop (CHECKPOINT_CORRUPT) if an array or index cannot be read inside, (STORAGE) if it is out of reach."""
+def reading(source: ExportSource, what: str) -> Iterator[None]:
+    """Raises Stop (CHECKPOINT_CORRUPT) if an array or index cannot be read inside, (STORAGE) if storage fails."""
     try:
         yield
-    except Exception as error:  # whatever TensorStore raises for corrupted bytes
+    except Exception as error:  # TensorStore raises various types for corrupted bytes
         code = Exit.STORAGE if is_storage_error(error) else Exit.CHECKPOINT_CORRUPT
         reason = f"{what} cannot be read: {short_reason(error)}; export another step"
         raise Stop(code, f"{source.folder}: {reason}") from None
 
 
 def write_shard(
-    path: Any, shard: Shard, source: Source, leaves: Leaves, dtype: np.dtype, on_bytes: Callable[[int], None]
+    path: Any,
+    shard: ExportFile,
+    source: ExportSource,
+    leaves: LayerReader,
+    dtype: np.dtype,
+    on_bytes: Callable[[int], None],
 ) -> tuple[list, dict[str, int]]:
-    """([bytes, md5] of the file, {leaf: what its layers in this file add to its fingerprint})."""
+    """Writes one file; returns ([bytes, md5], {leaf: partial fingerprint of its layers in this file})."""
     sums: dict[str, int] = {}
     with paths.growing_file(path, shard.num_bytes) as file:
         file.write(shard.header)
@@ -238,26 +251,26 @@ def write_shard(
 
 
 def write_tensor(
-    file: Any, pair: TensorPair, source: Source, leaves: Leaves, dtype: np.dtype, sums: dict[str, int]
+    file: Any, pair: TensorPair, source: ExportSource, leaves: LayerReader, dtype: np.dtype, sums: dict[str, int]
 ) -> None:
-    """Writes one tensor, and gives it up on return: the only large thing in memory. Args: sums: are added to."""
+    """Writes one tensor, the only large array in memory. Args: sums: partial fingerprints, updated in place."""
     parts = []
-    for name in pair.ours:
+    for name in pair.leaves:
         factor = source.factors.get(name, 1.0)
         with reading(source, source.leaves[name]):
             part, mark = leaves.read(source.leaves[name], pair.place, dtype if factor == 1.0 else np.dtype(np.float32))
         parts.append(part if factor == 1.0 else (part * np.float32(factor)).astype(dtype))
         sums[name] = (sums.get(name, 0) + mark) % 2**32
-    tensor = pair.to_theirs(parts)
-    assert tensor.shape == pair.their_shape and tensor.dtype == dtype, f"{pair.theirs} came out as another array"
+    tensor = pair.to_hf(parts)
+    assert tensor.shape == pair.hf_shape and tensor.dtype == dtype, f"{pair.hf_name} has another shape or dtype"
     rows = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes)) if tensor.ndim else 1
     for row in range(0, len(tensor) if tensor.ndim else 1, rows):
-        block = in_order(tensor[row : row + rows] if tensor.ndim else tensor)
+        block = contiguous(tensor[row : row + rows] if tensor.ndim else tensor)
         file.write(block.reshape(-1).view(np.uint8))
 
 
-def check_sums(source: Source, journal: Journal) -> None:
-    """Raises Stop (CHECKPOINT_CORRUPT) naming an array of which one bit is not what was saved."""
+def check_sums(source: ExportSource, journal: Journal) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) naming an array whose fingerprint differs from the saved one."""
     for name, mark in journal.fingerprints("sums").items():
         if mark != source.record["leaves"][source.leaves[name]][2]:
             raise Stop(
@@ -267,38 +280,39 @@ def check_sums(source: Source, journal: Journal) -> None:
             )
 
 
-def config_of(source: Source, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json: the model's, the keys that came with it, and the ids of special tokens.
+def hf_config(source: ExportSource, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json: the model's keys, the passed-through keys and special token ids.
 
-    Args: end_ids: bos_token_id and eos_token_id of the tokenizer that goes along with what was trained here.
-    max_position_embeddings are the tokens of the rows it was trained on, or those of the model it began with, where
-    RoPE's scaling does not say them.
+    Args: end_ids: bos_token_id and eos_token_id of the exported tokenizer.
+    max_position_embeddings is the larger of the run's seq_len and the base model's, unless RoPE scaling sets it.
     """
-    kept = dict((source.run.get("converted") or {}).get("kept") or {})
-    if not kept:
-        origin = dict(origin_of(source.run).get("kept") or {})
-        kept = origin | {name: value for name, value in end_ids.items() if value is not None}
-        longest = source.run["config"].get("seq_len") or 0, kept.pop(LONGEST, None) or 0
-        if not {LONGEST, "n_positions"} & source.family.write_config(source.cfg).keys():
-            kept[LONGEST] = max(longest)
-    kept.pop("dtype", None)
-    return families.write(source.family, source.cfg, kept | {"torch_dtype": dtype})
+    resumed_bytes = dict((source.run.get("converted") or {}).get("kept") or {})
+    if not resumed_bytes:
+        origin = dict(hf_origin(source.run).get("kept") or {})
+        resumed_bytes = origin | {name: value for name, value in end_ids.items() if value is not None}
+        longest = source.run["config"].get("seq_len") or 0, resumed_bytes.pop(MAX_POSITIONS, None) or 0
+        if not {MAX_POSITIONS, "n_positions"} & source.family.write_config(source.cfg).keys():
+            resumed_bytes[MAX_POSITIONS] = max(longest)
+    resumed_bytes.pop("dtype", None)
+    return families.write(source.family, source.cfg, resumed_bytes | {"torch_dtype": dtype})
 
 
 def as_json(value: Any) -> bytes:
-    """The text of a file, as transformers indents it."""
+    """Encodes JSON with the indentation of transformers."""
     return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def is_finished(folder: Any) -> bool:
-    """True if the folder holds an export that came to its end."""
+    """True if the folder holds a finished export."""
     return any((folder / name).exists() for name in (CONFIG, adapter_config.FILE)) and not (folder / JOURNAL).exists()
 
 
-def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS) -> list[Shard]:
-    """The files: tensors in order, up to shard_bytes in each; a larger tensor has a file of its own.
+def plan_shards(
+    pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS
+) -> list[ExportFile]:
+    """Groups tensors in order into files of up to shard_bytes; a larger tensor gets its own file.
 
-    Args: single: the name of a file that holds all.
+    Args: single: the file name if one file holds all tensors.
     """
     groups: list[list[TensorPair]] = [[]]
     filled = 0
@@ -311,19 +325,21 @@ def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, 
         filled += size
     shards = []
     for number, group in enumerate(groups, 1):
-        name = single if len(groups) == 1 else MANY.format(number, len(groups))
-        header = encode_header({pair.theirs: (dtype, pair.their_shape) for pair in group})
-        shards.append(Shard(name, tuple(group), header, len(header) + sum(tensor_bytes(pair, dtype) for pair in group)))
+        name = single if len(groups) == 1 else SHARD_NAME.format(number, len(groups))
+        header = encode_header({pair.hf_name: (dtype, pair.hf_shape) for pair in group})
+        shards.append(
+            ExportFile(name, tuple(group), header, len(header) + sum(tensor_bytes(pair, dtype) for pair in group))
+        )
     return shards
 
 
 def tensor_bytes(pair: TensorPair, dtype: np.dtype) -> int:
-    """Returns the bytes of one tensor of theirs."""
-    return math.prod(pair.their_shape) * dtype.itemsize
+    """Returns the bytes of one exported tensor."""
+    return math.prod(pair.hf_shape) * dtype.itemsize
 
 
-def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
+def weights_index(shards: Sequence[ExportFile]) -> dict[str, Any]:
     """Returns the content of model.safetensors.index.json."""
     total = sum(shard.num_bytes - len(shard.header) for shard in shards)
-    places = {pair.theirs: shard.name for shard in shards for pair in shard.pairs}
+    places = {pair.hf_name: shard.name for shard in shards for pair in shard.pairs}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

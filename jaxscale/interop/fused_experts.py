@@ -1,7 +1,7 @@
-"""Tensors that hold all experts of a layer, seen as one for each expert and matrix; and what of experts no file has.
+"""Splits tensors that hold all experts of a layer, and initializes router loads, which no file has.
 
-transformers 5 has a layer's experts as [experts, gate then up, in] and [experts, out, in]. What one expert has of a
-matrix lies in one piece there, so that each is a part of the file, read as a tensor of its own.
+transformers 5 stores a layer's experts as [experts, gate then up, in] and [experts, out, in]. Each expert's matrix is
+contiguous there, so it is read as a byte range of the file.
 """
 
 import dataclasses
@@ -12,43 +12,43 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from jaxscale.interop import families
-from jaxscale.interop.families import Family, Row, TensorPair
-from jaxscale.interop.families.family import Joined
+from jaxscale.interop.families import Family, TensorPair, TensorSpec
+from jaxscale.interop.families.family import FusedExperts
 from jaxscale.interop.ranges import File
 from jaxscale.interop.safetensors import Tensor
 from jaxscale.models import AnyModelConfig
 from jaxscale.system.exits import BadInput
 
 
-def experts_apart(family: Family, cfg: AnyModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint under the names that the family has in files, each expert's by itself.
+def split_fused_experts(family: Family, cfg: AnyModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors under the family's file names, with fused experts split.
 
-    Raises BadInput for one of another shape, and for what is there in both forms.
+    Raises BadInput for an unexpected shape, and for a tensor that is present in both forms.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        for pattern, written in family.renamed:
+        for pattern, written in family.renames:
             name = re.sub(pattern, written, name)
         parts = [dataclasses.replace(tensor, name=name)] if name != tensor.name else [tensor]
-        for joined in family.joined:
-            if cfg.experts is not None and (inner := re.fullmatch(pattern_of(joined), name)):
-                parts = list(split(joined, inner, tensor, cfg.experts.number))
+        for fused in family.fused:
+            if cfg.experts is not None and (inner := re.fullmatch(name_pattern(fused), name)):
+                parts = list(split_experts(fused, inner, tensor, cfg.experts.number))
         for part in parts:
             if part.name in found:
-                raise BadInput(f"the checkpoint has {part.name} twice, under two names or by itself and in another")
+                raise BadInput(f"the checkpoint has {part.name} twice, under two names or both alone and fused")
             found[part.name] = part
     return found
 
 
-def pattern_of(joined: Joined) -> str:
-    """A regular expression for its name, behind any base: (base, layer)."""
-    before, after = map(re.escape, joined.theirs.split("{layer}"))
+def name_pattern(fused: FusedExperts) -> str:
+    """Returns a regular expression for the tensor's name with any prefix; groups: (prefix, layer)."""
+    before, after = map(re.escape, fused.hf_name.split("{layer}"))
     return rf"(|.*\.){before}(\d+){after}"
 
 
-def split(joined: Joined, name: re.Match[str], tensor: Tensor, number: int) -> Iterator[Tensor]:
-    """Yields the parts of a tensor. name: what pattern_of has found in it."""
-    count = len(joined.rows)
+def split_experts(fused: FusedExperts, name: re.Match[str], tensor: Tensor, number: int) -> Iterator[Tensor]:
+    """Yields one tensor per expert and matrix. name: match of name_pattern."""
+    count = len(fused.rows)
     experts, outputs, *inputs = (*tensor.shape, 0, 0)[: max(2, len(tensor.shape))]
     if len(inputs) != 1 or experts != number or outputs % count:
         halves = f", {count} matrices of each" if count > 1 else ""
@@ -59,25 +59,25 @@ def split(joined: Joined, name: re.Match[str], tensor: Tensor, number: int) -> I
     size = (tensor.stop - tensor.start) // (number * count)
     shape = (outputs // count, *inputs)
     for expert in range(number):
-        for place, row in enumerate(joined.rows):
-            start = tensor.start + (expert * count + place) * size
-            own = name[1] + row.format(layer=name[2], expert=expert)
-            yield dataclasses.replace(tensor, name=own, shape=shape, start=start, stop=start + size)
+        for index, row in enumerate(fused.rows):
+            start = tensor.start + (expert * count + index) * size
+            hf_name = name[1] + row.format(layer=name[2], expert=expert)
+            yield dataclasses.replace(tensor, name=hf_name, shape=shape, start=start, stop=start + size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Even(Tensor):
-    """Not of a file: the same number for each expert, such that they add up to 1."""
+class UniformRouterLoad(Tensor):
+    """Uniform loads that sum to 1; not read from a file."""
 
     def read(self) -> np.ndarray:
-        """Its values."""
+        """Returns the values."""
         return np.full(self.shape, 1 / self.shape[-1], np.float32)
 
 
-def start_of_load(cfg: AnyModelConfig) -> tuple[list[TensorPair], dict[str, Tensor]]:
-    """(pairs, tensors) of what training counts and no file has, as it is in a model that was not trained yet."""
+def initial_router_load(cfg: AnyModelConfig) -> tuple[list[TensorPair], dict[str, Tensor]]:
+    """Returns (pairs, tensors) of the router loads of an untrained model."""
     pairs, tensors = [], {}
-    for name, shape in families.unsaid(cfg).items():
-        pairs.append(TensorPair((name,), None, (shape,), name, shape, Row(name, name)))
-        tensors[name] = Even(name, File(name, 0, ""), "F32", shape, 0, 4 * math.prod(shape))
+    for name, shape in families.untracked_leaves(cfg).items():
+        pairs.append(TensorPair((name,), None, (shape,), name, shape, TensorSpec(name, name)))
+        tensors[name] = UniformRouterLoad(name, File(name, 0, ""), "F32", shape, 0, 4 * math.prod(shape))
     return pairs, tensors

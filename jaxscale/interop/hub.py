@@ -15,12 +15,15 @@ from jaxscale.system.redact import shown
 from jaxscale.system.storage import is_loopback
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
-PRIVATE = ".*"  # files that are ours alone, such as the journal
-WANTED = (  # of a repository: what is read here, and nothing that is pickled
+PRIVATE = ".*"  # hidden files such as the journal are not pushed
+ALLOW_PATTERNS = (  # files of a repository that are downloaded; no pickles
     hf_checkpoint.CONFIG, hf_checkpoint.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
     f"{tokenizer_files.MORE_TEMPLATES}/*.jinja",
 )  # fmt: skip
-UNWANTED = ("consolidated*", "*/*.safetensors")  # the same weights again, as their maker keeps them; of subfolders
+IGNORE_PATTERNS = (
+    "consolidated*",
+    "*/*.safetensors",
+)  # copies of the same weights in the maker's format, and in subfolders
 ADDRESS = re.compile(
     rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
 )
@@ -28,7 +31,7 @@ ADDRESS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Fetched:
-    """A repository of the Hub in its own cache on this machine."""
+    """A Hub repository in the local cache."""
 
     name: str  # OWNER/NAME
     revision: str  # the commit
@@ -36,9 +39,9 @@ class Fetched:
 
 
 def repository(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
-    """(OWNER/NAME, revision) of what names a repository; None for a path.
+    """Parses (OWNER/NAME, revision) of a repository; None for a path.
 
-    OWNER/NAME is a path where there is such a folder, or one OWNER.
+    OWNER/NAME is a path if that folder, or a folder OWNER, exists.
     """
     found = ADDRESS.fullmatch(name)
     if found is None or not HUB_NAME.fullmatch(found[1]):
@@ -49,9 +52,9 @@ def repository(name: str, revision: str | None = None) -> tuple[str, str | None]
 
 
 def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
-    """The repository that a name says, fetched; None for a path. flag: what gave it, for errors.
+    """Downloads a repository; None for a path. flag: named in errors.
 
-    Raises: BadInput where there is none or it may not be read, Stop (STORAGE) where the Hub does not answer.
+    Raises: BadInput if it does not exist or cannot be read, Stop (STORAGE) if the Hub does not answer.
     """
     if (asked := repository(name, revision)) is None:
         if revision is not None and flag == "--from":
@@ -71,7 +74,11 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
     refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError)
     try:
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), token=token or False
+            name,
+            revision=revision,
+            allow_patterns=list(ALLOW_PATTERNS),
+            ignore_patterns=list(IGNORE_PATTERNS),
+            token=token or False,
         )
     except refused as error:
         at = f" at {revision}" if revision else ""
@@ -89,14 +96,14 @@ def cause(error: Exception, characters: int = 300) -> str:
 
 
 def check_endpoint(with_token: bool) -> None:
-    """Raises BadInput where the token would go over the wire as it is."""
+    """Raises BadInput if the token would be sent unencrypted."""
     address = urllib.parse.urlsplit(os.environ.get(ENDPOINT) or "https://huggingface.co")
     if with_token and address.scheme != "https" and not is_loopback(address.hostname or ""):
         raise BadInput(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; give an https:// address")
 
 
 def check_push(name: str, folder: Any = None) -> None:
-    """Raises BadInput for what can never be sent: found before anything is converted."""
+    """Raises BadInput for a push that cannot succeed, before anything is converted."""
     check_hub_name("push", name)
     if folder is not None and paths.is_remote(folder):
         raise BadInput(f"--push sends a local folder, and {folder} is none; export to a disk and push from there")
@@ -108,9 +115,9 @@ def check_push(name: str, folder: Any = None) -> None:
 
 
 def push_folder(folder: Any, name: str, message: str) -> str:
-    """Sends a folder as one commit; its address. A repository that is not there is made, private.
+    """Uploads a folder as one commit and returns its URL. Creates a private repository if there is none.
 
-    Raises: Stop (STORAGE) where the Hub refuses or does not answer.
+    Raises: Stop (STORAGE) if the Hub refuses or does not answer.
     """
     check_push(name, folder)
     import huggingface_hub
@@ -124,6 +131,6 @@ def push_folder(folder: Any, name: str, message: str) -> str:
             repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
         )
     except Exception as error:  # of whatever client the package has below it
-        why = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
-        raise Stop(Exit.STORAGE, why) from None
+        reason = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
+        raise Stop(Exit.STORAGE, reason) from None
     return str(getattr(done, "commit_url", done))

@@ -15,37 +15,34 @@ REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a 
 
 
 def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Journal", bool]:
-    """(the journal of the folder that a flag gave, whether this very conversion was begun before).
+    """Returns (the folder's journal, True if this conversion was started before).
 
-    Raises BadInput if anything but this conversion is in there.
+    Raises BadInput if the folder holds anything but this conversion.
     """
     journal = Journal(folder / name, identity)
-    there = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
-    if there:
-        raise BadInput(f"{flag} is in use, it holds {min(there)}; name a new folder")
+    existing = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
+    if existing:
+        raise BadInput(f"{flag} is in use, it holds {min(existing)}; name a new folder")
     paths.make_run_dir(folder)
     return journal, stop_if_unwritable(journal.begin, folder)
 
 
 class Journal:
-    """A JSON file {what: identity, done: {part: whatever is to be known of it}}, removed at the end.
-
-    Args: identity: of the conversion; another one's journal is another conversion.
-    """
+    """A JSON file {what: identity, done: {part: facts}}, removed at the end. identity: of the conversion."""
 
     def __init__(self, path: Any, identity: str):
         self.path, self.identity = path, identity
         self.done: dict[str, Any] = {}
-        self.waiting: dict[str, Any] = {}  # done, and not yet safe on the disk
-        self.written = 0.0
-        self.close: Callable[[], Any] = lambda: None  # gives the folder back
+        self.pending: dict[str, Any] = {}  # done, and not yet durable
+        self.last_write = 0.0
+        self.close: Callable[[], Any] = lambda: None  # releases the folder lock
 
     def begin(self) -> bool:
-        """True if this very conversion was begun before: `done` then tells what of it is there. Else notes that it is.
+        """Locks the folder; True if this conversion was started before, with its parts in `done`.
 
-        Raises: BadInput if another one was, or if another process is at it.
+        Raises: BadInput for another conversion's journal, or if another process holds the lock.
         """
-        self.hold()
+        self.lock_folder()
         found = read_optional(self.path)
         if found:
             if found.get("what") != self.identity:
@@ -59,30 +56,30 @@ class Journal:
         self.write()
         return False
 
-    def hold(self) -> None:
-        """Takes the folder for this process, on a disk that has locks; the system takes it back from one that dies."""
+    def lock_folder(self) -> None:
+        """Locks the folder, where the file system has locks; the system releases it when the process dies."""
         stack = contextlib.ExitStack()
         stack.enter_context(folder_lock(self.path.parent, "converting into"))
         self.close = weakref.finalize(self, stack.close)
 
     def note(self, part: str, value: Any) -> None:
-        """A part is done once the data behind it are safe, which `settle` tells."""
-        self.waiting[part] = value
+        """Adds a finished part, recorded by the next `flush`, once its data are durable."""
+        self.pending[part] = value
 
-    def settle(self) -> None:
-        """All that was noted is safe. Writes it down, into a bucket not more often than it likes."""
-        self.done |= self.waiting
-        self.waiting = {}
-        if not paths.is_remote(self.path) or time.monotonic() - self.written >= REMOTE_SECONDS:
+    def flush(self) -> None:
+        """Records the pending parts, whose data are durable; rate-limited in a bucket."""
+        self.done |= self.pending
+        self.pending = {}
+        if not paths.is_remote(self.path) or time.monotonic() - self.last_write >= REMOTE_SECONDS:
             self.write()
 
     def write(self) -> None:
-        """Writes down what is done."""
+        """Writes the journal file."""
         paths.write_json(self.path, {"what": self.identity, "done": self.done})
-        self.written = time.monotonic()
+        self.last_write = time.monotonic()
 
     def fingerprints(self, key: str) -> dict[str, int]:
-        """{leaf: its fingerprint}: the sum of what the parts that are done have noted under the key."""
+        """Returns {leaf: sum of its parts' fingerprints under this key}."""
         found: dict[str, int] = {}
         for noted in self.done.values():
             for name, mark in noted[key].items():
@@ -90,5 +87,5 @@ class Journal:
         return found
 
     def remove(self) -> None:
-        """Ends the journal: the result speaks for itself."""
+        """Deletes the journal file."""
         self.path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Periodic exports during training: each in a process of its own, so that no step waits and no failure stops the run.
+"""Periodic exports during training, each in a subprocess, so that no step waits and no failure stops the run.
 
-It reads the committed checkpoint from its files, on the CPU. The step is pinned meanwhile, so that the run keeps it;
-the pin says that it is an export's, so that a resumed run finishes the export, or removes the pin.
+The subprocess reads the committed checkpoint on the CPU. The step is pinned meanwhile, so that retention keeps it; the
+pin's content marks it as an export's, so that a resumed run finishes the export or removes the pin.
 """
 
 import contextlib
@@ -25,81 +25,81 @@ from jaxscale.system import fence, paths
 from jaxscale.system.redact import shown
 
 FOLDER = "export"  # of a work folder
-OURS = "export\n"  # what a pin of ours holds
+OURS = "export\n"  # content of an export's pin
 LOOK_SECONDS = 0.2
-TAIL = 400  # characters of what a failed export said
+TAIL = 400  # characters of a failed export's stderr
 
 
 class Exporter:
-    """Exports the steps of one run, one after the other; where they come too fast, only the newest waits."""
+    """Exports the steps of a run one at a time; only the newest request is pending."""
 
     def __init__(self, cfg: ExportConfig, workdir: Any, note: Note, say: Callable[[str], None]):
         self.cfg, self.workdir = cfg, paths.absolute(workdir)
-        self.tell, self.say = note, say
-        self.last_saved = self.last_asked = 0
+        self.write_event, self.log = note, say
+        self.last_saved = self.last_requested = 0
         self.lock = threading.Lock()
-        self.waiting: int | None = None
+        self.pending: int | None = None
         self.thread: threading.Thread | None = None
         self.child: subprocess.Popen | None = None
         self.ended = False
 
     def note(self, kind: str, step: int | None = None, **facts: Any) -> None:
-        """The run's Note, which also hears of each checkpoint that is committed. Never waits, never raises for it."""
-        self.tell(kind, step, **facts)
+        """The run's Note, which also requests exports of committed checkpoints. Never blocks, never raises for them."""
+        self.write_event(kind, step, **facts)
         if kind == "saved" and step:
             self.last_saved = step
             if step % self.cfg.every_steps == 0:
-                self.ask(step)
+                self.request(step)
 
-    def ask(self, step: int) -> None:
-        """Exports the step once the export before it is done, unless a newer one is asked for by then."""
-        self.last_asked = step
+    def request(self, step: int) -> None:
+        """Exports the step after the current export, unless a newer one is requested by then."""
+        self.last_requested = step
         try:
             self.pin(step)
-        except Exception as error:  # of whatever client a bucket has
+        except Exception as error:  # various types of storage clients
             self.failed(step, short_reason(error))
             return
         with self.lock:
-            passed, self.waiting = self.waiting, step
+            skipped, self.pending = self.pending, step
             if self.thread is None:
                 self.thread = threading.Thread(target=self.work, name="export", daemon=True)
                 self.thread.start()
-        if passed is not None:
-            self.unpin(passed)
-            self.failed(passed, f"the export before it was still under way when step {step} was saved")
+        if skipped is not None:
+            self.unpin(skipped)
+            self.failed(skipped, f"the export before it was still running when step {step} was saved")
 
     def work(self) -> None:
-        """Exports what is waiting, until nothing is."""
+        """Exports pending steps until there is none."""
         while True:
             with self.lock:
-                step, self.waiting = self.waiting, None
+                step, self.pending = self.pending, None
                 if step is None or self.ended:
                     self.thread = None
                     return
             try:
                 self.export(step)
-            except Exception as error:  # nothing of it may reach the run
+            except Exception as error:  # must not stop the run
                 self.failed(step, short_reason(error))
             if not self.ended:
                 self.unpin(step)
 
     def export(self, step: int) -> None:
-        """Returns when the export is there, or is told to have failed."""
+        """Exports a step, or logs its failure."""
         folder = self.workdir / FOLDER / str(step)
-        if not is_finished(folder):  # a start that was killed before it could say so may have finished it
+        if not is_finished(folder):  # a killed start may have finished it
             code, text = self.run(self.command(step))
             if self.ended:
                 return
             if code:
                 return self.failed(step, " ".join(text.split())[-TAIL:] or f"its process ended with {code}")
-        self.tell("exported", step, folder=str(folder), pushed_to=self.cfg.push_to)
+        self.write_event("exported", step, folder=str(folder), pushed_to=self.cfg.push_to)
         try:
             self.remove_old(step)
-        except Exception as error:  # they take room, and nothing else
-            self.tell("alarm", step, cause=f"an old export could not be removed: {short_reason(error)}")
+        except Exception as error:  # old exports only take space
+            self.write_event("alarm", step, cause=f"an old export could not be removed: {short_reason(error)}")
 
     def command(self, step: int) -> list[str]:
-        """The command of the process: at the lowest priority, where the system has a command for that."""
+        """Returns the subprocess's command, at the lowest priority if `nice` exists."""
         polite = [nice, "-n", "19"] if (nice := shutil.which("nice")) else []
         flags = [f"--workdir={self.workdir}", f"--step={step}", f"--to={self.workdir / FOLDER / str(step)}"]
         flags += [f"--dtype={self.cfg.dtype}", *(["--ema"] if self.cfg.ema else [])]
@@ -107,7 +107,7 @@ class Exporter:
         return [*polite, sys.executable, "-m", "jaxscale.cli.convert", *flags]
 
     def run(self, command: list[str]) -> tuple[int, str]:
-        """(exit code, what it said on stderr)."""
+        """Runs the command; returns (exit code, stderr)."""
         env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
         with self.lock:
             if self.ended:
@@ -120,42 +120,42 @@ class Exporter:
         return child.returncode, shown(text)
 
     def failed(self, step: int, cause: str) -> None:
-        """Tells of an export that there is not, in an event and a line."""
-        with contextlib.suppress(Exception):  # a log that cannot be written has its own alarms
-            self.tell("alarm", step, cause=f"no export of step {step}: {cause}")
-        self.say(f"WARNING: no export of step {step}: {cause}")
+        """Logs a failed export as an event and a warning."""
+        with contextlib.suppress(Exception):  # an unwritable log raises other alarms
+            self.write_event("alarm", step, cause=f"no export of step {step}: {cause}")
+        self.log(f"WARNING: no export of step {step}: {cause}")
 
     def pin(self, step: int) -> None:
-        """Keeps the step where it is."""
-        mark = self.mark(step)
-        if not mark.exists():
-            paths.make_run_dir(mark.parent)
-            paths.write_text_atomic(mark, OURS)
+        """Pins the step, so that retention keeps it."""
+        pin_path = self.pin_path(step)
+        if not pin_path.exists():
+            paths.make_run_dir(pin_path.parent)
+            paths.write_text_atomic(pin_path, OURS)
 
     def unpin(self, step: int) -> None:
-        """Unpins the step, unless another process has pinned it."""
-        with contextlib.suppress(Exception):  # it stays pinned, and the next start sees to it
-            if self.mark(step).read_text("utf-8") == OURS:
-                fence.ask(self.mark(step))
-                self.mark(step).unlink()
+        """Removes an export's pin, but not another process's."""
+        with contextlib.suppress(Exception):  # the next start removes it
+            if self.pin_path(step).read_text("utf-8") == OURS:
+                fence.ask(self.pin_path(step))
+                self.pin_path(step).unlink()
 
-    def mark(self, step: int) -> Any:
-        """The file that pins a step."""
+    def pin_path(self, step: int) -> Any:
+        """Returns the path of a step's pin."""
         return self.workdir / "checkpoints" / PINNED / str(step)
 
-    def take_up(self) -> None:
-        """Goes on with what a run that was killed was exporting. To be called before the first save."""
-        with contextlib.suppress(Exception):  # nothing of an export keeps a run from starting
+    def resume_pending(self) -> None:
+        """Resumes exports of a killed run. Call before the first save."""
+        with contextlib.suppress(Exception):  # must not keep a run from starting
             folder = self.workdir / "checkpoints" / PINNED
             pins = [path for path in folder.iterdir() if is_step_name(path.name)] if folder.exists() else []
             for step in sorted(int(path.name) for path in pins if path.read_text("utf-8") == OURS):
                 if (self.workdir / "checkpoints" / str(step)).exists():
-                    self.ask(step)
+                    self.request(step)
                 else:
                     self.unpin(step)
 
     def remove_old(self, newest: int) -> None:
-        """Removes the exports that need not stay, and what was left of those that failed."""
+        """Removes exports beyond `keep`, including unfinished ones."""
         if not self.cfg.keep:
             return
         folder = self.workdir / FOLDER
@@ -164,16 +164,16 @@ class Exporter:
             remove_tree(folder / str(step))
 
     def finish(self) -> None:
-        """Exports the last step too, and returns when nothing is under way."""
-        if self.last_saved and self.last_saved != self.last_asked:
-            self.ask(self.last_saved)
+        """Exports the last step too, and waits until all exports are done."""
+        if self.last_saved and self.last_saved != self.last_requested:
+            self.request(self.last_saved)
         if self.thread is not None:
-            self.say("waiting for the export that is under way")
+            self.log("waiting for the current export")
         while (thread := self.thread) is not None:
-            thread.join(LOOK_SECONDS)  # not for ever: a signal that the kernel gives another thread would not end it
+            thread.join(LOOK_SECONDS)  # with a timeout, so that signals are handled
 
-    def give_up(self) -> None:
-        """Ends what is under way: the run leaves. The pin stays, and the next start goes on with it."""
+    def abort(self) -> None:
+        """Kills the current export. The pin stays, and the next start resumes it."""
         with self.lock:
             self.ended = True
             child = self.child
@@ -183,7 +183,7 @@ class Exporter:
 
 
 @contextlib.contextmanager
-def exporting(
+def periodic_exports(
     cfg: ExportConfig,
     workdir: Any,
     note: Note,
@@ -191,9 +191,9 @@ def exporting(
     primary: bool,
     make_exporter: Callable[..., Exporter] = Exporter,
 ) -> Iterator[Note]:
-    """Gives the run's note, which has steps exported as they are saved; waits for the last one at a good end.
+    """Yields a note that also exports saved steps; waits for the last export after a normal end.
 
-    Raises: BadInput, before anything is trained, if what is exported could not be pushed.
+    Raises: BadInput, before training, if exports could not be pushed.
     """
     if not cfg.every_steps or not primary:
         yield note
@@ -201,10 +201,10 @@ def exporting(
     if cfg.push_to:
         hub.check_push(cfg.push_to, paths.absolute(workdir))
     exporter = make_exporter(cfg, workdir, note, say)
-    exporter.take_up()
+    exporter.resume_pending()
     try:
         yield exporter.note
         exporter.finish()
     except BaseException:
-        exporter.give_up()
+        exporter.abort()
         raise

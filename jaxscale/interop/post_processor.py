@@ -1,4 +1,4 @@
-"""The post-processor of a tokenizer.json: which special tokens begin a text."""
+"""Edits the post-processor of a tokenizer.json: the special tokens that begin a text."""
 
 import itertools
 import json
@@ -7,48 +7,48 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 
-PAIRED = {"BertProcessing": 1, "RobertaProcessing": 2}  # how often the separator stands between two texts
+PAIRED = {"BertProcessing": 1, "RobertaProcessing": 2}  # number of separators between two texts
 
 
 def begin_with(begin: Sequence[str], text: str) -> str | None:
-    """A tokenizer.json that puts these tokens before a text in place of those that it has put there; None: it does.
+    """Returns a tokenizer.json that begins texts with exactly these tokens; None if it already does.
 
-    What it puts behind a text stays, and what stands between the two of a pair.
+    Tokens after a text and between the two of a pair are unchanged.
     """
     import tokenizers
 
-    made, spec = tokenizers.Tokenizer.from_str(text), json.loads(text)
-    made.no_truncation()
-    made.no_padding()
-    whole = made.encode("a")
+    tokenizer, spec = tokenizers.Tokenizer.from_str(text), json.loads(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    whole = tokenizer.encode("a")
     first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
-    ids = [known_id(made, name) for name in begin]
+    ids = [known_id(tokenizer, name) for name in begin]
     if whole.ids[:first] == ids:
         return None
-    old = spec.get("post_processor") or {}
-    steps = old.get("processors") or [old]
+    post_processor = spec.get("post_processor") or {}
+    steps = post_processor.get("processors") or [post_processor]
     template = next(filter(None, map(as_template, steps)), template_of([text_of("A")], [text_of("A"), text_of("B")]))
-    put = [special(name) for name in begin]
-    behind = [list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, template[key])) for key in FORMS]
+    begin_pieces = [special(name) for name in begin]
+    after_begin = [list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, template[key])) for key in FORMS]
     known = template["special_tokens"] | {name: known_as(name, i) for name, i in zip(begin, ids, strict=True)}
-    step = template_of(put + behind[0], put + behind[1], known)
-    others = [step for step in steps if step.get("type") == "ByteLevel"]  # it moves offsets alone
+    step = template_of(begin_pieces + after_begin[0], begin_pieces + after_begin[1], known)
+    others = [step for step in steps if step.get("type") == "ByteLevel"]  # only changes offsets
     spec["post_processor"] = {"type": "Sequence", "processors": [*others, step]} if others else step
     return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)).to_str()
 
 
-def known_id(made: Any, name: str) -> int:
+def known_id(tokenizer: Any, name: str) -> int:
     """Returns the id of a token by name. Raises BadInput if the tokenizer does not have it."""
-    if (found := made.token_to_id(name)) is None:
-        raise BadInput(f"tokenizer.json has no token {name!r:.80}, with which the documents of the run begin")
+    if (found := tokenizer.token_to_id(name)) is None:
+        raise BadInput(f"tokenizer.json has no token {name!r:.80}, with which the run's documents begin")
     return found
 
 
-FORMS = ("single", "pair")  # of a template: for one text, and for two
+FORMS = ("single", "pair")  # templates for one text and for a pair
 
 
 def as_template(step: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A step of a post-processor as a template; None for one that adds no token."""
+    """Converts a post-processor step to a template; None if it adds no token."""
     kind = step.get("type")
     if kind == "TemplateProcessing":
         pair = step.get("pair") or [text_of("A"), text_of("B")]
@@ -63,17 +63,17 @@ def as_template(step: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def template_of(single: Sequence, pair: Sequence, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A TemplateProcessing as tokenizer.json has it."""
+    """Returns a TemplateProcessing of tokenizer.json."""
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": dict(known or {})}
 
 
 def text_of(name: str) -> dict[str, Any]:
-    """The place of a text, A or B."""
+    """Returns a template piece for text A or B."""
     return {"Sequence": {"id": name, "type_id": int(name == "B")}}
 
 
 def special(name: str) -> dict[str, Any]:
-    """The place of a special token."""
+    """Returns a template piece for a special token."""
     return {"SpecialToken": {"id": name, "type_id": 0}}
 
 

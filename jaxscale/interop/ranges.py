@@ -10,12 +10,12 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import objects_under, open_bucket
 
 PART_BYTES = 16 << 20  # of one request to a bucket
-REQUESTS = 8  # at once: one connection to a bucket brings about 100 MB/s at best
+REQUESTS = 8  # concurrent: one connection to a bucket brings at most about 100 MB/s
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file as it was when it was looked at. version: changes when it is replaced."""
+    """Path, size and version of a file. version: changes when the file is replaced."""
 
     path: Any
     size: int
@@ -23,11 +23,11 @@ class File:
 
     @property
     def name(self) -> str:
-        """Without the folder."""
+        """The file name."""
         return self.path.name
 
     def read_into(self, start: int, out: Any) -> None:
-        """Fills `out`, a writable buffer, with the bytes from `start` on.
+        """Fills `out`, a writable buffer, with bytes from offset `start`.
 
         Raises: BadInput if the file is shorter or was replaced, OSError if it cannot be read.
         """
@@ -42,13 +42,13 @@ class File:
                 pass
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes [start, stop). Raises as read_into does."""
+        """Returns bytes [start, stop). Raises as read_into does."""
         content = bytearray(stop - start)
         self.read_into(start, content)
         return content
 
     def read_disk(self, start: int, view: memoryview) -> None:
-        """As read_into, of a local file."""
+        """read_into for a local file."""
         with foreign.open_file(self.path) as file:
             file.seek(start)
             done = 0
@@ -59,7 +59,7 @@ class File:
                 done += count
 
     def read_object(self, start: int, view: memoryview) -> None:
-        """As read_into, of an object; goes on where a connection broke."""
+        """read_into for an object; resumes after a broken connection."""
         url, bucket = os.fspath(self.path), open_bucket()
         done = 0
         try:
@@ -70,8 +70,8 @@ class File:
             raise BadInput(f"{url} was replaced or removed while it was read; run it again") from None
 
 
-def look_at(path: Any) -> File:
-    """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses, or foreign.resolve_file."""
+def stat_file(path: Any) -> File:
+    """Returns the file's current state. Raises FileNotFoundError, and BadInput where access is refused."""
     if paths.is_remote(path):
         metadata = open_bucket().metadata(os.fspath(path))
         if metadata is None:
@@ -81,8 +81,8 @@ def look_at(path: Any) -> File:
     return File(path, stat.st_size, str(stat.st_mtime_ns))
 
 
-def names_in(folder: Any) -> dict[str, int]:
-    """{name: bytes} of the files directly in a folder, in order; empty if it is not there."""
+def list_files(folder: Any) -> dict[str, int]:
+    """Returns {name: bytes} of the files directly in a folder, sorted; empty if it does not exist."""
     if paths.is_remote(folder):
         found = {name: size for name, size in objects_under(os.fspath(folder)) if "/" not in name}
     elif folder.is_dir():

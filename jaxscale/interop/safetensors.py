@@ -1,7 +1,7 @@
 """The safetensors format: the header's length in 8 bytes, a JSON header, and the tensors' bytes without gaps.
 
-Described at github.com/huggingface/safetensors (README, "Format"). Nothing in a file is run or trusted: every dtype,
-shape and offset is compared with all others and with the file's size before a tensor is read.
+Described at github.com/huggingface/safetensors (README, "Format"). Files are untrusted: every dtype, shape and
+offset is checked against the others and the file's size before a tensor is read.
 """
 
 import collections
@@ -19,14 +19,14 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json, short
 
 LENGTH_BYTES = 8
-LONGEST_HEADER = 32 << 20  # bytes: about 300,000 tensors. Python needs up to thirty times as many to hold what it says
-ALIGNMENT = 8  # of the tensors' bytes, by spaces behind the header
+LONGEST_HEADER = 32 << 20  # bytes: about 300,000 tensors. parsing needs up to thirty times as many
+ALIGNMENT = 8  # of the tensors' bytes, by padding the header with spaces
 MOST_AXES = 16
-BLOCK_BYTES = 32 << 20  # of two tensors that are compared, in memory at one time
-DTYPES = {  # those that parameters come in
+BLOCK_BYTES = 32 << 20  # of each of two compared tensors in memory at a time
+DTYPES = {  # dtypes that are converted
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
-OTHERS = {  # bytes of an element of those that are known and not converted
+UNSUPPORTED_DTYPE_BYTES = {  # bytes per element of known dtypes that are not converted
     "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
@@ -39,24 +39,24 @@ class Tensor:
 
     name: str
     file: File
-    kind: str  # dtype in the header's words
+    dtype_name: str  # dtype as in the header
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # byte offset in the file
     stop: int
 
     def read(self) -> np.ndarray:
-        """Its values. Raises BadInput for a dtype that is not converted, and as File.read_into does."""
-        if self.kind not in DTYPES:
-            raise BadInput(f"{self.file.path}: {self.name} is {self.kind}; {how_to_widen(self.kind)}")
-        values = np.empty(self.shape, DTYPES[self.kind])
+        """Returns the values. Raises BadInput for an unsupported dtype, and as File.read_into does."""
+        if self.dtype_name not in DTYPES:
+            raise BadInput(f"{self.file.path}: {self.name} is {self.dtype_name}; {conversion_hint(self.dtype_name)}")
+        values = np.empty(self.shape, DTYPES[self.dtype_name])
         if values.size:
             self.file.read_into(self.start, values.reshape(-1).view(np.uint8))
         return values
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors are equal bit for bit; a few MB of each are in memory."""
-    if (one.kind, one.shape) != (other.kind, other.shape):
+    """True if two tensors are bitwise equal; compared in blocks."""
+    if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
         return False
     size = one.stop - one.start
     for begin in range(0, size, BLOCK_BYTES):
@@ -66,95 +66,104 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def how_to_widen(kind: str) -> str:
-    """Returns the way out for a dtype that is not converted."""
+def conversion_hint(dtype_name: str) -> str:
+    """Returns a hint for a dtype that is not converted."""
     known = f"only {', '.join(DTYPES)} are converted: "
-    if kind.startswith("F8") or kind in ("I8", "U8"):
-        return f"{known}take the unquantized weights of that model"
+    if dtype_name.startswith("F8") or dtype_name in ("I8", "U8"):
+        return f"{known}use the unquantized weights of that model"
     return f"{known}load it with transformers, call .to(torch.float32) and save_pretrained"
 
 
 def read_header(file: File) -> dict[str, Tensor]:
-    """{name: tensor} of a file. Raises BadInput, one line, for whatever breaks the format's rules."""
+    """Returns {name: tensor} of a file. Raises BadInput, one line, for any violation of the format."""
     if file.size < LENGTH_BYTES + 2:
-        raise broken(file, f"it has {file.size} bytes, which no header fits in")
+        raise invalid_file(file, f"it has {file.size} bytes, too few for a header")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
     if length > LONGEST_HEADER or LENGTH_BYTES + length > file.size:
         too_long = length > LONGEST_HEADER
-        limit = f"and at most {LONGEST_HEADER} may be" if too_long else f"of a file of {file.size} bytes"
-        raise broken(file, f"its header is said to have {length} bytes, {limit}")
+        limit = f"more than the limit of {LONGEST_HEADER}" if too_long else f"of a file of {file.size} bytes"
+        raise invalid_file(file, f"the header length is {length} bytes, {limit}")
     try:
-        header = parse_json(file.read(LENGTH_BYTES, LENGTH_BYTES + length), object_pairs_hook=without_doubles)
+        header = parse_json(file.read(LENGTH_BYTES, LENGTH_BYTES + length), object_pairs_hook=reject_duplicates)
     except BadInput as error:
-        raise broken(file, f"its header is no JSON object ({' '.join(str(error).split())})") from None
+        raise invalid_file(file, f"its header is not a JSON object ({' '.join(str(error).split())})") from None
     if not isinstance(header, dict):
-        raise broken(file, "its header is no JSON object")
+        raise invalid_file(file, "its header is not a JSON object")
     header.pop("__metadata__", None)
     begin = LENGTH_BYTES + length
-    tensors = {name: entry(file, name, told, begin) for name, told in header.items()}
+    tensors = {name: parse_entry(file, name, described, begin) for name, described in header.items()}
     check_covered(file, tensors.values(), begin)
     return tensors
 
 
-def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object. Raises BadInput for a name that is there twice."""
+def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the JSON object. Raises BadInput for a duplicate name."""
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
-        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} stands there twice")
+        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} is there twice")
     return found
 
 
-def entry(file: File, name: str, described: Any, begin: int) -> Tensor:
-    """A tensor as the header tells of it. begin: where the tensors' bytes begin."""
+def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
+    """Parses a tensor's header entry. begin: byte offset of the data."""
     where = f"{clip(name)!r}"
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
-        raise broken(file, f"{where} is not described by dtype, shape and data_offsets alone")
-    kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-    if kind not in (*DTYPES, *OTHERS):  # a tuple: a list has no hash
-        raise broken(file, f"{where} has dtype {short(kind)}, which is none of {', '.join([*DTYPES, *OTHERS])}")
-    if not is_sizes(shape) or len(shape) > MOST_AXES:
-        raise broken(file, f"{where} has shape {short(shape)}, which is no list of at most {MOST_AXES} sizes")
-    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise broken(file, f"{where} has data_offsets {short(offsets)}, which are no begin and end")
-    size = math.prod(shape) * (DTYPES[kind].itemsize if kind in DTYPES else OTHERS[kind])
+        raise invalid_file(file, f"{where} is not described by dtype, shape and data_offsets alone")
+    dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    if dtype_name not in (*DTYPES, *UNSUPPORTED_DTYPE_BYTES):  # a tuple, because a hostile value may not be hashable
+        raise invalid_file(
+            file,
+            f"{where} has dtype {short(dtype_name)}, which is none of {', '.join([*DTYPES, *UNSUPPORTED_DTYPE_BYTES])}",
+        )
+    if not is_size_list(shape) or len(shape) > MOST_AXES:
+        raise invalid_file(file, f"{where} has shape {short(shape)}, which is not a list of at most {MOST_AXES} sizes")
+    if not is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise invalid_file(file, f"{where} has data_offsets {short(offsets)}, which are not [begin, end]")
+    size = math.prod(shape) * (
+        DTYPES[dtype_name].itemsize if dtype_name in DTYPES else UNSUPPORTED_DTYPE_BYTES[dtype_name]
+    )
     if offsets[1] - offsets[0] != size:
-        raise broken(file, f"{where}, {kind}{short(shape)}, needs {size} bytes and has {offsets[1] - offsets[0]}")
+        raise invalid_file(
+            file, f"{where}, {dtype_name}{short(shape)}, needs {size} bytes and has {offsets[1] - offsets[0]}"
+        )
     if begin + offsets[1] > file.size:
-        raise broken(file, f"{where} ends at byte {begin + offsets[1]} of a file of {file.size}: it was cut short")
-    return Tensor(name, file, kind, tuple(shape), begin + offsets[0], begin + offsets[1])
+        raise invalid_file(
+            file, f"{where} ends at byte {begin + offsets[1]} of a file of {file.size}: it was cut short"
+        )
+    return Tensor(name, file, dtype_name, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
-def is_sizes(value: Any) -> bool:
-    """True for a list of whole numbers from 0 on."""
+def is_size_list(value: Any) -> bool:
+    """True for a list of non-negative integers."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
 
 
 def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
-    """Raises BadInput unless the tensors lie one behind the other, from the header to the end of the file."""
+    """Raises BadInput unless the tensors cover the file without gaps from the header to its end."""
     end, before = begin, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != end:
             what = "overlap" if tensor.start < end else f"leave {tensor.start - end} bytes between them"
-            raise broken(file, f"{clip(before)} and {clip(tensor.name)!r} {what}")
+            raise invalid_file(file, f"{clip(before)} and {clip(tensor.name)!r} {what}")
         end, before = tensor.stop, repr(tensor.name)
     if end != file.size:
-        raise broken(file, f"{file.size - end} bytes behind {clip(before)} belong to no tensor")
+        raise invalid_file(file, f"{file.size - end} bytes after {clip(before)} belong to no tensor")
 
 
-def broken(file: File, cause: str) -> BadInput:
-    """The error for a file that is no good safetensors file."""
-    return BadInput(f"{file.path} is no good safetensors file: {cause}; fetch it again")
+def invalid_file(file: File, cause: str) -> BadInput:
+    """Returns the error for an invalid file."""
+    return BadInput(f"{file.path} is not a valid safetensors file: {cause}; fetch it again")
 
 
 def clip(text: str) -> str:
-    """The text, shortened: a hostile name may be long."""
+    """Shortens a name: a hostile one may be long."""
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def encode_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
-    """Everything before the tensors' bytes, of a file that holds these one behind the other, in their order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
+    """Returns the header of a file with these tensors in order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize

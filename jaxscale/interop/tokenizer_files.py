@@ -1,7 +1,7 @@
-"""Tokenizer files, imported as they came, or exported so that transformers loads them.
+"""Tokenizer files, imported unchanged, or exported so that transformers loads them.
 
-They lie in WORKDIR/tokenizer. A tokenizer that was trained here becomes a tokenizer.json with a tokenizer_config.json
-beside it, which AutoTokenizer reads; it is compared with ours on texts before it is written.
+They are stored in WORKDIR/tokenizer. A tokenizer trained here is exported as tokenizer.json and tokenizer_config.json
+for AutoTokenizer, after a comparison with ours on probe texts.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxscale.interop.hf_checkpoint import check_end_ids
 from jaxscale.interop.post_processor import begin_with
-from jaxscale.interop.ranges import names_in
+from jaxscale.interop.ranges import list_files
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
@@ -46,12 +46,12 @@ FILES = (
 DEFAULT = "default.jinja"  # in MORE_TEMPLATES
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PROBE = "A tokenizer's file, tried: naïve façade, 1234.5 → 日本語 🙂\n\tdef f(x):\n"
-EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
+EOS_NAME = "<|endoftext|>"  # the byte tokenizer's special token
 
 
 @dataclasses.dataclass(frozen=True)
-class Texts:
-    """Small files of a model, and what is to be said of them."""
+class TokenizerFiles:
+    """Tokenizer files of a model, and lines to print about them."""
 
     files: dict[str, bytes]
     notes: tuple[str, ...] = ()
@@ -59,15 +59,15 @@ class Texts:
 
 
 def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
-    """{name: content} of those of FILES that a folder has.
+    """Returns {name: content} of the FILES in a folder.
 
-    Raises BadInput for one that is far too large, and for a link that leads out of the folder.
+    Raises BadInput for a file that is too large, and for a link out of the folder.
     """
     found = {}
     for name in FILES:
         if name in names:
             if names[name] > LARGEST:
-                raise BadInput(f"{folder / name} has {names[name]} bytes: it is no file of a tokenizer; move it away")
+                raise BadInput(f"{folder / name} has {names[name]} bytes: too large for a tokenizer file; move it away")
             found[name] = foreign.read_bytes(folder / name, LARGEST)
     return found | default_template(folder, found) if main_file(found) else found
 
@@ -75,11 +75,11 @@ def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
 def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Returns {chat_template.jinja: content} of the default template in additional_chat_templates, {} without one.
 
-    transformers reads it before any other. Raises BadInput for templates there without a default one where
-    transformers then ignores the template in another file.
+    transformers prefers it. Raises BadInput if the folder has templates but no default one, because transformers then
+    ignores the template in other files.
     """
     more = folder / MORE_TEMPLATES
-    names = [name for name in names_in(more) if name.endswith(".jinja")]
+    names = [name for name in list_files(more) if name.endswith(".jinja")]
     if DEFAULT in names:
         foreign.check_folder(more, folder)
         return {TEMPLATE: foreign.read_bytes(more / DEFAULT, LARGEST_TEMPLATE, folder)}
@@ -87,24 +87,24 @@ def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes
     if names and ignored and TEMPLATE not in files:
         raise BadInput(
             f"{more} has {', '.join(names)} and no {DEFAULT}, and transformers then ignores the chat_template of "
-            f"{ignored[0]}; write the one that is meant into {folder / TEMPLATE}"
+            f"{ignored[0]}; write the intended one into {folder / TEMPLATE}"
         )
     return {}
 
 
-def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
-    """Writes the files into WORKDIR/tokenizer, if there is a tokenizer among them that can be read here."""
+def save_to_workdir(files: Mapping[str, bytes], workdir: Any) -> None:
+    """Writes the files to WORKDIR/tokenizer, if they contain a supported tokenizer."""
     main = main_file(files)
     if main is None:
         return
     paths.make_run_dir(workdir / FOLDER)
-    renamed = {kept_name(name): files[name] for name in reversed(list(files))}  # tokenizer.model before spiece.model
+    renamed = {workdir_name(name): files[name] for name in reversed(list(files))}  # tokenizer.model before spiece.model
     for name, content in renamed.items():
         paths.write_bytes_atomic(workdir / FOLDER / name, content)
 
 
-def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
-    """Lines on the tokenizer among the files. Raises BadInput if a model with vocab_size ids cannot use it."""
+def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
+    """Returns lines about the tokenizer. Raises BadInput if a model with vocab_size ids cannot use it."""
     check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
     if (main := main_file(files)) is None:
         return []
@@ -112,7 +112,7 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
     if settings.get("fast_tokenizer_files", [FAST]) != [FAST]:
         raise BadInput(
             f"{folder / CONFIG}: fast_tokenizer_files={short(settings['fast_tokenizer_files'])} names other files than "
-            f"{FAST} for some versions of transformers; put the one that is meant into {FAST} and take that line out"
+            f"{FAST} for some versions of transformers; put the intended one into {FAST} and remove that line"
         )
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -120,19 +120,19 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
             tokenizer.decode(tokenizer.encode(PROBE))
         except BadInput as error:
             message = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
-            raise BadInput(f"{message}; mend it, or take {main} away to convert the weights alone") from None
+            raise BadInput(f"{message}; repair it, or remove {main} to convert only the weights") from None
     if not fits(tokenizer, vocab_size):
         raise BadInput(
             f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
-            f"not belong together; bring the right one, or take {main} away to convert the weights alone"
+            f"not belong together; use the right one, or remove {main} to convert only the weights"
         )
     notes = [f"{main} {line}"] if (line := describe_unused(tokenizer, vocab_size)) else []
     if tokenizer.loss_reason:
         notes.append(f"{main} loses text: {tokenizer.loss_reason}")
     code = settings.get("auto_map")
     if isinstance(code, list) or isinstance(code, Mapping) and any(name.endswith("Tokenizer") for name in code):
-        notes.append(f"{CONFIG} names code of its own for the tokenizer (auto_map), which is not run; {main} is read")
-    if more := [name for name in names_in(folder / MORE_TEMPLATES) if name != DEFAULT]:
+        notes.append(f"{CONFIG} names custom tokenizer code (auto_map), which is not run; {main} is read")
+    if more := [name for name in list_files(folder / MORE_TEMPLATES) if name != DEFAULT]:
         notes.append(
             f"{MORE_TEMPLATES}/ is not copied ({', '.join(more)}): to use another than the default chat template, name "
             "its file in data.chat.template"
@@ -141,23 +141,23 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
 
 
 def load_files(files: Mapping[str, bytes], main: str, scratch: str, eos_token: str = "") -> Tokenizer:
-    """Returns the tokenizer of these files, written into an empty folder. Raises BadInput as load_tokenizer does."""
+    """Writes the files into an empty folder and loads the tokenizer. Raises BadInput as load_tokenizer does."""
     for name, content in files.items():
         (pathlib.Path(scratch) / name).write_bytes(content)
     return load_tokenizer(str(pathlib.Path(scratch) / main), eos_token)
 
 
 def settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Returns what tokenizer_config.json and special_tokens_map.json say, by the rules of transformers."""
+    """Merges tokenizer_config.json and special_tokens_map.json as transformers does."""
     return merge_settings(*(read_object(files.get(name, b"")) for name in (CONFIG, SPECIAL)))
 
 
 def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
-    """The file that data.tokenizer names: the one of these that a tokenizer of ours reads; None without one."""
+    """Returns the file for data.tokenizer: the first that we can read; None without one."""
     return next((name for name in (FAST, *MODELS, WORDPIECE) if name in files), None)
 
 
-def kept_name(name: str) -> str:
+def workdir_name(name: str) -> str:
     """Returns the name of a file in WORKDIR/tokenizer."""
     return MODELS[0] if name in MODELS else name
 
@@ -168,7 +168,7 @@ def special_token(files: Mapping[str, bytes], which: str) -> str:
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """The JSON object in a file; empty if it is none."""
+    """Returns the JSON object in a file; {} if it has another content."""
     try:
         found = foreign.parse_json(content)
     except BadInput:
@@ -177,7 +177,7 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files; with a generation_config.json of the ids in config.json where none came, as in transformers."""
+    """Adds a generation_config.json with the ids of config.json if there is none, as transformers does."""
     ends = {name: config[name] for name in END_IDS if config.get(name) is not None}
     if GENERATION in files or "eos_token_id" not in ends:
         return dict(files)
@@ -185,7 +185,7 @@ def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """{bos_token_id, eos_token_id, pad_token_id} as generation_config.json has them, else as the tokenizer does."""
+    """Returns {bos_token_id, eos_token_id, pad_token_id} from generation_config.json, else from the tokenizer."""
     generation = read_object(files.get(GENERATION, b""))
     found = {name: generation[name] for name in END_IDS if name in generation}
     if "eos_token_id" not in found and FAST in files:
@@ -196,9 +196,9 @@ def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
-    """Returns the tokenizer of tokenizer.json with the tokens that the other files add, and the content of such a file.
+    """Returns (tokenizer of tokenizer.json with the tokens that other files add, its JSON text).
 
-    Raises: BadInput for what is none.
+    Raises: BadInput for an invalid file.
     """
     import tokenizers
 
@@ -210,70 +210,70 @@ def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
 
 
 def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
-    """Why no tokenizer of ours reads these files, and the way out."""
+    """Returns the reason why these files have no supported tokenizer, and a fix."""
     if "vocab.json" in files:
         command = f"m.from_pretrained('{folder}').save_pretrained('{folder}')"
         return (
-            "it has vocab.json and no tokenizer.json, which is what is read here; transformers makes one: "
+            "it has vocab.json and no tokenizer.json, which is required; transformers makes one: "
             f'python -c "from transformers import AutoTokenizer as m; {command}"'
         )
     return "it has no tokenizer.json and no tokenizer.model; give --tokenizer=FILE to sample and evaluate"
 
 
-def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
-    """Returns the files of an export next to its weights. Args: run: from the record of its step.
+def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
+    """Returns the tokenizer files of an export. Args: run: from the step's record.
 
-    WORKDIR/tokenizer goes first; else the file that data.tokenizer names, if it is there; bytes need none.
+    Sources: WORKDIR/tokenizer, else the file in data.tokenizer; the byte tokenizer needs none.
     """
     config, folder = run.get("config") or {}, workdir / FOLDER
     data, seq_len = config.get("data") or {}, config.get("seq_len")
     foreign.check_folder(folder, workdir)
-    there = {path.name: 0 for path in folder.iterdir()} if folder.exists() else {}
-    files = read_files(folder, there)
-    note = read_object(foreign.read_bytes(folder / NOTE)) if NOTE in there else {}
+    sizes = {path.name: 0 for path in folder.iterdir()} if folder.exists() else {}
+    files = read_files(folder, sizes)
+    note = read_object(foreign.read_bytes(folder / NOTE)) if NOTE in sizes else {}
     if generation := (run.get("converted") or {}).get("generation"):
         files.setdefault(GENERATION, as_json(generation))
-    noted = note.get("begin_tokens", ()) if note else None  # notes of before begin documents with nothing
+    noted = note.get("begin_tokens", ()) if note else None  # older notes: no begin tokens
     if CONFIG in files and FAST in files:
-        return begun(with_learned_end(files, str(note.get("eos_token") or "")), noted)
+        return with_begin_tokens(with_trained_eos(files, str(note.get("eos_token") or "")), noted)
     name = str(note.get("name") or data.get("tokenizer") or "")
     eos_token = str(note.get("eos_token") or data.get("eos_token") or "")
     if main := main_file(files):
-        return begun(loaded(files, main, eos_token, seq_len), noted)
+        return with_begin_tokens(convert_tokenizer(files, main, eos_token, seq_len), noted)
     if name == "" and (run.get("converted") or (data.get("name") and not default_tokenizer(data))):
-        return Texts(files, ("no tokenizer goes along: the work folder has none and its config names none",))
+        return TokenizerFiles(files, ("no tokenizer goes along: the work folder has none and its config names none",))
     if name in ("", "bytes"):
-        return made_for(load_tokenizer("bytes"), byte_level(), EOS_NAME, seq_len, files)
+        return with_tokenizer_json(load_tokenizer("bytes"), byte_level(), EOS_NAME, seq_len, files)
     path = pathlib.Path(name).expanduser()
     if not path.is_file():
-        return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
+        return TokenizerFiles(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
     main = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
     tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", NO_BOS))
-    texts = loaded(files | {main: foreign.read_named(path, LARGEST)}, main, tokenizer.eos_token, seq_len)
-    return begun(texts, begin_names(tokenizer))
+    texts = convert_tokenizer(files | {main: foreign.read_named(path, LARGEST)}, main, tokenizer.eos_token, seq_len)
+    return with_begin_tokens(texts, begin_names(tokenizer))
 
 
-def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
-    """The files as they came, but that text also stops at the token by which the run has ended documents.
+def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
+    """Adds the run's end-of-document token to eos_token_id.
 
-    A chat model's folder may name the end of a turn alone, and a run on documents learns another.
+    A chat model's files may have only the end of a turn, while the run was trained on another token.
     """
     ends = end_ids(files)
     stops = ends.get("eos_token_id")
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]
     learned = as_fast(files)[0].token_to_id(eos_token) if eos_token else None
     if learned is None or learned in known:
-        return Texts(files, (), ends)
+        return TokenizerFiles(files, (), ends)
     ends |= {"eos_token_id": [*known, learned]}
     generation = read_object(files.get(GENERATION, b"")) | {"eos_token_id": ends["eos_token_id"]}
-    said = f"{GENERATION} also stops at {eos_token}, by which this run has ended its documents"
-    return Texts(files | {GENERATION: as_json(generation)}, (said,), ends)
+    said = f"{GENERATION} also stops at {eos_token}, the end of this run's documents"
+    return TokenizerFiles(files | {GENERATION: as_json(generation)}, (said,), ends)
 
 
-def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
-    """The files, which begin texts as this run has begun documents. begin: none: it is not known.
+def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> TokenizerFiles:
+    """Edits the files to begin texts as the run's documents do. begin None: unknown, so no change.
 
-    tokenizer.json is asked, and what tokenizer_config.json says over it; where both are right, they stay as they are.
+    tokenizer.json and the overrides in tokenizer_config.json are unchanged if they are already right.
     """
     main = main_file(texts.files)
     if begin is None or main is None:
@@ -289,21 +289,21 @@ def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
     if begin and main == FAST:
         ends["bos_token_id"] = as_fast(files)[0].token_to_id(begin[0])
     if is_right and declared in (None, tuple(begin)):
-        return Texts(files, texts.notes, ends)
+        return TokenizerFiles(files, texts.notes, ends)
     if content is not None:
         files[FAST] = content.encode()
     changed = {"add_bos_token": bool(begin)} | ({"bos_token": begin[0]} if begin else {})
     files[CONFIG] = as_json(about | changed)
-    if begin and SPECIAL in files:  # which transformers puts over the other
+    if begin and SPECIAL in files:  # transformers prefers it to CONFIG
         files[SPECIAL] = as_json(read_object(files[SPECIAL]) | {"bos_token": begin[0]})
     if begin and GENERATION in files and "bos_token_id" in ends:
         files[GENERATION] = as_json(read_object(files[GENERATION]) | {"bos_token_id": ends["bos_token_id"]})
-    said = f"the tokenizer begins texts with {''.join(begin) or 'nothing'}, as this run its documents"
-    return Texts(files, (*texts.notes, said), ends)
+    said = f"the tokenizer begins texts with {''.join(begin) or 'nothing'}, as in this run's documents"
+    return TokenizerFiles(files, (*texts.notes, said), ends)
 
 
 def model_begin(content: bytes) -> tuple[str, ...]:
-    """The token that a SentencePiece model has for the beginning of a text, by name."""
+    """Returns the name of a SentencePiece model's BOS token, or ()."""
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -311,12 +311,12 @@ def model_begin(content: bytes) -> tuple[str, ...]:
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    """The content of a settings file."""
+    """Encodes a settings file."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> Texts:
-    """The files, and those that transformers needs besides."""
+def convert_tokenizer(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> TokenizerFiles:
+    """Adds the files that transformers needs."""
     eos_token = eos_token or special_token(files, "eos_token")
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = load_files({name: files[name] for name in files if name != NOTE}, main, scratch, eos_token)
@@ -327,26 +327,28 @@ def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | No
             text = read_vocab_txt(content).to_str()
         else:
             text = content.decode() if name == FAST else unigram(str(pathlib.Path(scratch) / main))
-        return made_for(tokenizer, text, eos_token, seq_len, files)
+        return with_tokenizer_json(tokenizer, text, eos_token, seq_len, files)
 
 
-def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict) -> Texts:
-    """The files with a tokenizer.json of this text and a tokenizer_config.json, if its ids are the tokenizer's own."""
+def with_tokenizer_json(
+    tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict
+) -> TokenizerFiles:
+    """Adds tokenizer.json of this text and tokenizer_config.json, if its ids equal the tokenizer's."""
     ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
     import tokenizers
 
     if text is None or not same_ids(tokenizer, made := tokenizers.Tokenizer.from_str(text)):
         note = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
-        return Texts(files, (note,), ends)
+        return TokenizerFiles(files, (note,), ends)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id))}
     about |= {"model_max_length": seq_len} if seq_len else {}
     made_files = {FAST: text.encode(), CONFIG: as_json(about)}
-    return Texts(made_files | files, (), ends)
+    return TokenizerFiles(made_files | files, (), ends)
 
 
 def same_ids(tokenizer: Tokenizer, made: Any) -> bool:
-    """True if what a tokenizer.json made gives the ids of ours for every probe, and the texts back."""
+    """True if a tokenizers.Tokenizer has our ids for every probe, and decodes to the same texts."""
     made.encode_special_tokens = True
     made.no_truncation()
     made.no_padding()
@@ -359,7 +361,7 @@ def same_ids(tokenizer: Tokenizer, made: Any) -> bool:
 
 
 def byte_level() -> str:
-    """A tokenizer.json of our bytes: 256 pieces, no merges, and the end of a document."""
+    """Returns a tokenizer.json of the byte tokenizer: 256 bytes, no merges, and EOS."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -373,7 +375,7 @@ def byte_level() -> str:
 
 
 def unigram(path: str) -> str | None:
-    """A tokenizer.json of a Unigram .model as we train them; None for another kind of model."""
+    """Returns a tokenizer.json for a Unigram .model as trained here; None for another model type."""
     import sentencepiece
     import tokenizers
     from tokenizers import decoders, models, normalizers
@@ -384,7 +386,7 @@ def unigram(path: str) -> str | None:
     has_bytes = any(processor.is_byte(i) for i in ids)
     try:
         made = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=processor.unk_id(), byte_fallback=has_bytes))
-    except Exception:  # the package raises bare Exception for what it does not take
+    except Exception:  # the package raises bare Exception
         return None
     made.normalizer = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), *([decoders.ByteFallback()] if has_bytes else []), decoders.Fuse()]

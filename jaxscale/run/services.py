@@ -13,7 +13,7 @@ from jaxscale.hosts import cluster
 from jaxscale.hosts.agree import Board
 from jaxscale.hosts.reports import SharedReports
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.interop.periodic import exporting
+from jaxscale.interop.periodic import periodic_exports
 from jaxscale.monitor.config import MonitorConfig, parse_steps
 from jaxscale.monitor.events import NAME, Events, Note
 from jaxscale.monitor.goodput import TimeLedger, process_age_seconds
@@ -47,7 +47,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
         clean_folder(workdir, team, primary=primary, stolen=lock.previous_owner is not None)
         profiler, telemetry = make_monitors(cfg.monitor, workdir, events.note, team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
-        exports = exporting(cfg.export, workdir, events.note, team, primary=primary)
+        exports = periodic_exports(cfg.export, workdir, events.note, team, primary=primary)
         with note_end(events, ledger):
             with watchdog, telemetry, profiler, exports as note:
                 yield Services(

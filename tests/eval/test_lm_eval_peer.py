@@ -72,7 +72,7 @@ def write_tokenizer(folder):
 
 def theirs_of(pair, leaves):
     """A tensor of theirs out of our leaves by name."""
-    return pair.to_theirs([leaves[name] if pair.layer is None else leaves[name][pair.layer] for name in pair.ours])
+    return pair.to_hf([leaves[name] if pair.layer is None else leaves[name][pair.layer] for name in pair.leaves])
 
 
 def lines(path, records):
@@ -89,7 +89,7 @@ def found(tmp_path_factory):
     host = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(model.params)}  # fmt: skip
     pairs = families.tensors(family, model.cfg)
-    np.savez(folder / "hf.npz", **{pair.theirs: theirs_of(pair, host) for pair in pairs})
+    np.savez(folder / "hf.npz", **{pair.hf_name: theirs_of(pair, host) for pair in pairs})
     config = families.write(family, model.cfg, {"eos_token_id": 0, "bos_token_id": None})
     (folder / "hf.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)

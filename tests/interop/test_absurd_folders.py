@@ -24,23 +24,23 @@ def bring_in(folder, workdir):
 @pytest.mark.parametrize(
     ("config", "name", "value", "told"),
     [
-        (LLAMA, "num_hidden_layers", ABSURD, "num_hidden_layers=1000000000 is too much: there are 30 tensors"),
+        (LLAMA, "num_hidden_layers", ABSURD, "num_hidden_layers=1000000000 is too large: there are 30 tensors"),
         (LLAMA | {"model_type": "gemma2", "architectures": []}, "num_hidden_layers", ABSURD, "there are 30 tensors"),
-        (LLAMA, "num_hidden_layers", 10**400, "num_hidden_layers=a number of 1,329 bits is too much"),
-        (LLAMA, "num_hidden_layers", -1, "num_hidden_layers=-1 must be a whole number, 1 or more"),
-        (LLAMA, "num_hidden_layers", "x" * 9999, "must be a whole number, 1 or more"),
-        (LLAMA, "vocab_size", ABSURD, "vocab_size=1000000000 is too much: the longest axis of a tensor has 96"),
-        (LLAMA, "hidden_size", ABSURD, "hidden_size=1000000000 is too much"),
-        (LLAMA, "intermediate_size", ABSURD, "intermediate_size=1000000000 is too much"),
-        (LLAMA, "num_attention_heads", 0, "num_attention_heads=0 must be a whole number, 1 or more"),
-        (LLAMA, "num_key_value_heads", 1.5, "num_key_value_heads=1.5 must be a whole number"),
-        (LLAMA, "max_position_embeddings", [], r"max_position_embeddings=\[\] must be a whole number"),
-        (LLAMA, "max_position_embeddings", 1 << 60, "is too much: no model reads so many"),
-        (GPT2, "n_positions", ABSURD, "n_positions=1000000000 is too much: the longest axis of a tensor has 96"),
-        (GPT2, "n_layer", ABSURD, "n_layer=1000000000 is too much"),
-        (SMALL_MIXTRAL, "num_local_experts", ABSURD, "=1000000000 is too much: the longest first axis of a router"),
-        (SMALL_MIXTRAL, "num_experts", ABSURD, "num_experts=1000000000 is too much"),
-        (SMALL_MIXTRAL, "num_local_experts", 0, "num_local_experts=0 must be a whole number, 1 or more"),
+        (LLAMA, "num_hidden_layers", 10**400, "num_hidden_layers=a number of 1,329 bits is too large"),
+        (LLAMA, "num_hidden_layers", -1, "num_hidden_layers=-1 must be an integer, 1 or more"),
+        (LLAMA, "num_hidden_layers", "x" * 9999, "must be an integer, 1 or more"),
+        (LLAMA, "vocab_size", ABSURD, "vocab_size=1000000000 is too large: the longest axis of a tensor has 96"),
+        (LLAMA, "hidden_size", ABSURD, "hidden_size=1000000000 is too large"),
+        (LLAMA, "intermediate_size", ABSURD, "intermediate_size=1000000000 is too large"),
+        (LLAMA, "num_attention_heads", 0, "num_attention_heads=0 must be an integer, 1 or more"),
+        (LLAMA, "num_key_value_heads", 1.5, "num_key_value_heads=1.5 must be an integer"),
+        (LLAMA, "max_position_embeddings", [], r"max_position_embeddings=\[\] must be an integer"),
+        (LLAMA, "max_position_embeddings", 1 << 60, "is too large: no model has a longer context"),
+        (GPT2, "n_positions", ABSURD, "n_positions=1000000000 is too large: the longest axis of a tensor has 96"),
+        (GPT2, "n_layer", ABSURD, "n_layer=1000000000 is too large"),
+        (SMALL_MIXTRAL, "num_local_experts", ABSURD, "=1000000000 is too large: the longest first axis of a router"),
+        (SMALL_MIXTRAL, "num_experts", ABSURD, "num_experts=1000000000 is too large"),
+        (SMALL_MIXTRAL, "num_local_experts", 0, "num_local_experts=0 must be an integer, 1 or more"),
         (LLAMA, "rope_theta", "x" * 9999, "rope_theta='x.* must be a number"),
         (LLAMA, "hidden_act", "x" * 9999, "hidden_act='x.* is not supported for llama"),
         (LLAMA, "architectures", 7, "architectures=7 must be a list of names"),
@@ -119,7 +119,7 @@ def test_convert_tries_the_tokenizer_and_says_what_is_wrong_with_it(tmp_path, co
     (folder / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(BadInput, match=told) as caught:
         bring_in(folder, tmp_path / "run")
-    assert str(folder / "tokenizer.json") in str(caught.value) and "take tokenizer.json away" in str(caught.value)
+    assert str(folder / "tokenizer.json") in str(caught.value) and "remove tokenizer.json" in str(caught.value)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
@@ -139,4 +139,4 @@ def test_an_export_of_a_broken_tokenizer_is_one_line(tmp_path):
     (kept / "jaxscale.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "begin_tokens": []}))
     (kept / "tokenizer.json").write_text(json.dumps(BROKEN["it panics while it reads"][0]))
     with pytest.raises(BadInput, match="tokenizer.json cannot be read: range end index 2"):
-        tokenizer_files.of_run(tmp_path / "run", {"config": {}})
+        tokenizer_files.export_files(tmp_path / "run", {"config": {}})

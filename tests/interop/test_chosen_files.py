@@ -108,7 +108,7 @@ def test_what_is_not_brought_along_of_a_tokenizer_is_told(tmp_path, capsys):
     assert convert.main([f"--from={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
     told = capsys.readouterr().err
     assert "additional_chat_templates/ is not copied (tool_use.jinja): to use another" in told
-    assert "tokenizer_config.json names code of its own for the tokenizer (auto_map), which is not run" in told
+    assert "tokenizer_config.json names custom tokenizer code (auto_map), which is not run" in told
 
 
 def test_a_tokenizer_for_some_versions_of_transformers_is_refused_by_name(tmp_path):
@@ -134,5 +134,5 @@ def test_a_tokenizer_for_some_versions_of_transformers_is_refused_by_name(tmp_pa
 def test_what_is_fetched_of_a_repository(path, is_fetched):
     filter_repo_objects = pytest.importorskip("huggingface_hub.utils", reason="the extra hub").filter_repo_objects
 
-    patterns = dict(allow_patterns=list(hub.WANTED), ignore_patterns=list(hub.UNWANTED))
+    patterns = dict(allow_patterns=list(hub.ALLOW_PATTERNS), ignore_patterns=list(hub.IGNORE_PATTERNS))
     assert list(filter_repo_objects([path], **patterns)) == [path] * is_fetched

@@ -23,8 +23,8 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
 from jaxscale.cli import convert
 from jaxscale.interop import families
-from jaxscale.interop.adapters import of_run
-from jaxscale.interop.chunking import PIECE_BYTES, array_shapes, chunk_shapes, plan_units
+from jaxscale.interop.adapters import adapter_of_run
+from jaxscale.interop.chunking import CHUNK_BYTES, array_shapes, chunk_shapes, plan_units
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.lora import A, B
@@ -140,13 +140,13 @@ def test_experts_of_a_layer_in_one_tensor_are_the_same_as_each_by_itself(tmp_pat
          r"has shape \[5, 23, 16\], and by config.json it is of 5 experts, 2 matrices of each"),
         (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((5,), "f4")}), r"has shape \[5\]"),
         (lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": np.zeros((12, 16), "f4")}),
-         "has model.layers.1.mlp.experts.4.up_proj.weight twice, under two names or by itself and in another"),
+         "has model.layers.1.mlp.experts.4.up_proj.weight twice, under two names or both alone and fused"),
         (lambda t: t.update({"model.layers.0.mlp.experts.down_proj": np.zeros((5, 16, 12), "f4")}),
-         "has model.layers.0.mlp.experts.0.down_proj.weight.* and 2 more, for which a qwen3_moe of config.json has no"),
+         "has model.layers.0.mlp.experts.0.down_proj.weight.* and 2 more, which a qwen3_moe with this config.json has"),
         (lambda t: t.pop("model.layers.2.mlp.experts.gate_up_proj"),
          "has no model.layers.2.mlp.experts.0.gate_proj.weight, .* and 7 more, which config.json calls for"),
         (lambda t: t.update({"model.layers.1.mlp.shared_expert_gate.weight": np.zeros((1, 16), "f4")}),
-         "has model.layers.1.mlp.shared_expert_gate.weight, for which a qwen3_moe of config.json has no place"),
+         "has model.layers.1.mlp.shared_expert_gate.weight, which a qwen3_moe with this config.json has not"),
     ],
 )  # fmt: skip
 def test_experts_that_are_not_those_of_the_config_are_refused(tmp_path, change, told):
@@ -166,7 +166,9 @@ def test_a_trained_mixture_goes_out_and_comes_back(tmp_path, scan):
     family = families.family_for(cfg.model)
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rng, params = np.random.default_rng(0), {}
-    for name, shape in (array_shapes(families.tensors(family, cfg.model)) | families.unsaid(cfg.model)).items():
+    for name, shape in (
+        array_shapes(families.tensors(family, cfg.model)) | families.untracked_leaves(cfg.model)
+    ).items():
         axes = [None] * (len(shape) - 2) + ["fsdp", "tensor"] if len(shape) > 1 else [None]
         if name.endswith("mlp/down") and "dense" not in name:
             axes = [None] * (len(shape) - 3) + ["tensor", None, "fsdp"]  # half of the experts
@@ -193,8 +195,8 @@ def test_one_expert_is_in_memory_at_a_time_or_as_many_as_make_a_piece():
         pairs = families.tensors(family, cfg)
         chunks, units = chunk_shapes(pairs), plan_units(pairs)
         assert chunks["blocks/mlp/gate"][:2] == (1, experts)
-        assert max(math.prod(shape) for shape in chunks.values()) * 4 <= PIECE_BYTES
-        own = [unit for unit in units.values() if unit[0].ours == ("blocks/mlp/up",)]
+        assert max(math.prod(shape) for shape in chunks.values()) * 4 <= CHUNK_BYTES
+        own = [unit for unit in units.values() if unit[0].leaves == ("blocks/mlp/up",)]
         assert {len(unit) for unit in own} == {experts}
         assert [pair.place for unit in own for pair in unit] == list(np.ndindex(cfg.num_layers, cfg.experts.number))
         assert sum(map(len, units.values())) == len(pairs)
@@ -205,7 +207,7 @@ def test_layers_of_small_experts_lie_together(tmp_path):
     pairs = families.tensors(family, cfg)
     assert chunk_shapes(pairs)["blocks/mlp/down"] == (2, 5, 12, 16)
     assert chunk_shapes(pairs)["dense_blocks/mlp/down"] == (1, 40, 16)
-    number = len({pair.ours for pair in pairs})
+    number = len({pair.leaves for pair in pairs})
     assert len(plan_units(pairs)) == number
 
 
@@ -238,7 +240,7 @@ def test_adapters_of_experts_are_merged_and_never_kept_beside(tmp_path, config):
         wanted = values[f"{module}.weight"] + 6 / 4 * (b.astype(np.float64) @ a.astype(np.float64))
         np.testing.assert_array_equal(merged.pop(f"{module}.weight"), wanted.astype(np.float32))
     assert_same(merged, {name: values[name] for name in merged})
-    with pytest.raises(ValueError, match="adapts (experts, and is not kept beside them|dense_blocks.*); merge it"):
+    with pytest.raises(ValueError, match="adapts (experts, which a run cannot train|dense_blocks.*); merge it"):
         convert.main([*flags, f"--workdir={tmp_path / 'start'}", "--adapter"])
 
 
@@ -285,4 +287,4 @@ def test_adapters_that_peft_could_not_be_told_of_are_not_exported(experts, leaf,
     cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | dict(qk_norm=True, experts=own))
     has = {f"{leaf}{A}", f"{leaf}{B}"}.__contains__
     with pytest.raises(ValueError, match=told):
-        of_run(families.family_for(cfg), cfg, LoraConfig(rank=2), has, "base")
+        adapter_of_run(families.family_for(cfg), cfg, LoraConfig(rank=2), has, "base")

@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale.config_file import load_config
 from jaxscale.interop import families
-from jaxscale.interop.families.unsupported import OTHERS
+from jaxscale.interop.families.unsupported import UNSUPPORTED
 from jaxscale.ops.config import RopeScaling
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -208,7 +208,7 @@ def test_windows_are_those_of_the_layers_and_come_back(hf, window, every, first)
         (dict(model_type="qwen3_moe", use_sliding_window=True, max_window_layers=3), "max_window_layers=3 is not supp"),
         (dict(model_type="qwen3_moe", num_experts=4, num_local_experts=5), "num_experts=4 and num_local_experts=5 m"),
         (dict(model_type="mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported for mixtral"),
-        (dict(model_type="deepseek_v32"), "it has an index that chooses keys in its attention"),
+        (dict(model_type="deepseek_v32"), "it has sparse attention with an indexer"),
         (dict(model_type="deepseek_v3", rope_interleave=False), "rope_interleave=False is not supported"),
         (dict(model_type="deepseek_v3", num_key_value_heads=64), "num_key_value_heads=64 is not supported"),
         (dict(model_type="deepseek_v3", attention_bias=True), "attention_bias=True is not supported"),
@@ -217,7 +217,7 @@ def test_windows_are_those_of_the_layers_and_come_back(hf, window, every, first)
         (dict(model_type="deepseek_v3", topk_group=None), "topk_group=null is not supported where experts are chosen"),
         (dict(model_type="deepseek_v2", topk_method="group_limited_greedy"), "n_group=null is not supported"),
         (dict(model_type="deepseek_v3", q_lora_rank=0), "q_lora_rank=0 is not supported; null"),
-        (dict(model_type="deepseek_v3", rope_scaling=YARN | dict(mscale_all_dim=1.0)), "mscale_all_dim=1.0 is not"),
+        (dict(model_type="deepseek_v3", rope_scaling=YARN | dict(mscale_all_dim=1.0)), "mscale_all_dim=1.0 is only"),
         (dict(model_type="deepseek_v2", norm_topk_prob=True), "norm_topk_prob=True is not supported for deepseek_v2"),
         (dict(model_type="deepseek_v2", topk_method="noaux_tc"), "topk_method='noaux_tc' is not supported"),
         (dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv=8.0 is not supported for olmoe; it may be None"),
@@ -290,7 +290,7 @@ def test_each_model_goes_out_as_the_family_it_came_in_as(name):
 
 
 def test_what_is_computed_is_not_among_what_is_refused_by_name():
-    assert not OTHERS.keys() & families.FAMILIES.keys()
+    assert not UNSUPPORTED.keys() & families.FAMILIES.keys()
 
 
 def test_a_mistral_without_a_window_stays_one_and_one_that_became_another_model_does_not():
@@ -340,11 +340,11 @@ def test_the_rope_of_phi3_is_read_by_its_old_name_and_written_in_the_words_of_it
 def test_keys_that_nobody_reads_are_told_by_name_and_so_is_code_that_is_not_run():
     assert families.notes(LLAMA31) == families.notes(QWEN3) == families.notes(GEMMA3) == []
     (line,) = families.notes(dict(model_type="llama", sliding_windw=64, temperature=None, _name_or_path="x"))
-    assert line == "config.json has sliding_windw, which no llama reads: left out"
+    assert line == "config.json has sliding_windw, which llama does not read: ignored"
     (line,) = families.notes(dict(model_type="gemma3", text_config=dict(rope_tetha=1e6)))
-    assert "rope_tetha, which no gemma3 reads" in line
+    assert "rope_tetha, which gemma3 does not read" in line
     (line,) = families.notes(dict(model_type="llama", auto_map=dict(AutoModelForCausalLM="modeling.Mine")))
-    assert "auto_map, code of its author's: it is never run here" in line and "\n" not in line
+    assert "auto_map, custom code, which is never run" in line and "\n" not in line
 
 
 @pytest.mark.parametrize("name", sorted(set(families.FAMILIES) - {"gemma3"}))

@@ -48,7 +48,7 @@ def tiny_llama(**changes):
 def test_a_model_of_ours_goes_out_as_the_first_family_that_says_it_all(cfg, model_type):
     family = families.family_for(cfg)
     assert family.model_type == model_type
-    assert len({name for pair in families.tensors(family, cfg) for name in pair.ours}) > 8
+    assert len({name for pair in families.tensors(family, cfg) for name in pair.leaves}) > 8
 
 
 @pytest.mark.parametrize(
@@ -73,32 +73,36 @@ def test_a_model_that_no_family_has_is_refused_by_what_it_is(changes, told):
 def test_a_checkpoint_with_tensors_missing_or_too_many_is_refused_by_name():
     cfg = tiny_llama()
     family = families.family_for(cfg)
-    names = [pair.theirs for pair in families.tensors(family, cfg)]
+    names = [pair.hf_name for pair in families.tensors(family, cfg)]
     extra = ["model.layers.0.self_attn.rotary_emb.inv_freq"]
     assert families.match(family, cfg, names + extra).left_out == extra
     with pytest.raises(ValueError, match="has no model.layers.1.mlp.up_proj.weight, which config.json calls for"):
         families.match(family, cfg, [name for name in names if name != "model.layers.1.mlp.up_proj.weight"])
-    with pytest.raises(ValueError, match="has model.layers.0.self_attn.q_proj.bias, for which a llama of config.json"):
+    with pytest.raises(
+        ValueError, match="has model.layers.0.self_attn.q_proj.bias, which a llama with this config.json"
+    ):
         families.match(family, cfg, [*names, "model.layers.0.self_attn.q_proj.bias"])
 
 
 def test_layers_behind_the_last_one_are_refused_by_name():
     family, cfg, _ = families.read(dict(model_type="deepseek_v3", num_hidden_layers=4, n_routed_experts=16))
-    names = [pair.theirs for pair in families.tensors(family, cfg)]
+    names = [pair.hf_name for pair in families.tensors(family, cfg)]
     assert "model.layers.3.mlp.gate.e_score_correction_bias" in names
     with pytest.raises(ValueError, match=r"has model.layers.4.eh_proj.weight: layers that predict further tokens"):
         families.match(family, cfg, [*names, "model.layers.4.eh_proj.weight"])
-    with pytest.raises(ValueError, match="has model.layers.3.eh_proj.weight, for which a deepseek_v3 of config.json"):
+    with pytest.raises(
+        ValueError, match="has model.layers.3.eh_proj.weight, which a deepseek_v3 with this config.json"
+    ):
         families.match(family, cfg, [*names, "model.layers.3.eh_proj.weight"])
 
 
 def test_what_rope_turns_is_halves_here_and_pairs_of_neighbours_there():
     family, cfg, _ = families.read(V2_LITE)
-    pairs = {pair.theirs.removeprefix("model.layers.1.self_attn."): pair for pair in families.tensors(family, cfg)}
-    (ours_DNH,) = pairs["q_proj.weight"].to_ours(np.arange(16 * 192)[:, None] + np.zeros((1, 2048), int))
+    pairs = {pair.hf_name.removeprefix("model.layers.1.self_attn."): pair for pair in families.tensors(family, cfg)}
+    (ours_DNH,) = pairs["q_proj.weight"].to_leaves(np.arange(16 * 192)[:, None] + np.zeros((1, 2048), int))
     np.testing.assert_array_equal(ours_DNH[0, 3, :128], 3 * 192 + np.arange(128))
     np.testing.assert_array_equal(ours_DNH[0, 3, 128:160], 3 * 192 + 128 + np.arange(0, 64, 2))
-    (ours_DC,) = pairs["kv_a_proj_with_mqa.weight"].to_ours(np.arange(576)[:, None] + np.zeros((1, 2048), int))
+    (ours_DC,) = pairs["kv_a_proj_with_mqa.weight"].to_leaves(np.arange(576)[:, None] + np.zeros((1, 2048), int))
     np.testing.assert_array_equal(ours_DC[0, :512], np.arange(512))
     np.testing.assert_array_equal(ours_DC[0, 544:], 512 + np.arange(1, 64, 2))
 
@@ -106,19 +110,19 @@ def test_what_rope_turns_is_halves_here_and_pairs_of_neighbours_there():
 def test_a_tied_table_that_is_there_twice_is_read_once():
     cfg = tiny_llama(tied_embeddings=True)
     family = families.family_for(cfg)
-    names = [pair.theirs for pair in families.tensors(family, cfg)]
+    names = [pair.hf_name for pair in families.tensors(family, cfg)]
     assert families.match(family, cfg, [*names, "lm_head.weight"]).left_out == ["lm_head.weight"]
 
 
 def test_the_names_of_the_first_gpt2_have_no_base_and_its_masks_are_left_out():
     cfg = Gpt2Config(**tiny.GPT2)
     family = families.family_for(cfg)
-    names = [pair.theirs.removeprefix("transformer.") for pair in families.tensors(family, cfg)]
+    names = [pair.hf_name.removeprefix("transformer.") for pair in families.tensors(family, cfg)]
     found = families.match(family, cfg, [*names, "h.0.attn.bias"])
-    assert [pair.theirs for pair in found.pairs] == names and found.left_out == ["h.0.attn.bias"]
+    assert [pair.hf_name for pair in found.pairs] == names and found.left_out == ["h.0.attn.bias"]
 
 
 def test_a_tensor_of_another_shape_is_refused_with_both_shapes():
     pair = families.tensors(families.FAMILIES["llama"], tiny_llama())[1]
     with pytest.raises(ValueError, match=r"norm.weight has shape \[3\], and by the config it is \[16\]"):
-        pair.to_ours(np.zeros(3))
+        pair.to_leaves(np.zeros(3))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxscale.interop import tokenizer_files
-from jaxscale.interop.source_model import open_incoming
+from jaxscale.interop.source_model import open_source_model
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import open_saved
@@ -20,12 +20,12 @@ HERE = pathlib.Path(__file__).parent
 SIDE = HERE / "file_choices.py"
 THEIRS = {version: json.loads((HERE / f"file_choices_{version}.json").read_text()) for version in "45"}
 CASES = file_choices.cases()
-PICKLED = "is pickled: reading it can run code that it holds"
+PICKLED = "is pickled: loading it can run code in it"
 NO_WEIGHTS = "has neither model.safetensors nor model.safetensors.index.json"
-GONE = "model.safetensors.index.json: weight_map puts .* into {}, which is not there; fetch it"
+GONE = "model.safetensors.index.json: weight_map puts .* into {}, which is missing; fetch it"
 NO_DEFAULT = (
     "additional_chat_templates has tool_use.jinja and no default.jinja, and transformers then ignores the "
-    "chat_template of {}; write the one that is meant into .*chat_template.jinja"
+    "chat_template of {}; write the intended one into .*chat_template.jinja"
 )
 TWO_MODELS = (
     "adapter in .*adapter is for .*base, and there is also {} in its folder: transformers 5 reads it with the one, "
@@ -63,7 +63,7 @@ REFUSED = {
         "processor and more": NO_DEFAULT.format("chat_template.json"),
     },
     "adapter": {
-        "pickled adapter": "has no adapter_model.safetensors; adapter_model.bin is pickled",
+        "pickled adapter": "has no adapter_model.safetensors; adapter_model.bin is a pickle",
         "adapter with a whole model": TWO_MODELS.format("model.safetensors"),
         "adapter with a whole model in shards": TWO_MODELS.format("model.safetensors.index.json"),
         "settings of an adapter with a whole model": "has no adapter_model.safetensors; fetch it",
@@ -82,15 +82,15 @@ DIFFERENT = {  # where they differ from each other, or we from them, and why
 def read(kind, folder, workdir):
     """Returns what `convert` reads, as file_choices.read does; None for nothing."""
     if kind == "adapter":
-        found = open_incoming(str(folder / "adapter"), keep=True)
+        found = open_source_model(str(folder / "adapter"), keep=True)
         return file_choices.plain({name: tensor.read() for name, tensor in found.tensors.items()})
-    found = open_incoming(str(folder))
+    found = open_source_model(str(folder))
     if kind == "weights":
         return file_choices.numbers({name: tensor.read() for name, tensor in found.tensors.items()})
     if kind == "config":
         generation = json.loads(found.files[file_choices.GENERATION])
         return [generation.get(f"{name}_token_id") for name in ("bos", "eos")]
-    tokenizer_files.bring_in(found.files, workdir)
+    tokenizer_files.save_to_workdir(found.files, workdir)
     if (saved := open_saved(workdir, {}, converted=True)) is None:
         return None
     if kind == "tokenizer":
@@ -134,7 +134,7 @@ def test_every_result_refusal_and_difference_is_of_a_folder():
 @pytest.mark.parametrize(("base", "number"), [("base", 1.0), ("adapter", 4.0)])
 def test_base_says_which_of_two_models_an_adapter_is_added_to(tmp_path, base, number):
     file_choices.write(tmp_path, "adapter", CASES["adapter", "adapter with a whole model"])
-    found = open_incoming(str(tmp_path / "adapter"), str(tmp_path / base), keep=True)
+    found = open_source_model(str(tmp_path / "adapter"), str(tmp_path / base), keep=True)
     assert file_choices.plain({name: tensor.read() for name, tensor in found.tensors.items()}) == [[number], 2.0]
     assert any("and not with model.safetensors" in note for note in found.notes) == (base == "base")
 
@@ -160,7 +160,7 @@ def test_they_still_read_the_same_files():
 def test_a_model_that_transformers_saved_over_another_one_is_read_as_transformers_reads_it(tmp_path):
     ask(tmp_path)
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "model.safetensors.index.json").exists()
-    found = open_incoming(str(tmp_path))
+    found = open_source_model(str(tmp_path))
     with np.load(tmp_path / "loaded.npz") as loaded:
         assert found.tensors.keys() == set(loaded)
         for name, tensor in found.tensors.items():

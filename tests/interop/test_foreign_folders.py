@@ -146,7 +146,7 @@ def test_a_work_folder_that_came_from_elsewhere_is_not_followed_either(tmp_path,
     with pytest.raises(BadInput, match="leads out of"):
         find_template(open_saved(run, {}).about)
     with pytest.raises(BadInput, match="leads out of"):
-        tokenizer_files.of_run(run, {"config": {}})
+        tokenizer_files.export_files(run, {"config": {}})
 
 
 def test_a_tokenizer_s_neighbours_are_not_copied_into_a_run_through_links(tmp_path):

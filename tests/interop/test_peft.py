@@ -19,7 +19,7 @@ from jaxscale.cli import convert
 from jaxscale.data.batch import Batch
 from jaxscale.inference import LoadedModel, read_model_config, restore_params
 from jaxscale.interop import adapter_config, tokenizer_files
-from jaxscale.interop.adapters import OF_A, OF_B, OUTER
+from jaxscale.interop.adapters import A_SUFFIX, B_SUFFIX, PEFT_PREFIX
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.sharded import shard_model
 from jaxscale.run.opening import open_run, train_to_completion
@@ -40,7 +40,7 @@ def make_adapter(folder, shapes, rank=4, dtype=FLOAT32, ranks=None, **settings):
     for module, (outs, ins) in shapes.items():
         own = (ranks or {}).get(module.rpartition(".")[2], rank)
         found[module] = [rng.standard_normal(shape).astype(dtype) for shape in ((own, ins), (outs, own))]
-        tensors |= dict(zip((f"{OUTER}{module}{OF_A}", f"{OUTER}{module}{OF_B}"), found[module]))
+        tensors |= dict(zip((f"{PEFT_PREFIX}{module}{A_SUFFIX}", f"{PEFT_PREFIX}{module}{B_SUFFIX}"), found[module]))
     targets = sorted({module.rpartition(".")[2] for module in shapes})
     told = dict(peft_type="LORA", r=rank, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM", bias="none")
     (folder / "adapter_config.json").write_text(json.dumps(told | settings))
@@ -133,8 +133,8 @@ def test_an_adapter_of_gpt2_goes_out_with_its_parts_side_by_side(tmp_path):
     came, went = (read_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "out"))
     scale = told["alpha_pattern"]["attn.c_attn"] / 12
     for module in C_ATTN:
-        a, b = (went[f"{OUTER}{module}{ending}"] for ending in (OF_A, OF_B))
-        wanted = 6 / 4 * came[f"{OUTER}{module}{OF_B}"] @ came[f"{OUTER}{module}{OF_A}"]
+        a, b = (went[f"{PEFT_PREFIX}{module}{ending}"] for ending in (A_SUFFIX, B_SUFFIX))
+        wanted = 6 / 4 * came[f"{PEFT_PREFIX}{module}{B_SUFFIX}"] @ came[f"{PEFT_PREFIX}{module}{A_SUFFIX}"]
         np.testing.assert_allclose(scale * b @ a, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -180,20 +180,23 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
         (dict(lora_alpha="a\nb"), r"an alpha is 'a\\nb'"),
         (dict(target_modules=["q_proj"]), "has tensors of model.layers.0.self_attn.v_proj, and target_modules"),
         (dict(target_modules=["q_proj", "v_proj", "o_proj"]), "has no tensors of model.layers.0.self_attn.o_proj"),
-        (dict(target_modules="(a+)+b"), "may take without end to match; name the modules in a list"),
-        (dict(target_modules=".?" * 40 + "X"), "may take without end to match"),
-        (dict(target_modules="(.?.?)?" * 3), "may take without end to match"),
-        (dict(rank_pattern={"(.|.)" * 40: 8}), "may take without end to match"),
-        (dict(target_modules="(?x)(a+) +b"), "may take without end to match"),
-        (dict(target_modules="[q"), "is no regular expression"),
+        (dict(target_modules="(a+)+b"), "may take unbounded time to match; list the module names instead"),
+        (dict(target_modules=".?" * 40 + "X"), "may take unbounded time to match"),
+        (dict(target_modules="(.?.?)?" * 3), "may take unbounded time to match"),
+        (dict(rank_pattern={"(.|.)" * 40: 8}), "may take unbounded time to match"),
+        (dict(target_modules="(?x)(a+) +b"), "may take unbounded time to match"),
+        (dict(target_modules="[q"), "is not a valid regular expression"),
         (dict(target_modules={"q": 1}), "target_modules is neither a pattern nor a list"),
-        (dict(rank_pattern=["q"]), "rank_pattern is no table"),
+        (dict(rank_pattern=["q"]), "rank_pattern must map"),
         (
             dict(base_model_name_or_path="org/name"),
-            "is an adapter of org/name, which is no folder here; give --base=org/name, which",
+            "is an adapter of org/name, which is not a local folder; give --base=org/name, which",
         ),
-        (dict(base_model_name_or_path="gs://bucket/base"), "is an adapter of gs://bucket/base, which is no folder"),
-        (dict(base_model_name_or_path=None), "is an adapter and does not say of which model; give --base=FOLDER"),
+        (
+            dict(base_model_name_or_path="gs://bucket/base"),
+            "is an adapter of gs://bucket/base, which is not a local folder",
+        ),
+        (dict(base_model_name_or_path=None), "is an adapter that names no base model; give --base=FOLDER"),
     ],
     ids=str,
 )
@@ -241,7 +244,7 @@ def test_flags_that_mean_nothing_here_are_refused(tmp_path, llama):
     with pytest.raises(BadInput, match="--adapter: step 0 has no adapters"):
         convert.main([run, f"--to={tmp_path / 'out'}", "--adapter"])
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(BadInput, match="adapter_model.bin is pickled, and never read here"):
+    with pytest.raises(BadInput, match="adapter_model.bin is a pickle, which is never read"):
         convert.main([adapter, base, f"--workdir={tmp_path / 'other'}"])
 
 

@@ -14,7 +14,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import pinned_steps
 from jaxscale.cli import convert
 from jaxscale.interop.config import ExportConfig
-from jaxscale.interop.periodic import Exporter, exporting
+from jaxscale.interop.periodic import Exporter, periodic_exports
 from jaxscale.monitor.events import Events
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.training.services import Services
@@ -82,7 +82,7 @@ def test_the_step_stays_pinned_while_it_is_exported_and_nobody_waits(tmp_path):
     exporter.note("saved", 30)  # comes too soon for 20, which is left out
     assert pinned_steps(tmp_path / "checkpoints") == {10, 30}
     assert ("alarm", 20) in [(kind, step) for kind, step, _ in exporter.events]
-    exporter.give_up()
+    exporter.abort()
     exporter.child.wait()
     wait_for(lambda: exporter.thread is None)
     assert exporter.started == [10] and pinned_steps(tmp_path / "checkpoints") == {10, 30}
@@ -90,7 +90,7 @@ def test_the_step_stays_pinned_while_it_is_exported_and_nobody_waits(tmp_path):
         (tmp_path / "checkpoints" / str(step)).mkdir()
     (tmp_path / "checkpoints" / "pinned" / "40").write_text("2026-11-22T00:00:00+00:00\n")  # a person's
     again = Watched(tmp_path, WRITE, every_steps=10, keep=0)
-    again.take_up()
+    again.resume_pending()
     again.finish()
     assert again.started[-1] == 30 and pinned_steps(tmp_path / "checkpoints") == {40}
 
@@ -107,24 +107,24 @@ def test_the_end_of_a_run_waits_for_its_export_and_a_crash_does_not(tmp_path):
         def command(self, step):
             return ["sleep", "60"]
 
-    with exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True, make_exporter=Quick) as note:
+    with periodic_exports(cfg, tmp_path, lambda *a, **k: None, print, primary=True, make_exporter=Quick) as note:
         note("saved", 2)
         note("saved", 3)
     assert made[-1] == 3 and not [t for t in threading.enumerate() if t.name == "export"]
     ended = time.monotonic()
     with pytest.raises(KeyError):
-        with exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True, make_exporter=Slow) as note:
+        with periodic_exports(cfg, tmp_path, lambda *a, **k: None, print, primary=True, make_exporter=Slow) as note:
             note("saved", 4)
             raise KeyError
     assert time.monotonic() - ended < 30
-    with exporting(cfg, tmp_path, made.append, print, primary=False) as note:
+    with periodic_exports(cfg, tmp_path, made.append, print, primary=False) as note:
         assert note == made.append  # the others of a run export nothing
 
 
 def test_what_could_not_be_pushed_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     cfg = ExportConfig(every_steps=2, push_to="org/name")
-    with pytest.raises(ValueError, match="HF_TOKEN"), exporting(cfg, tmp_path, print, print, primary=True):
+    with pytest.raises(ValueError, match="HF_TOKEN"), periodic_exports(cfg, tmp_path, print, print, primary=True):
         raise AssertionError
 
 
@@ -139,7 +139,7 @@ def test_an_export_that_was_finished_when_the_run_was_killed_is_told_and_not_mad
     for step in (10, 20):
         (tmp_path / "checkpoints" / str(step)).mkdir()
         exporter.pin(step)
-        exporter.take_up()
+        exporter.resume_pending()
         wait_for(lambda: exporter.thread is None)
     assert exporter.started == [20] and pinned_steps(tmp_path / "checkpoints") == set()
     assert [event[:2] for event in exporter.events] == [("exported", 10), ("exported", 20)]
@@ -166,7 +166,7 @@ def test_a_training_run_leaves_its_exports(tmp_path):
     often = {"train_tokens": "6 steps", "checkpoint.save_every_steps": 2, "export.every_steps": 4}
     cfg = tiny.config(quiet | often | {"export.keep": 0, "export.dtype": "float32"})
     folder, events = str(tmp_path / "run"), Events(str(tmp_path / "run"), primary=True)
-    with exporting(cfg.export, folder, events.note, lambda line: None, primary=True) as note:
+    with periodic_exports(cfg.export, folder, events.note, lambda line: None, primary=True) as note:
         train_to_completion(open_run(cfg, folder, lambda line: None, services=Services(note)))
     exports = tmp_path / "run" / "export"
     assert sorted(path.name for path in exports.iterdir())[-1] == "6"
@@ -184,7 +184,7 @@ def test_a_real_export_is_the_one_that_the_command_makes(tmp_path):
     events = []
     note = lambda kind, step=None, **facts: events.append((kind, step, facts))
     exporter = Exporter(ExportConfig(every_steps=1), tmp_path / "run", note, events.append)
-    exporter.ask(0)
+    exporter.request(0)
     exporter.finish()
     assert [event[:2] for event in events if event[0] == "exported"] == [("exported", 0)], events
     assert read_folder(tmp_path / "run" / "export" / "0").keys() == values.keys()

@@ -72,7 +72,7 @@ def test_what_is_said_in_two_places_that_differ_is_named_with_what_transformers_
         "llama linear both": "rope_theta=500000.0 transformers then does",
     }
     told |= {"gemma3_text linear old_type": "type='linear', and transformers reads its rope_type='default'"}
-    told |= {"gemma3_text linear other_shape": "rope_parameters has rope_type beside the types of layers"}
+    told |= {"gemma3_text linear other_shape": "rope_parameters has rope_type next to the layer types"}
     told |= {"llama llama3 original_outside": "needs original_max_position_embeddings, in rope_scaling and nowhere"}
     for name, line in told.items():
         with pytest.raises(BadInput, match=line):

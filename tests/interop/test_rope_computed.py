@@ -12,7 +12,7 @@ import pytest
 import rope_computed
 
 from jaxscale.interop import families
-from jaxscale.interop.families.rope import frozen
+from jaxscale.interop.families.rope import with_static_rope
 from jaxscale.ops.rope import attention_factor, frequencies, make_rotation
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
@@ -56,7 +56,7 @@ def test_it_goes_out_as_it_came_in(name):
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("dynamic", "longrope"))])
 def test_what_a_length_chose_goes_out_as_it_was_chosen_for_rows_of_every_length(name):
     chosen = read(name)
-    told = frozen(chosen)
+    told = with_static_rope(chosen)
     back = families.read(families.write(families.family_for(told), told))[1]
     assert back == told != chosen
     for row_len in (None, 100, 100_000):

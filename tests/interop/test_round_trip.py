@@ -18,7 +18,7 @@ from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import convert
 from jaxscale.interop import families
 from jaxscale.interop.chunking import array_shapes
-from jaxscale.interop.exporting import origin_of
+from jaxscale.interop.exporting import hf_origin
 from jaxscale.run.opening import open_run
 from jaxscale.system.exits import Exit, Stop
 
@@ -57,12 +57,12 @@ def test_a_mistral_without_a_window_goes_out_as_one_and_so_does_what_was_trained
     make_folder(tmp_path / "hf", mistral | dict(auto_map={"AutoModel": "code.Mine"}, sliding_windows=3))
     checkpoints = bring_in(tmp_path / "hf", tmp_path / "run")
     said = capfd.readouterr().err
-    assert "sliding_windows, which no mistral reads" in said and "auto_map, code of its author's" in said
+    assert "sliding_windows, which mistral does not read" in said and "auto_map, custom code" in said
     take_out(tmp_path / "run", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("mistral", ["MistralForCausalLM"])
     ancestry = InitSource(checkpoints, 0, checkpoints.read_record(0)).ancestry
-    assert origin_of({"ancestry": [{"path": "runs/between", "step": 3, "sha256": ""}, *ancestry]}) == ancestry[0]
+    assert hf_origin({"ancestry": [{"path": "runs/between", "step": 3, "sha256": ""}, *ancestry]}) == ancestry[0]
     assert ancestry[0]["model_type"] == "mistral" and ancestry[0]["kept"]["bos_token_id"] == 1
 
 
@@ -221,7 +221,7 @@ def test_steps_weights_and_sizes_that_are_not_there_are_named(tmp_path):
     bring_in(tmp_path / "hf", tmp_path / "run")
     to = [f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
     for flag, told in (
-        ("--step=5", "--step=5: there is no such step; there are 0"),
+        ("--step=5", "--step=5: no such step; the steps are 0"),
         ("--ema", "step 0 has no ema; train.ema.decay keeps one"),
         ("--shard_bytes=0", "--shard_bytes=0 must be a number of bytes, such as 5e9"),
     ):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hf_folders import read_file, write_file
 
-from jaxscale.interop.ranges import look_at
+from jaxscale.interop.ranges import stat_file
 from jaxscale.interop.safetensors import LONGEST_HEADER, encode_header, read_header
 
 F32, F16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype(ml_dtypes.bfloat16)
@@ -18,7 +18,7 @@ def made(path, header, data=b"", length=None):
     """A file with this header, right or wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     pathlib.Path(path).write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
-    return look_at(pathlib.Path(path))
+    return stat_file(pathlib.Path(path))
 
 
 def tensor(shape, begin, end, dtype="F32", **more):
@@ -33,7 +33,7 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path, dtype):
         for name, shape in {"a": (3, 5), "b.ü": (), "none": (0, 4), "long": (1000,)}.items()
     }
     write_file(tmp_path / "f.safetensors", values)
-    found = read_header(look_at(tmp_path / "f.safetensors"))
+    found = read_header(stat_file(tmp_path / "f.safetensors"))
     assert list(found) == list(values)
     for name, value in values.items():
         read = found[name].read()
@@ -48,14 +48,14 @@ def test_the_tensors_of_a_file_begin_on_a_multiple_of_eight_bytes():
 
 
 BROKEN = {
-    "huge length": (b"{}", b"", 1 << 62, "its header is said to have 4611686018427387904 bytes"),
-    "above the limit": (b"{}", b"", LONGEST_HEADER + 1, "its header is said to have 33554433 bytes"),
-    "past the end": (b"{}", b"", 3, "its header is said to have 3 bytes, of a file of 10 bytes"),
-    "no JSON": (b"not json", b"", None, "its header is no JSON object"),
-    "no UTF-8": (b'{"\xff\xfe": 1}', b"", None, "its header is no JSON object"),
-    "deep": (b"[" * 100_000, b"", None, "its header is no JSON object"),
-    "a list": ([1, 2], b"", None, "its header is no JSON object"),
-    "a name twice": (b'{"a": 1, "a": 2}', b"", None, "'a' stands there twice"),
+    "huge length": (b"{}", b"", 1 << 62, "the header length is 4611686018427387904 bytes"),
+    "above the limit": (b"{}", b"", LONGEST_HEADER + 1, "the header length is 33554433 bytes"),
+    "past the end": (b"{}", b"", 3, "the header length is 3 bytes, of a file of 10 bytes"),
+    "no JSON": (b"not json", b"", None, "its header is not a JSON object"),
+    "no UTF-8": (b'{"\xff\xfe": 1}', b"", None, "its header is not a JSON object"),
+    "deep": (b"[" * 100_000, b"", None, "its header is not a JSON object"),
+    "a list": ([1, 2], b"", None, "its header is not a JSON object"),
+    "a name twice": (b'{"a": 1, "a": 2}', b"", None, "'a' is there twice"),
     "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"1234", None, "'a' is not described by"),
     "more": ({"a": tensor([1], 0, 4, code="x")}, b"1234", None, "'a' is not described by"),
     "dtype": ({"a": tensor([1], 0, 4, "F33")}, b"1234", None, "'a' has dtype 'F33', which is none of F32"),
@@ -64,15 +64,15 @@ BROKEN = {
     "not whole": ({"a": tensor([1.0], 0, 4)}, b"1234", None, r"'a' has shape \[1.0\]"),
     "true": ({"a": tensor([True], 0, 4)}, b"1234", None, r"'a' has shape \[True\]"),
     "overflow": ({"a": tensor([1 << 40, 1 << 40], 0, 4)}, b"1234", None, "needs .* bytes and has 4"),
-    "axes": ({"a": tensor([1] * 17, 0, 4)}, b"1234", None, "which is no list of at most 16 sizes"),
+    "axes": ({"a": tensor([1] * 17, 0, 4)}, b"1234", None, "which is not a list of at most 16 sizes"),
     "too few bytes": ({"a": tensor([2], 0, 4)}, b"1234", None, "needs 8 bytes and has 4"),
-    "backwards": ({"a": tensor([1], 4, 0)}, b"1234", None, "which are no begin and end"),
+    "backwards": ({"a": tensor([1], 4, 0)}, b"1234", None, "which are not .begin, end."),
     "behind the end": ({"a": tensor([2], 0, 8)}, b"1234", None, "of a file of .*: it was cut short"),
     "overlap": ({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, b"1" * 12, None, "'a' and 'b' overlap"),
     "same place": ({"a": tensor([1], 0, 4), "b": tensor([1], 0, 4)}, b"1234", None, "'a' and 'b' overlap"),
     "a hole": ({"a": tensor([1], 0, 4), "b": tensor([1], 8, 12)}, b"1" * 12, None, "leave 4 bytes between them"),
     "a hole in front": ({"a": tensor([1], 4, 8)}, b"1" * 8, None, "the header and 'a' leave 4 bytes between"),
-    "more bytes": ({"a": tensor([1], 0, 4)}, b"1" * 6, None, "2 bytes behind 'a' belong to no tensor"),
+    "more bytes": ({"a": tensor([1], 0, 4)}, b"1" * 6, None, "2 bytes after 'a' belong to no tensor"),
 }
 
 
@@ -82,18 +82,18 @@ def test_a_file_that_breaks_a_rule_is_refused_in_one_line(tmp_path, case):
     with pytest.raises(ValueError, match=told) as caught:
         read_header(made(tmp_path / "bad.safetensors", header, data, length))
     line = str(caught.value)
-    assert "bad.safetensors is no good safetensors file" in line and "\n" not in line and len(line) < 500
+    assert "bad.safetensors is not a valid safetensors file" in line and "\n" not in line and len(line) < 500
 
 
 def test_a_file_too_short_for_a_header_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(b"123")
-    with pytest.raises(ValueError, match="it has 3 bytes, which no header fits in"):
-        read_header(look_at(tmp_path / "f"))
+    with pytest.raises(ValueError, match="it has 3 bytes, too few for a header"):
+        read_header(stat_file(tmp_path / "f"))
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "way_out"),
-    [("F8_E4M3", 1, "take the unquantized weights"), ("F64", 8, r"to\(torch.float32\)"), ("I64", 8, "torch.float32")],
+    [("F8_E4M3", 1, "use the unquantized weights"), ("F64", 8, r"to\(torch.float32\)"), ("I64", 8, "torch.float32")],
 )
 def test_other_number_types_are_known_and_not_converted(tmp_path, kind, size, way_out):
     found = read_header(made(tmp_path / "f.safetensors", {"a": tensor([2], 0, 2 * size, kind)}, b"1" * 2 * size))

@@ -28,7 +28,7 @@ def run_with(tokenizer, **data):
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "newer", "unigram", "wordpiece"])
 def test_our_own_tokenizers_become_a_tokenizer_json_with_the_same_ids(made, tmp_path, kind):
     name = "bytes" if kind == "bytes" else str(made[kind])
-    texts, ours = tokenizer_files.of_run(tmp_path, run_with(name)), load_tokenizer(name)
+    texts, ours = tokenizer_files.export_files(tmp_path, run_with(name)), load_tokenizer(name)
     theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
     for text in (*SENTENCES, *TEXT[:5]):
         ids = theirs.encode(text, add_special_tokens=False).ids
@@ -40,7 +40,7 @@ def test_our_own_tokenizers_become_a_tokenizer_json_with_the_same_ids(made, tmp_
 
 @pytest.mark.parametrize(("kind", "begin"), [("bpe", "<|endoftext|>"), ("wordpiece", "[CLS]"), ("unigram", "</s>")])
 def test_texts_of_an_export_begin_as_the_documents_of_the_run(made, tmp_path, kind, begin):
-    texts = tokenizer_files.of_run(tmp_path, run_with(str(made[kind]), bos_token=begin))
+    texts = tokenizer_files.export_files(tmp_path, run_with(str(made[kind]), bos_token=begin))
     theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
     ours = load_tokenizer(str(made[kind]))
     first = ours.special_ids[begin]
@@ -65,7 +65,7 @@ def test_an_export_of_a_tuned_model_begins_texts_so_too_and_ends_them_as_before(
         (tmp_path / "from/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "extra": 1}')
     tokenizer = load_tokenizer(str(tmp_path / "from/tokenizer.json"), bos_token=bos_token)
     save_tokenizer(tokenizer, tmp_path / "run")
-    texts = tokenizer_files.of_run(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
+    texts = tokenizer_files.export_files(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
     theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
     plain, end = tokenizer.encode("mesh").tolist(), ids["<|endoftext|>"]
     begin = {"": [ids["<|a|>"]], "none": [], "<|b|>": [ids["<|b|>"]]}[bos_token]
@@ -78,7 +78,7 @@ def test_an_export_of_a_tuned_model_begins_texts_so_too_and_ends_them_as_before(
     if bos_token:
         about = json.loads(texts.files["tokenizer_config.json"])
         assert about["add_bos_token"] == bool(begin) and about.get("extra") == (1 if with_config else None)
-        assert "as this run its documents" in texts.notes[-1]
+        assert "as in this run's documents" in texts.notes[-1]
     else:
         assert texts.files["tokenizer.json"] == (tmp_path / "from/tokenizer.json").read_bytes() and texts.notes == ()
 
@@ -95,7 +95,7 @@ def test_what_the_config_says_over_the_tokenizer_follows_the_run_too(tmp_path, s
     (tmp_path / "from/tokenizer_config.json").write_text(json.dumps(about))
     tokenizer = load_tokenizer(str(tmp_path / "from/tokenizer.json"), bos_token=bos_token)
     save_tokenizer(tokenizer, tmp_path / "run")
-    texts = tokenizer_files.of_run(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
+    texts = tokenizer_files.export_files(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
     assert json.loads(texts.files["tokenizer_config.json"]) == about | {"add_bos_token": not said}
     theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
     assert theirs.encode("mesh").tokens[: len(expected)] == expected
@@ -117,7 +117,7 @@ def test_older_post_processors_keep_what_they_put_behind_a_text(kind):
 
 def test_what_transformers_cannot_do_is_said_and_the_model_goes_along(made, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_files, "unigram", lambda path: made["bpe"].read_text())  # other ids
-    texts = tokenizer_files.of_run(tmp_path, run_with(str(made["unigram"])))
+    texts = tokenizer_files.export_files(tmp_path, run_with(str(made["unigram"])))
     assert sorted(texts.files) == ["tokenizer.model"] and "the .model goes along" in texts.notes[0]
 
 
@@ -130,7 +130,7 @@ def test_what_transformers_cannot_do_is_said_and_the_model_goes_along(made, tmp_
     ],
 )
 def test_one_that_is_not_there_is_told(tmp_path, run, told):
-    texts = tokenizer_files.of_run(tmp_path, run)
+    texts = tokenizer_files.export_files(tmp_path, run)
     assert told in texts.notes[0] and "tokenizer.json" not in texts.files
 
 
@@ -172,10 +172,10 @@ def test_the_ends_of_a_model_that_is_trained_on_come_from_its_tokenizer(made, tm
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(made["bpe"].read_bytes())
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    texts = tokenizer_files.of_run(tmp_path, run_with("gone"))
+    texts = tokenizer_files.export_files(tmp_path, run_with("gone"))
     assert texts.end_ids == {"bos_token_id": None, "eos_token_id": load_tokenizer(str(made["bpe"])).eos_id}
     (folder / "generation_config.json").write_text('{"eos_token_id": 7, "bos_token_id": 3}')
-    assert tokenizer_files.of_run(tmp_path, run_with("gone")).end_ids == {"bos_token_id": 3, "eos_token_id": 7}
+    assert tokenizer_files.export_files(tmp_path, run_with("gone")).end_ids == {"bos_token_id": 3, "eos_token_id": 7}
 
 
 def test_an_export_stops_where_the_run_has_ended_its_documents_too(made, tmp_path):
@@ -185,6 +185,6 @@ def test_an_export_stops_where_the_run_has_ended_its_documents_too(made, tmp_pat
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.6}')
     (folder / "jaxscale.json").write_text('{"eos_token": "<|endoftext|>"}')
-    texts, learned = tokenizer_files.of_run(tmp_path, run_with("gone")), load_tokenizer(str(made["bpe"])).eos_id
+    texts, learned = tokenizer_files.export_files(tmp_path, run_with("gone")), load_tokenizer(str(made["bpe"])).eos_id
     assert json.loads(texts.files["generation_config.json"]) == {"eos_token_id": [7, learned], "temperature": 0.6}
     assert "also stops at <|endoftext|>" in texts.notes[0]

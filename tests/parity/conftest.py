@@ -52,7 +52,7 @@ def params_of(cfg, arrays, pairs=None):
     pairs = pairs or families.match(families.FAMILIES["llama"], cfg, arrays).pairs
     leaves = {name: np.full(shape, np.nan, np.float32) for name, shape in array_shapes(pairs).items()}
     for pair in pairs:
-        for name, array in zip(pair.ours, pair.to_ours(arrays[pair.theirs]), strict=True):
+        for name, array in zip(pair.leaves, pair.to_leaves(arrays[pair.hf_name]), strict=True):
             leaves[name][pair.place] = array
     assert not any(np.isnan(leaf).any() for leaf in leaves.values())
     return nest(leaves)

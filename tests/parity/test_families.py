@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxscale.interop import families
-from jaxscale.interop.fused_experts import start_of_load
+from jaxscale.interop.fused_experts import initial_router_load
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import resolve_kernels
@@ -72,7 +72,7 @@ def check(parity, reference, cfg, found, form="xla", gradients=True):
     kernels = resolve_kernels("cpu", form, cfg.attention_needs())
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
-    load_pairs, load = start_of_load(cfg)
+    load_pairs, load = initial_router_load(cfg)
     pairs, batch = [*found.pairs, *load_pairs], parity.make_batch(reference["tokens"])
     params = parity.params(cfg, reference.weights | {name: tensor.read() for name, tensor in load.items()}, pairs)
     assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(np.shape, params)
@@ -96,11 +96,11 @@ def check(parity, reference, cfg, found, form="xla", gradients=True):
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_come_back_bit_for_bit_and_compute_what_transformers_computes(name, parity):
     reference, cfg, found = load(parity, name)
-    assert {pair.theirs for pair in found.pairs} == set(reference.weights)
+    assert {pair.hf_name for pair in found.pairs} == set(reference.weights)
     for pair in found.pairs:
-        tensor = reference.weights[pair.theirs]
-        back = pair.to_theirs(pair.to_ours(tensor))
-        assert (back.dtype, back.shape) == (tensor.dtype, pair.their_shape)
+        tensor = reference.weights[pair.hf_name]
+        back = pair.to_hf(pair.to_leaves(tensor))
+        assert (back.dtype, back.shape) == (tensor.dtype, pair.hf_shape)
         np.testing.assert_array_equal(back, tensor)
     check(parity, reference, cfg, found, gradients=name not in WITHOUT_GRADIENTS)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from made_run import BEGAN, make_run, written_at
 
-from jaxscale.cli.watch import Look, spelt
+from jaxscale.cli.watch import RunReader, frame_text
 from jaxscale.reporting import make_card, make_page
 from jaxscale.reporting.history import read_history
 
@@ -47,7 +47,7 @@ def record(rng, number):
 
 
 def frame(folder):
-    return spelt(Look(str(folder)).again(), os.terminal_size((80, 24)), sys.stdout, colour=False)
+    return frame_text(RunReader(str(folder)).read(), os.terminal_size((80, 24)), sys.stdout, colour=False)
 
 
 @pytest.mark.parametrize("seed", range(30))

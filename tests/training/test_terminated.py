@@ -11,7 +11,7 @@ from jaxscale import main
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.interop.config import ExportConfig
-from jaxscale.interop.periodic import Exporter, exporting
+from jaxscale.interop.periodic import Exporter, periodic_exports
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop, Terminated, verdict
 from jaxscale.training.stopping import raise_on_sigterm
@@ -92,13 +92,13 @@ def test_an_export_that_is_waited_for_ends_with_the_run_that_is_told_to(tmp_path
         def command(self, step):
             return ["sleep", "60"]
 
-        def give_up(self):
-            super().give_up()
+        def abort(self):
+            super().abort()
             children.append(self.child)
 
     told = lambda line: threading.Timer(0.3, signal.raise_signal, (signal.SIGTERM,)).start()
     with pytest.raises(Terminated), raise_on_sigterm():
-        with exporting(
+        with periodic_exports(
             ExportConfig(every_steps=1), tmp_path, lambda *a, **k: None, told, primary=True, make_exporter=Slow
         ) as note:
             note("saved", 1)

@@ -1,8 +1,8 @@
 """Hugging Face model families by `model_type`: how their settings and tensors map to ours.
 
-family, cfg, kept = read(json.loads(config_json))     # theirs -> ours
-found = match(family, cfg, names_in_the_files)         # one TensorPair for each tensor, and what is left out
-config_json = write(family_for(cfg), cfg, kept)        # ours -> theirs
+family, cfg, passthrough = read(json.loads(config_json))     # theirs -> ours
+found = match(family, cfg, names_in_the_files)         # one TensorPair for each tensor, and ignored names
+config_json = write(family_for(cfg), cfg, passthrough)        # ours -> theirs
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import jax
 from jaxscale import schema
 from jaxscale.interop.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxscale.interop.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
-from jaxscale.interop.families.family import Family, Row, Stack, TensorPair, matches_any, pair_of
+from jaxscale.interop.families.family import Family, LayerStack, TensorPair, TensorSpec, bind, matches_any
 from jaxscale.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.interop.families.gpt2 import GPT2
 from jaxscale.interop.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from jaxscale.interop.families.phi3 import PHI3
-from jaxscale.interop.families.settings import KEPT, refuse_unread, unread
-from jaxscale.interop.families.unsupported import OTHERS
+from jaxscale.interop.families.settings import PASSTHROUGH, refuse_unread, unread
+from jaxscale.interop.families.unsupported import UNSUPPORTED
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.layers import split_model
@@ -33,8 +33,8 @@ from jaxscale.system.foreign import short
 from jaxscale.units import or_list
 
 __all__ = [
-    "FAMILIES", "Family", "Match", "Row", "TensorPair", "family_for", "family_of", "match", "notes", "read", "tensors",
-    "unsaid", "write",
+    "FAMILIES", "Family", "Match", "TensorPair", "TensorSpec", "family_for", "family_of", "match", "notes", "read",
+    "tensors", "untracked_leaves", "write",
 ]  # fmt: skip
 
 ALL = (
@@ -42,7 +42,7 @@ ALL = (
     DEEPSEEK_V2, DEEPSEEK_V3, GPT2,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
-# Settings that choose how a model is computed, not which: a family says nothing of them.
+# Settings of execution, which no config.json holds.
 EXECUTION = (
     "compute_dtype", "embed_compute_dtype", "matmul_precision", "matmul_dtype", "attention", "scan_layers", "remat",
     "remat_save", "remat_offload", "row_parts", "loss_chunk_tokens", "dropout",
@@ -52,18 +52,18 @@ LOAD = "blocks/mlp/router_load"
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The tensors of a checkpoint as ours."""
+    """A checkpoint's tensors mapped to our leaves."""
 
     pairs: list[TensorPair]
-    left_out: list[str]  # names that the model has no use for
+    left_out: list[str]  # names of tensors that the model does not use
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises BadInput for one that is not here."""
+    """Returns the family of a config.json. Raises BadInput if it is not supported."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        if isinstance(model_type, str) and model_type in OTHERS:
-            raise BadInput(f"config.json: model_type={model_type!r} is not supported: it has {OTHERS[model_type]}")
+        if isinstance(model_type, str) and model_type in UNSUPPORTED:
+            raise BadInput(f"config.json: model_type={model_type!r} is not supported: it has {UNSUPPORTED[model_type]}")
         raise BadInput(
             f"config.json: model_type={short(model_type)} is not supported; it may be {or_list(sorted(FAMILIES))}"
         )
@@ -79,9 +79,9 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 
 
 def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]:
-    """(family, our settings, the keys that are handed through) of a config.json.
+    """Returns (family, our settings, passed-through keys) of a config.json.
 
-    Raises BadInput for what our models do not compute.
+    Raises BadInput for settings that our models do not support.
     """
     family = family_of(hf)
     if hf.get("quantization_config"):
@@ -89,44 +89,43 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
     refuse_unread(family, hf)
     try:
         cfg = family.read_config(hf)
-        cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # numbers that are numbers, and none that is NaN
+        cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # checks types, and rejects NaN
         values = {**hf, **(hf.get("text_config") or {})}
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:  # an untrusted file may hold anything
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:  # the file is untrusted
         raise BadInput(
             f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"
         ) from None
-    return family, cfg, {key: values[key] for key in KEPT if key in values}
+    return family, cfg, {key: values[key] for key in PASSTHROUGH if key in values}
 
 
 def notes(hf: Mapping[str, Any]) -> list[str]:
-    """Lines to print about a config.json that is read."""
+    """Returns lines to print about a config.json."""
     family, text = family_of(hf), hf.get("text_config") or {}
-    found = unread(family, hf) + unread(FAMILIES[family.goes_out_as or family.model_type], text)
-    lines = [f"config.json has {some(found)}, which no {family.model_type} reads: left out"] if found else []
+    found = unread(family, hf) + unread(FAMILIES[family.exported_as or family.model_type], text)
+    lines = [f"config.json has {first_names(found)}, which {family.model_type} does not read: ignored"] if found else []
     if hf.get("auto_map"):
         lines.append(
-            f"config.json has auto_map, code of its author's: it is never run here. The model is read as transformers' "
-            f"own {family.model_type}, and is another one if that code computes something else"
+            f"config.json has auto_map, custom code, which is never run. The model is read as transformers' "
+            f"{family.model_type}, and differs if that code computes something else"
         )
     return lines
 
 
-def write(family: Family, cfg: AnyModelConfig, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of a model of ours. kept: as `read` gave it, or what the caller knows."""
+def write(family: Family, cfg: AnyModelConfig, passthrough: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the config.json of our model. passthrough: as returned by `read`, or from the caller."""
     named = dict(architectures=[family.architectures[0]], model_type=family.model_type)
-    return named | family.write_config(cfg) | dict(kept or {})
+    return named | family.write_config(cfg) | dict(passthrough or {})
 
 
 def family_for(cfg: AnyModelConfig, origin: str | None = None) -> Family:
-    """The family whose config.json says all that this config says: `origin`'s, the model_type that the model was
-    brought in as, or else the first that does.
+    """Returns the first family whose config.json represents all of cfg; origin: model_type to try first.
 
-    Raises BadInput, naming the settings that the nearest family has no word for.
+    Raises BadInput naming the settings that the nearest family cannot represent.
     """
     first = FAMILIES.get(origin or "")
     nearest: dict[str, Any] | None = None
-    for family in ([FAMILIES[first.goes_out_as or first.model_type]] if first else []) + list(ALL):
-        lost = lost_settings(family, cfg) if not family.goes_out_as else None
+    for family in ([FAMILIES[first.exported_as or first.model_type]] if first else []) + list(ALL):
+        lost = lost_settings(family, cfg) if not family.exported_as else None
         if lost == {}:
             return family
         if lost is not None and (nearest is None or len(lost) < len(nearest)):
@@ -136,17 +135,19 @@ def family_for(cfg: AnyModelConfig, origin: str | None = None) -> Family:
 
 
 def lost_settings(family: Family, cfg: AnyModelConfig) -> dict[str, Any] | None:
-    """{setting: value} that the family's config.json would not bring back; None where its model is another."""
+    """Returns {setting: value} lost in a round trip through config.json; None for another kind of model."""
     if type(cfg) is not type(family.read_config({})):
         return None
-    back, own = (settings_of(one) for one in (family.read_config(family.write_config(cfg)), cfg))
-    if ("experts.number" in back) != ("experts.number" in own) or "latent.kv_rank" in back.keys() - own.keys():
+    restored, settings = (settings_of(one) for one in (family.read_config(family.write_config(cfg)), cfg))
+    if ("experts.number" in restored) != (
+        "experts.number" in settings
+    ) or "latent.kv_rank" in restored.keys() - settings.keys():
         return None
-    return {name: value for name, value in own.items() if name not in EXECUTION and back.get(name) != value}
+    return {name: value for name, value in settings.items() if name not in EXECUTION and restored.get(name) != value}
 
 
 def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
-    """{setting: value} of what is computed, those of latents and experts one by one."""
+    """Returns {setting: value} that define the model, with nested settings flattened."""
     found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     if (latent := found.get("latent")) is not None:
         del found["latent"]
@@ -155,13 +156,13 @@ def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
         return found
     del found["experts"]
     found |= {f"experts.{field.name}": getattr(experts, field.name) for field in dataclasses.fields(experts)}
-    of_training = dict.fromkeys(("experts.bias_rate", "experts.capacity_factor"), True)
-    unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1} | of_training
+    training_only = dict.fromkeys(("experts.bias_rate", "experts.capacity_factor"), True)
+    unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1} | training_only
     return {name: value for name, value in found.items() if not unread.get(name)}
 
 
 def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """{name of a leaf: its shape}, of one layer below the name of a stack of layers."""
+    """Returns {leaf: shape}, of one layer for leaves of a layer stack."""
     cfg = dataclasses.replace(cfg, scan_layers=True)
     abstract = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(split_model(abstract)[1])
@@ -170,35 +171,37 @@ def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> list[TensorPair]:
-    """Every tensor of a model of ours as the family names it, layer by layer.
+    """Returns every tensor of our model under the family's names, layer by layer.
 
-    base: what their names begin with, where that is not the family's first.
+    base: prefix of the names; None: the family's first.
     """
     shapes = leaf_shapes(cfg)
-    base = family.bases[0] if base is None else base
+    base = family.prefixes[0] if base is None else base
     rope_dim = getattr(cfg, "rope_dim", 0)
-    make = lambda row, *place: pair_of(row, family, shapes, base, *place, rope_dim=rope_dim)
+    make = lambda row, *place: bind(row, family, shapes, base, *place, rope_dim=rope_dim)
     once = [row for row in family.rows if not row.per_layer and set(row.leaves) <= set(shapes)]
     covered = {name for row in once for name in row.leaves} | {LOAD}
     pairs, first = [make(row) for row in once], 0
     for name, layers in cfg.layer_stacks.items():
-        stack = Stack(name, first, layers, cfg.scan_layers)
-        rows = [row for row in family.rows if stack.has(row) and set(map(stack.own, row.leaves)) <= set(shapes)]
-        covered |= {stack.own(leaf) for row in rows for leaf in row.leaves}
+        stack = LayerStack(name, first, layers, cfg.scan_layers)
+        rows = [
+            row for row in family.rows if stack.contains(row) and set(map(stack.leaf_name, row.leaves)) <= set(shapes)
+        ]
+        covered |= {stack.leaf_name(leaf) for row in rows for leaf in row.leaves}
         for layer in range(first, first + layers):
             pairs += [make(row, stack, layer) for row in rows if not row.per_expert]
-            of_experts = [row for row in rows if row.per_expert]
-            number = cfg.experts.number if of_experts and cfg.experts is not None else 0
-            pairs += [make(row, stack, layer, expert) for expert in range(number) for row in of_experts]
+            expert_specs = [row for row in rows if row.per_expert]
+            number = cfg.experts.number if expert_specs and cfg.experts is not None else 0
+            pairs += [make(row, stack, layer, expert) for expert in range(number) for row in expert_specs]
         first += layers
     assert covered >= set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - covered)}"
     return pairs
 
 
-def unsaid(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    """{leaf: shape} of what is in no file, for training moves it and nothing else reads it: the load of experts.
+def untracked_leaves(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns {leaf: shape} of leaves that no file has: router loads, which training updates.
 
-    With nothing known of it each expert's is 1 / their number, the last axis.
+    Their initial value is 1 / number of experts, the last axis.
     """
     experts = getattr(cfg, "experts", None)
     if experts is None:
@@ -210,39 +213,40 @@ def unsaid(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def match(family: Family, cfg: AnyModelConfig, names: Collection[str]) -> Match:
-    """The tensors of a checkpoint with these names, whatever base they have.
+    """Matches a checkpoint's tensor names, with any of the family's prefixes.
 
-    Raises BadInput for a tensor that is missing, or that the model has no place for.
+    Raises BadInput for missing and unknown tensors.
     """
     names = set(names)
-    attempts = [tensors(family, cfg, base) for base in family.bases]
-    pairs = max(attempts, key=lambda pairs: len(names & {pair.theirs for pair in pairs}))
-    known = {pair.theirs for pair in pairs}
+    attempts = [tensors(family, cfg, base) for base in family.prefixes]
+    pairs = max(attempts, key=lambda pairs: len(names & {pair.hf_name for pair in pairs}))
+    known = {pair.hf_name for pair in pairs}
     patterns = family.left_out
-    if "lm_head.weight" in family.outside and getattr(cfg, "tied_embeddings", True):
-        patterns += (r"(.*\.)?lm_head\.weight",)  # some write the tied table twice
+    if "lm_head.weight" in family.unprefixed and getattr(cfg, "tied_embeddings", True):
+        patterns += (r"(.*\.)?lm_head\.weight",)  # some files store the tied embedding twice
     left_out = sorted(name for name in names - known if matches_any(name, patterns))
     if missing := sorted(known - names):
-        raise BadInput(f"the checkpoint has no {some(missing)}, which config.json calls for")
+        raise BadInput(f"the checkpoint has no {first_names(missing)}, which config.json calls for")
     unknown = sorted(names - known - set(left_out))
-    if beyond := [name for name in unknown if family.beyond and layer_of(name) >= cfg.num_layers]:
+    if extra_layers := [name for name in unknown if family.extra_layers and layer_of(name) >= cfg.num_layers]:
         raise BadInput(
-            f"the checkpoint has {some(beyond)}: {family.beyond}, which are not computed here and would be lost; to "
+            f"the checkpoint has {first_names(extra_layers)}: {family.extra_layers}, which are not supported and would "
+            "be lost; to "
             "convert the model without them, take their names out of model.safetensors.index.json"
         )
     if unknown:
         raise BadInput(
-            f"the checkpoint has {some(unknown)}, for which a {family.model_type} of config.json has no place"
+            f"the checkpoint has {first_names(unknown)}, which a {family.model_type} with this config.json has not"
         )
     return Match(pairs, left_out)
 
 
 def layer_of(name: str) -> int:
-    """The number of the layer in the name of a tensor of theirs; -1 where there is none."""
+    """Returns the layer number in a Hugging Face tensor name; -1 without one."""
     found = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
 
-def some(names: list[str]) -> str:
-    """The first names of many."""
+def first_names(names: list[str]) -> str:
+    """Formats up to three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,17 +1,17 @@
 """DeepSeek-V2 (arXiv:2405.04434, DeepseekV2ForCausalLM) and DeepSeek-V3 (arXiv:2412.19437, DeepseekV3ForCausalLM) as
-transformers has them: latent attention, and experts of which some are for all tokens.
+transformers has them: latent attention, routed and shared experts.
 
-What differs: V2 scores by softmax, and a group is as good as its best expert; V3 by sigmoid, with a bias for the choice
-alone, and a group is as good as its best two. V2's router does not read norm_topk_prob in transformers, and does in
-DeepSeek's own code: true is refused. The norms of latents have an epsilon of their own (models/latent.py).
+V2 has softmax scores, and a group's score is that of its best expert. V3 has sigmoid scores, a bias that affects only
+the selection, and a group's score is the sum of its best two. V2's router ignores norm_topk_prob in transformers but
+not in DeepSeek's code, so true is refused. The norms of latents use another epsilon (models/latent.py).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.interop.families.experts import DENSE, JOINED, NAMES, ROWS
-from jaxscale.interop.families.family import Row
-from jaxscale.interop.families.llama import BODY, LAYER, NORMS_BEFORE, SHARED, relative
+from jaxscale.interop.families.experts import DENSE, FUSED, NAMES, ROWS
+from jaxscale.interop.families.family import TensorSpec
+from jaxscale.interop.families.llama import BODY, LAYER, NORMS_BEFORE, SHARED, llama_family
 from jaxscale.interop.families.settings import refuse_unless
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.latent_config import LatentConfig
@@ -21,21 +21,23 @@ from jaxscale.system.foreign import short
 
 OUTSIDE = tuple(row for row in BODY if not row.per_layer)
 ATTENTION = (
-    Row("blocks/attention/wq", LAYER + "self_attn.q_proj.weight", 1, turned=True, paired=True),
-    Row("blocks/attention/wq_down", LAYER + "self_attn.q_a_proj.weight", 1, turned=True),
-    Row("blocks/attention/q_norm", LAYER + "self_attn.q_a_layernorm.weight"),
-    Row("blocks/attention/wq_up", LAYER + "self_attn.q_b_proj.weight", 1, turned=True, paired=True),
-    Row("blocks/attention/wkv_down", LAYER + "self_attn.kv_a_proj_with_mqa.weight", 1, turned=True, paired=True),
-    Row("blocks/attention/kv_norm", LAYER + "self_attn.kv_a_layernorm.weight"),
-    Row("blocks/attention/wkv_up", LAYER + "self_attn.kv_b_proj.weight", 1, turned=True),
-    Row("blocks/attention/wo", LAYER + "self_attn.o_proj.weight", 2, turned=True),
+    TensorSpec("blocks/attention/wq", LAYER + "self_attn.q_proj.weight", 1, transposed=True, interleaved=True),
+    TensorSpec("blocks/attention/wq_down", LAYER + "self_attn.q_a_proj.weight", 1, transposed=True),
+    TensorSpec("blocks/attention/q_norm", LAYER + "self_attn.q_a_layernorm.weight"),
+    TensorSpec("blocks/attention/wq_up", LAYER + "self_attn.q_b_proj.weight", 1, transposed=True, interleaved=True),
+    TensorSpec(
+        "blocks/attention/wkv_down", LAYER + "self_attn.kv_a_proj_with_mqa.weight", 1, transposed=True, interleaved=True
+    ),
+    TensorSpec("blocks/attention/kv_norm", LAYER + "self_attn.kv_a_layernorm.weight"),
+    TensorSpec("blocks/attention/wkv_up", LAYER + "self_attn.kv_b_proj.weight", 1, transposed=True),
+    TensorSpec("blocks/attention/wo", LAYER + "self_attn.o_proj.weight", 2, transposed=True),
 )
 EXPERTS = (
     *DENSE,
     *ROWS,
-    Row("blocks/mlp/router_bias", LAYER + "mlp.gate.e_score_correction_bias"),
+    TensorSpec("blocks/mlp/router_bias", LAYER + "mlp.gate.e_score_correction_bias"),
     *(
-        Row(f"blocks/mlp/shared/{name}", f"{LAYER}mlp.shared_experts.{name}_proj.weight", 1, turned=True)
+        TensorSpec(f"blocks/mlp/shared/{name}", f"{LAYER}mlp.shared_experts.{name}_proj.weight", 1, transposed=True)
         for name in ("gate", "up", "down")
     ),
 )
@@ -45,7 +47,7 @@ DEFAULTS = SHARED | dict(  # of both of transformers' configs
 
 
 def latent_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Attention, whose heads all have keys and values of their own."""
+    """Settings of latent attention."""
     nope, rope, heads = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["num_attention_heads"]
     refuse_unless(hf, num_key_value_heads=(None, heads), head_dim=(None, rope), qk_head_dim=(None, nope + rope))
     if hf["q_lora_rank"] == 0:
@@ -62,21 +64,21 @@ def latent_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_yarn(rope: Mapping[str, Any]) -> None:
-    """Raises BadInput for a mscale_all_dim of which our YaRN makes another model, or none."""
+    """Raises BadInput for a mscale_all_dim that our YaRN would compute differently."""
     name = rope.get("rope_type", rope.get("type", "default"))
     if not rope.get("mscale_all_dim") or name == "default":
         return
     if name != "yarn" or not rope.get("mscale") or rope.get("attention_factor") is not None:
         raise BadInput(
-            f"config.json: mscale_all_dim={short(rope['mscale_all_dim'])} is not supported but with rope_type 'yarn', "
+            f"config.json: mscale_all_dim={short(rope['mscale_all_dim'])} is only supported for rope_type 'yarn' "
             "with mscale and without attention_factor"
         )
 
 
 def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
-    """Experts, of which some are for all tokens. more: the family's own."""
+    """Settings of routed and shared experts. more: further settings of the family."""
     shared, width = hf["n_shared_experts"], hf["moe_intermediate_size"]
-    refuse_unless(hf, **dict.fromkeys(NAMES, (None, hf["n_routed_experts"])))  # other names of it in transformers
+    refuse_unless(hf, **dict.fromkeys(NAMES, (None, hf["n_routed_experts"])))  # aliases in transformers
     if not shared:
         raise BadInput(f"config.json: n_shared_experts={short(shared)} is not supported: it must be 1 or more")
     return ExpertsConfig(
@@ -91,7 +93,7 @@ def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
 
 
 def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Groups of experts. Raises BadInput where config.json has null."""
+    """Settings of expert groups. Raises BadInput for null."""
     for key in ("n_group", "topk_group"):
         if hf[key] is None:
             raise BadInput(f"config.json: {key}=null is not supported where experts are chosen within groups")
@@ -99,46 +101,48 @@ def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The keys of both families, of a model without latents or experts such that it is seen to be another one. What no
-    family says is seen to be lost, as shared experts of no whole number are."""
-    latent, own = cfg.latent, cfg.experts
-    if latent is None or own is None:
+    """Keys of both families. A model without latents or experts gets keys that do not round-trip, so that lost_settings
+    rejects it; the same holds for a shared_dim that is not a multiple of mlp_dim."""
+    latent, experts = cfg.latent, cfg.experts
+    if latent is None or experts is None:
         return dict(num_key_value_heads=None, head_dim=None, first_k_dense_replace=0)
     return dict(
         head_dim=latent.rope_dim, q_lora_rank=latent.q_rank or None, kv_lora_rank=latent.kv_rank,
         qk_nope_head_dim=latent.nope_dim, qk_rope_head_dim=latent.rope_dim, v_head_dim=latent.value_dim,
-        n_routed_experts=own.number, num_experts_per_tok=own.chosen, moe_intermediate_size=own.mlp_dim,
-        n_shared_experts=max(1, own.shared_dim // own.mlp_dim), first_k_dense_replace=own.first_dense,
-        routed_scaling_factor=own.scale, n_group=own.groups, topk_group=own.groups_chosen,
+        n_routed_experts=experts.number, num_experts_per_tok=experts.chosen, moe_intermediate_size=experts.mlp_dim,
+        n_shared_experts=max(1, experts.shared_dim // experts.mlp_dim), first_k_dense_replace=experts.first_dense,
+        routed_scaling_factor=experts.scale, n_group=experts.groups, topk_group=experts.groups_chosen,
     )  # fmt: skip
 
 
 def v2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Softmax scores as they are, from all experts or from those of the groups with the best ones."""
+    """Unnormalized softmax scores, over all experts or group-limited."""
     groups = group_settings(hf) if hf["topk_method"] == "group_limited_greedy" else {}
     return latent_settings(hf) | dict(experts=expert_settings(hf, normalised=False, **groups))
 
 
 def v2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The inverse."""
+    """Inverse of v2_settings."""
     shared = shared_keys(cfg)
     return shared | dict(topk_method="group_limited_greedy" if shared.get("n_group", 1) > 1 else "greedy")
 
 
 def v3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Sigmoid scores, and a bias by which experts are chosen."""
+    """Sigmoid scores with a selection bias."""
     groups = group_settings(hf) | dict(group_best=2)
     scores = dict(score="sigmoid", normalised=hf["norm_topk_prob"] or False, bias=True)
     return latent_settings(hf) | dict(experts=expert_settings(hf, **groups, **scores))
 
 
 def v3_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The inverse. No layers behind the last one are written: transformers 5 takes one where nothing is said."""
-    own = cfg.experts
-    return shared_keys(cfg) | ({} if own is None else dict(norm_topk_prob=own.normalised, num_nextn_predict_layers=0))
+    """Inverse of v3_settings. num_nextn_predict_layers is 0: the default of transformers 5 is 1."""
+    experts = cfg.experts
+    return shared_keys(cfg) | (
+        {} if experts is None else dict(norm_topk_prob=experts.normalised, num_nextn_predict_layers=0)
+    )
 
 
-DEEPSEEK_V2 = relative(
+DEEPSEEK_V2 = llama_family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     NORMS_BEFORE + ATTENTION + EXPERTS,
@@ -146,7 +150,7 @@ DEEPSEEK_V2 = relative(
         vocab_size=102400, first_k_dense_replace=0, n_group=None, n_routed_experts=64, n_shared_experts=2,
         routed_scaling_factor=1.0, topk_group=None, topk_method="greedy", norm_topk_prob=False,
         moe_intermediate_size=1407, mlp_bias=False,
-        num_experts_per_tok=6,  # as published, large and Lite: transformers has none, and then computes nothing
+        num_experts_per_tok=6,  # as published, both sizes; transformers has no default
     ),
     allowed=dict(
         hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), norm_topk_prob=(False, None),
@@ -159,9 +163,9 @@ DEEPSEEK_V2 = relative(
     keys=v2_keys,
     body=OUTSIDE,
     more_keys=("qk_head_dim", *NAMES),
-    joined=JOINED,
+    fused=FUSED,
 )  # fmt: skip
-DEEPSEEK_V3 = relative(
+DEEPSEEK_V3 = llama_family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     NORMS_BEFORE + ATTENTION + EXPERTS,
@@ -183,6 +187,6 @@ DEEPSEEK_V3 = relative(
     keys=v3_keys,
     body=OUTSIDE,
     more_keys=("qk_head_dim", *NAMES),
-    joined=JOINED,
-    beyond="layers that predict further tokens (multi-token prediction)",
+    fused=FUSED,
+    extra_layers="layers that predict further tokens (multi-token prediction)",
 )  # fmt: skip

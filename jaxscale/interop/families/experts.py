@@ -1,13 +1,13 @@
 """Mixtures of experts as transformers has them: Mixtral (arXiv:2401.04088, MixtralForCausalLM), Qwen3-MoE
 (arXiv:2505.09388, Qwen3MoeForCausalLM), OLMoE (arXiv:2409.02060, OlmoeForCausalLM).
 
-Files have a tensor for each matrix of each expert. transformers 5 holds those of a layer in one, and may save it so.
+Files have one tensor per expert and matrix; transformers 5 fuses those of a layer, and may save them so.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.interop.families.family import Joined, Row
+from jaxscale.interop.families.family import FusedExperts, TensorSpec
 from jaxscale.interop.families.llama import (
     BIASES,
     BODY,
@@ -16,8 +16,8 @@ from jaxscale.interop.families.llama import (
     QK_NORMS,
     QWEN_DEFAULTS,
     SHARED,
+    llama_family,
     read_biases,
-    relative,
     write_biases,
 )
 from jaxscale.interop.families.settings import refuse_unless
@@ -26,38 +26,47 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 
-NAMES = ("num_experts", "num_local_experts")  # which of the two a file has depends on the release that wrote it
-GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"  # of a layer, in one tensor
-ATTENTION = tuple(row for row in BODY if "mlp" not in row.theirs)
+NAMES = ("num_experts", "num_local_experts")  # alias; depends on the release that wrote the file
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"  # of all experts of a layer
+ATTENTION = tuple(row for row in BODY if "mlp" not in row.hf_name)
 DENSE = tuple(
-    Row(f"dense_blocks/mlp/{name}", f"{LAYER}mlp.{name}_proj.weight", 1, turned=True) for name in ("gate", "up", "down")
+    TensorSpec(f"dense_blocks/mlp/{name}", f"{LAYER}mlp.{name}_proj.weight", 1, transposed=True)
+    for name in ("gate", "up", "down")
 )
 
 
-def expert_rows(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[Row, ...], tuple[Joined, ...]]:
-    """(rows of a router and its experts, the tensors that may stand for those of the experts).
+def expert_rows(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[TensorSpec, ...], tuple[FusedExperts, ...]]:
+    """Returns (specs of a router and its experts, fused alternatives).
 
-    Args: mlp: the module that has both. gate, up, down: modules of an expert.
+    Args: mlp: their parent module. gate, up, down: modules of an expert.
     """
-    own = [f"{LAYER}{mlp}.experts.{{expert}}.{name}.weight" for name in (gate, up, down)]
+    names = [f"{LAYER}{mlp}.experts.{{expert}}.{name}.weight" for name in (gate, up, down)]
     rows = (
-        Row("blocks/mlp/router", f"{LAYER}{mlp}.gate.weight", 1, turned=True),
-        *(Row(f"blocks/mlp/{name}", theirs, 1, turned=True) for name, theirs in zip(("gate", "up", "down"), own)),
+        TensorSpec("blocks/mlp/router", f"{LAYER}{mlp}.gate.weight", 1, transposed=True),
+        *(
+            TensorSpec(f"blocks/mlp/{leaf}", name, 1, transposed=True)
+            for leaf, name in zip(("gate", "up", "down"), names)
+        ),
     )
-    together = Joined(f"{LAYER}{mlp}.{GATE_UP}", (own[0], own[1])), Joined(f"{LAYER}{mlp}.{DOWN}", (own[2],))
-    return rows, together
+    fused = (
+        FusedExperts(f"{LAYER}{mlp}.{GATE_UP}", (names[0], names[1])),
+        FusedExperts(f"{LAYER}{mlp}.{DOWN}", (names[2],)),
+    )
+    return rows, fused
 
 
 def number_of(hf: Mapping[str, Any], usual: int) -> int:
-    """Returns the number of experts of a layer, under either name. Raises BadInput where the two differ."""
-    said = [hf[name] for name in NAMES if hf.get(name) is not None]
-    if len(said) == 2 and said[0] != said[1]:
-        raise BadInput(f"config.json: {NAMES[0]}={short(said[0])} and {NAMES[1]}={short(said[1])} must be the same")
-    return said[0] if said else usual
+    """Returns the number of experts, under either name. Raises BadInput if the two differ."""
+    numbers = [hf[name] for name in NAMES if hf.get(name) is not None]
+    if len(numbers) == 2 and numbers[0] != numbers[1]:
+        raise BadInput(
+            f"config.json: {NAMES[0]}={short(numbers[0])} and {NAMES[1]}={short(numbers[1])} must be the same"
+        )
+    return numbers[0] if numbers else usual
 
 
 def first_dense(hf: Mapping[str, Any]) -> int:
-    """Returns how many of the first layers have no experts. Raises BadInput for any but the first ones."""
+    """Returns the number of leading dense layers. Raises BadInput for dense layers elsewhere."""
     refuse_unless(hf, decoder_sparse_step=(1,))
     dense = hf["mlp_only_layers"] or []
     if not isinstance(dense, list) or sorted(dense) != list(range(len(dense))):
@@ -68,25 +77,29 @@ def first_dense(hf: Mapping[str, Any]) -> int:
     return len(dense)
 
 
-MIXTRAL_ROWS, MIXTRAL_JOINED = expert_rows("block_sparse_moe", "w1", "w3", "w2")
-ROWS, JOINED = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_ROWS, MIXTRAL_FUSED = expert_rows("block_sparse_moe", "w1", "w3", "w2")
+ROWS, FUSED = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def mixtral_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts of which each token has a few, whose weights add up to 1."""
+    """Top-k experts with normalized weights."""
     number = number_of(hf, 8)
     return dict(experts=ExpertsConfig(number=number, chosen=hf["num_experts_per_tok"], mlp_dim=hf["intermediate_size"]))
 
 
 def mixtral_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The inverse; nothing for a model without experts, which then is seen to be another."""
-    own = cfg.experts
-    if own is None:
+    """Inverse of mixtral_settings; {} for a model without experts, which lost_settings then rejects."""
+    experts = cfg.experts
+    if experts is None:
         return {}
-    return dict(intermediate_size=own.mlp_dim, num_local_experts=own.number, num_experts_per_tok=own.chosen)
+    return dict(
+        intermediate_size=experts.mlp_dim,
+        num_local_experts=experts.number,
+        num_experts_per_tok=experts.chosen,
+    )
 
 
-MIXTRAL = relative(
+MIXTRAL = llama_family(
     "mixtral",
     "MixtralForCausalLM",
     NORMS_BEFORE + MIXTRAL_ROWS,
@@ -96,21 +109,21 @@ MIXTRAL = relative(
     ),
     allowed=dict(hidden_act=("silu",), router_jitter_noise=(None, 0)),
     written=dict(hidden_act="silu"),
-    spelt=dict(attention_window="sliding_window"),
+    config_keys=dict(attention_window="sliding_window"),
     settings=mixtral_settings,
     keys=mixtral_keys,
     body=ATTENTION,
     more_keys=NAMES,
-    joined=MIXTRAL_JOINED,
-    renamed=((r"\.mlp\.", ".block_sparse_moe."),),
+    fused=MIXTRAL_FUSED,
+    renames=((r"\.mlp\.", ".block_sparse_moe."),),
 )  # fmt: skip
 
 
 def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts of a width of their own, weights that add up to 1 or do not, and perhaps a window in all layers."""
+    """Experts with their own mlp_dim, optional weight normalization and sliding window."""
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
     if hf["use_sliding_window"]:
-        # transformers gives all layers the window, whatever this key says.
+        # transformers ignores this key and gives all layers the window.
         refuse_unless(hf, max_window_layers=(None, 0))
     experts = ExpertsConfig(
         number=number_of(hf, 128),
@@ -123,19 +136,19 @@ def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen3_moe_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The inverse."""
-    own = cfg.experts
+    """Inverse of qwen3_moe_settings."""
+    experts = cfg.experts
     windowed = cfg.attention_window is not None
     found = write_biases(cfg) | dict(use_sliding_window=windowed, sliding_window=cfg.attention_window)
-    if own is None:
+    if experts is None:
         return found
     return found | dict(
-        num_experts=own.number, num_experts_per_tok=own.chosen, moe_intermediate_size=own.mlp_dim,
-        norm_topk_prob=own.normalised, decoder_sparse_step=1, mlp_only_layers=list(range(own.first_dense)),
+        num_experts=experts.number, num_experts_per_tok=experts.chosen, moe_intermediate_size=experts.mlp_dim,
+        norm_topk_prob=experts.normalised, decoder_sparse_step=1, mlp_only_layers=list(range(experts.first_dense)),
     )  # fmt: skip
 
 
-QWEN3_MOE = relative(
+QWEN3_MOE = llama_family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     NORMS_BEFORE + QK_NORMS + BIASES + DENSE + ROWS,
@@ -151,12 +164,12 @@ QWEN3_MOE = relative(
     keys=qwen3_moe_keys,
     body=ATTENTION,
     more_keys=(*NAMES, "max_window_layers"),
-    joined=JOINED,
+    fused=FUSED,
 )  # fmt: skip
 
 
 def olmoe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """QK-norm over all heads together, whose widths follow from the model's."""
+    """QK-norm over all heads; head_dim follows from the model."""
     refuse_unless(hf, head_dim=(None, hf["hidden_size"] // hf["num_attention_heads"]))
     experts = ExpertsConfig(
         number=number_of(hf, 64),
@@ -168,18 +181,18 @@ def olmoe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def olmoe_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The inverse; heads of another width are seen to be lost."""
-    own = cfg.experts
+    """Inverse of olmoe_settings; another head_dim does not round-trip."""
+    experts = cfg.experts
     found = write_biases(cfg) | dict(head_dim=cfg.embed_dim // cfg.num_heads)
-    if own is None:
+    if experts is None:
         return found
     return found | dict(
-        intermediate_size=own.mlp_dim, num_experts=own.number, num_experts_per_tok=own.chosen,
-        norm_topk_prob=own.normalised,
+        intermediate_size=experts.mlp_dim, num_experts=experts.number, num_experts_per_tok=experts.chosen,
+        norm_topk_prob=experts.normalised,
     )  # fmt: skip
 
 
-OLMOE = relative(
+OLMOE = llama_family(
     "olmoe",
     "OlmoeForCausalLM",
     NORMS_BEFORE + QK_NORMS + BIASES + ROWS,
@@ -193,5 +206,5 @@ OLMOE = relative(
     keys=olmoe_keys,
     body=ATTENTION,
     more_keys=NAMES,
-    joined=JOINED,
+    fused=FUSED,
 )  # fmt: skip

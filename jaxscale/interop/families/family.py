@@ -1,6 +1,6 @@
-"""A family of Hugging Face models: its settings and tensor names, one table for both directions.
+"""Families of Hugging Face models: settings and tensor names, one table for both directions.
 
-A matrix of ours has its input axes first; a torch Linear keeps [out, in], heads and their sizes as one axis.
+Our weights have input axes first; a torch Linear stores [out, in], with heads and head_dim as one axis.
 """
 
 import dataclasses
@@ -19,108 +19,105 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One tensor of theirs, and the leaves of ours that it holds.
+class TensorSpec:
+    """One Hugging Face tensor, and the leaves that it holds, concatenated along the outputs.
 
-    inputs: leading axes of ours that a product contracts; 0 for a vector. turned: theirs is [out, in]. paired: what
-    RoPE turns, the last numbers of the last axis, are pairs of neighbours in theirs and halves in ours. Several leaves
-    lie side by side along the outputs. A row counts where the model has its leaves. One of "blocks/" is also for the
-    dense layers before those with experts, if it is of no expert.
+    inputs: number of leading axes of our leaf that a matmul contracts; 0 for a vector. transposed: the file has
+    [out, in]. interleaved: RoPE's dimensions, the end of the last axis, are interleaved pairs in the file and halves in
+    ours. A spec applies if the model has its leaves; "blocks/" without experts also applies to the dense layers before
+    those with experts.
     """
 
-    ours: str | tuple[str, ...]  # "blocks/attention/wq": below "blocks/" there is one for each layer
-    theirs: str  # behind the base of the family; {layer} and {expert} where there is one for each
+    leaf_names: str | tuple[str, ...]  # "blocks/attention/wq": below "blocks/" one per layer
+    hf_name: str  # after the family's prefix; with {layer} and {expert}
     inputs: int = 0
-    turned: bool = False
-    paired: bool = False
+    transposed: bool = False
+    interleaved: bool = False
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Our names."""
-        return (self.ours,) if isinstance(self.ours, str) else self.ours
+        """Names of our leaves."""
+        return (self.leaf_names,) if isinstance(self.leaf_names, str) else self.leaf_names
 
     @property
     def per_layer(self) -> bool:
-        """True if there is one for each layer."""
-        return "{layer}" in self.theirs
+        """True if there is one per layer."""
+        return "{layer}" in self.hf_name
 
     @property
     def per_expert(self) -> bool:
-        """True if a layer has one for each of its experts."""
-        return "{expert}" in self.theirs
+        """True if there is one per expert."""
+        return "{expert}" in self.hf_name
 
 
 @dataclasses.dataclass(frozen=True)
-class Joined:
-    """A tensor of theirs that holds those of all experts of a layer: [experts, their outputs one below the other, in].
+class FusedExperts:
+    """A tensor of all experts of a layer, [experts, concatenated outputs, in], which transformers 5 may save."""
 
-    transformers 5 has them so in memory, and may save them so.
-    """
-
-    theirs: str  # behind the base of the family, as of a Row
-    rows: tuple[str, ...]  # `theirs` of the rows that it holds of each expert, in their order
+    hf_name: str  # after the family's prefix, as in TensorSpec
+    rows: tuple[str, ...]  # hf_name of the specs that it concatenates, in order
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
-    """Layers of ours that are alike."""
+class LayerStack:
+    """Layers with equal parameter shapes."""
 
-    name: str  # among our parameters
-    first: int  # which layer of the model its own first one is
+    name: str  # in our parameter tree
+    first: int  # index of its first layer in the model
     layers: int
     scanned: bool
 
-    def has(self, row: Row) -> bool:
-        """Whether the row may be one of its layers: its leaves are not looked at."""
-        return row.per_layer and (self.name == BLOCKS or not row.per_expert) and all(map(self.own, row.leaves))
+    def contains(self, row: TensorSpec) -> bool:
+        """True if the spec may belong to these layers; its leaves are not checked."""
+        return row.per_layer and (self.name == BLOCKS or not row.per_expert) and all(map(self.leaf_name, row.leaves))
 
-    def own(self, name: str) -> str:
-        """The leaf of a row in these layers; '' where that is none of theirs."""
+    def leaf_name(self, name: str) -> str:
+        """Returns the name of a spec's leaf in these layers; '' if it belongs to others."""
         stack, _, inner = name.partition("/")
         return f"{self.name}/{inner}" if stack in (self.name, BLOCKS) else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPair:
-    """One tensor of theirs and what it is of ours, shapes known: the unit in which a checkpoint is read and written."""
+    """One Hugging Face tensor and its leaves, with shapes: the unit of reading and writing."""
 
-    ours: tuple[str, ...]  # names of leaves: "blocks/attention/wq", or "blocks/0/attention/wq" where not scanned
-    layer: int | None  # place along the leading axis of those leaves; None: they have none of layers
-    our_shapes: tuple[Shape, ...]  # without the axes of layers and experts
-    theirs: str
-    their_shape: Shape
-    row: Row
-    expert: int | None = None  # place along the axis behind that one; None: the leaves are of no experts
-    neighbours: int = 0  # how many numbers at the end of the last axis of ours are in pairs in theirs
+    leaves: tuple[str, ...]  # "blocks/attention/wq", or "blocks/0/attention/wq" where not scanned
+    layer: int | None  # index on the leading axis of the leaves; None: no layer axis
+    leaf_shapes: tuple[Shape, ...]  # without the axes of layers and experts
+    hf_name: str
+    hf_shape: Shape
+    row: TensorSpec
+    expert: int | None = None  # index on the next axis; None: no expert axis
+    interleaved_dims: int = 0  # entries at the end of our last axis that the file interleaves
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Along the leading axes of our leaves."""
+        """Index on the leading axes of the leaves."""
         return tuple(at for at in (self.layer, self.expert) if at is not None)
 
-    def to_ours(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Theirs as ours, views where that is possible. Raises BadInput for another shape."""
-        self.check(self.theirs, tensor.shape, self.their_shape)
-        flat = tensor.T if self.row.turned else tensor
-        ends = np.cumsum([outputs(shape, self.row.inputs) for shape in self.our_shapes])[:-1]
+    def to_leaves(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns the leaves, as views where possible. Raises BadInput for another shape."""
+        self.check(self.hf_name, tensor.shape, self.hf_shape)
+        flat = tensor.T if self.row.transposed else tensor
+        ends = np.cumsum([output_size(shape, self.row.inputs) for shape in self.leaf_shapes])[:-1]
         parts = np.split(flat, ends, axis=-1) if len(ends) else [flat]
-        leaves = (part.reshape(shape) for part, shape in zip(parts, self.our_shapes, strict=True))
-        return tuple(self.reordered(leaf, halves_of_pairs(self.neighbours)) for leaf in leaves)
+        leaves = (part.reshape(shape) for part, shape in zip(parts, self.leaf_shapes, strict=True))
+        return tuple(self.permute_last(leaf, deinterleaved_order(self.interleaved_dims)) for leaf in leaves)
 
-    def to_theirs(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
-        """Ours as theirs: the inverse of to_ours, bit for bit."""
-        for name, leaf, shape in zip(self.ours, leaves, self.our_shapes, strict=True):
+    def to_hf(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the Hugging Face tensor: the exact inverse of to_leaves."""
+        for name, leaf, shape in zip(self.leaves, leaves, self.leaf_shapes, strict=True):
             self.check(name, leaf.shape, shape)
-        leaves = [self.reordered(leaf, np.argsort(halves_of_pairs(self.neighbours))) for leaf in leaves]
-        parts = [leaf.reshape(flat_shape(leaf.shape, self.row.inputs)) for leaf in leaves]
+        leaves = [self.permute_last(leaf, np.argsort(deinterleaved_order(self.interleaved_dims))) for leaf in leaves]
+        parts = [leaf.reshape(matrix_shape(leaf.shape, self.row.inputs)) for leaf in leaves]
         flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-        return flat.T if self.row.turned else flat
+        return flat.T if self.row.transposed else flat
 
-    def reordered(self, leaf: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """The leaf with the last numbers of its last axis in this order."""
-        if not self.neighbours:
+    def permute_last(self, leaf: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """Permutes the interleaved entries at the end of the last axis."""
+        if not self.interleaved_dims:
             return leaf
-        first = leaf.shape[-1] - self.neighbours
+        first = leaf.shape[-1] - self.interleaved_dims
         return np.take(leaf, [*range(first), *(first + order)], axis=-1)
 
     def check(self, name: str, shape: Shape, expected: Shape) -> None:
@@ -131,67 +128,67 @@ class TensorPair:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models that one class of transformers computes."""
+    """A class of transformers models: config keys and tensor names."""
 
     model_type: str  # of its config.json
-    architectures: tuple[str, ...]  # that we read; the first is what we write
-    read_config: Callable[[Mapping[str, Any]], AnyModelConfig]  # BadInput for what our model does not compute
-    write_config: Callable[[Any], dict[str, Any]]  # the keys that read_config reads, as every release reads them
-    rows: tuple[Row, ...]
-    keys: tuple[str, ...]  # of a config.json that read_config looks at
-    bases: tuple[str, ...] = ("model.",)  # what names of theirs begin with, all but `outside`; the first is written
-    outside: tuple[str, ...] = ("lm_head.weight",)  # rows of the whole model, in front of whose names no base stands
-    left_out: tuple[str, ...] = ()  # patterns of names that hold nothing which the model learns or which text needs
-    goes_out_as: str = ""  # the model_type of another family, by which its models are written
-    joined: tuple[Joined, ...] = ()  # tensors that may stand in the place of those of single experts
-    renamed: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) of names that transformers 5 has in memory
-    beyond: str = ""  # what layers of theirs behind the last one are: a checkpoint that has some is refused
+    architectures: tuple[str, ...]  # accepted; the first is written
+    read_config: Callable[[Mapping[str, Any]], AnyModelConfig]  # raises BadInput for unsupported settings
+    write_config: Callable[[Any], dict[str, Any]]  # inverse of read_config, in keys that every release reads
+    rows: tuple[TensorSpec, ...]
+    keys: tuple[str, ...]  # config.json keys that read_config uses
+    prefixes: tuple[str, ...] = ("model.",)  # of all names but `unprefixed`; the first is written
+    unprefixed: tuple[str, ...] = ("lm_head.weight",)  # names without prefix
+    left_out: tuple[str, ...] = ()  # patterns of names that are not parameters of the language model
+    exported_as: str = ""  # model_type of the family that writes its models
+    fused: tuple[FusedExperts, ...] = ()  # alternatives to one tensor per expert
+    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) for names of transformers 5
+    extra_layers: str = ""  # description of layers after the last one, which are refused
 
 
-def halves_of_pairs(size: int) -> np.ndarray:
-    """The places of the first of each pair of neighbours, and then of the second."""
+def deinterleaved_order(size: int) -> np.ndarray:
+    """Returns the indices of the first entry of each interleaved pair, then of the second."""
     return np.arange(size).reshape(-1, 2).T.reshape(-1)
 
 
-def outputs(shape: Shape, inputs: int) -> int:
-    """Size of the axes behind the inputs."""
+def output_size(shape: Shape, inputs: int) -> int:
+    """Returns the size of the axes after the inputs."""
     return math.prod(shape[inputs:])
 
 
-def flat_shape(shape: Shape, inputs: int) -> Shape:
-    """(inputs, outputs), or (entries,) of what has no inputs."""
-    return (math.prod(shape[:inputs]), outputs(shape, inputs)) if inputs else (math.prod(shape),)
+def matrix_shape(shape: Shape, inputs: int) -> Shape:
+    """Returns (inputs, outputs), or (entries,) without inputs."""
+    return (math.prod(shape[:inputs]), output_size(shape, inputs)) if inputs else (math.prod(shape),)
 
 
-def pair_of(
-    row: Row,
+def bind(
+    row: TensorSpec,
     family: Family,
     shapes: Mapping[str, Shape],
     base: str,
-    stack: Stack | None = None,
+    stack: LayerStack | None = None,
     layer: int | None = None,
     expert: int | None = None,
     rope_dim: int = 0,
 ) -> TensorPair:
-    """The row for one layer of a stack and one of its experts, or for none.
+    """Returns the pair of a spec, for one layer of a stack and one expert.
 
-    Args: shapes: of our leaves, without the axis of layers. layer, expert: numbered as theirs are. rope_dim: numbers of
-    a head that RoPE turns.
+    Args: shapes: of our leaves, without the layer axis. layer, expert: Hugging Face's numbers. rope_dim: rotated
+    dimensions of a head.
     """
     names, at = row.leaves, None
     if stack is not None:
         assert layer is not None, "a stack has layers"
-        names, at = tuple(stack.own(name) for name in names), layer - stack.first
-    our_shapes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in names)
+        names, at = tuple(stack.leaf_name(name) for name in names), layer - stack.first
+    leaf_shapes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in names)
     if stack is not None and not stack.scanned:
         names, at = tuple(name.replace("/", f"/{at}/", 1) for name in names), None
-    flats = [flat_shape(shape, row.inputs) for shape in our_shapes]
-    joined = (*flats[0][:-1], sum(flat[-1] for flat in flats))
-    their_shape = joined[::-1] if row.turned else joined
-    theirs = ("" if row.theirs in family.outside else base) + row.theirs.format(layer=layer, expert=expert)
-    return TensorPair(names, at, our_shapes, theirs, their_shape, row, expert, rope_dim if row.paired else 0)
+    flats = [matrix_shape(shape, row.inputs) for shape in leaf_shapes]
+    fused = (*flats[0][:-1], sum(flat[-1] for flat in flats))
+    hf_shape = fused[::-1] if row.transposed else fused
+    hf_name = ("" if row.hf_name in family.unprefixed else base) + row.hf_name.format(layer=layer, expert=expert)
+    return TensorPair(names, at, leaf_shapes, hf_name, hf_shape, row, expert, rope_dim if row.interleaved else 0)
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Returns True if one of the patterns is the whole name."""
+    """Returns True if a pattern matches the full name."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)

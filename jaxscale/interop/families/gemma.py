@@ -4,37 +4,37 @@ Gemma3ForConditionalGeneration, whose vision tensors are left out."""
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.interop.families.family import Family, Row
+from jaxscale.interop.families.family import Family, TensorSpec
 from jaxscale.interop.families.llama import (
     BIASES,
     LAYER,
     LEFT_OUT,
     NORMS_BEFORE,
     QK_NORMS,
+    llama_family,
     read_biases,
-    relative,
     write_biases,
 )  # fmt: skip
-from jaxscale.interop.families.rope import read_rope, read_rope_of
+from jaxscale.interop.families.rope import read_layer_type_rope, read_rope
 from jaxscale.interop.families.settings import (
-    FAR,
-    NEAR,
+    FULL,
+    SLIDING,
+    expected_layer_types,
     number,
     read_windows,
     refuse_unless,
     refuse_unread,
-    types_of,
-    write_types,
+    write_layer_types,
 )  # fmt: skip
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.system.exits import BadInput
 
 GELU = "gelu_pytorch_tanh"
 NORMS_AROUND = (
-    Row("blocks/attention_norm", LAYER + "input_layernorm.weight"),
-    Row("blocks/attention_out_norm", LAYER + "post_attention_layernorm.weight"),
-    Row("blocks/mlp_norm", LAYER + "pre_feedforward_layernorm.weight"),
-    Row("blocks/mlp_out_norm", LAYER + "post_feedforward_layernorm.weight"),
+    TensorSpec("blocks/attention_norm", LAYER + "input_layernorm.weight"),
+    TensorSpec("blocks/attention_out_norm", LAYER + "post_attention_layernorm.weight"),
+    TensorSpec("blocks/mlp_norm", LAYER + "pre_feedforward_layernorm.weight"),
+    TensorSpec("blocks/mlp_out_norm", LAYER + "post_feedforward_layernorm.weight"),
 )
 # Of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig; published Gemma 3 files leave most keys out.
 GEMMA1_DEFAULTS = dict(
@@ -53,36 +53,36 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | dict(
     vocab_size=262_208, rope_theta=1_000_000.0, rope_local_base_freq=10_000.0, sliding_window_pattern=6,
     final_logit_softcapping=None, attn_logit_softcapping=None,
 )  # fmt: skip
-OF_ALL = dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True)
-LATER: dict[str, Any] = dict(
+SHARED_SETTINGS = dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True)
+GEMMA2_ARGS: dict[str, Any] = dict(
     allowed=dict(hidden_activation=(GELU,), use_bidirectional_attention=(None, False)),
     written=dict(hidden_activation=GELU),
-    spelt=dict(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping"),
+    config_keys=dict(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping"),
 )
 
 
-def later_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings of Gemma 2 and 3 for keys that the tables do not spell."""
+def gemma2_shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of Gemma 2 and 3 that are not copied by CONFIG_KEYS."""
     scalar, usual = hf["query_pre_attn_scalar"], hf["sliding_window_pattern"]
-    types = hf["layer_types"] or types_of(hf["num_hidden_layers"], every=usual)
+    types = hf["layer_types"] or expected_layer_types(hf["num_hidden_layers"], every=usual)
     query_scalar = None if scalar == hf["head_dim"] else number(hf, "query_pre_attn_scalar")
-    found = OF_ALL | read_biases(hf) | dict(norm_placement="both", query_scalar=query_scalar)
+    found = SHARED_SETTINGS | read_biases(hf) | dict(norm_placement="both", query_scalar=query_scalar)
     return found | read_windows(hf, types, usual)
 
 
 def gemma2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The pattern of windows is fixed: transformers reads its key for Gemma 3 alone."""
+    """Settings of Gemma 2. transformers reads sliding_window_pattern only for Gemma 3."""
     if hf["layer_types"] is None:
         refuse_unless(hf, sliding_window_pattern=(2,))
     base, scaling = read_rope(hf)
-    return later_settings(hf) | dict(rope_base=base, rope_scaling=scaling)
+    return gemma2_shared_settings(hf) | dict(rope_base=base, rope_scaling=scaling)
 
 
 def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """With QK-norm, and RoPE of its own for layers with a window."""
-    base, scaling = read_rope_of(hf, FAR)
-    found = later_settings(hf) | dict(qk_norm=True)
-    local_base, local_scaling = read_rope_of(hf, NEAR)
+    """Settings of Gemma 3: QK-norm, and a separate RoPE base for sliding-window layers."""
+    base, scaling = read_layer_type_rope(hf, FULL)
+    found = gemma2_shared_settings(hf) | dict(qk_norm=True)
+    local_base, local_scaling = read_layer_type_rope(hf, SLIDING)
     if local_scaling is not None:
         raise BadInput("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
     if "global_every" in found or "global_first" in found:
@@ -93,52 +93,52 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The keys that later_settings reads."""
+    """Inverse of gemma2_shared_settings."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
     found = write_biases(cfg) | dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
         sliding_window=cfg.attention_window,
-        layer_types=write_types(cfg),
+        layer_types=write_layer_types(cfg),
     )
     return found if cfg.global_every is None else found | dict(sliding_window_pattern=cfg.global_every)
 
 
-GEMMA1 = relative(  # whose "gelu" has always been computed in the tanh form
+GEMMA1 = llama_family(  # its "gelu" has always been the tanh form
     "gemma",
     "GemmaForCausalLM",
     NORMS_BEFORE + BIASES,
     GEMMA1_DEFAULTS,
     allowed=dict(hidden_act=("gelu", GELU), hidden_activation=(None, GELU), use_bidirectional_attention=(None, False)),
     written=dict(hidden_act=GELU, hidden_activation=GELU),
-    settings=lambda hf: OF_ALL | read_biases(hf),
+    settings=lambda hf: SHARED_SETTINGS | read_biases(hf),
     keys=write_biases,
 )
-GEMMA2 = relative(
+GEMMA2 = llama_family(
     "gemma2",
     "Gemma2ForCausalLM",
     NORMS_AROUND + BIASES,
     GEMMA2_DEFAULTS,
     settings=gemma2_settings,
     keys=gemma2_keys,
-    **LATER,
+    **GEMMA2_ARGS,
 )
-GEMMA3 = relative(
+GEMMA3 = llama_family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     NORMS_AROUND + QK_NORMS + BIASES,
     GEMMA3_DEFAULTS,
     settings=gemma3_settings,
     keys=lambda cfg: gemma2_keys(cfg) | dict(rope_local_base_freq=cfg.local_rope_base or cfg.rope_base),
-    **LATER,
+    **GEMMA2_ARGS,
 )
 
 
 def read_vision(hf: Mapping[str, Any]) -> LlamaConfig:
-    """Our settings for the language model in a config.json of Gemma 3 with vision."""
+    """Settings of the language model of Gemma 3 with vision."""
     text = hf.get("text_config") or {}
     cfg = GEMMA3.read_config({"model_type": GEMMA3.model_type, **text})
-    assert isinstance(cfg, LlamaConfig), "relative makes families of Llamas"
-    refuse_unless(hf, tie_word_embeddings=(cfg.tied_embeddings,))  # of the two, transformers reads this one
+    assert isinstance(cfg, LlamaConfig), "llama_family reads LlamaConfig"
+    refuse_unless(hf, tie_word_embeddings=(cfg.tied_embeddings,))  # transformers reads this one, not text_config's
     refuse_unread(GEMMA3, text)
     return cfg
 
@@ -153,7 +153,7 @@ GEMMA3_VISION = Family(
     lambda cfg: dict(text_config=GEMMA3.write_config(cfg)),
     GEMMA3.rows,
     keys=("tie_word_embeddings", "vision_config", "mm_tokens_per_image", *IMAGE_TOKENS),
-    goes_out_as=GEMMA3.model_type,
-    bases=("language_model.model.", "model.language_model."),  # transformers 4 up to 4.51, and later
+    exported_as=GEMMA3.model_type,
+    prefixes=("language_model.model.", "model.language_model."),  # transformers 4 up to 4.51, and later
     left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *LEFT_OUT),
 )

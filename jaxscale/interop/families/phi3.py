@@ -1,19 +1,19 @@
-"""Phi-3 (arXiv:2404.14219) as transformers' Phi3ForCausalLM: a Llama whose queries, keys and values are one tensor, and
-gate and up another, with longrope in its long forms."""
+"""Phi-3 (arXiv:2404.14219) as transformers' Phi3ForCausalLM: a Llama with fused QKV and fused gate and up
+projections, and longrope."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.interop.families.family import Row
-from jaxscale.interop.families.llama import BODY, LAYER, NORMS_BEFORE, SHARED, relative
-from jaxscale.interop.families.rope import LONGEST, ORIGINAL, read_rope, write_rope
+from jaxscale.interop.families.family import TensorSpec
+from jaxscale.interop.families.llama import BODY, LAYER, NORMS_BEFORE, SHARED, llama_family
+from jaxscale.interop.families.rope import MAX_POSITIONS, ORIGINAL_POSITIONS, read_rope, write_rope
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.system.exits import BadInput
 
-OWN = ("blocks/attention/wq", "blocks/attention/wk", "blocks/attention/wv", "blocks/mlp/gate", "blocks/mlp/up")
-JOINED = (
-    Row(OWN[:3], LAYER + "self_attn.qkv_proj.weight", 1, turned=True),
-    Row(OWN[3:], LAYER + "mlp.gate_up_proj.weight", 1, turned=True),
+FUSED_LEAVES = ("blocks/attention/wq", "blocks/attention/wk", "blocks/attention/wv", "blocks/mlp/gate", "blocks/mlp/up")
+FUSED = (
+    TensorSpec(FUSED_LEAVES[:3], LAYER + "self_attn.qkv_proj.weight", 1, transposed=True),
+    TensorSpec(FUSED_LEAVES[3:], LAYER + "mlp.gate_up_proj.weight", 1, transposed=True),
 )
 DEFAULTS = SHARED | dict(  # of Phi3Config
     vocab_size=32064, hidden_size=3072, intermediate_size=8192, rms_norm_eps=1e-5, sliding_window=None,
@@ -22,9 +22,12 @@ DEFAULTS = SHARED | dict(  # of Phi3Config
 
 
 def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE, which is longrope or none, also under its first name."""
+    """Settings of RoPE: longrope, also under its first name 'su', or none."""
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    if (name := rope.pop("rope_type", rope.pop("type", "default"))) in ("su", "yarn"):  # longrope to this class
+    if (name := rope.pop("rope_type", rope.pop("type", "default"))) in (
+        "su",
+        "yarn",
+    ):  # this class computes longrope for both
         name = "longrope"
     if name not in ("default", "longrope"):
         raise BadInput(f"config.json: RoPE scaling {name!r} is not supported for phi3; it may be 'default', 'longrope'")
@@ -33,28 +36,28 @@ def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def phi3_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """RoPE in the words of this class: transformers 4 takes no others here, and the factor from the two lengths."""
+    """RoPE keys of this class. transformers 4 accepts no others, and takes the factor from the two lengths."""
     scaling = cfg.rope_scaling
     if scaling is None or scaling.name != "longrope":
-        return {"rope_scaling": None}  # another kind has no word here, and is seen to be lost
-    told = write_rope(cfg)
-    rope = {"type": "longrope"} | {name: told["rope_scaling"][name] for name in ("short_factor", "long_factor")}
+        return {"rope_scaling": None}  # another scaling does not round-trip
+    written = write_rope(cfg)
+    rope = {"type": "longrope"} | {name: written["rope_scaling"][name] for name in ("short_factor", "long_factor")}
     if scaling.attention_factor is not None:
         rope["attention_factor"] = scaling.attention_factor
-    if told[LONGEST] / scaling.original_max_len != scaling.factor:
+    if written[MAX_POSITIONS] / scaling.original_max_len != scaling.factor:
         rope["factor"] = scaling.factor
-    return {"rope_scaling": rope, ORIGINAL: scaling.original_max_len}
+    return {"rope_scaling": rope, ORIGINAL_POSITIONS: scaling.original_max_len}
 
 
-PHI3 = relative(
+PHI3 = llama_family(
     "phi3",
     "Phi3ForCausalLM",
     NORMS_BEFORE,
     DEFAULTS,
     allowed=dict(hidden_act=("silu",)),
     written=dict(hidden_act="silu"),
-    spelt=dict(attention_window="sliding_window"),
+    config_keys=dict(attention_window="sliding_window"),
     settings=phi3_settings,
     keys=phi3_keys,
-    body=tuple(row for row in BODY if row.ours not in OWN) + JOINED,
+    body=tuple(row for row in BODY if row.leaf_names not in FUSED_LEAVES) + FUSED,
 )
