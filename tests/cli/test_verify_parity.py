@@ -107,7 +107,7 @@ def made_trace(seed):
 
 
 def test_other_numbers_do_not_agree():
-    row = vp.against(made_trace(0), made_trace(1), ONE)
+    row = vp.compare(made_trace(0), made_trace(1), ONE)
     assert not row.agrees and row.loss > 1e-3 and row.gradient > 0.1 and "BEYOND" in row.line()
     assert not vp.Parity(made_trace(0), [row]).agrees
 
@@ -125,8 +125,8 @@ def test_other_numbers_do_not_agree():
 )
 def test_a_small_difference_of_any_kind_is_seen(changed):
     same = made_trace(0)
-    assert vp.against(same, same, ONE).agrees
-    assert not vp.against(same, dataclasses.replace(same, **changed(same)), ONE).agrees
+    assert vp.compare(same, same, ONE).agrees
+    assert not vp.compare(same, dataclasses.replace(same, **changed(same)), ONE).agrees
 
 
 def test_a_second_compilation_is_counted():

@@ -140,7 +140,7 @@ def test_no_probe_begins_when_the_time_is_used_up(tmp_path):
 def test_every_probe_is_a_phase_of_the_watchdog(tmp_path):
     dog = Watchdog(tmp_path, Limits.all(60.0), setting="--minutes")
     for name in (*run.PROBES, "save"):
-        line = dog.accusation(dog.phase(name))
+        line = dog.overdue_message(dog.phase(name))
         assert line == f"process 0: {name} has made no progress for 60 s (--minutes)"
 
 
