@@ -28,7 +28,7 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.ops.grouped import ExpertKernels, run_grouped, weighted_activation
 from jaxscale.ops.kernels import Kernels, resolve_kernels
-from jaxscale.qualify.step import ModelFlags, read_config
+from jaxscale.qualify.step import SpecFlags, read_config
 from jaxscale.qualify.timing import seconds_of
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.system.exits import BadInput
@@ -186,7 +186,7 @@ def experts_lines(record: dict[str, Any]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertsFlags(ModelFlags):
+class ExpertsFlags(SpecFlags):
     """The flags of this benchmark."""
 
     rounds: int = flag(36, "turns of each", least=1)

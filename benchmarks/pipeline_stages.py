@@ -24,7 +24,7 @@ from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
 from jaxscale.models.config import BLOCKS
-from jaxscale.qualify.step import ModelFlags, place, random_batches, read_config
+from jaxscale.qualify.step import SpecFlags, place, random_batches, read_config
 from jaxscale.sharding.config import MeshConfig, PipelineConfig, ScheduleName
 from jaxscale.sharding.schedules import EQUAL_COSTS, Costs, Schedule, simulated_seconds
 from jaxscale.system.exits import put
@@ -139,7 +139,7 @@ def on_stages(stages: int, command: list[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class StagesFlags(ModelFlags):
+class StagesFlags(SpecFlags):
     """The flags of this benchmark."""
 
     devices: int = flag(2, "pipeline stages, one simulated CPU device each", least=2)

@@ -17,7 +17,7 @@ from jaxscale.models.layers import split_model
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.project import with_matmul_precision
 from jaxscale.planning.check import check_machine
-from jaxscale.qualify.step import ModelFlags, read_config
+from jaxscale.qualify.step import SpecFlags, read_config
 from jaxscale.qualify.timing import seconds_of
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Engine, Generator, Timing
@@ -99,7 +99,7 @@ def sample_lines(record: dict[str, Any]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingFlags(ModelFlags):
+class SamplingFlags(SpecFlags):
     """The flags of this benchmark."""
 
     prompt_tokens: int = flag(256, "tokens of each prompt", least=1)

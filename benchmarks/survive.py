@@ -25,7 +25,7 @@ from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.qualify.step import ModelFlags, read_config
+from jaxscale.qualify.step import SpecFlags, read_config
 from jaxscale.qualify.timing import median_seconds
 from jaxscale.training import guard
 from jaxscale.training.config import GuardConfig
@@ -142,7 +142,7 @@ def survive_lines(record: dict[str, Any]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SurviveFlags(ModelFlags):
+class SurviveFlags(SpecFlags):
     """The flags of this benchmark."""
 
     steps: int = flag(20, "timed steps", least=2)

@@ -40,6 +40,7 @@ def test_the_newest_step_comes_as_it_was_saved_with_its_tokenizer(workdir):
     tiny.assert_same_bits(tiny.host(model.params), tiny.host(saved.params))
     assert (model.step, model.seq_len, model.tokenizer.name) == (7, tiny.SEQ_LEN, "bytes")
     assert model.saved_tokenizer.tokenizer.begin_ids == () and model.saved_tokenizer.stop_ids == (256,)
+    assert model.kept is model.saved_tokenizer  # the old name
     assert said == [f"{folder}/checkpoints/7: llama, 14.5K parameters, float32; fsdp=8"]
 
 

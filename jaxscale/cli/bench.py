@@ -30,12 +30,12 @@ from jaxscale.hosts import cluster
 from jaxscale.planning.check import device_bytes
 from jaxscale.planning.measured import from_record, save_measured
 from jaxscale.qualify.collectives import collective_lines, measure_collectives, read_mesh, read_sizes
-from jaxscale.qualify.step import ModelFlags, measure_step, read_config, step_lines
+from jaxscale.qualify.step import SpecFlags, measure_step, read_config, step_lines
 from jaxscale.system.exits import BadInput, put
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchFlags(ModelFlags, cluster.HostFlags):
+class BenchFlags(SpecFlags, cluster.HostFlags):
     """The flags of `jaxscale bench`."""
 
     steps: int | None = flag(None, "timed steps (loop: 100)", "6", least=1)

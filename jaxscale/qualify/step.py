@@ -74,7 +74,7 @@ NEAR_NATS = 0.5  # to within which a new model's loss on random tokens is known
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelFlags:
+class SpecFlags:
     """The flags that read_config() reads."""
 
     spec: str | None = flag(
