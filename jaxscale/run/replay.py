@@ -46,9 +46,9 @@ def with_replayed(
     if not (old / "config.json").exists():
         raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
     check_same_run(cfg, old, None)
-    stop_if_unwritable = paths.read_json(old / "config.json")
+    old_record = paths.read_json(old / "config.json")
     if names := ", ".join(
-        dict.fromkeys(change["name"] for change in changes_of(stop_if_unwritable) if change.get("alters", True))
+        dict.fromkeys(change["name"] for change in changes_of(old_record) if change.get("alters", True))
     ):
         raise Stop(
             Exit.CONFIG_MISMATCH,
@@ -61,7 +61,7 @@ def with_replayed(
     newest = newest_readable_step(checkpoints, log, before=pending.to + 1 if pending else None)
     recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
     ranges = normalise_ranges(
-        [*recorded["skipped"], *stop_if_unwritable["config"]["data"]["skip_batches"], *decisions.skip_batches]
+        [*recorded["skipped"], *old_record["config"]["data"]["skip_batches"], *decisions.skip_batches]
         + [*cfg.data.skip_batches]
     )
     decisions = decisions.up_to(pending.to) if pending else decisions

@@ -150,7 +150,7 @@ def test_what_reading_leaves_out_is_said_with_the_way_out(tmp_path, capsys, case
         flags = ["--strict"] if case == "encodings" else ["--strict", "--config.read.damaged=skip"]
         for again in range(2):  # of a set that is there, and of none
             code, line = prepared(tmp_path / "*.*", *flags)
-            assert code == 2 and "reading left out " in line and "without --strict" in line
+            assert code == 2 and "reading left out " in line and "omit --strict" in line
             shutil.rmtree(tmp_path / "out")
 
 

@@ -132,20 +132,16 @@ def pass_folder(folder: str, number: int) -> pathlib.Path:
 def done_path(folder: str, number: int, piece: int) -> pathlib.Path:
     """Returns the path of a piece's done file, in the folder of its first blocks."""
     group = piece // PIECES_IN_FOLDER
-    return (
-        pass_folder(folder, number)
-        / f"{group // PIECES_IN_FOLDER:03d}"
-        / f"{group % PIECES_IN_FOLDER:03d}"
-        / f"{piece:09d}.done.json"
-    )
+    parent = pass_folder(folder, number) / f"{group // PIECES_IN_FOLDER:03d}" / f"{group % PIECES_IN_FOLDER:03d}"
+    return parent / f"{piece:09d}.done.json"
 
 
 def block_base(folder: str, number: int, piece: int, index: int) -> pathlib.Path:
-    """Returns the path of a block without its suffix. place: index of the block in its piece."""
-    folder = done_path(folder, number, piece).parent
-    return (
-        folder if index < FIRST_BLOCKS else folder / f"{piece:09d}.{index // FOLDER_FILES}"
-    ) / f"{piece:09d}-{index:06d}"
+    """Returns the path of a block without its suffix. index: of the block in its piece."""
+    parent = done_path(folder, number, piece).parent
+    if index >= FIRST_BLOCKS:
+        parent /= f"{piece:09d}.{index // FOLDER_FILES}"
+    return parent / f"{piece:09d}-{index:06d}"
 
 
 class Blocks(Sequence[str]):
