@@ -208,15 +208,15 @@ def seconds_of(text: str) -> float | None:
 
 def divisors(number: int) -> list[int]:
     """Returns all divisors in order. Costs at most the square root of the number: 0.1 s for a prime near 1e12."""
-    divisors, remaining, factor = [1], number, 2
+    found, remaining, factor = [1], number, 2
     while remaining > 1:
         while factor * factor <= remaining and remaining % factor:
             factor += 1
         prime, powers = factor if factor * factor <= remaining else remaining, [1]
         while remaining % prime == 0:
             remaining, powers = remaining // prime, [*powers, powers[-1] * prime]
-        divisors = [divisor * power for divisor in divisors for power in powers]
-    return sorted(divisors)
+        found = [divisor * power for divisor in found for power in powers]
+    return sorted(found)
 
 
 def or_list(choices: Collection[Any]) -> str:

@@ -200,8 +200,8 @@ def differences(histories: Sequence[History]) -> list[Section]:
     if len(histories) == 1:
         return []
     each = {tokens for history in histories if (tokens := tokens_per_step(history))}
-    problem_list = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
-    steps = left_out(problem_list) if len(each) > 1 else ""
+    note = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
+    steps = left_out(note) if len(each) > 1 else ""
     return [Section("settings", "Settings that differ", difference_table(histories) + steps)]
 
 

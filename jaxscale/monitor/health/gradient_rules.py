@@ -92,8 +92,8 @@ class SkippedSteps(Rule):
             return RuleResult(False, f"no step is skipped since step {before[0]}", {"skipped_total": total})
         last = f"{skipped:.0f} of the last {steps} steps" if steps > 1 else "this step and the one before"
         seen = f"{last} were skipped, {total:.0f} in all"
-        format_ratio = skipped >= 3 and skipped >= 0.2 * steps
-        return RuleResult(True, seen, {"skipped": skipped, "steps": steps, "skipped_total": total}, sure=format_ratio)
+        often = skipped >= 3 and skipped >= 0.2 * steps
+        return RuleResult(True, seen, {"skipped": skipped, "steps": steps, "skipped_total": total}, sure=often)
 
 
 class Activations(Rule):
