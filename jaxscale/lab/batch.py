@@ -1,4 +1,4 @@
-"""What a larger batch costs at the same tokens, and the critical batch, by curves and by the gradient's noise."""
+"""Training tokens to a target loss over the batch size, and the critical batch from curves and from gradient noise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from jaxscale.reporting.plots import Line, with_points
 from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count
 
-TIMES = (1, 2, 4, 8, 16)  # the config's batch
-NOISE_TIMES = (1, 8)  # batches whose gradients are compared
-NOISE_STEPS = 48  # gradients of each; more shrink the interval by their root
-MARGIN = 1.02  # a loss that all batches must reach is the worst of their ends, and a little
+TIMES = (1, 2, 4, 8, 16)  # relative to the config's batch
+NOISE_TIMES = (1, 8)  # batches, relative to the config's, whose gradient norms are compared
+NOISE_STEPS = 48  # gradients per batch; the interval shrinks with the square root of it
+MARGIN = 1.02  # times the highest final loss: a target loss that every batch reaches
 PREDICTED = (
     (
         "arXiv:1812.06162",
@@ -34,18 +34,18 @@ LIMITS = (
 
 
 def batch_trials(base: Base, options: Options) -> list[Trial]:
-    """Batches x rates around the square root rule x seeds, each for the same tokens."""
-    own, usual = base.cfg.optim, base.cfg.tokens_per_step
+    """Returns trials of batches x rates x seeds, at equal tokens; rates follow the square root of the batch."""
+    optim, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
     for batch in options.batches or tuple(usual * times for times in TIMES):
         root = (batch / usual) ** 0.5
-        rates = options.rates or [own.peak_lr * root * factor for factor in FACTORS[1:4]]
+        rates = options.rates or [optim.peak_lr * root * factor for factor in FACTORS[1:4]]
         found += over_rates(base, {BATCH: batch}, rates, options.seeds_of(2))
     return found
 
 
 def noise_trials(base: Base, best: Result) -> list[Trial]:
-    """Short runs that learn nothing, from the weights of a finished one: their gradients' norms are what is wanted."""
+    """Returns short runs at a learning rate of 0 from the weights of a finished run, which log gradient norms."""
     still = floor_of(base.cfg.optim, 0.0) | {
         "optim.warmup_tokens": 0, "init.from_path": best.folder, "checkpoint.save_every_steps": 0,
         "monitor.log_every_steps": 1,
@@ -57,7 +57,7 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Tokens and steps to one loss over the batch; the critical batch both ways."""
+    """Compares tokens and steps to one loss across batches, and estimates the critical batch in two ways."""
     results = inside(run(batch_trials(base, options)), options, run, of_batch)
     if not (best := best_rates(results, of_batch)):
         return Conclusion(["At every batch and rate a run diverged."], LIMITS, PREDICTED, [], (), [])
@@ -65,22 +65,28 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
 
 
 def of_batch(result: Result) -> int:
-    """The tokens of a step."""
+    """Returns the tokens per step."""
     return int(result.at(BATCH))
 
 
 def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[Result]:
-    """Of each group by `key` the runs at the rate whose mean loss is lowest; a rate at which one diverged is out."""
+    """Returns the runs at the rate with the lowest mean loss, for each group by `key`.
+
+    Rates at which a run diverged are excluded.
+    """
     found = []
-    for of_group in groups_of(results, key).values():
-        by_rate = groups_of(of_group, lambda r: float(r.at(RATE))).values()
+    for group in groups_of(results, key).values():
+        by_rate = groups_of(group, lambda r: float(r.at(RATE))).values()
         steady = [runs for runs in by_rate if not any(r.diverged for r in runs)]
         found += min(steady, key=lambda runs: mean([r.loss for r in runs]).value, default=[])
     return found
 
 
 def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results, each batch at its best rate. still: of noise_trials, the smaller batch first."""
+    """Returns the Conclusion of these results, with each batch at its best rate.
+
+    still: results of noise_trials, the smaller batch first.
+    """
     best, tried = best_rates(results, of_batch), dict(sorted(groups_of(results, of_batch).items()))
     by_batch = dict(sorted(groups_of(best, of_batch).items()))
     target = max(ending(r) for r in best) * MARGIN
@@ -122,7 +128,7 @@ def drawn(
     reached: Mapping[int, Estimate],
     law: Critical | None,
 ) -> list[Drawing]:
-    """The plots. tried: all runs of a batch. by_batch: those at its best rate."""
+    """Returns the plots. tried: all runs of each batch. by_batch: those at its best rate."""
     fits: list[Line] = with_points([line("seen", {b: t.value for b, t in reached.items()}, 0)])
     if law:
         fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
@@ -148,7 +154,7 @@ def drawn(
 
 
 def of_target(batch: int, tokens: Estimate | None, run: Result) -> list:
-    """The cells of a row: tokens, steps and FLOPs to the loss."""
+    """Returns the table cells with the tokens, steps and FLOPs to the target loss."""
     if tokens is None:
         return [n("never"), n(""), n("")]
     flops = tokens.value * run.trial.cfg.flops_per_token
@@ -156,26 +162,26 @@ def of_target(batch: int, tokens: Estimate | None, run: Result) -> list:
 
 
 def ending(result: Result) -> float:
-    """The mean training loss over the last twentieth of a run."""
+    """Returns the mean training loss over the last twentieth of a run."""
     _, losses = result.curve()
     last = losses[-max(1, len(losses) // 20) :]
     return sum(last) / len(last)
 
 
 def to_loss(result: Result, target: float) -> float | None:
-    """Tokens to the target, smoothed over as many tokens whatever the batch."""
+    """Returns the tokens to the target loss, smoothed over the same fraction of a run at every batch."""
     tokens, losses = result.curve()
     return tokens_to(target, tokens, losses, half=max(1, len(losses) // 40))
 
 
 def tokens_text(batch: Estimate) -> str:
-    """'12.3K tokens (9K to 16K)'."""
+    """Formats a batch with its interval: '12.3K tokens (9K to 16K)'."""
     between = f" ({count(batch.low)} to {count(batch.high)})" if batch.low is not None else ""
     return f"{count(batch.value)} tokens{between}"
 
 
 def noise_text(still: Sequence[Result]) -> str:
-    """The noise scale in words."""
+    """Describes the gradient noise scale in a sentence."""
     norms = [[row["grad_norm"] for row in r.history.rows if row.get("grad_norm")] for r in still]
     try:
         small, large = (float(r.at(BATCH)) for r in still)

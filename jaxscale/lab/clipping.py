@@ -1,4 +1,4 @@
-"""Clipping of gradients: up to which rate runs hold with it, and without."""
+"""Gradient clipping: the highest learning rate without divergence, with and without it."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from jaxscale.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.reporting.tables import n
 
 CLIP = "optim.clip_norm"
-FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # of the config's rate
-USUAL = 1.0  # of configs that clip not at all
+FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # relative to the config's rate
+USUAL = 1.0  # clip_norm for configs without clipping
 PREDICTED = (
     ("arXiv:1905.11881", "clipping allows rates that would diverge without, where curvature grows with the norm"),
     ("arXiv:1412.6980", "Adam's updates have the same size however large the gradient: clipping can move little"),
@@ -18,21 +18,21 @@ PREDICTED = (
 
 
 def clipping_trials(base: Base, options: Options) -> list[Trial]:
-    """With and without x rates x seeds."""
-    own, found = base.cfg.optim, []
-    for clip in (own.clip_norm or USUAL, 0.0):
-        rates = options.rates or [own.peak_lr * factor for factor in FACTORS]
+    """Returns trials of (with clipping, without) x rates x seeds."""
+    optim, found = base.cfg.optim, []
+    for clip in (optim.clip_norm or USUAL, 0.0):
+        rates = options.rates or [optim.peak_lr * factor for factor in FACTORS]
         found += over_rates(base, {CLIP: clip}, rates, options.seeds_of(2))
     return found
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """The highest rate at which no run was lost, with clipping and without."""
+    """Finds the highest rate at which no run diverged, with clipping and without."""
     return conclude(run(clipping_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results."""
+    """Returns the Conclusion of these results."""
     verdict, rows, lines, norms, highest, best = [], [], [], [], {}, {}
     for place, (clip, runs) in enumerate(groups_of(results, lambda r: float(r.at(CLIP))).items()):
         name = f"clipped at {clip:g}" if clip else "not clipped"

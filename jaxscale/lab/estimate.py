@@ -1,7 +1,7 @@
-"""Means, optima, powers and critical batches of a few noisy runs, each with an interval.
+"""Means, optima, power laws and critical batches from a few noisy runs, each with an interval.
 
-Intervals hold in 90 of 100 cases where what seeds add is normal. They tell of seeds alone: of no other data, size or
-length of training.
+Intervals are at a confidence of 90%, assuming normal noise between seeds. They cover variation between seeds only, not
+other data, sizes or training lengths.
 """
 
 import math
@@ -12,22 +12,22 @@ import numpy as np
 from scipy import optimize, stats
 
 CONFIDENCE = 0.9
-FLAT = 100.0  # times the largest batch, or less than the smallest: a critical batch beyond cannot be told
+FLAT = 100.0  # search range of a critical batch: this factor below the smallest batch and above the largest
 
 
 class NotTold(Exception):
-    """What these runs do not tell, in words that end a sentence."""
+    """Raised if the runs do not determine a value. The message is a clause that can end a sentence."""
 
 
 class Estimate(NamedTuple):
-    """A number and its interval; low and high are None where one run alone tells nothing of it."""
+    """A number and its interval. low and high are None if there is too little data for an interval."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def __str__(self) -> str:
-        """With as many digits as the interval is worth, two of its width."""
+        """Formats to a precision of about two digits of the interval's width."""
         if self.low is None or self.high is None:
             return f"{self.value:.4g}"
         width = (self.high - self.low) / max(abs(self.value), 1e-300)
@@ -36,18 +36,18 @@ class Estimate(NamedTuple):
         return f"{value} ({low} to {high})"
 
     def has(self, value: float) -> bool:
-        """True if the value is in the interval; False without an interval."""
+        """Returns True if the value is in the interval; False without an interval."""
         return self.low is not None and self.high is not None and self.low <= value <= self.high
 
     def mapped(self, f: Callable[[float], float]) -> "Estimate":
-        """f, which never falls, of the number and of both ends of its interval."""
+        """Applies the nondecreasing function f to the number and to both ends of its interval."""
         if self.low is None or self.high is None:
             return Estimate(f(self.value))
         return Estimate(f(self.value), f(self.low), f(self.high))
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of equally good values, by Student's t."""
+    """Returns the mean of equally weighted values, with an interval by Student's t."""
     middle = float(np.mean(values))
     if len(values) < 2:
         return Estimate(middle)
@@ -56,15 +56,16 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def t_of(freedom: int) -> float:
-    """Student's t for CONFIDENCE."""
+    """Returns the quantile of Student's t for a two-sided interval at CONFIDENCE."""
     return float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom))
 
 
 def apart(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Estimate:
-    """How much higher `one` setting ends than the `other`, over seeds that all settings have.
+    """Returns the mean loss of setting `one` minus that of `other`, over the seeds that all settings share.
 
-    losses: {setting: {seed: loss}}. Runs of one seed read the same batches, so they are compared with each other; the
-    noise is what setting and seed together do not explain, of all settings, which few seeds of two alone cannot tell.
+    losses: {setting: {seed: loss}}. Runs of one seed read the same batches, so losses are compared seed by seed. The
+    noise is the residual after setting and seed effects, pooled over all settings: a few seeds of two settings are too
+    few to estimate it.
     """
     seeds = sorted(set.intersection(*(set(of) for of in losses.values())))
     table = np.array([[of[seed] for seed in seeds] for of in losses.values()])
@@ -78,8 +79,9 @@ def apart(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Es
 
 
 class Optimum(NamedTuple):
-    """The x of the least y. edge: 'lowest' or 'highest' where it is the last x that was tried: the best lies there or
-    beyond, and the number is a bound."""
+    """The x with the lowest y. edge: 'lowest' or 'highest' if it is the smallest or largest x tried. The optimum may
+    then be outside the range, so x is a bound.
+    """
 
     x: Estimate
     y: Estimate
@@ -91,22 +93,22 @@ class Optimum(NamedTuple):
 
 
 def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
-    """The best x, by a parabola in log x through the three points around the lowest of each curve, one for each seed.
+    """Returns the best x, from a parabola in log x through three points of each curve, averaged over curves.
 
-    curves: {x: y}, with finite y and x above 0; what diverged is left out. Where a curve is lowest at an end of the x
-    that all tried, no parabola is laid and the end stands. Raises NotTold without a point.
+    curves: one {x: y} for each seed, with finite y and x above 0; diverged runs are left out. If the lowest point is
+    at an end of the range, no parabola is fitted and that x is returned. Raises NotTold if no curve has a point.
     """
     lowest = [vertex(curve) for curve in curves if curve]
     if not lowest:
         raise NotTold("no run of these did not diverge")
     edges = [edge for _, _, edge in lowest]
     logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
-    edge = max(sorted(edges, reverse=True), key=edges.count)  # as many inside as at an end: it may lie beyond
+    edge = max(sorted(edges, reverse=True), key=edges.count)  # a tie counts as an end: the optimum may be beyond it
     return Optimum((Estimate(logs.value) if edge else logs).mapped(math.exp), values, edge)
 
 
 def vertex(curve: Mapping[float, float]) -> tuple[float, float, str]:
-    """(x, y, edge) of the lowest point of one curve."""
+    """Returns (x, y, edge) of the lowest point of one curve."""
     xs = sorted(curve)
     place = min(range(len(xs)), key=lambda i: curve[xs[i]])
     if len(xs) < 3 or place in (0, len(xs) - 1):
@@ -120,7 +122,7 @@ def vertex(curve: Mapping[float, float]) -> tuple[float, float, str]:
 
 
 class Power(NamedTuple):
-    """y = scale * x**exponent."""
+    """Power law y = scale * x**exponent."""
 
     exponent: Estimate
     scale: float
@@ -130,9 +132,12 @@ class Power(NamedTuple):
 
 
 def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
-    """The power law through points, by least squares of logarithms; the interval is of what they scatter about it."""
+    """Fits a power law by least squares of logarithms, with an interval for the exponent.
+
+    The interval comes from the scatter of the points about the fit.
+    """
     x, y = np.log(xs), np.log(ys)
-    found: Any = stats.linregress(x, y)  # scipy has no types: its result has the attributes that are read here
+    found: Any = stats.linregress(x, y)  # scipy is untyped; the result has slope, intercept and stderr
     slope, freedom = float(found.slope), len(xs) - 2
     half = t_of(freedom) * float(found.stderr) if freedom > 0 else 0.0
     exponent = Estimate(slope, slope - half, slope + half) if freedom > 0 else Estimate(slope)
@@ -140,7 +145,7 @@ def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
 
 
 class Critical(NamedTuple):
-    """tokens(B) = least * (1 + B / batch): the cost of one loss at a batch of B (arXiv:1812.06162, eq. 2.11)."""
+    """Law tokens(B) = least * (1 + B / batch): tokens to one loss at a batch of B (arXiv:1812.06162, eq. 2.11)."""
 
     batch: Estimate
     least: float
@@ -150,9 +155,9 @@ class Critical(NamedTuple):
 
 
 def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
-    """The law through (batch, tokens to a loss) pairs, by least squares of logarithms; batches and tokens in tokens.
+    """Fits the law to (batch, tokens to a loss) pairs, by least squares of logarithms; both are in tokens.
 
-    Raises NotTold with fewer than three pairs, and where all batches lie far from the critical one.
+    Raises NotTold with fewer than three pairs, and if all batches are far from the critical batch.
     """
     if len(batches) < 3:
         raise NotTold("a critical batch needs three batches that reached the loss")
@@ -167,16 +172,17 @@ def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critica
         raise NotTold("larger batches cost hardly any more tokens: all of them lie below the critical batch")
     freedom = len(x) - 2
     half = t_of(freedom) * math.sqrt(covariance[1][1]) if freedom > 0 else math.inf
-    known = half < math.log(FLAT)  # a wider interval says nothing
+    known = half < math.log(FLAT)  # a wider interval is not informative
     ends = tuple(math.exp(fit[1] + sign * half) for sign in (-1, 1)) if known else (None, None)
     return Critical(Estimate(math.exp(fit[1]), *ends), math.exp(fit[0]))
 
 
 def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_large: Sequence[float]) -> Estimate:
-    """The gradient noise scale trace(covariance) / |gradient|**2 in tokens, by norms of gradients of two batches
+    """Returns the gradient noise scale trace(covariance) / |gradient|**2 in tokens, from gradient norms at two batches
     (arXiv:1812.06162, appendix A.1): E|G_B|**2 = |G|**2 + trace / B.
 
-    small, large: tokens of the batches. Raises NotTold where the norms tell nothing: noise drowns the gradient.
+    small, large: tokens of the batches. Raises NotTold without norms, and if they do not separate the
+    gradient from its noise.
     """
     if not (len(norms_small) and len(norms_large)):
         raise NotTold("no gradient was measured")
@@ -198,7 +204,7 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
 
 
 def running_mean(values: Sequence[float], half: int) -> np.ndarray:
-    """The mean over `half` values on each side of each, as far as there are some."""
+    """Returns the centered moving average over up to `half` values on each side of each value."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
     first, stop = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
@@ -206,9 +212,9 @@ def running_mean(values: Sequence[float], half: int) -> np.ndarray:
 
 
 def tokens_to(target: float, tokens: Sequence[float], losses: Sequence[float], half: int = 8) -> float | None:
-    """The tokens after which the smoothed loss is at most `target` for the first time; None if it never is.
+    """Returns the tokens at which the smoothed loss first reaches `target`, or None if it never does.
 
-    half: points on each side that the mean is over.
+    half: points on each side in the moving average.
     """
     if not len(losses):
         return None

@@ -1,4 +1,4 @@
-"""An experiment: its options and its conclusion."""
+"""Options and conclusions of experiments, and helpers for their plots."""
 
 import dataclasses
 import itertools
@@ -12,31 +12,31 @@ from jaxscale.reporting.axes import Axis, axis_over
 from jaxscale.reporting.plots import COLORS, Band, Line, Plot, color_of
 from jaxscale.reporting.tables import Cell
 
-SMOOTHED = 40  # points of a curve to one on each side that a mean is over
-# Times log(vocabulary), the loss of a guess: a loss above it is one of a run that is lost. A choice: losses of a new
-# model and of its first steps lie about that guess, and should not count.
+SMOOTHED = 40  # a moving average spans 1 / SMOOTHED of a curve on each side
+# Times log(vocabulary), the loss of a uniform guess: a run with a higher loss has diverged. The factor is a choice: a
+# new model and its first steps have losses near the guess, and should not count.
 LOST = 1.5
-Run = Callable[[Sequence[Trial]], list[Result]]  # runs what was not run before, and reads all
+Run = Callable[[Sequence[Trial]], list[Result]]  # runs the trials that have not ended, and reads all results
 
 
 class Options(NamedTuple):
-    """Options of an experiment; empty: its defaults."""
+    """Options of an experiment. An empty value selects the experiment's default."""
 
     seeds: int = 0
     rates: tuple[float, ...] = ()  # learning rates
-    batches: tuple[int, ...] = ()  # tokens of a step
-    sizes: tuple[float, ...] = ()  # times the config's width, or its layers
-    target: float = 0.0  # times the parameters of a ladder's largest rung
+    batches: tuple[int, ...] = ()  # tokens per step
+    sizes: tuple[float, ...] = ()  # relative to the config's width, or its layers
+    target: float = 0.0  # parameters, relative to a ladder's largest rung
     names: tuple[str, ...] = ()  # optimizers, or precisions
     vary: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, values)
 
     def seeds_of(self, default: int) -> range:
-        """The seeds, as differences from the config's own."""
+        """Returns the seeds, as offsets from the config's seed."""
         return range(self.seeds or default)
 
 
 class Drawing(NamedTuple):
-    """A plot, and the axis below it."""
+    """A plot and its horizontal axis."""
 
     plot: Plot
     across: Axis
@@ -44,11 +44,11 @@ class Drawing(NamedTuple):
 
 
 class Conclusion(NamedTuple):
-    """The page of an experiment: the answer first."""
+    """Contents of an experiment's page, in order."""
 
-    verdict: Sequence[str]  # sentences, with their uncertainty
-    limits: Sequence[str]  # what it does not show
-    predicted: Sequence[tuple[str, str]]  # (source, what it predicts)
+    verdict: Sequence[str]  # sentences, with uncertainties
+    limits: Sequence[str]  # limits of what the runs show
+    predicted: Sequence[tuple[str, str]]  # (source, its prediction)
     drawings: Sequence[Drawing]
     head: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
@@ -57,13 +57,13 @@ class Conclusion(NamedTuple):
 class Experiment(NamedTuple):
     """A question that runs can answer."""
 
-    what: str  # in a line of --help
-    question: str  # the title of its page
+    what: str  # one line for --help
+    question: str  # title of the page
     answer: Callable[[Base, Options, Run], Conclusion]
 
 
 def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: bool = False, **more: Any) -> Drawing:
-    """A plot and its axis. log_below: the axis is logarithmic. more: of Plot."""
+    """Returns a plot and its axis. log_below: makes the axis logarithmic. more: further fields of Plot."""
     lines = [one for one in drawn if isinstance(one, Line)]
     bands = [one for one in drawn if isinstance(one, Band)]
     across = axis_over([x for line in lines for x in line.steps], log=log_below)
@@ -75,13 +75,13 @@ def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: 
 def line(
     label: str, points: Mapping[Any, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"
 ) -> Line:
-    """The points as a line from left to right, in the colour of its place. points: {x: y}, or (x, y) pairs."""
+    """Returns a line through the points in order of x. points: {x: y}, or (x, y) pairs. place: index of its color."""
     ordered = sorted(points.items() if isinstance(points, Mapping) else points)
     return Line(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
 
 
 def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, float]]:
-    """{seed: {value of the setting: loss}} of what did not diverge."""
+    """Returns {seed: {value of the setting: loss}} of the runs that did not diverge."""
     found: dict[int, dict[float, float]] = {}
     for result in results:
         if not result.diverged:
@@ -90,7 +90,10 @@ def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, fl
 
 
 def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> list[Line]:
-    """Loss over a setting: each run a point, and a line through the means of what did not diverge at all."""
+    """Returns loss over a setting: a dot for each run, and a line through the means.
+
+    Diverged runs have no dot, and values at which a run diverged have no mean.
+    """
     points = [(float(r.at(name)), r.loss) for r in results if not r.diverged]
     whole = {x: [y for at, y in points if at == x] for x, _ in points}
     lost = {float(r.at(name)) for r in results if r.diverged}
@@ -107,7 +110,10 @@ def curve_line(
     style: str = "line",
     smoothed: bool = False,
 ) -> Line:
-    """A metric over tokens, divided by `by`. smoothed: over a twentieth of the run."""
+    """Returns a line of a metric over tokens, which are divided by `by`.
+
+    smoothed: applies a moving average over a twentieth of the run.
+    """
     tokens, values = result.curve(metric)
     if smoothed:
         values = list(map(float, running_mean(values, max(1, len(values) // SMOOTHED))))
@@ -117,20 +123,26 @@ def curve_line(
 def curves_of(
     label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
 ) -> list[Line | Band]:
-    """The mean of a metric over the seeds that held, and a band; where none held, of one run as long as it did."""
-    held = [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]
-    return banded([curve_line(label, r, place, metric, by, smoothed=smoothed) for r in held])
+    """Returns the mean of a metric over the seeds that did not diverge, and a band from lowest to highest.
+
+    If all diverged, returns the first run up to the point where it diverged.
+    """
+    shown = [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]
+    return banded([curve_line(label, r, place, metric, by, smoothed=smoothed) for r in shown])
 
 
 def until_lost(result: Result) -> Result:
-    """The result up to the first loss that is far above that of a guess: what follows would flatten other curves."""
+    """Returns the result up to the first loss far above that of a uniform guess.
+
+    Later losses would compress the other curves of a plot.
+    """
     rows, most = result.history.rows, LOST * math.log(result.trial.cfg.model.vocab_size)
-    kept = itertools.takewhile(lambda row: row.get("loss") is None or row["loss"] <= most, rows)
-    return result._replace(history=dataclasses.replace(result.history, rows=tuple(kept)))
+    selected = itertools.takewhile(lambda row: row.get("loss") is None or row["loss"] <= most, rows)
+    return result._replace(history=dataclasses.replace(result.history, rows=tuple(selected)))
 
 
 def banded(lines: Sequence[Line]) -> list[Line | Band]:
-    """The mean of lines of one label where all have a point, and a band from the lowest to the highest."""
+    """Returns the mean of lines with one label at the x that all share, and a band from lowest to highest."""
     if len(lines) < 2:
         return list(lines)
     tables = [dict(zip(line.steps, line.values)) for line in lines]

@@ -1,4 +1,4 @@
-"""The experiments, by name."""
+"""Table of experiments by name."""
 
 from jaxscale.lab import batch, clipping, isoflop, ladder, optimizers, precision, rate, resume, shape, vary, width
 from jaxscale.lab.experiment import Experiment

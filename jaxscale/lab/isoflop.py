@@ -1,4 +1,4 @@
-"""Model size against tokens at equal FLOPs: the three ways of arXiv:2203.15556 to the best size, side by side."""
+"""Model size against tokens at equal FLOPs: the three approaches of arXiv:2203.15556 to the best size, compared."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count, plain
 
 SIZE, BUDGET = "width", "FLOPs"
-WIDTHS = (0.5, 1, 1.5, 2, 3)  # times the config's
-BUDGETS = (0.25, 0.5, 1.0, 2.0)  # times the FLOPs of the config's own run
-FARTHER = 10.0  # times the largest budget: what the laws say of it is told
+WIDTHS = (0.5, 1, 1.5, 2, 3)  # relative to the config's width
+BUDGETS = (0.25, 0.5, 1.0, 2.0)  # relative to the FLOPs of the config's run
+FARTHER = 10.0  # times the largest budget: the laws' predictions there are reported
 PREDICTED = (
     ("arXiv:2203.15556", "the best size and the tokens grow alike, as C ** 0.50 and C ** 0.50 (approach 1)"),
     ("arXiv:2404.10102", "the same data, fitted again: C ** 0.51 (approach 3)"),
@@ -28,7 +28,7 @@ PREDICTED = (
 
 
 def isoflop_trials(base: Base, options: Options) -> list[Trial]:
-    """Budgets x sizes x seeds; a run's tokens are what its budget pays for."""
+    """Returns trials of budgets x sizes x seeds. The tokens of a run follow from its budget and size."""
     tokens, found = train_tokens_of(base), []
     for part in BUDGETS:
         flops = part * tokens * base.cfg.flops_per_token
@@ -39,41 +39,41 @@ def isoflop_trials(base: Base, options: Options) -> list[Trial]:
             settings["train_tokens"] = steps * sized.tokens_per_step
             at = {SIZE: sized.model.embed_dim, BUDGET: flops}
             found += [base.with_settings(settings, seed, at=at) for seed in options.seeds_of(1)]
-    return distinct(found)  # two sizes may come to the same number of heads
+    return distinct(found)  # two sizes may round to the same number of heads
 
 
 def point_of(result: Result) -> Point:
-    """The end of a run, as laws take it."""
+    """Returns the end of a run as a point for fitting loss laws."""
     cfg = result.trial.cfg
     tokens = result.history.latest("tokens_seen") or 0
     return Point(cfg.model.num_params, tokens, result.loss, result.folder, cfg.flops_per_token * tokens)
 
 
 def curve_of(result: Result) -> Curve:
-    """A run's training loss."""
+    """Returns the training loss curve of a run."""
     cfg = result.trial.cfg
     return curve_of_run(cfg.model.num_params, cfg.flops_per_token, *result.curve())
 
 
 def smooth_line(curve: Curve, place: int) -> Line:
-    """A curve as it is compared, over FLOPs."""
+    """Returns the smoothed curve that the approaches compare, over FLOPs."""
     log_tokens, log_losses = smooth(curve)
     points = list(zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses)))
     return line(f"{count(curve.params)} parameters", points, place)
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """How the best size grows with FLOPs."""
+    """Estimates how the best size grows with FLOPs."""
     return conclude(run(isoflop_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results."""
-    held = [(r, point_of(r)) for r in results if not r.diverged]
-    if not held:
+    """Returns the Conclusion of these results."""
+    finished = [(r, point_of(r)) for r in results if not r.diverged]
+    if not finished:
         return Conclusion(["All runs diverged."], SMALL, PREDICTED, [], (), [])
-    points, budgets = [point for _, point in held], sorted({float(r.at(BUDGET)) for r, _ in held})
-    curves = [curve_of(result) for result, _ in held]
+    points, budgets = [point for _, point in finished], sorted({float(r.at(BUDGET)) for r, _ in finished})
+    curves = [curve_of(result) for result, _ in finished]
     said = f"{FARTHER:g} times the largest tried"
     ways = three_approaches(points, curves, FARTHER * budgets[-1], description=said, budgets=budgets, within=0.25)
     bests = [(way.name, {o.flops: o.params for o in way.law.optima}) for way in ways if way.law is not None]
@@ -85,7 +85,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         ),
         drawing(
             "Loss over size, at equal FLOPs",
-            [one for place, flops in enumerate(budgets) for one in mean_ends(held, flops, place)],
+            [one for place, flops in enumerate(budgets) for one in mean_ends(finished, flops, place)],
             "parameters", log_below=True, unit="nats, held out",
         ),
         drawing(
@@ -96,8 +96,8 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     texts = lambda flops, p: (
         f"{flops:.3g}", count(p.params), count(p.tokens), plain(p.tokens / p.params), f"{p.loss:.4f}"
     )  # fmt: skip
-    rows = [list(map(n, texts(float(r.at(BUDGET)), p))) for r, p in held]
-    lost = len(results) - len(held)
+    rows = [list(map(n, texts(float(r.at(BUDGET)), p))) for r, p in finished]
+    lost = len(results) - len(finished)
     limits = (
         *SMALL,
         "Rates go with the inverse of the width (Muon's with that of its root), under muP "
@@ -106,19 +106,22 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     if lost:
         limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
     head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")
-    verdict = [lowest_text(held), *(way.text for way in ways), *kaplan_texts(held)]
+    verdict = [lowest_text(finished), *(way.text for way in ways), *kaplan_texts(finished)]
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
 
 def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
-    """Powers without a floor, of FLOPs and of the largest size's tokens, beside those of the laws of 2020."""
+    """Describes power laws without a loss floor, compared with those of arXiv:2001.08361.
+
+    Fits the lowest loss over FLOPs, and the largest size's loss over tokens. Empty with fewer than three of either.
+    """
     budgets = groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET)))
     lowest = {flops: min(r.loss for r in runs) for flops, runs in budgets.items()}
     largest = max(p.params for _, p in held)
-    of_tokens = [(p.tokens, p.loss) for _, p in held if p.params == largest]
-    if len(lowest) < 3 or len({tokens for tokens, _ in of_tokens}) < 3:
+    largest_runs = [(p.tokens, p.loss) for _, p in held if p.params == largest]
+    if len(lowest) < 3 or len({tokens for tokens, _ in largest_runs}) < 3:
         return []
-    by_flops, by_tokens = power(list(lowest), list(lowest.values())).exponent, power(*zip(*of_tokens)).exponent
+    by_flops, by_tokens = power(list(lowest), list(lowest.values())).exponent, power(*zip(*largest_runs)).exponent
     return [
         f"Without a floor the lowest losses go as C ** {by_flops}, and those of {count(largest)} parameters as D ** "
         f"{by_tokens}, where arXiv:2001.08361 has C ** -{KAPLAN_FLOPS[1]:.3f} and D ** -{KAPLAN_TOKENS[1]:.3f}."
@@ -126,11 +129,14 @@ def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
 
 
 def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
-    """Which of the sizes tried ends lowest at each budget, and where it is the last of them, and so a bound."""
+    """Describes the size with the lowest loss at each budget.
+
+    Also states if it is the smallest or largest size tried, and therefore only a bound.
+    """
     parts = []
     for flops, runs in sorted(groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET))).items()):
-        of_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)
-        losses = {size: mean([r.loss for r in of]) for size, of in of_size.items()}
+        by_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)
+        losses = {size: mean([r.loss for r in of]) for size, of in by_size.items()}
         best = min(losses, key=lambda size: losses[size].value)
         end = "" if min(losses) < best < max(losses) else ", the smallest" if best == min(losses) else ", the largest"
         parts.append(f"{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats){end}")
@@ -140,7 +146,7 @@ def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
 
 
 def mean_ends(held: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[Line]:
-    """Loss over size at one budget: each run a point, and a line through the means."""
+    """Returns loss over size at one budget: a dot for each run, and a line through the means."""
     points = [(p.params, p.loss) for r, p in held if float(r.at(BUDGET)) == flops]
     means = {size: mean([loss for at, loss in points if at == size]).value for size, _ in points}
     label = f"{flops:.2g} FLOPs"

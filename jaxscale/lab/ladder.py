@@ -1,4 +1,4 @@
-"""A ladder of sizes, each trained for as many tokens a parameter: whether its small runs foretell the larger ones."""
+"""Scaling ladder: sizes trained at equal tokens per parameter, to test whether small runs predict larger ones."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from jaxscale.reporting.text import count, percent
 from jaxscale.system.exits import BadInput
 
 SIZE = "parameters"
-TIMES = (0.5, 1, 1.5, 2, 2.5)  # the config's width and depth
-FAR = 10.0  # times the parameters of the largest: what the law says of it is told in any case
+TIMES = (0.5, 1, 1.5, 2, 2.5)  # relative to the config's width and depth
+FAR = 10.0  # times the largest rung's parameters: size of the reported prediction if no target was run
 LAST = "the last rung"
-NO_FLOOR = 0.05  # an E below this part of the least loss is none
+NO_FLOOR = 0.05  # E below this fraction of the lowest loss counts as no floor
 PREDICTED = (
     (
         "arXiv:2203.15556",
@@ -33,23 +33,23 @@ PREDICTED = (
 
 
 class Tried(NamedTuple):
-    """What a law said of a size that it had not seen, beside what was seen."""
+    """Prediction of a law for a size outside its data, and the measured loss."""
 
-    point: Point  # its parameters and tokens, and the mean loss that was seen; NaN before
+    point: Point  # parameters, tokens and measured mean loss; NaN if not trained
     said: Prediction
     seen: Estimate | None
-    times: float  # the parameters of the largest size behind the law
+    times: float  # parameters, relative to the largest run behind the law
     flops_times: float
 
 
 def tokens_for(base: Base, params: int) -> int:
-    """Tokens in whole steps for so many parameters: as many for each as the config has."""
+    """Returns the tokens, in whole steps, that give `params` the config's ratio of tokens to parameters."""
     tokens = train_tokens_of(base) * params / base.cfg.model.num_params
     return max(1, round(tokens / base.cfg.tokens_per_step)) * base.cfg.tokens_per_step
 
 
 def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
-    """A size with its tokens x seeds."""
+    """Returns the trials of one size, one for each seed."""
     settings = larger(base.cfg, times)
     params = base.with_settings(settings).cfg.model.num_params
     settings["train_tokens"] = tokens_for(base, params)
@@ -57,13 +57,13 @@ def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
 
 
 def ladder_trials(base: Base, options: Options) -> list[Trial]:
-    """Sizes x seeds."""
-    sizes = options.sizes or TIMES  # two may come to the same number of heads
+    """Returns trials of sizes x seeds."""
+    sizes = options.sizes or TIMES  # two may round to the same number of heads
     return distinct([trial for times in sizes for trial in rung(base, times, options.seeds_of(2))])
 
 
 def target_trial(base: Base, options: Options, most: int) -> Trial:
-    """One run of the least size that has `target` times the parameters of the largest rung, or more."""
+    """Returns one run of the smallest size with at least `target` times `most` parameters, the largest rung's."""
     heads = base.cfg.model.num_heads
     times = max(options.sizes or TIMES)
     while True:
@@ -74,7 +74,7 @@ def target_trial(base: Base, options: Options, most: int) -> Trial:
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """What the rungs foretell, and what comes."""
+    """Compares predictions from the rungs with measured losses."""
     results = run(ladder_trials(base, options))
     target: list[Result] = []
     if options.target:
@@ -83,14 +83,14 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
 
 
 def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclusion:
-    """The Conclusion of these results. target: of the run that is larger by far, where it was made."""
-    held = [r for r in results if not r.diverged]
-    sizes = dict(sorted(groups_of(held, lambda r: int(r.at(SIZE))).items()))
-    *rest, last = sizes.values() if sizes else [[]]
+    """Returns the Conclusion of these results. target: results of the much larger run, if there is one."""
+    finished = [r for r in results if not r.diverged]
+    sizes = dict(sorted(groups_of(finished, lambda r: int(r.at(SIZE))).items()))
+    *smaller, last = sizes.values() if sizes else [[]]
     verdict, tried, laws = [], [], []
     for name, of, runs in (
-        (LAST, [r for group in rest for r in group], last),
-        ("the target", held, [r for r in target if not r.diverged]),
+        (LAST, [r for group in smaller for r in group], last),
+        ("the target", finished, [r for r in target if not r.diverged]),
     ):
         if name != LAST and target and not runs:
             verdict.append("The target diverged: nothing can be compared with what all rungs foretell.")
@@ -99,7 +99,7 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
             law = law_of(of)
             one = compare(law, runs) if runs else foretold(law)
         except BadInput as error:
-            few = f"{error}".partition(":")[0]  # what follows names flags of `jaxscale plan`
+            few = f"{error}".partition(":")[0]  # the remaining text names flags of `jaxscale plan`
             verdict.append(f"Of {name} nothing is foretold: {few}; give more --sizes or --seeds.")
             continue
         laws.append(law)
@@ -108,7 +108,7 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
     if laws:
         verdict.append(law_text(laws[-1]))
     if len(sizes) > 2:
-        verdict.append(kaplan_text([point_of(r) for r in held]))
+        verdict.append(kaplan_text([point_of(r) for r in finished]))
     lost = [r for r in (*results, *target) if r.diverged]
     limits = (
         *SMALL[:1],
@@ -120,19 +120,19 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
         "neither was tuned at each.",
         *([f"{len(lost)} of {len(results) + len(target)} runs diverged and are left out."] if lost else []),
     )
-    rows = [row_of(r) for r in (*held, *(r for r in target if not r.diverged))]
+    rows = [row_of(r) for r in (*finished, *(r for r in target if not r.diverged))]
     head = ("parameters", "layers", "width", "tokens", "FLOPs", "held-out loss")
-    return Conclusion(verdict, limits, PREDICTED, drawn(held, target, tried, laws), head, rows)
+    return Conclusion(verdict, limits, PREDICTED, drawn(finished, target, tried, laws), head, rows)
 
 
 def law_of(runs: Sequence[Result]) -> LossLaw:
-    """The law of these ends, with the noise that their seeds show. Raises BadInput as fit() does."""
+    """Fits a loss law to these runs, with noise estimated from their seeds. Raises BadInput as fit() does."""
     repeated = [[math.log(r.loss) for r in group] for group in groups_of(runs, lambda r: int(r.at(SIZE))).values()]
     return fit([point_of(r) for r in runs], noise=estimate_noise(repeated))
 
 
 def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
-    """A law, and runs of a size that it does not know."""
+    """Compares a law's prediction with runs of a size that it was not fitted to."""
     point, seen = point_of(runs[0]), mean([r.loss for r in runs])
     most = max(law.points, key=lambda known: known.compute)
     said = law.predict(point.params, point.tokens)
@@ -140,7 +140,7 @@ def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
 
 
 def foretold(law: LossLaw) -> Tried:
-    """What the law says of a size that is FAR times the largest, with tokens in proportion."""
+    """Returns the law's prediction at FAR times the parameters and tokens of its largest run."""
     most = max(law.points, key=lambda known: known.compute)
     point = Point(FAR * most.params, FAR * most.tokens, math.nan)
     return Tried(
@@ -149,7 +149,7 @@ def foretold(law: LossLaw) -> Tried:
 
 
 def in_words(name: str, one: Tried) -> str:
-    """Predicted against seen."""
+    """Describes a prediction and the measured loss, if any."""
     low, middle, high = one.said
     said = f"{middle:.4f} nats ({low:.4f} to {high:.4f})"
     of = (
@@ -159,24 +159,24 @@ def in_words(name: str, one: Tried) -> str:
     if one.seen is None:
         return f"All rungs foretell {said} for {of}; it was not trained (--target={FAR:g} does)."
     who = "The smaller rungs" if name == LAST else "All rungs"
-    held = "inside the interval" if low <= one.seen.value <= high else "outside the interval"
+    coverage = "inside the interval" if low <= one.seen.value <= high else "outside the interval"
     off = one.seen.value / middle - 1
     between = "" if one.seen.low is None else f" ({one.seen.low:.4f} to {one.seen.high:.4f})"
     return (
-        f"{who} foretell {said} for {name}, of {of}; seen: {one.seen.value:.4f} nats{between}, {held}, "
+        f"{who} foretell {said} for {name}, of {of}; seen: {one.seen.value:.4f} nats{between}, {coverage}, "
         f"{percent(abs(off))} {'above' if off > 0 else 'below'} what was said."
     )
 
 
 def law_text(law: LossLaw) -> str:
-    """The fitted law, its exponent's interval, and whether it has a floor."""
-    terms, told = law.terms, law.to_dict()["intervals"]
+    """Describes the fitted law, the interval of its exponent, and whether it has a loss floor."""
+    terms, intervals = law.terms, law.to_dict()["intervals"]
     name, scale, power = ("alpha", terms.A, terms.alpha) if terms.A else ("beta", terms.B, terms.beta)
     variable = "N" if terms.A else "D"
     text = f"The law of all rungs: L = {terms.E:.3g} + {scale:.3g} / {variable} ** {power:.2f}"
     if terms.A and terms.B:
         text += f" + {terms.B:.3g} / D ** {terms.beta:.2f}"
-    text += f", with an exponent of {told[name][0]:.2f} to {told[name][1]:.2f}"
+    text += f", with an exponent of {intervals[name][0]:.2f} to {intervals[name][1]:.2f}"
     if law.form == "params":
         text += " along these tokens a parameter"
     if terms.E < NO_FLOOR * min(point.loss for point in law.points):
@@ -185,7 +185,10 @@ def law_text(law: LossLaw) -> str:
 
 
 def kaplan_text(points: Sequence[Point]) -> str:
-    """Powers without a floor through the rungs, beside those of the laws of 2020 at the same sizes and tokens."""
+    """Describes power laws through the rungs without a loss floor.
+
+    Compares them with the laws of arXiv:2001.08361 at the same sizes and tokens.
+    """
     sizes, losses = [p.params for p in points], [p.loss for p in points]
     theirs = power(sizes, [kaplan_loss(p.params, p.tokens) for p in points]).exponent.value
     by_size, by_flops = power(sizes, losses).exponent, power([p.compute for p in points], losses).exponent
@@ -196,7 +199,7 @@ def kaplan_text(points: Sequence[Point]) -> str:
 
 
 def row_of(result: Result) -> list:
-    """The cells of a run."""
+    """Returns the table cells of a run."""
     point, model = point_of(result), result.trial.cfg.model
     texts = (
         count(point.params), str(model.num_layers), str(model.embed_dim), count(point.tokens), f"{point.compute:.3g}",
@@ -208,7 +211,7 @@ def row_of(result: Result) -> list:
 def drawn(
     held: Sequence[Result], target: Sequence[Result], tried: Sequence[Tried], laws: Sequence[LossLaw]
 ) -> list[Drawing]:
-    """Loss over parameters: what was seen, and what was said of it before."""
+    """Returns the plot of loss over parameters: measured losses, and predictions with their intervals."""
     seen = [point_of(r) for r in (*held, *(r for r in target if not r.diverged))]
     lines = [line("seen", [(p.params, p.loss) for p in seen], 0, "dots")]
     if laws:

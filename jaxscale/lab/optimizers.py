@@ -1,4 +1,4 @@
-"""Optimizers, each at its own best rate: tokens and seconds to one loss."""
+"""Optimizers compared at their best learning rates: tokens and seconds to one loss."""
 
 import math
 import typing
@@ -29,7 +29,7 @@ LIMITS = (
 
 
 def names_of(options: Options) -> tuple[str, ...]:
-    """The optimizers. Raises BadInput for one that is not known."""
+    """Returns the optimizers' names. Raises BadInput for an unknown one."""
     known = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
     for name in options.names:
         if name not in known:
@@ -38,21 +38,21 @@ def names_of(options: Options) -> tuple[str, ...]:
 
 
 def optimizer_trials(base: Base, options: Options) -> list[Trial]:
-    """Optimizers x rates x seeds."""
-    own, found = base.cfg.optim, []
+    """Returns trials of optimizers x rates x seeds."""
+    optim, found = base.cfg.optim, []
     for name in names_of(options):
-        rates = options.rates or [middle_rate(own, name) * factor for factor in FACTORS]
+        rates = options.rates or [middle_rate(optim, name) * factor for factor in FACTORS]
         found += over_rates(base, {OPTIMIZER: name}, rates, options.seeds_of(2))
     return found
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Each optimizer at its own best rate."""
+    """Compares optimizers, each at its best rate."""
     return conclude(inside(run(optimizer_trials(base, options)), options, run, lambda r: r.at(OPTIMIZER)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results; the first optimizer is what the others are measured by."""
+    """Returns the Conclusion of these results. The first optimizer is the reference."""
     by_name = groups_of(results, lambda r: r.at(OPTIMIZER))
     best = groups_of(best_rates(results, lambda r: r.at(OPTIMIZER)), lambda r: r.at(OPTIMIZER))
     lost = [f"With {name} a run diverged at every rate." for name in by_name if name not in best]
@@ -96,7 +96,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def rate_of(runs: Sequence[Result]) -> float:
-    """Tokens a second of steps alone."""
+    """Returns tokens per second, from the time of the steps only."""
     tokens = sum(r.history.latest("tokens_seen") or 0 for r in runs)
     return tokens / max(sum(r.seconds for r in runs), 1e-9)
 
@@ -104,19 +104,19 @@ def rate_of(runs: Sequence[Result]) -> float:
 def faster_text(
     name: str, first: str, losses: Mapping[str, Mapping[int, float]], logs: Mapping[str, Mapping[int, float]]
 ) -> str:
-    """'With muon a run ends -0.25 nats (-0.3 to -0.2) beside adamw's, lower beyond noise; it needs 0.4 (...) of ...'
+    """Describes how far an optimizer's loss and tokens differ from those of `first`.
 
-    losses: {optimizer: {seed: held-out loss}}. logs: likewise log tokens to the loss that `first` ends with, of those
-    that got there.
+    losses: {optimizer: {seed: held-out loss}}. logs: {optimizer: {seed: log tokens to the final loss of `first`}}, of
+    the optimizers that reached it with every seed.
     """
     off = apart(losses, name, first)
     if off.low is None:
-        told = "one seed does not tell whether that is more than noise"
+        significance = "one seed does not tell whether that is more than noise"
     else:
-        told = (
+        significance = (
             "no more than seeds differ by" if off.has(0.0) else f"{'lower' if off.value < 0 else 'higher'} beyond noise"
         )
-    text = f"With {name} a run ends {off} nats beside {first}'s, {told}"
+    text = f"With {name} a run ends {off} nats beside {first}'s, {significance}"
     if first not in logs:
         return f"{text}; not every seed of {first} came to the mean of its ends, so tokens are not compared."
     if name not in logs:

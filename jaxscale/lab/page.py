@@ -1,4 +1,4 @@
-"""The page of an experiment: the answer in words, what others predict, plots, a table, what it does not show."""
+"""The HTML page of an experiment: conclusions, published predictions, plots, numbers and limits."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxscale.schema import flatten, to_dict
 
 
 def lab_page(name: str, experiment: Experiment, base: Base, results: Sequence[Result], found: Conclusion) -> str:
-    """One HTML file."""
+    """Returns the page as one HTML file."""
     sections = [
         Section("verdict", "What was seen", sentences(found.verdict)),
         Section("predicted", "What others predict", table(("source", "says"), found.predicted)),
@@ -32,24 +32,24 @@ def lab_page(name: str, experiment: Experiment, base: Base, results: Sequence[Re
 
 
 def sentences(lines: Sequence[str]) -> str:
-    """A list."""
+    """Returns an HTML list of the sentences."""
     return f"<ul>{''.join(f'<li>{escape(capital(line))}</li>' for line in lines)}</ul>" if lines else ""
 
 
 def capital(text: str) -> str:
-    """With a capital, but for a setting's name."""
+    """Capitalizes the first letter, unless the first word is a setting's name."""
     return text if "." in text.partition(" ")[0].rstrip(".:") else text[:1].upper() + text[1:]
 
 
 def drawn(found: Conclusion) -> str:
-    """The plots that have a point."""
-    kept = [one for one in found.drawings if one.plot.drawn]
-    figures = [draw(one.plot, one.across, number, one.below)[0] for number, one in enumerate(kept)]
+    """Returns the HTML of the plots that have data."""
+    shown = [one for one in found.drawings if one.plot.drawn]
+    figures = [draw(one.plot, one.across, number, one.below)[0] for number, one in enumerate(shown)]
     return f'<div class="plots">{"".join(figures)}</div>' if figures else ""
 
 
 def summary(base: Base, results: Sequence[Result]) -> str:
-    """What was run on what."""
+    """Describes the model, the runs, the devices and the versions in one line."""
     cfg, version = base.cfg, next((r.history.part("versions") for r in results), {})
     devices = next((r.history.part("devices") for r in results), {})
     tokens = sum(r.history.latest("tokens_seen") or 0 for r in results)
@@ -63,7 +63,7 @@ def summary(base: Base, results: Sequence[Result]) -> str:
 
 
 def runs_table(results: Sequence[Result]) -> str:
-    """Every run, and its folder."""
+    """Returns tables of all runs with their folders, and of the base config."""
     rows = [
         [r.trial.label, "diverged" if r.diverged else f"{r.loss:.4f}", Cell(escape(r.folder), "mono")] for r in results
     ]

@@ -1,4 +1,4 @@
-"""Compute types beside float32: what each loses, and when float16 fails without scaling."""
+"""Compute types compared with float32: loss differences, and failures of float16 without loss scaling."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from jaxscale.reporting.text import percent, plain
 from jaxscale.system.exits import BadInput
 
 FORM, LOSS_SCALE = "precision", "train/loss_scale"
-FIRST, DYNAMIC = "float32", "float16 dynamic scale"  # no commas: --names has them between two
-# A first scale that overflows at once, so that its trace shows what dynamic scaling does; 2**24 did so in two of three
-# seeds of configs/lab.py alone, and not before step 41 (2026-11-26, jax 0.10.2).
+FIRST, DYNAMIC = "float32", "float16 dynamic scale"  # without commas, which separate --names
+# An initial scale that overflows at once, so that its trace shows dynamic scaling; 2**24 overflowed in only two of
+# three seeds of configs/lab.py, and not before step 41 (2026-11-26, jax 0.10.2).
 OVERFLOWS = 2.0**28
 FORMS = {
     FIRST: {"model.compute_dtype": FIRST},
@@ -35,7 +35,7 @@ PREDICTED = (
 
 
 def precision_trials(base: Base, options: Options) -> list[Trial]:
-    """Forms x seeds. Raises BadInput for a form that is not known."""
+    """Returns trials of precisions x seeds. Raises BadInput for an unknown precision."""
     for name in options.names:
         if name not in FORMS:
             raise BadInput(f"--names has {name!r}; it may be {', '.join(FORMS)}")
@@ -44,12 +44,12 @@ def precision_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Each form beside float32."""
+    """Compares each precision with float32."""
     return conclude(run(precision_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results; differences are of runs of one seed."""
+    """Returns the Conclusion of these results. Differences are between runs of the same seed."""
     by_form = groups_of(results, lambda r: r.at(FORM))
     exact = {r.seed: r for r in by_form[FIRST] if not r.diverged}
     verdict, rows, curves, scales = [], [], [], []
@@ -57,16 +57,16 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         skipped = sum(r.history.latest("skipped_total") or 0 for r in runs)
         lost = sum(r.diverged for r in runs)
         off = [r.loss / exact[r.seed].loss - 1 for r in runs if not r.diverged and r.seed in exact]
-        apart = mean(off) if off else None
+        gap = mean(off) if off else None
         if name != FIRST:
             trace = f"; {scale_text(runs)}" if name == DYNAMIC else ""
-            verdict.append(f"With {name}: {in_words(apart, lost, len(runs), skipped)}{trace}.")
-            held = [r for r in runs if not r.diverged] or runs[:1]
-            curves += banded([line_above(name, r, exact[r.seed], place) for r in held if r.seed in exact])
+            verdict.append(f"With {name}: {in_words(gap, lost, len(runs), skipped)}{trace}.")
+            shown = [r for r in runs if not r.diverged] or runs[:1]
+            curves += banded([line_above(name, r, exact[r.seed], place) for r in shown if r.seed in exact])
         found = [r.loss for r in runs if not r.diverged]
         rows.append([
             name, n(str(mean(found)) if found else "none"),
-            n("" if name == FIRST or not apart else difference(apart)), n(f"{lost} of {len(runs)}"), n(plain(skipped)),
+            n("" if name == FIRST or not gap else difference(gap)), n(f"{lost} of {len(runs)}"), n(plain(skipped)),
         ])  # fmt: skip
         if name.startswith("float16"):
             scales += curves_of(name, runs, place, LOSS_SCALE)
@@ -82,7 +82,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def line_above(name: str, run: Result, exact: Result, place: int) -> Line:
-    """How much higher the training loss is than that of the exact run, which read the same batches, in percent."""
+    """Returns the training loss above that of the float32 run with the same batches, in percent."""
     other = dict(zip(*exact.curve()))
     points = [(tokens, loss / other[tokens] - 1) for tokens, loss in zip(*run.curve()) if tokens in other]
     smooth = running_mean([100 * off for _, off in points], max(1, len(points) // SMOOTHED))
@@ -90,7 +90,7 @@ def line_above(name: str, run: Result, exact: Result, place: int) -> Line:
 
 
 def scale_text(runs: Sequence[Result]) -> str:
-    """'the scale fell from 2.68e+08 to between 4.19e+06 and 8.39e+06'."""
+    """Describes the loss scale: 'the scale fell from 2.68e+08 to between 4.19e+06 and 8.39e+06'."""
     ends = [values[-1] for r in runs if (values := r.curve(LOSS_SCALE)[1])]
     if not ends:
         return "no scale was logged"
@@ -101,19 +101,19 @@ def scale_text(runs: Sequence[Result]) -> str:
 
 
 def difference(apart: Estimate) -> str:
-    """'+0.12% (-0.05% to 0.3%)'."""
+    """Formats a relative difference: '+0.12% (-0.05% to 0.3%)'."""
     between = f" ({percent(apart.low)} to {percent(apart.high)})" if apart.low is not None else ""
     return f"{'+' if apart.value >= 0 else ''}{percent(apart.value)}{between}"
 
 
 def in_words(apart: Estimate | None, lost: int, runs: int, skipped: float) -> str:
-    """'+0.1% (...) beside float32 of the same seed: not told apart from it'."""
+    """Describes the difference from float32, its significance, and any skipped steps and diverged runs."""
     failed = f"{lost} of {runs} runs diverged" if lost else ""
     if apart is None:
         return failed or "float32 diverged, so nothing can be compared"
     if apart.low is None:
-        told = "one seed tells no more"
+        note = "one seed tells no more"
     else:
-        told = "not told apart from it" if apart.has(0.0) else "worse than it" if apart.value > 0 else "better than it"
+        note = "not told apart from it" if apart.has(0.0) else "worse than it" if apart.value > 0 else "better than it"
     skips = f"; {skipped:,.0f} steps were skipped for gradients that were not finite" if skipped else ""
-    return f"{difference(apart)} beside float32 of the same seed: {told}{skips}{'; ' + failed if failed else ''}"
+    return f"{difference(apart)} beside float32 of the same seed: {note}{skips}{'; ' + failed if failed else ''}"

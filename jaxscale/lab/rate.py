@@ -1,4 +1,4 @@
-"""The best learning rate of each batch, for an Adam-like optimizer and for SGD: linear, a square root, or neither."""
+"""The best learning rate of each batch, for an Adam-like optimizer and SGD: tests linear and square root scaling."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,15 +12,15 @@ from jaxscale.reporting.tables import Cell, n
 from jaxscale.reporting.text import count, plain
 
 RATE, BATCH, OPTIMIZER = "optim.peak_lr", "batch_tokens", "optim.name"
-TIMES = (1, 2, 4, 8)  # the config's batch
-FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate that the square root rule gives for a batch
-# Times AdamW's rates: where those of others are looked for; a best rate at the end of what was tried is called a bound.
-# SGD: a guess, for its updates have the size of the gradient and not of the rate. Lion: its paper advises 3 to 10 times
-# less (arXiv:2302.06675, section 5). Muon: 2, 4, 4 and 8 or more times (a bound) in docs/lab.md. Others'
-# updates have the size of Adam's.
+TIMES = (1, 2, 4, 8)  # relative to the config's batch
+FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rate that the square root rule gives for a batch
+# Center of the rates to try, relative to AdamW's; a best rate at the end of the range is reported as a bound.
+# SGD: a guess, since its updates scale with the gradient. Lion: its paper advises 3 to 10 times less
+# (arXiv:2302.06675, section 5). Muon: 2, 4, 4 and 8 or more times (a bound) in docs/lab.md. Updates of the others have
+# the size of Adam's.
 BESIDE_ADAMW = {"sgd": 100.0, "lion": 0.2, "muon": 4.0}
-FURTHER = 3  # rates more, at most, where a best one is the last that was tried
-STEP = 2.0  # between two of them
+FURTHER = 3  # at most this many more rates, if the best is at an end of the range
+STEP = 2.0  # ratio between successive further rates
 FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
 RULES = {"linear": 1.0, "square root": 0.5}
 PREDICTED = (
@@ -36,11 +36,11 @@ LIMITS = (*SMALL, "The exponent's interval is of the scatter of the best rates a
 
 
 def rate_trials(base: Base, options: Options) -> list[Trial]:
-    """Optimizers x batches x rates x seeds, each for the same tokens."""
-    own, usual = base.cfg.optim, base.cfg.tokens_per_step
+    """Returns trials of optimizers x batches x rates x seeds, all for the same tokens."""
+    optim, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
-    for name in options.names or dict.fromkeys((own.name, "sgd")):
-        middle = middle_rate(own, name)
+    for name in options.names or dict.fromkeys((optim.name, "sgd")):
+        middle = middle_rate(optim, name)
         for batch in options.batches or [usual * times for times in TIMES]:
             rates = options.rates or [middle * (batch / usual) ** 0.5 * factor for factor in FACTORS]
             found += over_rates(base, {OPTIMIZER: name, BATCH: batch}, rates, options.seeds_of(2))
@@ -48,7 +48,7 @@ def rate_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def middle_rate(own: OptimConfig, name: str) -> float:
-    """Where the rates of an optimizer are looked for, by the config's rate for its own."""
+    """Returns the center of the rates to try for an optimizer, scaled from the config's optimizer and rate."""
     return own.peak_lr * BESIDE_ADAMW.get(name, 1.0) / BESIDE_ADAMW.get(own.name, 1.0)
 
 
@@ -59,20 +59,23 @@ def over_rates(
     seeds: Iterable[int],
     also: Mapping[str, Any] | None = None,
 ) -> list[Trial]:
-    """A trial of each rate and seed. also: what else is set, where `settings` is what the label says of it."""
-    own = base.cfg.optim
+    """Returns a trial for each rate and seed.
+
+    also: the settings to change, if they differ from `settings`, which then only label the trial.
+    """
+    optim = base.cfg.optim
     trials = []
     for rate in rates:
-        told = {**settings, RATE: rate}
-        made = {**(told if also is None else also), RATE: rate} | floor_of(own, rate)
-        trials += [base.with_settings(made, seed, at=told) for seed in seeds]
+        labelled = {**settings, RATE: rate}
+        made = {**(labelled if also is None else also), RATE: rate} | floor_of(optim, rate)
+        trials += [base.with_settings(made, seed, at=labelled) for seed in seeds]
     return trials
 
 
 def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
-    """These results, and those of further rates where the best of a group by `key` was the last tried.
+    """Runs further rates while the best rate of a group by `key` is the lowest or highest tried; returns all results.
 
-    Rates that a person chose are not added to.
+    Rates given by the user are not extended.
     """
     for _ in range(0 if options.rates else FURTHER):
         further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
@@ -83,7 +86,10 @@ def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[
 
 
 def beyond(runs: Sequence[Result]) -> list[Trial]:
-    """A trial of each seed at a rate beyond those of the runs, where their best rate is the last; else none."""
+    """Returns a trial for each seed at the next rate beyond the range, if the best rate is at an end of it.
+
+    Empty if the best rate is inside the range, or if a run diverged at the highest rate and that end is the best.
+    """
     rates = sorted({float(r.at(RATE)) for r in runs})
     curves = list(over_seeds(runs, RATE).values())
     edge = optimum(curves).edge if curves else "lowest"
@@ -94,13 +100,16 @@ def beyond(runs: Sequence[Result]) -> list[Trial]:
 
 
 def at_rate(trial: Trial, rate: float) -> Trial:
-    """The trial with another rate."""
+    """Returns the trial with another rate."""
     settings = {RATE: rate} | floor_of(trial.base.cfg.optim, rate)
     return trial.base.with_settings(settings, trial.seed, also=trial.overrides, at={**trial.at, RATE: rate})
 
 
 def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
-    """(the best rate of runs that differ in rate and seed, cells: it, its loss, the rates at which some diverged)."""
+    """Returns (the best rate, cells) of runs that differ in rate and seed.
+
+    The cells are the best rate, its loss, and the rates at which a run diverged. The best rate is None if all did.
+    """
     lost = sorted({float(r.at(RATE)) for r in runs if r.diverged})
     curves = list(over_seeds(runs, RATE).values())
     best = optimum(curves) if curves else None
@@ -109,42 +118,42 @@ def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
 
 
 def bounds(groups: Mapping[str, Sequence[Result]]) -> list[str]:
-    """A sentence on the groups, by their names, whose best rate lies at the end of those tried; none without one."""
+    """Returns a sentence listing the groups whose best rate is at an end of the rates tried, if any."""
     best = {name: best_rate(runs)[0] for name, runs in groups.items() if len({r.at(RATE) for r in runs}) > 1}
     return bounded({name: found for name, found in best.items() if found})
 
 
 def bounded(best: Mapping[str, Optimum]) -> list[str]:
-    """As bounds(), of the best rates themselves."""
+    """Returns the sentence of bounds(), given the best rates."""
     at_edge = [f"of {name} {found}" for name, found in best.items() if found.edge]
     return [f"Only bounded by the rates tried: the best rate {', '.join(at_edge)}."] if at_edge else []
 
 
 def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
-    """The last rate of a schedule that has one, the same part of its peak as in the config."""
+    """Returns the setting of a schedule's final rate, at the config's ratio to the peak rate; empty without one."""
     if optim.decay not in FALLING:
         return {}
     return {"optim.min_lr": rate * optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0}
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """The exponent of the best rate over the batch, for each optimizer."""
-    of_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
-    return conclude(inside(run(rate_trials(base, options)), options, run, of_batch))
+    """Estimates the exponent of the best rate over the batch, for each optimizer."""
+    by_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
+    return conclude(inside(run(rate_trials(base, options)), options, run, by_batch))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results."""
+    """Returns the Conclusion of these results."""
     verdict: list[str] = []
     drawings: list[Drawing] = []
     rows: list[list[str | Cell]] = []
     best_lines: list[Line] = []
-    for place, (name, of_name) in enumerate(groups_of(results, lambda r: r.at(OPTIMIZER)).items()):
+    for place, (name, name_runs) in enumerate(groups_of(results, lambda r: r.at(OPTIMIZER)).items()):
         best: dict[int, Optimum] = {}
         lines: list[Line] = []
-        for number, (batch, of_batch) in enumerate(sorted(groups_of(of_name, lambda r: int(r.at(BATCH))).items())):
-            lines += mean_line(f"{count(batch)} tokens a step", of_batch, RATE, number)
-            found, cells = best_rate(of_batch)
+        for number, (batch, batch_runs) in enumerate(sorted(groups_of(name_runs, lambda r: int(r.at(BATCH))).items())):
+            lines += mean_line(f"{count(batch)} tokens a step", batch_runs, RATE, number)
+            found, cells = best_rate(batch_runs)
             if found:
                 best[batch] = found
             rows.append([name, n(count(batch)), *cells])
@@ -159,14 +168,17 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def in_words(best: dict[int, Optimum]) -> str:
-    """'the best rate goes with the batch to the power 0.45 (0.3 to 0.6): a square root fits, linear does not.'"""
-    told = {batch: found for batch, found in best.items() if not found.edge}
+    """Describes the scaling of the best rate, and the rules that fit.
+
+    'the best rate goes with the batch to the power 0.45 (0.3 to 0.6): square root fits within the interval, ...'
+    """
+    bracketed = {batch: found for batch, found in best.items() if not found.edge}
     edges = "".join(f" {text}" for text in bounded({f"{count(batch)} tokens": o for batch, o in best.items()}))
-    if len(told) < 3:
-        return f"too few batches have their best rate inside the rates tried, {len(told)} of 3: try more.{edges}"
-    law: Power = power(list(told), [found.x.value for found in told.values()])
+    if len(bracketed) < 3:
+        return f"too few batches have their best rate inside the rates tried, {len(bracketed)} of 3: try more.{edges}"
+    law: Power = power(list(bracketed), [found.x.value for found in bracketed.values()])
     fits = [name for name, exponent in RULES.items() if law.exponent.has(exponent)]
     misses = [name for name in RULES if name not in fits]
     rule = f"{' and '.join(fits) or 'neither rule'} fit{'s' if len(fits) < 2 else ''} within the interval"
-    rest = f", {' and '.join(misses)} do{'es' if len(misses) == 1 else ''} not" if misses and fits else ""
-    return f"the best rate goes with the batch to the power {law.exponent}: {rule}{rest}.{edges}"
+    exclusion = f", {' and '.join(misses)} do{'es' if len(misses) == 1 else ''} not" if misses and fits else ""
+    return f"the best rate goes with the batch to the power {law.exponent}: {rule}{exclusion}.{edges}"

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on, laid over one that was left alone: bit for bit."""
+"""Bitwise comparison of runs that were killed and resumed with an uninterrupted run."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from jaxscale.reporting.tables import n
 
 CASE = "run"
 WHOLE = "left alone"
-KILLS = (0.35, 0.8)  # of the run
-SAVES = 7  # checkpoints of a run, so that no kill falls on one
+KILLS = (0.35, 0.8)  # fractions of the run
+SAVES = 7  # checkpoints of a run, chosen so that none coincides with a kill
 COMPARED = ("loss", "grad_norm", "validation/loss")
 PREDICTED = (
     (
@@ -23,7 +23,7 @@ PREDICTED = (
 
 
 def resume_trials(base: Base, options: Options) -> list[Trial]:
-    """One run left alone, and one for each kill."""
+    """Returns one uninterrupted run, and one for each kill."""
     trial = base.with_settings({}, 0)
     steps = total_steps(trial)
     also = {"checkpoint.save_every_steps": max(2, steps // SAVES), "monitor.log_every_steps": 1}
@@ -33,35 +33,35 @@ def resume_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def total_steps(trial: Trial) -> int:
-    """Steps of a run whose length is not in epochs of its data."""
+    """Returns the steps of a run whose length is not given in epochs."""
     return resolve_budget(trial.cfg, None).total_steps
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Whether the curves are equal in every bit."""
+    """Tests whether the curves are bitwise equal."""
     return conclude(run(resume_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results, of which the first was left alone."""
+    """Returns the Conclusion of these results, of which the first is the uninterrupted run."""
     whole, *killed = results
     verdict, rows, curves, marks = [], [], [curve_line(WHOLE, whole, 0)], []
     for place, result in enumerate(killed, 1):
-        name, apart, compared = result.at(CASE), different(whole, result), len(values_of(whole))
+        name, diffs, compared = result.at(CASE), different(whole, result), len(values_of(whole))
         again = again_from(result)
         from_text = "from the beginning" if again is None else f"from its checkpoint of step {again}"
         if starts_of(result) < 2:
             verdict.append(f"{name}: it ended before it could be killed; give it more steps, by train_tokens.")
-        elif apart:
-            step, _ = apart[0]
+        elif diffs:
+            step, _ = diffs[0]
             verdict.append(
-                f"{name}, it went on {from_text}: {len(apart)} of {compared} values differ, the first at step {step}."
+                f"{name}, it went on {from_text}: {len(diffs)} of {compared} values differ, the first at step {step}."
             )
         else:
             verdict.append(
                 f"{name}, it went on {from_text}: all {compared} values of {', '.join(COMPARED)} are the same bits."
             )
-        rows.append([name, n("0" if again is None else str(again)), n(str(compared)), n(str(len(apart)))])
+        rows.append([name, n("0" if again is None else str(again)), n(str(compared)), n(str(len(diffs)))])
         curves.append(curve_line(name, result, place, style="dash"))
         tokens = result.trial.cfg.tokens_per_step
         marks.append(Mark((result.trial.kill_at or 0) * tokens, name, "trouble"))
@@ -72,21 +72,21 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def values_of(result: Result) -> dict[tuple[int, str], float]:
-    """{(step, metric): value} of what is compared."""
+    """Returns {(step, metric): value} of the compared metrics."""
     return {(row["step"], name): row[name] for row in result.history.rows for name in COMPARED if name in row}
 
 
 def different(one: Result, other: Result) -> list[tuple[int, str]]:
-    """Where the runs differ, in order; also where one has a value that the other has not."""
+    """Returns the sorted (step, metric) pairs that differ, including those that only one run has."""
     left, right = values_of(one), values_of(other)
     return sorted(at for at in {*left, *right} if left.get(at) != right.get(at))
 
 
 def starts_of(result: Result) -> int:
-    """How often its process began."""
+    """Returns the number of times the run's process started."""
     return sum(event.get("event") in BEGINS for event in result.history.events)
 
 
 def again_from(result: Result) -> int | None:
-    """The step of the checkpoint that it went on from."""
+    """Returns the step of the checkpoint that the run resumed from, or None."""
     return next((event.get("step") for event in result.history.events if event.get("event") == "resumed"), None)

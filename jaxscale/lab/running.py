@@ -1,4 +1,4 @@
-"""Trials as processes side by side: each once, those that were done before not again, and what is left is told."""
+"""Runs trials as parallel processes, skips those that have ended, and reports progress with the time left."""
 
 import contextlib
 import os
@@ -19,13 +19,13 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, meaning
 
 POLL_SECONDS = 0.1
-LAST_LINES = 12  # of a trial's output, shown where it failed
-OUTPUT = "lab.log"  # in a trial's folder: what it printed
-KILLED = "killed"  # in the folder of a trial that was killed on purpose: after which step
+LAST_LINES = 12  # of a failed trial's output, shown in the error
+OUTPUT = "lab.log"  # in a trial's folder: its output
+KILLED = "killed"  # in the folder of a trial killed on purpose: the step
 
 
 class Going(NamedTuple):
-    """A trial that runs."""
+    """A running trial."""
 
     trial: Trial
     folder: Any
@@ -35,12 +35,12 @@ class Going(NamedTuple):
 
 
 def train_command(trial: Trial, folder: Any) -> list[str]:
-    """The whole command of a trial, as a shell or a cluster can run it."""
+    """Returns the full command line of a trial, for a shell or a cluster."""
     return [sys.executable, "-m", "jaxscale.main", *trial.command(folder)]
 
 
 def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
-    """One line of shell for each trial that has not ended: for Slurm, GKE, TPU VMs, or anybody."""
+    """Returns one line of shell for each trial that has not ended, for Slurm, GKE or TPU VMs."""
     waiting = [(trial, folder_of(trial, work)) for trial in trials]
     return [
         shlex.join(["python", *train_command(trial, folder)[1:]])
@@ -50,10 +50,10 @@ def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
 
 
 def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str], None]) -> list[Result]:
-    """The results of all trials, in their order; `jobs` of them run at a time, each on its share of the cores.
+    """Returns the results of all trials, in order. Runs `jobs` of them at a time, each on its share of the cores.
 
-    A trial that was interrupted goes on from its checkpoint, if it has one. Ctrl-C ends those that run, and keeps
-    what is done. Raises Stop with the exit code of a trial that failed for another reason than its loss.
+    An interrupted trial resumes from its checkpoint, if it has one. Ctrl-C stops the running trials and keeps finished
+    results. Raises Stop with the exit code of a trial that failed, unless it diverged.
     """
     waiting = [trial for trial in trials if outcome_of(folder_of(trial, work)) is None]
     if waiting and paths.is_remote(str(work)):
@@ -82,33 +82,39 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
                 say(progress_line(one.trial, work, len(took), total, took[-1], left))
     finally:
         for one in going:
-            one.process.send_signal(signal.SIGTERM)  # on which it saves
+            one.process.send_signal(signal.SIGTERM)  # it saves a checkpoint on SIGTERM
         for one in going:
             one.process.wait()
     return [read_result(trial, work) for trial in trials]
 
 
 def shares(jobs: int) -> list[tuple[int, ...]]:
-    """The cores of this process, dealt to so many runs: XLA takes as many threads as a process may use cores."""
+    """Splits the cores of this process between `jobs` runs.
+
+    XLA starts as many threads as the cores that a process may use.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [tuple(cores[place::jobs]) if jobs <= len(cores) else tuple(cores) for place in range(jobs)]
 
 
 def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
-    """The trial's process, its output in its folder. Ctrl-C does not reach it: it is told to end, once, by run_all."""
+    """Starts the trial's process, with its output in its folder.
+
+    It has its own session, so Ctrl-C does not reach it: run_all sends it one SIGTERM.
+    """
     folder = folder_of(trial, work)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("ab") as output:
         command = train_command(trial, folder)
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    if cores:  # here, for a function that runs after the fork may deadlock where JAX has threads
+    if cores:  # not in preexec_fn, which may deadlock when JAX has threads
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(process.pid, cores)
     return Going(trial, folder, process, time.monotonic(), cores)
 
 
 def is_due(one: Going) -> bool:
-    """Whether a trial that is to be killed once has come to its step."""
+    """Returns True if a trial with kill_at has reached that step and was not killed yet."""
     if one.trial.kill_at is None or (one.folder / KILLED).exists():
         return False
     file = one.folder / "metrics.jsonl"
@@ -118,14 +124,14 @@ def is_due(one: Going) -> bool:
 
 
 def kill(one: Going) -> None:
-    """Ends the process as a power cut would."""
+    """Kills the process without cleanup, as in a power failure."""
     (one.folder / KILLED).write_text(f"{one.trial.kill_at}\n", "utf-8")
     one.process.kill()
     one.process.wait()
 
 
 def check_ended(one: Going) -> None:
-    """Raises Stop for a process whose end is no result."""
+    """Raises Stop if the process failed, that is, if its exit code is not in ENDS."""
     code = one.process.returncode
     if code not in ENDS:
         lines = (one.folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
@@ -135,7 +141,7 @@ def check_ended(one: Going) -> None:
 
 
 def progress_line(trial: Trial, work: Any, done: int, total: int, took: float, left: float) -> str:
-    """'[3/27] peak_lr=0.002 seed=1: 2.337 nats (12s); 4m to go'."""
+    """Formats progress: '[3/27] peak_lr=0.002 seed=1: 2.337 nats (12s); 4m to go'."""
     result = read_result(trial, work)
     end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
     to_go = f"; {units.duration(left)} to go" if done < total else ""
@@ -143,11 +149,11 @@ def progress_line(trial: Trial, work: Any, done: int, total: int, took: float, l
 
 
 def default_jobs(platform: str | None) -> int:
-    """Runs at a time: one for each core on CPUs; one on an accelerator, which a process takes whole.
+    """Returns the number of parallel runs: one per core on CPUs, one on an accelerator, which a process takes whole.
 
-    platform: of JAX_PLATFORMS; where nothing says, the machine's devices do.
+    platform: value of JAX_PLATFORMS. If it is empty, the machine's device files decide.
     """
-    there = any(os.path.exists(file) for file in (*TPU_FILES, "/dev/nvidia0"))
-    if there if not platform else platform.split(",")[0] != "cpu":
+    has_accelerator = any(os.path.exists(file) for file in (*TPU_FILES, "/dev/nvidia0"))
+    if has_accelerator if not platform else platform.split(",")[0] != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

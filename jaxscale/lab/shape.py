@@ -1,4 +1,4 @@
-"""Depth against width at equal operations: which shapes end lowest, and which the noise does not tell from them."""
+"""Depth against width at equal FLOPs: the shapes with the lowest loss, and those within noise of it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +13,8 @@ from jaxscale.reporting.tables import n
 from jaxscale.reporting.text import count, percent
 
 LAYERS, WIDTH = "layers", "width"
-TIMES = (0.5, 1, 2, 4, 8)  # the config's layers
-FACTORS = (0.5, 1, 2, 4)  # of the rate that goes with the width
+TIMES = (0.5, 1, 2, 4, 8)  # relative to the config's layers
+FACTORS = (0.5, 1, 2, 4)  # relative to the rate scaled to the width
 PREDICTED = (
     (
         "arXiv:2001.08361, section 3.2",
@@ -30,24 +30,24 @@ PREDICTED = (
 
 
 def shape_trials(base: Base, options: Options) -> list[Trial]:
-    """Shapes x rates x seeds, each for the same tokens."""
-    own, found = base.cfg, []
-    depths = dict.fromkeys(max(1, round(own.model.num_layers * times)) for times in options.sizes or TIMES)
+    """Returns trials of shapes x rates x seeds, all for the same tokens."""
+    cfg, found = base.cfg, []
+    depths = dict.fromkeys(max(1, round(cfg.model.num_layers * times)) for times in options.sizes or TIMES)
     for layers in depths:
-        settings = shaped(own, layers)
-        told = {LAYERS: layers, WIDTH: settings["model.embed_dim"]}
+        settings = shaped(cfg, layers)
+        labelled = {LAYERS: layers, WIDTH: settings["model.embed_dim"]}
         rates = options.rates or [settings[RATE] * factor for factor in FACTORS]
-        found += over_rates(base, told, rates, options.seeds_of(3), also=settings)
+        found += over_rates(base, labelled, rates, options.seeds_of(3), also=settings)
     return found
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Which shapes are best."""
+    """Compares shapes, each at its best rate."""
     return conclude(inside(run(shape_trials(base, options)), options, run, lambda r: r.at(LAYERS)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results."""
+    """Returns the Conclusion of these results."""
     shapes = groups_of(results, lambda r: int(r.at(LAYERS)))
     best = groups_of(best_rates(results, lambda r: int(r.at(LAYERS))), lambda r: int(r.at(LAYERS)))
     losses = {layers: {r.seed: r.loss for r in runs} for layers, runs in best.items()}
@@ -86,12 +86,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def ratio_of(result: Result) -> float:
-    """Width over layers."""
+    """Returns width divided by layers."""
     return float(result.at(WIDTH)) / float(result.at(LAYERS))
 
 
 def row_of(result: Result, loss: Estimate) -> tuple[str, ...]:
-    """The cells of a shape."""
+    """Returns the table cells of a shape."""
     cfg, model = result.trial.cfg, result.trial.cfg.model
     return (
         str(model.num_layers), str(model.embed_dim), f"{ratio_of(result):.3g}",
@@ -103,16 +103,16 @@ def row_of(result: Result, loss: Estimate) -> tuple[str, ...]:
 def in_words(
     names: Mapping[int, str], losses: Mapping[int, Mapping[int, float]], ratios: Mapping[int, float]
 ) -> list[str]:
-    """Which shape ends lowest, which others seeds do not tell from it, and how much shape matters at all."""
+    """Describes the best shape, the shapes within noise of it, and the overall effect of shape on the loss."""
     if not losses:
         return []
-    told = {layers: mean(list(of.values())) for layers, of in losses.items()}
-    first, *others = sorted(losses, key=lambda layers: told[layers].value)
-    lowest = f"{names[first]} (width / layers {ratios[first]:.3g}) ends lowest, at {told[first]} nats"
+    means = {layers: mean(list(of.values())) for layers, of in losses.items()}
+    first, *others = sorted(losses, key=lambda layers: means[layers].value)
+    lowest = f"{names[first]} (width / layers {ratios[first]:.3g}) ends lowest, at {means[first]} nats"
     if not others:
         return [f"{lowest}; no other shape held."]
     behind = {layers: apart(losses, layers, first) for layers in others}
-    part = lambda one: one.mapped(lambda value: 100 * value / told[first].value)
+    part = lambda one: one.mapped(lambda value: 100 * value / means[first].value)
     higher = lambda layers: f"{names[layers]} (by {part(behind[layers])}%)"
     near = lambda one: one.low is not None and one.low <= 0
     close = [names[layers] for layers in others if near(behind[layers])]
@@ -124,7 +124,7 @@ def in_words(
             f"{lowest}; {'not told from it: ' + ', '.join(close) if close else 'no other is within the noise of it'}."
         ]
         text += [f"Higher beyond the noise: {', '.join(far)}."] if far else []
-    most = behind[others[-1]].value / told[first].value
+    most = behind[others[-1]].value / means[first].value
     spread = max(ratios.values()) / min(ratios.values())
     text.append(
         f"Over a factor of {spread:.3g} in width / layers the loss differs by {percent(most)} at most, where "

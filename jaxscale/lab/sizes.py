@@ -1,4 +1,4 @@
-"""Models of other sizes and shapes from one config, as settings, and the rate that goes with them."""
+"""Settings for other sizes and shapes of a config's model, with the learning rate for each."""
 
 import dataclasses
 import math
@@ -13,9 +13,9 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.planning.scaling import rate_over_width
 from jaxscale.system.exits import BadInput
 
-SMALL_WIDTH = 8  # widths of small models are multiples of it; those of large ones of heads that share keys and values
-LARGE = 3  # times those heads, from which on a model is large: as many more or less are a third of the width or less
-AROUND = 1.3  # times the width that the depth alone would ask for, and as much below: where a shape is looked for
+SMALL_WIDTH = 8  # widths of small models are multiples of it; those of large ones, of a group of query heads
+LARGE = 3  # a model this many groups wide is large: one group changes its width by a third or less
+AROUND = 1.3  # upper end of the widths to try, relative to the width with equal FLOPs at that depth
 
 
 def check_varied(model: AnyModelConfig) -> LlamaConfig:
@@ -27,7 +27,10 @@ def check_varied(model: AnyModelConfig) -> LlamaConfig:
 
 
 def train_tokens_of(base: Base) -> int:
-    """The tokens of the config's own run. Raises BadInput where they are not told as a number, or lie in a ramp."""
+    """Returns the tokens of the config's run.
+
+    Raises BadInput if train_tokens is not an integer, or if the row length or the batch has a ramp.
+    """
     tokens = base.cfg.train_tokens
     if base.cfg.seq_len_ramp or base.cfg.batch_ramp:
         raise BadInput("laws are of runs of one size of row and batch; leave seq_len_ramp and batch_ramp out")
@@ -37,7 +40,7 @@ def train_tokens_of(base: Base) -> int:
 
 
 def of_heads(model: LlamaConfig, heads: int) -> dict[str, Any]:
-    """Settings of so many heads, with as many of keys and values for each as before."""
+    """Returns settings for `heads` query heads, with about the same ratio of key and value heads."""
     groups = max(1, round(model.num_kv_heads * heads / model.num_heads))
     return {"num_heads": heads, "num_kv_heads": next(g for g in range(groups, 0, -1) if heads % g == 0)}
 
@@ -51,7 +54,7 @@ def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """The settings of a model `times` as wide, in whole heads. Raises BadInput as check_varied() does."""
+    """Returns settings for a model `times` as wide, in whole heads. Raises BadInput as check_varied() does."""
     model = check_varied(cfg.model)
     heads = max(1, round(model.num_heads * times))
     factor = heads / model.num_heads
@@ -60,40 +63,40 @@ def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
 
 
 def larger(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """The settings of a model `times` as wide and as deep, in whole heads and layers. Raises as wider() does."""
+    """Returns settings for a model `times` as wide and deep, in whole heads and layers. Raises as wider() does."""
     settings = wider(cfg, times)
     factor = settings["model.num_heads"] / cfg.model.num_heads
     return settings | {"model.num_layers": max(1, round(cfg.model.num_layers * factor))}
 
 
 def inner_flops(model: ModelConfig, seq_len: int) -> float:
-    """Operations a token of a training step in the blocks alone, without the embeddings and the head."""
+    """Returns the training FLOPs per token of the blocks, without the embeddings and the head."""
     return model.flops_per_token(seq_len) - 6 * model.vocab_size * model.embed_dim
 
 
 def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
-    """The settings of a model with so many layers whose blocks take as many operations a token as the config's.
+    """Returns settings for a model with `layers` layers whose blocks take as many FLOPs per token as the config's.
 
-    Of the widths about what that asks for, the one whose MLP is nearest to the config's own part of the width; the MLP
-    then takes up what is left. Raises BadInput where none does, and as check_varied() does.
+    Tries widths up to AROUND times the ideal one and selects the one whose ratio of MLP to width is nearest to the
+    config's. The MLP size makes up the remaining FLOPs. Raises BadInput if no width fits, and as check_varied() does.
     """
-    own = check_varied(cfg.model)
-    wanted, ideal = inner_flops(own, cfg.seq_len), own.embed_dim * math.sqrt(own.num_layers / layers)
-    shared = own.head_dim * (own.num_heads // own.num_kv_heads)
+    model = check_varied(cfg.model)
+    wanted, ideal = inner_flops(model, cfg.seq_len), model.embed_dim * math.sqrt(model.num_layers / layers)
+    shared = model.head_dim * (model.num_heads // model.num_kv_heads)
     step = shared if ideal >= LARGE * shared else SMALL_WIDTH
     found = {}
     for width in range(step, round(AROUND * ideal) + step, step):
-        sizes = of_heads(own, max(1, round(own.num_heads * width / own.embed_dim)))
-        head = own.head_dim * own.num_heads / own.embed_dim * width / sizes["num_heads"]
+        sizes = of_heads(model, max(1, round(model.num_heads * width / model.embed_dim)))
+        head = model.head_dim * model.num_heads / model.embed_dim * width / sizes["num_heads"]
         sizes |= {"num_layers": layers, "embed_dim": width, "head_dim": max(2, 2 * round(head / 2))}
-        least, next_one = (inner_flops(dataclasses.replace(own, **sizes, mlp_dim=m), cfg.seq_len) for m in (1, 2))
+        least, next_one = (inner_flops(dataclasses.replace(model, **sizes, mlp_dim=m), cfg.seq_len) for m in (1, 2))
         mlp = round(1 + (wanted - least) / (next_one - least))
         if mlp > 0:
-            off = abs(math.log(mlp / width * own.embed_dim / own.mlp_dim))
+            off = abs(math.log(mlp / width * model.embed_dim / model.mlp_dim))
             found[off] = sizes | {"mlp_dim": mlp}
     if not found or min(found) > math.log(2):
         raise BadInput(
-            f"no width gives a model of {layers} layers the operations of one of {own.num_layers} layers of width "
-            f"{own.embed_dim}; take other --sizes, or a larger config"
+            f"no width gives a model of {layers} layers the operations of one of {model.num_layers} layers of width "
+            f"{model.embed_dim}; take other --sizes, or a larger config"
         )
     return as_settings(cfg, found[min(found)])

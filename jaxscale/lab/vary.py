@@ -1,4 +1,4 @@
-"""Anybody's own sweep: settings, their values, seeds."""
+"""User-defined sweeps over settings, values and seeds."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxscale.system.exits import BadInput
 
 
 def vary_trials(base: Base, options: Options) -> list[Trial]:
-    """All combinations of the values x seeds. Raises BadInput without a setting to vary."""
+    """Returns trials of all combinations of the values x seeds. Raises BadInput without a setting to vary."""
     if not options.vary:
         raise BadInput("lab vary needs --vary=NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
     names = [name for name, _ in options.vary]
@@ -30,12 +30,12 @@ def vary_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Which setting ends lowest, and whether seeds tell it from the others."""
+    """Finds the setting with the lowest loss, and those within noise of it."""
     return conclude(run(vary_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results."""
+    """Returns the Conclusion of these results."""
     groups = groups_of(results, lambda r: label_of(r.trial))
     steady = {name: mean([r.loss for r in runs]) for name, runs in groups.items() if not any(r.diverged for r in runs)}
     lost = [name for name in groups if name not in steady]
@@ -76,12 +76,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def label_of(trial: Trial) -> str:
-    """'optim.peak_lr=1e-3, model.num_layers=2'."""
+    """Formats the varied settings: 'optim.peak_lr=1e-3, model.num_layers=2'."""
     return ", ".join(f"{name}={value}" for name, value in trial.at.items())
 
 
 def is_positive(text: str) -> bool:
-    """A number above 0."""
+    """Returns True if the text is a number above 0."""
     try:
         return float(text) > 0
     except ValueError:
@@ -89,7 +89,7 @@ def is_positive(text: str) -> bool:
 
 
 def winner(steady: dict[str, Estimate]) -> str:
-    """The lowest, and which others seeds do not tell from it."""
+    """Describes the setting with the lowest loss, and those within noise of it."""
     best, *others = sorted(steady, key=lambda name: steady[name].value)
     said = f"{best} ends lowest, at {steady[best]} nats"
     if not others:

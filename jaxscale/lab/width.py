@@ -1,5 +1,8 @@
-"""The best rate over widths, under muP and without: whether what is tuned small holds when large; and the coordinate
-check of arXiv:2203.03466, appendix D.1: whether the first steps make activations as large at every width."""
+"""The best learning rate over widths, with muP and without: tests whether a rate tuned on a small model transfers.
+
+Also the coordinate check of arXiv:2203.03466, appendix D.1: whether activations after the first steps have the same
+size at every width.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,9 +19,9 @@ from jaxscale.reporting.tables import n
 FORM, WIDTH = "parametrisation", "width"
 STANDARD, MUP = "standard", "muP"
 NAMES = {STANDARD: "without muP", MUP: "with muP"}
-TIMES = (1, 2, 4)  # the config's width
-FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # of the config's rate
-STEPS = 3  # updates before the coordinate check: without a warmup, decaying as the config has it; later ones blur it
+TIMES = (1, 2, 4)  # relative to the config's width
+FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # relative to the config's rate
+STEPS = 3  # updates before the coordinate check, without warmup, with the config's decay; more would blur it
 KINDS = {"activation": "the residual stream", "attention": "what attention adds", "mlp": "what the MLP adds"}
 SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # for a legend
 PREDICTED = (
@@ -32,30 +35,30 @@ PREDICTED = (
 
 
 def width_trials(base: Base, options: Options) -> list[Trial]:
-    """Parametrisations x widths x rates x seeds. Raises BadInput for a model that has no muP."""
+    """Returns trials of parametrisations x widths x rates x seeds. Raises BadInput for a model without muP."""
     rates = options.rates or [base.cfg.optim.peak_lr * factor for factor in FACTORS]
     return [
         trial
-        for told, sizes in shapes_of(base, options)
-        for trial in over_rates(base, told, rates, options.seeds_of(2), also=sizes)
+        for labelled, sizes in shapes_of(base, options)
+        for trial in over_rates(base, labelled, rates, options.seeds_of(2), also=sizes)
     ]
 
 
 def coordinate_trials(base: Base, options: Options) -> list[Trial]:
-    """Parametrisations x widths x seeds, each of a few steps that are all looked at."""
+    """Returns trials of parametrisations x widths x seeds, each of a few steps that all log activation statistics."""
     short = {
         "train_tokens": f"{STEPS + 1} steps", "optim.warmup_tokens": 0, "monitor.statistics_every_steps": 1,
         "checkpoint.save_every_steps": 0, "sample.num_tokens": 0,
     }  # fmt: skip
     return [
-        base.with_settings(sizes | short, seed, at=told | {"steps": STEPS})
-        for told, sizes in shapes_of(base, options)
+        base.with_settings(sizes | short, seed, at=labelled | {"steps": STEPS})
+        for labelled, sizes in shapes_of(base, options)
         for seed in options.seeds_of(2)
     ]
 
 
 def shapes_of(base: Base, options: Options) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    """(what a label says, the settings) of each parametrisation and width."""
+    """Yields (settings for the label, settings to change) of each parametrisation and width."""
     for form in (STANDARD, MUP):
         for times in options.sizes or TIMES:
             sizes = {name: value for name, value in wider(base.cfg, times).items() if name.startswith("model.")}
@@ -65,21 +68,21 @@ def shapes_of(base: Base, options: Options) -> Iterable[tuple[dict[str, Any], di
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """How the best rate moves with the width, with muP and without, and how activations do."""
-    of_width = lambda r: (r.at(FORM), r.at(WIDTH))
-    trials = distinct(width_trials(base, options))  # two sizes may come to the same number of heads
+    """Estimates how the best rate and the size of activations scale with the width, with muP and without."""
+    by_width = lambda r: (r.at(FORM), r.at(WIDTH))
+    trials = distinct(width_trials(base, options))  # two sizes may round to the same number of heads
     results = run([*trials, *distinct(coordinate_trials(base, options))])
-    return conclude(inside(results[: len(trials)], options, run, of_width), results[len(trials) :])
+    return conclude(inside(results[: len(trials)], options, run, by_width), results[len(trials) :])
 
 
 def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusion:
-    """The Conclusion of these results. looked_at: of coordinate_trials."""
+    """Returns the Conclusion of these results. looked_at: results of coordinate_trials."""
     verdict, drawings, rows, bests, ends = [], [], [], [], {}
     for place, (form, runs) in enumerate(groups_of(results, lambda r: r.at(FORM)).items()):
         best, lines = {}, []
-        for number, (width, of_width) in enumerate(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())):
-            lines += mean_line(f"width {width}", of_width, RATE, number)
-            found, cells = best_rate(of_width)
+        for number, (width, width_runs) in enumerate(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())):
+            lines += mean_line(f"width {width}", width_runs, RATE, number)
+            found, cells = best_rate(width_runs)
             if found:
                 best[width] = found
             rows.append([form, n(str(width)), *cells])
@@ -88,17 +91,17 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
         )
         ends[form] = {width: found.y for width, found in best.items()}
         bests += with_points([line(form, {width: found.x.value for width, found in best.items()}, place)])
-        told = {width: found.x.value for width, found in best.items() if not found.edge}
-        if len(told) < 3:
-            inner = f"{len(told)} of {len(best)} widths have their best rate inside those tried"
+        bracketed = {width: found.x.value for width, found in best.items() if not found.edge}
+        if len(bracketed) < 3:
+            inner = f"{len(bracketed)} of {len(best)} widths have their best rate inside those tried"
             verdict.append(f"{NAMES[form]} {inner}; give --rates.")
             continue
-        law = power(list(told), list(told.values()))
+        law = power(list(bracketed), list(bracketed.values()))
         holds = "which holds no change" if law.exponent.has(0.0) else "so a rate tuned small does not hold"
         verdict.append(f"{NAMES[form]} the best rate goes with the width to the power {law.exponent}, {holds}.")
     if shared := set.intersection(*map(set, ends.values())):
-        told = " and ".join(f"{of[max(shared)]} nats {NAMES[form]}" for form, of in ends.items())
-        verdict.append(f"At a width of {max(shared)} the best rate ends at {told}.")
+        ends_text = " and ".join(f"{of[max(shared)]} nats {NAMES[form]}" for form, of in ends.items())
+        verdict.append(f"At a width of {max(shared)} the best rate ends at {ends_text}.")
     drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
     checks = [(form, check(form, of)) for form, of in groups_of(looked_at, lambda r: r.at(FORM)).items()]
     verdict += [text for _, (text, _) in checks]
@@ -119,26 +122,29 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
 
 
 def check(form: str, runs: Sequence[Result]) -> tuple[str, list[Line]]:
-    """(a sentence on how activations go with the width, the lines of a plot of it), of one parametrisation."""
-    held = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
-    lost = len(runs) - len(held)
+    """Returns (a sentence, lines of a plot) on the scaling of activations with width, for one parametrisation."""
+    finite = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
+    lost = len(runs) - len(finite)
     left_out = f" {lost} of {len(runs)} runs have none that are finite and are left out." if lost else ""
     powers, lines = [], []
     for place, (kind, name) in enumerate(KINDS.items()):
         sizes = {
-            width: mean([size_of(r, kind) for r in of_width]).value
-            for width, of_width in sorted(groups_of(held, lambda r: int(r.at(WIDTH))).items())
+            width: mean([size_of(r, kind) for r in width_runs]).value
+            for width, width_runs in sorted(groups_of(finite, lambda r: int(r.at(WIDTH))).items())
         }
         lines += with_points([line(f"{SHORT[kind]}, {form}", sizes, place, "line" if form == MUP else "dash")])
         if len(sizes) > 1:
             powers.append(f"{name} to the power {power(list(sizes), list(sizes.values())).exponent}")
-    told = f"{', '.join(powers)}." if powers else "fewer than two widths tell nothing."
+    summary = f"{', '.join(powers)}." if powers else "fewer than two widths tell nothing."
     begin = f"{NAMES[form]}, after {STEPS} steps, at the config's schedule from its rate, activations go with the width"
-    return f"{begin}: {told}{left_out}", lines
+    return f"{begin}: {summary}{left_out}", lines
 
 
 def size_of(run: Result, kind: str) -> float:
-    """The root mean square of activations after STEPS steps, a mean over layers; NaN where a run has none."""
-    of_kind = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
-    last = [value for row in run.history.rows if row["step"] > STEPS for value in of_kind(row)]
+    """Returns the root mean square of activations after STEPS steps, averaged over layers.
+
+    NaN if the run has no values or any is not finite.
+    """
+    kind_values = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
+    last = [value for row in run.history.rows if row["step"] > STEPS for value in kind_values(row)]
     return mean(last).value if last and all(map(is_number, last)) else math.nan
