@@ -1,1 +1,1 @@
-"""What a machine does, measured: products, memory, links, kernels, a training step, storage."""
+"""Measures a machine: matrix products, memory, links, kernels, a training step and storage."""

@@ -1,4 +1,4 @@
-"""Measures for `jaxscale bench collectives`: the bandwidth of each mesh axis, and slow hosts."""
+"""Measures the bandwidth of each mesh axis and finds slow hosts, for `jaxscale bench collectives`."""
 
 import datetime
 import os
@@ -26,13 +26,13 @@ from jaxscale.system.exits import BadInput
 
 MIB = 2**20
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
-SLOW = 1.25  # times the median: below that, machines of one kind differ without being ill
-NAME_BYTES = 64  # of a host's name, gathered as numbers
-MEASURES = ("product", "copy", "permute")  # what a process does on its own, and one exchange with its neighbours
+SLOW = 1.25  # times the median; smaller differences are normal between machines of one kind
+NAME_BYTES = 64  # maximum length of a hostname, gathered as a uint8 array
+MEASURES = ("product", "copy", "permute")  # two local operations of each process, and one exchange with its neighbours
 
 
 def read_mesh(arguments: Arguments) -> MeshConfig:
-    """The mesh of --config with --config.mesh.AXIS=N; all devices along fsdp without either."""
+    """Returns the mesh of --config with --config.mesh.AXIS=N applied; by default all devices are along fsdp."""
     if arguments.config:
         return config_file.load_config(arguments.config, arguments.overrides).mesh
     if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
@@ -42,10 +42,10 @@ def read_mesh(arguments: Arguments) -> MeshConfig:
 
 
 def read_sizes(text: str) -> list[int]:
-    """'1,16' MiB as bytes."""
+    """Returns sizes in bytes from a list in MiB such as '1,16'."""
     try:
         sizes = [round(float(part) * MIB) for part in text.split(",")]
-    except (ValueError, OverflowError):  # the second: inf
+    except (ValueError, OverflowError):  # OverflowError: inf
         sizes = []
     if not sizes or min(sizes) < 1024:
         raise BadInput(f"--megabytes={text} must be sizes in MiB with commas between, such as 1,16,256")
@@ -53,11 +53,12 @@ def read_sizes(text: str) -> list[int]:
 
 
 def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats: int) -> dict[str, Any]:
-    """The record of --json: seconds and bandwidth of each kind, size and axis, and the times of each process.
+    """Returns the record of --json: time and bandwidth of each collective, size and axis, and times of each process.
 
-    A collective is timed from its call to its result, a call after the other, and the median of `repeats` counts, at
-    the process where it is longest. bytes_per_s is what one device sends: of an array of S bytes over k devices,
-    S (k - 1) / k for all-gather and reduce-scatter, twice that for all-reduce, S for a permute to the next device.
+    Calls run one at a time, each timed until its result is ready. The reported time is the median of `repeats` calls,
+    maximized over processes. bytes_per_s counts the bytes that one device sends: for an array of S bytes over k
+    devices, S (k - 1) / k for all-gather and reduce-scatter, twice that for all-reduce, and S for a permute to the
+    next device.
     """
     mesh = make_mesh(cfg)
     device = mesh.devices.flat[0]
@@ -81,20 +82,20 @@ def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats
 
 
 def default_sizes(device: Device) -> list[int]:
-    """Bytes of the arrays that are exchanged."""
+    """Returns the default array sizes in bytes, smaller on CPU."""
     return [MIB, 4 * MIB, 16 * MIB] if device.platform == "cpu" else [MIB, 16 * MIB, 256 * MIB]
 
 
 def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """A row for each kind and size along each axis with several devices; see measure_collectives."""
+    """Returns a row for each axis with several devices, each kind and size; see measure_collectives."""
     rows = []
     chip, (kind, groups) = find_chip(mesh.devices.flat[0].device_kind), crossed_groups(mesh)
     for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
         for what in kinds:
             for size in sizes:
-                size = max(1, size // (4 * mesh.size)) * 4 * mesh.size  # whole float32 numbers on every device
-                own = time_collective(mesh, axis, what, size, repeats)
-                median, low, high = gathered(np.array(own[:3])).max(axis=0).tolist()
+                size = max(1, size // (4 * mesh.size)) * 4 * mesh.size  # whole float32 values on every device
+                local_time = time_collective(mesh, axis, what, size, repeats)
+                median, low, high = gathered(np.array(local_time[:3])).max(axis=0).tolist()
                 rows.append(
                     {
                         "axis": axis,
@@ -112,14 +113,14 @@ def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats
 
 
 def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], jax.Array]:
-    """A compiled f(x): one collective along the axis, on each device's own row of x [devices, numbers]."""
+    """Returns a jitted f(x) that runs one collective along the axis on x [devices, numbers], one row per device."""
     size = mesh.shape[axis]
 
     def own(x_1n: jax.Array) -> jax.Array:
         if what == "all-gather":
             return jax.lax.all_gather(x_1n, axis, axis=1, tiled=True)
         if what == "reduce-scatter":
-            return scatter_along(x_1n, axis, 1, link_stages(mesh, axis))  # as training does it
+            return scatter_along(x_1n, axis, 1, link_stages(mesh, axis))  # the same implementation as in training
         if what == "all-reduce":
             return jax.lax.psum(x_1n, axis)
         return jax.lax.ppermute(x_1n, axis, [(n, (n + 1) % size) for n in range(size)])
@@ -129,7 +130,7 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
 
 
 def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> Timed:
-    """Seconds of one collective over arrays of `size` bytes, on this process."""
+    """Times one collective over arrays of `size` bytes, in this process."""
     f = make_collective(mesh, axis, what)
     numbers = own_numbers(what, size, mesh.shape[axis])
     place = NamedSharding(mesh, P(MESH_AXES, None))
@@ -138,26 +139,27 @@ def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -
 
 
 def own_numbers(what: str, size: int, devices: int) -> int:
-    """float32 numbers of a device before the collective, if the larger of before and after has `size` bytes."""
+    """Returns the float32 inputs per device for which the larger of input and output has `size` bytes."""
     return size // 4 // (devices if what == "all-gather" else 1)
 
 
 def wire_bytes(what: str, size: int, devices: int) -> float:
-    """Bytes that one device has to send for an array of `size` bytes, by the best way there is around a ring."""
+    """Returns the bytes that one device sends for an array of `size` bytes, with an optimal ring algorithm."""
     return size * {"all-reduce": 2 * (devices - 1) / devices, "permute": 1.0}.get(what, (devices - 1) / devices)
 
 
 def link_figure(chip: Chip | None, *, crosses: bool) -> float | None:
-    """bytes/s out of one device by the chip table: over all its fast links, or between slices or nodes."""
+    """Returns the chip table's bytes/s out of one device: over all fast links, or between slices or nodes."""
     if chip is None:
         return None
     return chip.dcn_bandwidth if crosses else chip.ici_bandwidth
 
 
 def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
-    """Each process's host, and its seconds for a product on each of its devices, a copy to them, and a permute.
+    """Returns each process's host, and its seconds for a matrix product, a host-to-device copy and a permute.
 
-    In a collective all wait for the slowest, so that its time does not tell who that is; the first two do.
+    Product and copy are those of the slowest local device, and identify a slow host. The time of a collective does
+    not, since all processes wait for the slowest one.
     """
     axis = max(MESH_AXES, key=lambda axis: mesh.shape[axis])
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -174,23 +176,23 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
 
 
 def time_device(device: Device, repeats: int) -> tuple[float, float]:
-    """(seconds of a matrix product on this device alone, seconds of a copy of 16 MiB to it)."""
+    """Returns (seconds of a matrix product on this device, seconds of a copy of 16 MiB to it)."""
     rows = np.ones((16 * MIB // 4,), np.float32)
     copy = timed(lambda: jax.device_put(rows, device), repeats)
     return product_seconds(device, repeats), copy.median
 
 
 def gathered(value: np.ndarray | float) -> np.ndarray:
-    """[processes, ...]: the value of every process, on all of them. Travels as bytes: jax would halve a float64."""
+    """Returns [processes, ...], the values of all processes. Sent as bytes, as JAX would round float64 to float32."""
     value = np.array(value, ndmin=1)
     rows = multihost_utils.process_allgather(value.view(np.uint8))
     return np.asarray(rows).reshape(jax.process_count(), -1).view(value.dtype)
 
 
 def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each process that takes far longer than the median of all: its host, what, and how much longer.
+    """Returns a line with host, measure and ratio for each process that is slower than SLOW times the median.
 
-    Of two processes the median is the faster one.
+    With an even number of processes the lower median is used: of two processes, the faster one.
     """
     found = []
     for measure in MEASURES:
@@ -203,7 +205,7 @@ def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def collective_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Formats the record for a terminal."""
     lines = [
         f"{record['devices']}, {record['num_processes']} process(es), mesh {record['mesh']}; median of "
         f"{record['repeats']} calls; GB/s is what one device sends"
@@ -212,10 +214,10 @@ def collective_lines(record: dict[str, Any]) -> list[str]:
         lines.append("  one device has nothing to exchange")
     for row in record["collectives"]:
         table = row["table_bytes_per_s"]
-        beside = f"of {table / 1e9:g} GB/s in the chip table" if table else "the chip table has no figure"
+        comparison = f"of {table / 1e9:g} GB/s in the chip table" if table else "the chip table has no figure"
         lines.append(
             f"  {row['axis']:8} x {row['devices']:<5} {row['collective']:15} {units.size(row['bytes']):>9}  "
-            f"{row['seconds'] * 1e3:9.3f} ms  {row['bytes_per_s'] / 1e9:9.3f} GB/s {row['link']}; {beside}"
+            f"{row['seconds'] * 1e3:9.3f} ms  {row['bytes_per_s'] / 1e9:9.3f} GB/s {row['link']}; {comparison}"
         )
     if record["table_source"]:
         lines.append(f"  the table's figure is for all links of a device together: {record['table_source']}")

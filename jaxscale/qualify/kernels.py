@@ -1,4 +1,4 @@
-"""Compares each kernel of this platform with its definition in float32, on the device: values and gradients.
+"""Compares values and gradients of each kernel of this platform with a float32 reference on the same device.
 
 B batch  T query position  S key position  D embed  N query heads  K key-value heads  H head dim  V vocab  F mlp
 """
@@ -27,29 +27,29 @@ from jaxscale.system.exits import BadInput
 F32 = jnp.float32
 EPS = 1e-6
 ROPE_BASE = 10_000.0
-ATTENTIONS = [name for name in get_args(AttentionName) if name not in ("auto", "xla")]  # "xla" is the definition
-# Root-mean-square errors over that of the exact result: about three times those that these kernels have on XLA:CPU (at
-# most 0.0031 in bfloat16, 0.011 in int8, in fp8 0.037 for values and 0.059 for gradients; jax 0.10.2, 2026-11-23).
-# float16 rounds 8 times as finely as bfloat16. A kernel that does something else is off by a tenth and more.
+ATTENTIONS = [name for name in get_args(AttentionName) if name not in ("auto", "xla")]  # "xla" is the reference
+# Relative RMS errors, about three times those of these kernels on XLA:CPU (at most 0.0031 in bfloat16, 0.011 in int8,
+# and 0.037 for values and 0.059 for gradients in fp8; jax 0.10.2, 2026-11-23). float16 has 3 more mantissa bits than
+# bfloat16. A kernel that computes something else has an error of 0.1 or more.
 TOLERANCE = {"bfloat16": 0.01, "float16": 0.01 / 8}
 EIGHT_BIT: dict[MatmulDtype, tuple[float, float]] = {"int8": (0.03, 0.03), "fp8": (0.1, 0.15)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel and what it must equal."""
+    """A kernel, its float32 reference, and the largest errors allowed."""
 
     name: str
-    kernel: Callable[..., Any]  # of the operands in the compute type
-    exact: Callable[..., Any]  # of the same in float32
-    operands: tuple[jax.Array, ...]  # float32: all are differentiated by
+    kernel: Callable[..., Any]  # takes the operands in `dtype`
+    exact: Callable[..., Any]  # takes the same operands in float32
+    operands: tuple[jax.Array, ...]  # float32; gradients are taken with respect to all of them
     dtype: str
     value_most: float
     gradient_most: float
 
 
 def measure_kernels(machine: Machine) -> Probe:
-    """The largest error of each kernel's value and gradients, as shares of their sizes; and which were left out."""
+    """Measures the relative errors of each kernel's value and gradients; the notes list the kernels left out."""
     figures, notes, problems = [], [], []
     dtype = compute_dtype(machine)
     for make in (attention_cases, loss_case, small_cases, product_cases):
@@ -59,7 +59,7 @@ def measure_kernels(machine: Machine) -> Probe:
                 continue
             try:
                 value, gradient = errors_of(case)
-            except Exception as error:  # of this kernel alone: the others are measured all the same
+            except Exception as error:  # fails this kernel only; the others are still measured
                 problems.append(f"{case.name}: {first_words(error)}")
                 continue
             figures.append(Figure(name=f"{case.name}: value", value=value, unit="share", most=case.value_most))
@@ -71,36 +71,36 @@ def measure_kernels(machine: Machine) -> Probe:
 
 
 def compute_dtype(machine: Machine) -> str:
-    """The compute dtype of training on such devices."""
+    """Returns the compute dtype of training on these devices: float16 for chips without bfloat16."""
     return "float16" if machine.chip and not machine.chip.bfloat16 else "bfloat16"
 
 
 def errors_of(case: Case) -> tuple[float, float]:
-    """(error of the value, largest error of a gradient): root mean squares, over those of the exact result."""
+    """Returns (error of the value, largest error of a gradient), RMS errors relative to the RMS of the reference."""
     rounded = tuple(x.astype(case.dtype) for x in case.operands)
     exact_operands = tuple(x.astype(F32) for x in rounded)
     value, pull = jax.vjp(jax.jit(case.exact), *exact_operands)
-    away = jax.random.normal(jax.random.key(1), value.shape, F32).astype(case.dtype)  # what the gradient is taken along
-    away = away if value.ndim else jnp.ones((), case.dtype)
+    cotangent = jax.random.normal(jax.random.key(1), value.shape, F32).astype(case.dtype)
+    cotangent = cotangent if value.ndim else jnp.ones((), case.dtype)
 
     @jax.jit
     def own(away: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
-        result, pull_own = jax.vjp(case.kernel, *operands)
-        return result, pull_own(away.astype(result.dtype))
+        result, kernel_vjp = jax.vjp(case.kernel, *operands)
+        return result, kernel_vjp(away.astype(result.dtype))
 
-    found, gradients = own(away, *rounded)
-    wanted = pull(away.astype(F32))
+    found, gradients = own(cotangent, *rounded)
+    wanted = pull(cotangent.astype(F32))
     return relative(found, value), float(np.max([*map(relative, gradients, wanted)]))  # max() would drop a NaN
 
 
 def relative(found: jax.Array, wanted: jax.Array) -> float:
-    """Root mean square of the difference over that of what is wanted."""
+    """Returns the RMS of the difference divided by the RMS of `wanted`."""
     difference = found.astype(F32) - wanted
     return float(jnp.sqrt(jnp.mean(jnp.square(difference)) / jnp.mean(jnp.square(wanted))))
 
 
 def exactly(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f with float32 products that are not rounded to fewer bits, as TPUs and GPUs do unasked."""
+    """Returns f with float32 products at full precision; TPUs and GPUs use fewer bits by default."""
 
     @functools.wraps(f)
     def precise(*args: jax.Array) -> Any:
@@ -111,19 +111,22 @@ def exactly(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def normal(number: int, *shape: int) -> jax.Array:
-    """Random numbers of mean 0 and variance 1, float32."""
+    """Returns standard normal random numbers in float32; `number` is the seed."""
     return jax.random.normal(jax.random.key(number), shape, F32)
 
 
 def near(dtype: str) -> tuple[float, float]:
-    """The tolerance of a value and of gradients."""
+    """Returns the tolerances (value, gradients) of a dtype."""
     return TOLERANCE[dtype], TOLERANCE[dtype]
 
 
 def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
-    """Every form that this platform has: rows of several documents, grouped heads; a window; a softcap; odd lengths."""
+    """Yields a case for each attention kernel of this platform and each variant: plain, odd length, window, softcap.
+
+    All have several documents a row and grouped heads. Yields a note for a variant that a kernel does not support.
+    """
     device = jax.local_devices()[0]
-    lengths = (256, BLOCKWISE_MAX_LEN + 76) if machine.on_cpu else (2048, 1100)  # on a CPU long rows take flash.py
+    lengths = (256, BLOCKWISE_MAX_LEN + 76) if machine.on_cpu else (2048, 1100)  # on CPU, long rows use flash.py
     heads = (4, 2) if machine.on_cpu else (8, 2)
     needs_of = functools.partial(AttentionNeeds, head_dim=64 if machine.on_cpu else 128, dtype=dtype)
     variants = [(needs_of(), "", length) for length in lengths]
@@ -146,7 +149,7 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
 
 
 def attention_case(name: str, attend, exact, needs: AttentionNeeds, heads: tuple[int, int], length: int) -> Case:
-    """A form of attention over two rows of three documents."""
+    """Returns the case of an attention kernel on two rows of three documents each."""
     (N, K), H = heads, needs.head_dim
     ids_BT = jnp.repeat(jnp.arange(1, 4), -(-length // 3))[None, :length] * jnp.ones((2, 1), jnp.int32)
     operands = (normal(2, 2, length, N, H), normal(3, 2, length, K, H), normal(4, 2, length, K, H))
@@ -157,7 +160,7 @@ def attention_case(name: str, attend, exact, needs: AttentionNeeds, heads: tuple
 
 
 def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
-    """The cross-entropy in chunks, with its z-loss, beside the whole."""
+    """Yields the case of chunked cross-entropy with z-loss, compared with one computed from all logits at once."""
     B, T, D, V = (2, 64, 64, 512) if machine.on_cpu else (4, 512, 1024, 32_768)
     targets_BT = jax.random.randint(jax.random.key(5), (B, T), 0, V)
     weights_BT = jnp.ones((B, T), F32).at[:, T // 2].set(0.0)
@@ -175,17 +178,17 @@ def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
 
 
 def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
-    """Norms, gated activations and rotary positions."""
+    """Yields the cases of norms, gated activations and rotary position embeddings."""
     shape = (2, 128, 256) if machine.on_cpu else (4, 1024, 2048)
     x, scale, bias = normal(8, *shape), 1 + 0.1 * normal(9, shape[-1]), normal(10, shape[-1])
-    wide = lambda vector: vector[None, None]
+    to_3d = lambda vector: vector[None, None]
 
     def exact_rms(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * wide(scale)
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * to_3d(scale)
 
     def exact_layer(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        return centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + EPS) * wide(scale) + wide(bias)
+        return centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + EPS) * to_3d(scale) + to_3d(bias)
 
     allowed = near(dtype)
     yield Case("rms_norm", lambda x, s: rms_norm(x, s, EPS), exact_rms, (x, scale), dtype, *allowed)
@@ -203,7 +206,7 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
 
 
 def turned(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
-    """Rotary positions as products of complex numbers: the halves of a head are real and imaginary parts."""
+    """Applies rotary position embeddings as complex products; the halves of a head are real and imaginary parts."""
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     freq_h = jnp.asarray(frequencies(x_BTNH.shape[-1], ROPE_BASE), F32)
     angle_BT1h = positions_BT[:, :, None, None] * freq_h[None, None, None]
@@ -212,7 +215,7 @@ def turned(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
 
 
 def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
-    """The projections in the compute type, and in 8 bits where the chip's datasheet has them."""
+    """Yields the cases of projections in `dtype`, and in the 8-bit types that the chip's datasheet lists."""
     B, T, D, F = (2, 128, 256, 512) if machine.on_cpu else (4, 1024, 2048, 4096)
     spec, operands = "BTD,DF->BTF", (normal(13, B, T, D), normal(14, D, F) * D**-0.5)
     exact = exactly(functools.partial(jnp.einsum, spec))

@@ -1,4 +1,4 @@
-"""Gathers, scatters and sums over the links between devices, along each dimension of them, beside the datasheet."""
+"""Measures collectives over the links between devices, along each dimension, and compares them with the datasheet."""
 
 import math
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ REPEATS = 10
 
 
 def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe:
-    """bytes/s out of one device of each collective and size, over all devices and along each dimension by itself.
+    """Measures bytes/s out of one device for each collective and size, over all devices and along each dimension.
 
-    The largest size is held against the datasheet, along single dimensions where there are several; all else is told
-    beside it. A figure is that of the process where it took longest.
+    Only the largest size has a floor, a share of the datasheet's bandwidth; if there are several dimensions, the floor
+    applies along each dimension and not to all devices together. Times are those of the slowest process.
     """
     if len(machine.devices) == 1:
         return Probe(name="links", notes=("one device has nothing to exchange",))
@@ -36,35 +36,35 @@ def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe
 
 
 def meshes(devices: Sequence[Any]) -> list[Mesh]:
-    """All devices along one axis, as training lays them; and, if there are several dimensions, an axis for each.
+    """Returns a mesh with all devices along one axis, as in training; and one with an axis per dimension, if several.
 
-    Dimensions are those of a TPU slice's torus and the cores of a chip; beside them the slices or nodes, which the
-    data centre's network joins.
+    Dimensions are those of a TPU slice's torus, the cores of a chip, and the slices or nodes that the data-center
+    network connects.
     """
     whole = make_mesh(MeshConfig(fsdp=-1), devices)
     _, _, group_of = device_groups(devices)
     placed = sorted(zip(group_of, devices), key=lambda pair: (pair[0], place_of(pair[1]), pair[1].id))
     inside = extents([device for group, device in placed if group == placed[0][0]])
     shape = (len(set(group_of)), *inside)
-    if sum(size > 1 for size in shape) < 2 or math.prod(shape) != len(devices):  # one dimension, or no whole box
+    if sum(size > 1 for size in shape) < 2 or math.prod(shape) != len(devices):  # one dimension, or not a full box
         return [whole]
-    shape += (1,) * (len(MESH_AXES) - len(shape))  # the first may cross from slice to slice, or node to node
+    shape += (1,) * (len(MESH_AXES) - len(shape))  # the first dimension may cross slices or nodes
     box = np.array([device for _, device in placed], dtype=object).reshape(shape)
     return [whole, Mesh(box, MESH_AXES)]
 
 
 def place_of(device: Any) -> tuple[int, ...]:
-    """Where a TPU is on the torus, and on its chip; () for what is on none."""
+    """Returns a TPU's torus coordinates and its core on the chip; () for other devices."""
     return (*device.coords, getattr(device, "core_on_chip", 0)) if device.platform == "tpu" else ()
 
 
 def extents(devices: Sequence[Any]) -> tuple[int, ...]:
-    """How many places TPUs have along each dimension of the torus, and on a chip; of others, how many there are."""
+    """Returns the size of each dimension of the torus and of the cores on a chip; (number of devices,) elsewhere."""
     return tuple(len(set(column)) for column in zip(*map(place_of, devices))) or (len(devices),)
 
 
 def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool) -> Figure:
-    """A row of collectives.measure_axes beside the datasheet's figure for the links that it can use."""
+    """Returns the figure of a row of measure_axes, compared with the datasheet for the links that it can use."""
     axis, chip = row["axis"], machine.chip
     low, high = row["seconds_range"]
     sent = row["bytes_per_s"] * row["seconds"]
@@ -74,14 +74,14 @@ def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool
     where = f"{row['devices']} devices {row['link']}" + (f", along {along} of the torus" if along else "")
     name = f"{row['collective']}, {size_words(row['bytes'])}, {where}"
     table = row["table_bytes_per_s"]
-    if table and row["link"].startswith("within"):  # several dimensions, and the cores of a chip, have no one figure
+    if table and row["link"].startswith("within"):  # no single figure for several dimensions or a chip's cores
         table = table * lines[0].share if len(lines) == 1 and lines[0].along != CORE else None
     floor = machine.floors.links if judged else None
     return held(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")
 
 
 def lines_of(mesh: Mesh, axis: str, machine: Machine) -> tuple[Phase, ...]:
-    """The links that a group along the axis has, a stage for each dimension; () without a datasheet."""
+    """Returns the links of a group along the axis, one phase for each dimension; () without a datasheet."""
     if machine.chip is None:
         return ()
     place = mesh.axis_names.index(axis)

@@ -1,4 +1,4 @@
-"""A training step of a size that fits: its speed, memory and overlap, compared with the compiler's figures."""
+"""Measures speed, memory and overlap of a training step that fits, and compares them with the compiler's estimates."""
 
 import dataclasses
 import datetime
@@ -30,24 +30,27 @@ from jaxscale.qualify.result import Figure, Machine, Probe, first_words
 from jaxscale.qualify.step import COMMON, SPECS, logit_variance, loss_problem, random_batches, run_step
 from jaxscale.system.exits import BadInput
 
-# Llama in TinyLlama's shape (arXiv:2401.02385) with heads of 128, and narrower ones for small memories. Rows of 4096.
+# Llama in TinyLlama's shape (arXiv:2401.02385) with head_dim 128, and smaller models for devices with less memory.
 WIDTHS = {
     "1B": dict(num_layers=22, embed_dim=2048, num_heads=16, num_kv_heads=4, mlp_dim=5632),
     "0.4B": dict(num_layers=22, embed_dim=1152, num_heads=9, num_kv_heads=3, mlp_dim=3072),
     "0.1B": dict(num_layers=12, embed_dim=768, num_heads=6, num_kv_heads=2, mlp_dim=2048),
 }
-MOST_SHARDS = 128  # of each parameter: divides every width; more devices hold copies
+MOST_SHARDS = 128  # of each parameter; divides every width. With more devices, parameters are replicated.
 SEQ_LEN, VOCAB_SIZE, HEAD_DIM = 4096, 32_768, 128
-# Of one device, the fastest first: no recomputation, then more of it, then fewer rows.
+# (rows per device, remat), the fastest first: no recomputation, then more recomputation, then fewer rows.
 WAYS = [(8, "none"), (4, "none"), (8, "minimal"), (4, "minimal"), (2, "none"), (4, "full"), (1, "full")]
-USABLE = 0.9  # of the memory: the estimate is one, and the compiler and the other probes take their part
+USABLE = 0.9  # share of device memory; leaves room for errors of the estimate, the compiler and other probes
 WARMUP, LEAST_STEPS, MOST_STEPS, TRACED_STEPS = 2, 3, 20, 3
-BY_6N = "MFU, counted as 6 FLOPs a parameter and token alone"  # without attention, with the embedding's lookup
-TIMED_SHARE = 1 / 8  # of the time for all probes
+BY_6N = "MFU, counted as 6 FLOPs a parameter and token alone"  # omits attention and counts the embedding lookup
+TIMED_SHARE = 1 / 8  # of the time limit of all probes
 
 
 def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
-    """Tokens/s, MFU, memory and overlap of the largest of WIDTHS that fits; and what `jaxscale plan` keeps of it."""
+    """Measures the largest model of WIDTHS that fits. Returns its probe and the record that `jaxscale plan` reads.
+
+    The figures are tokens/s, MFU, memory and overlap. The record is None if no model fits.
+    """
     for name, cfg in candidates(machine):
         compiled = in_all(lambda cfg=cfg: compile_step(cfg, machine), machine.wait_seconds)
         in_all_processes = gathered(next_key("fits"), compiled is not None, made_of=all)
@@ -57,7 +60,7 @@ def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
 
 
 def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None:
-    """(program, compiled step) of the config; None where it does not fit into the memory of a device."""
+    """Returns (program, compiled step) of the config; None if it does not fit in device memory."""
     program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), machine.devices)
     if not fits(program, machine):
         return None
@@ -66,11 +69,14 @@ def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
-        return None  # the estimate was wrong, and the compiler knows
+        return None  # the compiler's analysis overrides the estimate
 
 
 def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
-    """Yields (name, config) to try, the largest and fastest first; on a CPU the smaller spec of `bench step`."""
+    """Yields (name, config) to try, the largest and fastest first; on CPU only spec T of `bench step`.
+
+    If machine.own_model is set, it is the only one.
+    """
     if machine.own_model is not None:
         yield machine.own_model
         return
@@ -90,13 +96,13 @@ def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
 
 
 def fits(program: Program, machine: Machine) -> bool:
-    """True if the estimate leaves some of the devices' memory free, or their memory is not known."""
-    there = device_bytes(list(machine.devices))
-    return there is None or memory_need(program).total <= USABLE * there
+    """True if the memory estimate is within USABLE of the devices' memory, or if that is unknown."""
+    memory_bytes = device_bytes(list(machine.devices))
+    return memory_bytes is None or memory_need(program).total <= USABLE * memory_bytes
 
 
 def measure_program(name: str, program: Program, executable: Any, machine: Machine) -> tuple[Probe, Measured]:
-    """The figures of a compiled step."""
+    """Runs a compiled step. Returns its probe and the record that `jaxscale plan` reads."""
     run = Run(program, executable)
     before = device_peak()
     run.steps(WARMUP + 1)
@@ -124,18 +130,18 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
 
 
 class Run:
-    """The state of a step that runs repeatedly, and its remaining batches."""
+    """Runs a training step repeatedly; holds the train state and the remaining batches."""
 
     def __init__(self, program: Program, executable: Any):
         self.program, self.executable = program, executable
         self.state = jax.block_until_ready(program.init())
-        # all different: a model learns what it sees twice, and its loss is looked at
+        # no batch repeats: the model would learn it, and the loss is checked
         self.batches = random_batches(program, WARMUP + 1 + MOST_STEPS + TRACED_STEPS)
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
     def steps(self, number: int) -> None:
-        """Runs `number` steps, each waited for."""
+        """Runs `number` steps and waits for each."""
         for _ in range(number):
             took, _, loss, self.state = run_step(self.program, self.executable, self.state, self.batches.pop())
             self.seconds.append(took)
@@ -143,30 +149,30 @@ class Run:
 
 
 def device_peak() -> float | None:
-    """The most bytes that a device of this process has held; None where the platform does not say."""
+    """Returns the highest peak memory in bytes of this process's devices; None if the platform does not report it."""
     return memory_metrics([device.memory_stats() for device in jax.local_devices()])["device_peak_bytes"]
 
 
 def describe(name: str, program: Program, executable: Any, machine: Machine) -> Report | None:
-    """Preflight's report of the executable that runs; None without a datasheet."""
+    """Returns the preflight report of the executable; None without a datasheet."""
     if machine.chip is None:
         return None
     devices = list(machine.devices)
     hosts = len({device.process_index for device in devices})
     slices = len(set(link_domains(devices))) if machine.platform == "tpu" else 1
-    here = Topology(
+    topology = Topology(
         f"{len(devices)} x {devices[0].device_kind}", machine.platform, machine.chip, devices, slices, hosts
     )
-    memory, facts = read_executable(executable, program, here)
+    memory, facts = read_executable(executable, program, topology)
     today = datetime.date.today().isoformat()
-    return make_report(name, program, here, Compiled(memory, facts, None, 0.0, 0.0, installed_versions(), today))
+    return make_report(name, program, topology, Compiled(memory, facts, None, 0.0, 0.0, installed_versions(), today))
 
 
 def speed_figures(cfg: RunConfig, timed: list[float], report: Report | None, machine: Machine) -> list[Figure]:
-    """Tokens/s; where there is a datasheet also MFU, counted two ways, and the time compared with the roofline.
+    """Returns tokens/s and step time; with a datasheet also MFU, counted two ways, and the roofline's step time.
 
-    "MFU" counts 6 FLOPs for each parameter of a matrix that a token is multiplied with, the output projection included
-    and the embedding's lookup not, and the products of attention over the keys that a query sees.
+    "MFU" counts 6 FLOPs per token for each parameter of a matrix product, including the output projection but not the
+    embedding lookup, and the attention products over the keys that a query attends to.
     """
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
@@ -189,7 +195,7 @@ def speed_figures(cfg: RunConfig, timed: list[float], report: Report | None, mac
 
 
 def memory_figures(before: float | None, peak: float | None, report: Report | None, machine: Machine) -> list[Figure]:
-    """The peak memory of a device, compared with the compiler's figure; [] if an earlier probe used more."""
+    """Returns the peak memory compared with the compiler's figure; [] if unknown or an earlier probe used more."""
     if peak is None or report is None or report.peak_bytes is None or peak <= (before or 0):
         return []
     said, within = report.peak_bytes, machine.floors.memory_within
@@ -202,7 +208,7 @@ def memory_figures(before: float | None, peak: float | None, report: Report | No
 
 
 def measured_of(name: str, program: Program, step_seconds: float) -> Measured:
-    """The step in the form that `jaxscale plan` reads, as `bench step --save` writes it."""
+    """Returns the step's record for `jaxscale plan`, as `bench step --save` writes it."""
     cfg, devices = program.cfg, list(program.mesh.devices.flat)
     flops = cfg.flops_per_token * cfg.tokens_per_step
     return Measured(

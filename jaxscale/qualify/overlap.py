@@ -1,7 +1,7 @@
-"""The share of the collectives' time in which products run: a trace of a few steps, read with its program.
+"""Measures the share of collective time that is overlapped with matrix products, from a trace of a few steps.
 
-jax's profiler says when each instruction ran on each device; the program's text says which of them are products, which
-collectives, and which two are the start and the end of one.
+The trace of JAX's profiler has the time of each instruction on each device. The program's HLO text identifies products
+and collectives, and pairs the start and the end of each asynchronous collective.
 """
 
 import collections
@@ -20,14 +20,14 @@ from jaxscale.ahead.hlo_text import Instruction, Module, parse_module
 from jaxscale.ahead.hlo_trips import count_runs
 from jaxscale.qualify.result import Figure
 
-OP = re.compile(r"%?([\w.\-]+)")  # an event may bear the instruction's whole text
-DEVICE = re.compile(r"/device:[^:]+:\d+")  # of a plane; a chip's SparseCores have planes of their own
+OP = re.compile(r"%?([\w.\-]+)")  # an event's name may be the full text of the instruction
+DEVICE = re.compile(r"/device:[^:]+:\d+")  # name of a device's plane; a chip's SparseCores have separate planes
 MOST_NAMED = 3
-Span = tuple[float, float]  # of a device's time [ns]
+Span = tuple[float, float]  # (begin, end) on one device [ns]
 
 
 class Event(NamedTuple):
-    """An instruction's run on a device."""
+    """One execution of an instruction on a device."""
 
     device: str
     op: str
@@ -37,26 +37,26 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The roles of a program's instructions in its trace, by name."""
+    """Names of a program's products and collectives, as in its trace."""
 
     products: frozenset[str]
     collectives: frozenset[str]
-    starts: Mapping[str, str]  # the end of an asynchronous collective: its start
+    starts: Mapping[str, str]  # end of an asynchronous collective -> its start
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Device time of the traced steps, all devices of this process together [s]."""
+    """Device time of the traced steps, summed over all devices of this process [s]."""
 
-    busy: float  # something ran
-    collective: float  # a collective ran, or was under way
-    covered: float  # and products ran meanwhile
-    exposed: tuple[tuple[str, float], ...]  # the collectives that nothing covered, the longest first
-    untold: tuple[str, ...]  # what the trace does not tell
+    busy: float  # time in which any event ran
+    collective: float  # a collective ran or was in flight
+    covered: float  # of that, time in which products ran
+    exposed: tuple[tuple[str, float], ...]  # collectives and their time without products, the longest first
+    untold: tuple[str, ...]  # what the trace cannot answer
 
 
 def roles_of(text: str) -> Roles:
-    """The roles of a compiled program's instructions (`compiled.as_text()`)."""
+    """Returns the roles of the instructions in the text of a compiled program (`compiled.as_text()`)."""
     module = parse_module(text)
     does = functions_of(module)
     runs, fused, _ = count_runs(module)
@@ -74,9 +74,9 @@ def roles_of(text: str) -> Roles:
 
 
 def functions_of(module: Module) -> dict[str, str]:
-    """{computation: 'product' or 'collective'} of those that hold one; the product counts, for it hides the other."""
+    """Returns {computation: 'product' or 'collective'} for those that contain one; 'product' if both."""
     found: dict[str, str] = {}
-    for computation in module.computations.values():  # what is called stands before who calls it
+    for computation in module.computations.values():  # callees precede their callers
         inside = {own_role(instruction, computation, found) for instruction in computation.instructions.values()}
         for role in ("collective", "product"):
             if role in inside:
@@ -85,7 +85,7 @@ def functions_of(module: Module) -> dict[str, str]:
 
 
 def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]) -> str:
-    """'product', 'collective' or ''. A loop or a branch is neither: its own instructions are in the trace."""
+    """Returns 'product', 'collective' or ''. Loops and branches are neither: the trace has their instructions."""
     opcode = instruction.opcode
     if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return "collective"
@@ -101,7 +101,7 @@ def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]
 
 
 def read_overlap(events: Iterable[Event], roles: Roles) -> Overlap:
-    """The overlap of the events. Asynchronous collectives last from their start to the end of their -done."""
+    """Computes the overlap from events. An asynchronous collective lasts from its -start to the end of its -done."""
     by_device: dict[str, list[Event]] = collections.defaultdict(list)
     for event in events:
         by_device[event.device].append(event)
@@ -128,7 +128,7 @@ def read_overlap(events: Iterable[Event], roles: Roles) -> Overlap:
 
 
 def collective_spans(events: Sequence[Event], roles: Roles, unpaired: set[str]) -> list[tuple[str, Span]]:
-    """(name, time) of each run of a collective; of an asynchronous one from its start to its end."""
+    """Returns (name, span) for each execution of a collective; adds ends without a matching start to `unpaired`."""
     runs: dict[str, list[Span]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda event: event.begin):
         if event.op in roles.collectives:
@@ -143,7 +143,7 @@ def collective_spans(events: Sequence[Event], roles: Roles, unpaired: set[str]) 
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not touch, in order."""
+    """Merges spans. Returns sorted spans that neither overlap nor touch."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -154,7 +154,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def common(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """The time that is in both; each as `union` returns it."""
+    """Returns the intersection of two lists of spans, each as returned by `union`."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         begin, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -168,12 +168,12 @@ def common(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """The sum of their lengths."""
+    """Returns the total length of the spans."""
     return sum(end - begin for begin, end in spans)
 
 
 def trace(run: Callable[[], Any]) -> list[Event]:
-    """The instructions that each device of this process ran during run(), which waits for its result."""
+    """Profiles run(), which must wait for its result. Returns the instructions executed on this process's devices."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="jaxscale-trace-") as folder:
@@ -184,7 +184,7 @@ def trace(run: Callable[[], Any]) -> list[Event]:
 
 
 def read_events(data: Any) -> list[Event]:
-    """The instructions in a profile. Devices have planes of their own; those of a CPU are numbered in its events."""
+    """Returns the instructions in a profile. Each accelerator has a plane; CPU events have the device's number."""
     found = []
     for plane in data.planes:
         place = DEVICE.match(plane.name)
@@ -200,7 +200,7 @@ def read_events(data: Any) -> list[Event]:
 
 
 def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Figure], list[str]]:
-    """(figures, notes) of a program's text and of run(), which runs it a few times and waits."""
+    """Returns (figures, notes) on the overlap of a program. run: executes it a few times and waits for the result."""
     roles = roles_of(text)
     if not roles.collectives:
         return [], ["overlap: the step has no collectives to hide"]

@@ -1,4 +1,4 @@
-"""A qualification as one HTML page, and as lines for a terminal."""
+"""Formats a qualification as one HTML page and as lines for a terminal."""
 
 from collections.abc import Iterator
 
@@ -20,11 +20,11 @@ TITLES = {
 }
 SHOWN = {"passed": "finished", "below": "failed", "failed": "failed", "left out": "stopped", "measured": "running"}
 HEAD = ("", "measured", "from", "to", "compared with", "share", "", "limit", "")
-DRAWN = 120  # pixels of a bar for all of what is compared with
+DRAWN = 120  # width in pixels of a bar of 100%
 
 
 def make_page(result: Qualification) -> str:
-    """The page: the verdict, then a table for each probe, then floors and versions."""
+    """Returns the HTML page: the verdict, a table for each probe, then floors and versions."""
     word, kind = verdict(result)
     facts = [
         ("devices", result.devices, result.chip or "no datasheet"),
@@ -38,10 +38,10 @@ def make_page(result: Qualification) -> str:
         for name, value, more in facts
     )
     lines = "".join(f"<li>{escape(line)}</li>" for line in result.failures)
-    told = f'<ul class="told">{lines}</ul>' if lines else ""
+    failure_list = f'<ul class="told">{lines}</ul>' if lines else ""
     head = (
         f'<div class="top"><h1>{escape(result.devices)}</h1><span class="state {kind}">{escape(word)}</span></div>'
-        f'<p class="sub">{escape(result.datasheet or NO_DATASHEET)}</p><dl class="facts">{items}</dl>{told}'
+        f'<p class="sub">{escape(result.datasheet or NO_DATASHEET)}</p><dl class="facts">{items}</dl>{failure_list}'
     )
     sections = [Section(probe.name, TITLES[probe.name], probe_html(probe)) for probe in result.probes]
     sections.append(Section("floors", "Floors and versions", floors_html(result)))
@@ -50,7 +50,7 @@ def make_page(result: Qualification) -> str:
 
 
 def verdict(result: Qualification) -> tuple[str, str]:
-    """(the verdict in words, its style)."""
+    """Returns (the verdict in words, its CSS class)."""
     if result.unfinished:
         return f"under way, {', '.join(result.unfinished)} to come", "running"
     if not result.passed:
@@ -60,7 +60,7 @@ def verdict(result: Qualification) -> tuple[str, str]:
 
 
 def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
-    """(name, value, share of the datasheet) of the figures at the top of the page."""
+    """Yields (name, value, share of the datasheet) for the figures at the top of the page."""
     for probe in result.probes:
         for figure in probe.figures:
             if figure.name in ("speed of the step", "MFU", "overlap: collective time in which products run") or (
@@ -71,7 +71,7 @@ def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
 
 
 def probe_html(probe: Probe) -> str:
-    """The state of a probe, its figures and its notes."""
+    """Returns the HTML of a probe: state, figures and notes. Empty columns are omitted."""
     state = f'<p><span class="state {SHOWN[probe.state]}">{escape(probe.state)}</span></p>'
     rows = [figure_row(figure) for figure in probe.figures]
     filled = [any(row[place].html for row in rows) for place in range(len(HEAD))]
@@ -82,12 +82,12 @@ def probe_html(probe: Probe) -> str:
 
 
 def lines_below(probe: Probe) -> list[str]:
-    """The lines below the figures of a probe: what failed, here and in other processes, then notes."""
+    """Returns the lines below a probe's figures: failures of this and of other processes, then notes."""
     return [*filter(None, (probe.problem, *probe.elsewhere)), *probe.notes]
 
 
 def figure_row(figure: Figure) -> list[Cell]:
-    """The cells of a figure."""
+    """Returns the table cells of a figure, in the order of HEAD."""
     number = lambda value: n("" if value is None else amount(value, figure.unit))
     quiet = lambda text: Cell(escape(text), "t")
     share = figure.share
@@ -102,7 +102,7 @@ def figure_row(figure: Figure) -> list[Cell]:
 
 
 def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
-    """(flag, floor, of what)."""
+    """Returns (flag, floor, description) for each floor."""
     return [
         ("--products_floor", f"{floors.products:.0%}", "of the datasheet's FLOP/s, in each type"),
         ("--bandwidth_floor", f"{floors.bandwidth:.0%}", "of the datasheet's memory bandwidth"),
@@ -122,13 +122,13 @@ def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
 
 
 def floors_html(result: Qualification) -> str:
-    """What was asked for, and what it was measured with."""
+    """Returns the HTML tables of floors and of software versions."""
     versions = [(name, version) for name, version in result.versions.items() if version]
     return table(("flag", "floor", ""), floor_rows(result.floors)) + table(("version of", ""), versions)
 
 
 def summary_lines(result: Qualification) -> list[str]:
-    """The result for a terminal: each figure with a limit or beside the datasheet, then the floors and the verdict."""
+    """Formats the result for a terminal: the figures and notes of each probe, then the floors and the verdict."""
     where = f"{plural(result.num_processes, 'process')} on {plural(len(result.hosts), 'host')}"
     lines = [f"{result.devices}, {where}; {result.datasheet or NO_DATASHEET}"]
     for probe in result.probes:

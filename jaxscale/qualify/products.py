@@ -1,4 +1,4 @@
-"""Matrix products and memory of a device, compared with the datasheet; and devices with each other.
+"""Measures matrix products and memory of a device against the datasheet, and compares devices with each other.
 
 N width of the square operands
 """
@@ -20,17 +20,18 @@ from jaxscale.qualify.result import NO_DATASHEET, Figure, Machine, Probe, first_
 from jaxscale.qualify.timing import Timed, timed
 
 MIB = 2**20
-QUEUED = 8  # products that are asked for before the last is waited for: the call itself takes its time too
+QUEUED = 8  # calls dispatched before waiting, to hide the dispatch time
 REPEATS = 10
-WIDTH, CPU_WIDTH = 8192, 1024  # 8192: 1.1e12 operations, a millisecond of the fastest chip in the table
-MEMORY_BYTES, CPU_MEMORY_BYTES = 2**30, 64 * MIB  # larger than any chip's fast memory, and than a CPU's cache
-RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # of products of 8-bit operands
+WIDTH, CPU_WIDTH = 8192, 1024  # 8192: 1.1e12 FLOPs, about 1 ms on the fastest chip in the table
+MEMORY_BYTES, CPU_MEMORY_BYTES = 2**30, 64 * MIB  # larger than on-chip memory and CPU caches
+RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # 8-bit operand dtype -> result dtype
 
 
 def measure_products(machine: Machine) -> Probe:
-    """FLOP/s of this process's first device in each type that its datasheet has, and bytes/s of its memory.
+    """Measures FLOP/s of this process's first device in each dtype of its datasheet, and bytes/s of its memory.
 
-    Of a CPU, float32 and bfloat16. 8-bit products that are refused are told, and are no failure of the machine.
+    Without a datasheet, as on CPU, the dtypes are float32 and bfloat16. Unsupported 8-bit products are reported in the
+    notes and do not fail the probe.
     """
     device, chip = jax.local_devices()[0], machine.chip
     source = chip.source if chip else ""
@@ -39,7 +40,7 @@ def measure_products(machine: Machine) -> Probe:
         try:
             found, flops = time_products(device, product_width(device), dtype)
         except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError) as error:
-            if dtype not in RESULTS:  # every machine computes in the others: one that does not is broken
+            if dtype not in RESULTS:  # all machines must support the other dtypes
                 raise
             notes.append(f"products in {dtype}: not measured, {first_words(error)}")
             continue
@@ -53,7 +54,7 @@ def measure_products(machine: Machine) -> Probe:
 
 
 def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float | None]]:
-    """(type of the operands, the datasheet's FLOP/s or None)."""
+    """Returns (dtype of the operands, the datasheet's FLOP/s or None) for each dtype to measure."""
     if chip is None:
         return [("float32", None), ("bfloat16", None)]
     found: list[tuple[str, float | None]] = [("bfloat16" if chip.bfloat16 else "float16", chip.peak_flops)]
@@ -62,14 +63,14 @@ def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float 
 
 
 def product_width(device: Device) -> int:
-    """The width of the operands, for a fraction of a second in all."""
+    """Returns the width of the operands, chosen so that all calls take a fraction of a second."""
     return CPU_WIDTH if device.platform == "cpu" else WIDTH
 
 
 def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
-    """(seconds of QUEUED products of square matrices on this device alone, their operations).
+    """Returns (seconds of QUEUED products of square matrices on this device, their FLOPs).
 
-    The numbers are random: chips draw less power, and clock higher, on constant ones.
+    The operands are random: with constant ones chips draw less power and run at higher clocks.
     """
     key = jax.random.key(0)
     if dtype == "int8":
@@ -84,9 +85,9 @@ def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS
 
 @jax.jit
 def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
-    """a b', the form that 8-bit products of NVIDIA's library have; of 8-bit operands in a wider type.
+    """Returns a @ b.T, the layout of cuBLAS's 8-bit products; the result of 8-bit operands has the dtype in RESULTS.
 
-    On a CPU the result is float32: for a narrower one XLA:CPU widens the operands first.
+    On CPU the product is computed in float32 and then cast: for a 16-bit result XLA:CPU converts the operands first.
     """
     result = RESULTS.get(a_NN.dtype.name, a_NN.dtype)
     product = lambda a_NN, b_NN, result: lax.dot_general(
@@ -94,12 +95,12 @@ def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
     )
     if a_NN.dtype.name in RESULTS:
         return product(a_NN, b_NN, result)
-    wide = lambda a_NN, b_NN: lax.optimization_barrier(product(a_NN, b_NN, jnp.float32)).astype(result)
-    return lax.platform_dependent(a_NN, b_NN, cpu=wide, default=lambda a_NN, b_NN: product(a_NN, b_NN, result))
+    in_float32 = lambda a_NN, b_NN: lax.optimization_barrier(product(a_NN, b_NN, jnp.float32)).astype(result)
+    return lax.platform_dependent(a_NN, b_NN, cpu=in_float32, default=lambda a_NN, b_NN: product(a_NN, b_NN, result))
 
 
 def time_memory(device: Device, repeats: int = REPEATS) -> tuple[Timed, float]:
-    """(seconds of QUEUED passes over an array that read and write all of it, the bytes that they move)."""
+    """Returns (seconds of QUEUED passes that each read and write a whole array, the bytes that they move)."""
     num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
     x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
     found = timed(lambda: over(x), repeats)
@@ -108,13 +109,13 @@ def time_memory(device: Device, repeats: int = REPEATS) -> tuple[Timed, float]:
 
 @jax.jit
 def over(x: jax.Array) -> jax.Array:
-    """QUEUED passes one after the other, in one program: a pass reads what the one before it wrote."""
+    """Runs QUEUED passes over x in one program; each reads what the previous one wrote."""
     return lax.fori_loop(0, QUEUED, lambda _, x: x * 0.5 + 1.0, x)
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """Seconds of the same products on one device."""
+    """Seconds of the reference product on one device."""
 
     name: str  # 'TPU 3 at (0, 1, 1)'
     host: str
@@ -126,15 +127,15 @@ TimeDevice = Callable[[Device], float]
 
 
 def product_seconds(device: Device, repeats: int = REPEATS) -> float:
-    """The median seconds of one product on this device alone."""
+    """Returns the median seconds of one product that runs on this device only."""
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     return time_products(device, product_width(device), dtype, repeats)[0].median / QUEUED
 
 
 def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds) -> Probe:
-    """Compares each device of all processes with the median; names those that are slow.
+    """Compares the devices of all processes with their median and reports the slow ones.
 
-    The simulated devices of a CPU share its cores, so that of each process one is timed.
+    Simulated CPU devices share the same cores, so only one per process is timed.
     """
     local = [device for device in machine.devices if device.process_index == jax.process_index()]
     shared = machine.on_cpu and len(local) > 1 and time_device is product_seconds
@@ -150,9 +151,10 @@ def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds)
 
 
 def beside_median(rows: Sequence[DeviceTime], most: float) -> tuple[Figure, ...]:
-    """The median device, and each device that takes more than `most` times as long, slowest first.
+    """Returns the median time, and each device that takes more than `most` times as long, slowest first.
 
-    Of two devices the median is the faster one.
+    If none does, the slowest device follows. With an even number of devices the lower median is used: of two devices,
+    the faster one.
     """
     usual = statistics.median_low([row.seconds for row in rows])
     times = sorted(rows, key=lambda row: -row.seconds)
@@ -169,6 +171,6 @@ def beside_median(rows: Sequence[DeviceTime], most: float) -> tuple[Figure, ...]
 
 
 def device_name(device: Any) -> str:
-    """'TPU 3 at (0, 1, 1)', 'GPU 5'."""
+    """Returns the device's name, such as 'TPU 3 at (0, 1, 1)' or 'GPU 5'."""
     coords = getattr(device, "coords", None)
     return f"{device.platform.upper()} {device.id}" + (f" at {tuple(coords)}" if coords is not None else "")

@@ -1,4 +1,4 @@
-"""The result of a qualification: figures and what they are compared with, by probe, and the verdict."""
+"""Result of a qualification: the figures of each probe, their references and limits, and the verdict."""
 
 import dataclasses
 import math
@@ -18,22 +18,22 @@ NO_DATASHEET = "no datasheet for this machine: its figures are compared with not
 class Floors:
     """Limits that a machine must meet to be qualified.
 
-    But for MFU, memory and slow devices they were chosen, not measured: so far below its datasheet a chip is ill, or
-    is not the one that was ordered, rather than badly programmed.
+    The floors for products, bandwidth and links were chosen, not measured: a chip this far below its datasheet is
+    more likely faulty, or not the model that was ordered, than badly programmed.
     """
 
     products: float = 0.6  # of the datasheet's FLOP/s
-    bandwidth: float = 0.6  # of the datasheet's bytes/s of memory
-    links: float = 0.4  # of the datasheet's bytes/s of the links along one axis, at the largest size
-    mfu: float | None = None  # of the datasheet's FLOP/s, by the training step; None: no floor
-    memory_within: float = 0.05  # of the compiler's own figure, either way: what preflight says would not hold here
-    slow: float = 1.25  # times the median of all devices: below that, chips of one kind differ without being ill
+    bandwidth: float = 0.6  # of the datasheet's memory bytes/s
+    links: float = 0.4  # of the datasheet's link bytes/s along one axis, at the largest size
+    mfu: float | None = None  # of the datasheet's FLOP/s, in the training step; None: no floor
+    memory_within: float = 0.05  # of the compiler's figure, either way; outside it preflight's estimates do not hold
+    slow: float = 1.25  # times the median of all devices; smaller differences are normal between chips of one kind
 
 
 def usual_mfu_floor(chip: Chip | None) -> float | None:
-    """The least published MFU of H100, for chips of its architecture; None for others.
+    """Returns the lowest published MFU of H100, for chips of its architecture; None for others.
 
-    Elsewhere none is published for models as small as the one that is timed, or none at all.
+    For other chips no MFU is published for models as small as the one that is timed.
     """
     same = chip is not None and chip.architecture == H100.architecture
     return published_mfu(H100)[0].low if same else None
@@ -41,7 +41,7 @@ def usual_mfu_floor(chip: Chip | None) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds of each probe after which it counts as a hang: phases of the watchdog."""
+    """Timeout of each probe in seconds; the fields are phases of the watchdog."""
 
     products_seconds: float
     devices_seconds: float
@@ -49,11 +49,11 @@ class Limits:
     kernels_seconds: float
     step_seconds: float
     storage_seconds: float
-    save_seconds: float  # of the thread that saves
+    save_seconds: float  # of the checkpoint writer's thread
 
     @classmethod
     def all(cls, seconds: float) -> "Limits":
-        """The same for each."""
+        """Returns limits with the same timeout for each phase."""
         return cls(*[seconds] * len(dataclasses.fields(cls)))
 
 
@@ -62,16 +62,16 @@ UNWATCHED = Watchdog(None, Limits.all(0.0))
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine, and how it is qualified."""
+    """The machine to qualify, its floors and the settings of the probes."""
 
     devices: tuple[Device, ...]  # of all processes
-    chip: Chip | None  # the datasheet; None for a device that the table does not have, and for a CPU
+    chip: Chip | None  # the datasheet; None for CPU and for devices that are not in the table
     floors: Floors
-    folder: Any  # where the result is written, on all processes
-    save_folder: Any  # where saves are tried
-    seconds: float  # for all probes together
-    own_model: tuple[str, RunConfig] | None = None  # whose step is timed, in place of the 1B class
-    phase: Callable[..., Any] = UNWATCHED.phase  # the watchdog's, for the thread that saves
+    folder: Any  # for the result, the same on all processes
+    save_folder: Any  # for the saves of the storage probe
+    seconds: float  # time limit of all probes together
+    own_model: tuple[str, RunConfig] | None = None  # (name, config) of the step to time instead of the built-in models
+    phase: Callable[..., Any] = UNWATCHED.phase  # the watchdog's context manager for a named phase
 
     @property
     def platform(self) -> str:
@@ -80,37 +80,37 @@ class Machine:
 
     @property
     def wait_seconds(self) -> float:
-        """For the slowest process in a probe."""
+        """Seconds to wait for the slowest process in a probe."""
         return max(WAIT_SECONDS, self.seconds)
 
     @property
     def on_cpu(self) -> bool:
-        """True where work is small, for nothing is held against a datasheet."""
+        """True on CPU, where probes are small because nothing is compared with a datasheet."""
         return self.platform == "cpu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number that was measured."""
+    """A measured value, with its spread, reference and limits."""
 
     name: str
     value: float
     unit: str  # FLOP/s, bytes/s, tokens/s, s, bytes, share (of 1), times
-    low: float | None = None  # the spread of what was timed, in the same unit, as the next four
+    low: float | None = None  # spread; low, high, against, least and most are in `unit`
     high: float | None = None
-    against: float | None = None  # what it is compared with
-    source: str = ""  # of that
-    least: float | None = None  # the floor
-    most: float | None = None
+    against: float | None = None  # reference value
+    source: str = ""  # of the reference value
+    least: float | None = None  # lower limit
+    most: float | None = None  # upper limit
 
     @property
     def share(self) -> float | None:
-        """The value as a share of what it is compared with; None without that."""
+        """The value as a share of the reference value; None without one."""
         return self.value / self.against if self.against else None
 
     @property
     def passed(self) -> bool | None:
-        """True if the value is within its limits, False also for NaN; None without limits."""
+        """True if the value is within its limits, False if not or if it is NaN; None without limits."""
         if self.least is None and self.most is None:
             return None
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -118,30 +118,30 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The figures of one kind of measurement. `problem`: why there are none, or not all, in words."""
+    """The figures of one kind of measurement. problem: the reason if figures are missing or invalid."""
 
     name: str
     figures: tuple[Figure, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
-    left_out: bool = False  # for lack of time, or because it was not asked for
+    left_out: bool = False  # out of time, or not requested
     seconds: float = 0.0
-    traceback: str = ""  # of what ended it
-    elsewhere: tuple[str, ...] = ()  # what is outside its limits in other processes, a line each
+    traceback: str = ""  # of the exception that ended it
+    elsewhere: tuple[str, ...] = ()  # figures of other processes outside their limits, one line each
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """The figures of this process that are outside their limits, a line each."""
+        """Figures of this process outside their limits, one line each."""
         return tuple(f"{one.name}: {limit_words(one)}" for one in self.figures if one.passed is False)
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """All reasons for which the machine is not qualified, a line each."""
+        """All reasons against qualifying the machine, one line each."""
         return tuple(filter(None, (*self.outside, *self.elsewhere, self.problem)))
 
     @property
     def state(self) -> str:
-        """'passed', 'below' (a floor), 'failed' (it could not measure), 'left out', or 'measured': without a floor."""
+        """'passed', 'below' (outside a limit), 'failed' (has a problem), 'left out' or 'measured' (without limits)."""
         if self.left_out:
             return "left out"
         if self.problem:
@@ -156,32 +156,32 @@ ProbeFunction = Callable[[Machine], Probe]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qualification:
-    """All that was found, as qualify.json has it."""
+    """The result of all probes, in the format of qualify.json."""
 
     devices: str
-    hosts: tuple[str, ...]  # by name, each once
+    hosts: tuple[str, ...]  # unique hostnames
     num_processes: int
     chip: str | None
-    datasheet: str  # its source, or that there is none
+    datasheet: str  # its source; '' without one
     floors: Floors
     probes: tuple[Probe, ...]
     seconds: float
     date: str
     versions: dict[str, str | None]
-    unfinished: tuple[str, ...] = ()  # probes that are still to come
+    unfinished: tuple[str, ...] = ()  # probes still to run
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """All reasons for which the machine is not qualified, a line each, after the name of its probe."""
+        """All reasons against qualifying the machine, one line each, prefixed with the probe's name."""
         return tuple(f"{probe.name}: {line}" for probe in self.probes for line in probe.failures)
 
     @property
     def passed(self) -> bool:
-        """True if nothing that was looked at is below a floor, and nothing failed."""
+        """True if all measured figures are within their limits and no probe failed."""
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. A number that is not finite becomes text: JSON has no NaN."""
+        """Returns plain data for JSON. Non-finite numbers become strings, since JSON has no NaN."""
         found = dataclasses.asdict(self) | {"passed": self.passed, "failures": self.failures}
         for plain, probe in zip(found["probes"], self.probes):
             plain["state"] = probe.state
@@ -192,7 +192,7 @@ class Qualification:
 
 
 def limit_words(figure: Figure) -> str:
-    """'412 TFLOP/s, 41.6% of 989 TFLOP/s, and at least 593 TFLOP/s are wanted'."""
+    """Returns the value and its limits, such as '412 TFLOP/s, 41.7% of 989 TFLOP/s; wanted at least 593 TFLOP/s'."""
     text = amount(figure.value, figure.unit)
     if figure.against and figure.share is not None:
         text += f", {figure.share:.1%} of {amount(figure.against, figure.unit)}"
@@ -200,7 +200,7 @@ def limit_words(figure: Figure) -> str:
 
 
 def limits(figure: Figure) -> str:
-    """'at least 593 TFLOP/s'; '' without a limit."""
+    """Returns the limits in words, such as 'at least 593 TFLOP/s'; '' without a limit."""
     lower = [f"at least {amount(figure.least, figure.unit)}"] if figure.least is not None else []
     upper = [f"at most {amount(figure.most, figure.unit)}"] if figure.most is not None else []
     return " and ".join(lower + upper)
@@ -210,7 +210,7 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def amount(value: float, unit: str) -> str:
-    """'612 TFLOP/s', '3.1 GB/s', '4.2 ms', '41.3%', '1.25 times', '0.0031'."""
+    """Formats a value with its unit: '612 TFLOP/s', '3.1 GB/s', '4.2 ms', '41.3%', '1.25 times'."""
     if unit == "share":
         return (
             f"{value:.1%}"
@@ -230,11 +230,11 @@ def amount(value: float, unit: str) -> str:
     return f"{number} {prefix}{unit.replace('bytes', 'B')}"
 
 
-Rate = tuple[float, float, float]  # the median, and the spread
+Rate = tuple[float, float, float]  # (median, low, high)
 
 
 def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Figure:
-    """A Figure of a rate, compared with the datasheet if there is one; `floor` is a share of that."""
+    """Returns the Figure of a rate, compared with the datasheet's value if given. floor: as a share of that value."""
     median, low, high = rate
     found = Figure(name=name, value=median, unit=unit, low=low, high=high)
     if not datasheet:
@@ -243,6 +243,6 @@ def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float
 
 
 def first_words(error: BaseException, most: int = 240) -> str:
-    """'XlaRuntimeError: RESOURCE_EXHAUSTED: ...', the first line of an error."""
+    """Returns an error's type and first line, such as 'XlaRuntimeError: RESOURCE_EXHAUSTED: ...'."""
     lines: Sequence[str] = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:most]}"

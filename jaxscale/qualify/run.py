@@ -1,4 +1,4 @@
-"""All probes one after the other: their order, the time to go, a bound for each, and the result as it grows."""
+"""Runs all probes in order, with a time estimate and a watchdog phase for each, and writes the result after each."""
 
 import dataclasses
 import datetime
@@ -25,19 +25,19 @@ from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop, print_stderr
 from jaxscale.units import duration
 
-# Seconds that a probe is taken to need on an accelerator, most for compiling. Assumed, and used for the time to go.
+# Expected seconds of each probe on an accelerator, mostly compilation; assumed, used only for the time estimate.
 EXPECTED = {"products": 20.0, "devices": 20.0, "links": 60.0, "kernels": 90.0, "step": 180.0, "storage": 60.0}
 PROBES = tuple(EXPECTED)
 
 
 class Kept:
-    """The step that the step probe leaves for `jaxscale plan`."""
+    """Holds the step probe's record for `jaxscale plan`."""
 
     measured: Measured | None = None
 
 
 def probe_functions(kept: Kept) -> dict[str, ProbeFunction]:
-    """{name: probe}, in their order."""
+    """Returns {name: probe function} in the order of PROBES; the step probe sets kept.measured."""
 
     def step(machine: Machine) -> Probe:
         probe, kept.measured = measure_model(machine)
@@ -50,16 +50,16 @@ def probe_functions(kept: Kept) -> dict[str, ProbeFunction]:
 def qualify(
     machine: Machine, *, only: Collection[str] = PROBES, say: Callable[[str], None], clock=time.monotonic
 ) -> Qualification:
-    """Runs the probes and writes qualify.json and qualify.html after each; all processes call it, the first one writes.
+    """Runs the probes; writes qualify.json and qualify.html after each. All processes call it, and process 0 writes.
 
-    A probe that fails is reported in words. One that hangs is the watchdog's, whose phases machine.phase gives.
+    A failed probe is part of the result. A probe that hangs is ended by the watchdog, through machine.phase.
     """
-    began, kept = clock(), Kept()
+    began, step_result = clock(), Kept()
     hosts = tuple(dict.fromkeys(gathered(next_key("hosts"), socket.gethostname())))
     found: list[Probe] = []
     wanted = [name for name in PROBES if name in only]
     result = describe(machine, hosts, (), 0.0, tuple(wanted))
-    for name, function in probe_functions(kept).items():
+    for name, function in probe_functions(step_result).items():
         elapsed = agreed(lambda: clock() - began)
         if name not in only:
             found.append(Probe(name=name, left_out=True, notes=("not asked for",)))
@@ -74,22 +74,22 @@ def qualify(
         result = describe(machine, hosts, tuple(found), clock() - began, left)
         if jax.process_index() == 0:
             write(result, machine.folder)
-    if kept.measured is not None and jax.process_index() == 0:
-        save_measured(dataclasses.replace(kept.measured, by=QUALIFY, save_bytes_per_second=save_rate(found)))
+    if step_result.measured is not None and jax.process_index() == 0:
+        save_measured(dataclasses.replace(step_result.measured, by=QUALIFY, save_bytes_per_second=save_rate(found)))
     return result
 
 
 def to_go(done: Collection[str], ahead: Collection[str], elapsed: float) -> str:
-    """'about 3m20s to go', from the expected times and the pace so far."""
+    """Returns the time estimate, such as 'about 3m20s to go', from the expected times and the pace so far."""
     pace = elapsed / sum(EXPECTED[name] for name in done) if done else 1.0
     return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} to go"
 
 
 def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callable[[], float]) -> Probe:
-    """The probe with its failures in this and in other processes, and its seconds.
+    """Runs a probe. Returns it with its duration and the failures of all processes.
 
-    A process that fails in work of its own joins the others again at the end of the probe. One that fails in a
-    collective leaves them waiting in it, and their watchdog ends all.
+    A process that fails in local work rejoins the others at the end of the probe. If it fails in a collective, the
+    others wait in it until their watchdog ends the run. Raises Stop if a process is lost.
     """
     began, key, process = clock(), next_key("probe"), jax.process_index()
     try:
@@ -101,7 +101,7 @@ def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callabl
         if isinstance(error, Stop) and error.code == Exit.PEER_LOST:
             raise
         probe = Probe(name=name, problem=first_words(error), traceback=traceback.format_exc())
-        if jax.process_count() > 1:  # the others may wait for this one, for as long as a probe may take
+        if jax.process_count() > 1:  # logged now: the others may wait for this process until the timeout
             print_stderr(f"process {process}: {name} failed: {probe.problem}")
     try:
         answers = gathered(key, [probe.problem, list(probe.outside)], machine.wait_seconds)
@@ -119,14 +119,14 @@ def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callabl
 
 
 def probe_line(probe: Probe) -> str:
-    """'passed in 12s', with what failed behind it."""
+    """Returns state and duration, such as 'passed in 12s', followed by a line for each failure."""
     return f"{probe.state} in {duration(probe.seconds)}" + "".join(f"\n      {line}" for line in probe.failures)
 
 
 def describe(
     machine: Machine, hosts: tuple[str, ...], probes: tuple[Probe, ...], seconds: float, unfinished: tuple[str, ...]
 ) -> Qualification:
-    """The result so far."""
+    """Returns the result of the probes finished so far."""
     chip = machine.chip
     return Qualification(
         devices=f"{len(machine.devices)} x {machine.devices[0].device_kind}",
@@ -144,13 +144,13 @@ def describe(
 
 
 def write(result: Qualification, folder: Any) -> None:
-    """Writes qualify.json and qualify.html."""
+    """Writes qualify.json and qualify.html to the folder."""
     text = json.dumps(result.to_dict(), indent=1, default=str, allow_nan=False)
     paths.write_text_atomic(folder / "qualify.json", text + "\n")
     paths.write_text_atomic(folder / "qualify.html", make_page(result))
 
 
 def save_rate(probes: Collection[Probe]) -> float | None:
-    """bytes/s of a save, of all hosts together, where it was measured."""
+    """Returns the measured bytes/s of a save over all hosts; None if it was not measured."""
     figures = [figure for probe in probes if probe.name == "storage" for figure in probe.figures]
     return next((figure.value for figure in figures if figure.name.startswith("save")), None)

@@ -1,4 +1,4 @@
-"""The compiled training step alone: what `jaxscale bench step` times, on random tokens."""
+"""Times the compiled training step on random tokens, for `jaxscale bench step`."""
 
 import dataclasses
 import datetime
@@ -31,8 +31,8 @@ from jaxscale.sharding.shardings import local_rows, put_rows
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import has_huge_pages
 
-# Sizes at which plain JAX, PyTorch and other trainers are easily set up alike: Llama, untied, AdamW, clip 1. M is a
-# Mixtral, with experts half as wide as S's MLP.
+# Models that are easy to reproduce in plain JAX, PyTorch and other trainers: Llama with untied embeddings, AdamW, and
+# gradients clipped to norm 1. M is a Mixtral whose experts are half as wide as the MLP of S.
 SPECS = {
     "S": dict(
         seq_len=512,
@@ -68,14 +68,14 @@ COMMON = {
     "optim.warmup_tokens": 0,
     "data.name": "synthetic",
 }
-LONGEST_DATA = 10**12  # tokens of an epoch, for a horizon in epochs: the time of a step does not depend on it
+LONGEST_DATA = 10**12  # tokens per epoch, for budgets in epochs; does not affect the step time
 LOSSES = ("loss0", "lossN", "log_vocab", "logit_variance")
-NEAR_NATS = 0.5  # to within which a new model's loss on random tokens is known
+NEAR_NATS = 0.5  # tolerance of the expected loss of an untrained model on random tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecFlags:
-    """The flags that read_config() reads."""
+    """Flags read by read_config()."""
 
     spec: str | None = flag(
         None,
@@ -92,9 +92,9 @@ class SpecFlags:
 
 
 def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConfig]:
-    """(name, RunConfig) of --config, or of --spec (`usual` unless given), with --dtype and --config.NAME=VALUE put in.
+    """Returns (name, RunConfig) of --config or --spec, with --dtype and --config.NAME=VALUE applied.
 
-    Raises BadInput where both are given, or for an unknown spec.
+    usual: the default spec. Raises BadInput if both --config and --spec are given, or for an unknown spec.
     """
     flags, overrides = arguments.flags, dict(arguments.overrides)
     if flags.dtype:
@@ -110,16 +110,16 @@ def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConf
 
 
 def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Times `steps` steps after the first and `warmup` more, each waited for; the record that --json prints.
+    """Times `steps` steps, after the first and `warmup` more, waiting for each. Returns the record that --json prints.
 
-    A step is: one batch from the host to the devices, the compiled step, its loss back. Units are in the names: tok_s
-    tokens/s at the median step, *_s seconds, rss_mb MiB. cpu_s is processor time of a step over all threads, which
-    feels other programs on the machine less than step_s does.
+    A step transfers one batch to the devices, runs the compiled step and transfers its loss back. Units are in the
+    names: tok_s tokens/s at the median step, *_s seconds, *_mb MiB. cpu_s is CPU time of a step over all threads;
+    other programs on the machine affect it less than step_s.
     """
-    check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # none are read
+    check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # no data is read
     with CompileLog() as log:
         program = make_program(cfg, resolve_budget(cfg, epoch_tokens=LONGEST_DATA))
-        cfg = program.cfg  # in which no dtype is 'auto'
+        cfg = program.cfg  # 'auto' dtypes are resolved
         state = jax.block_until_ready(program.init())
         batches = random_batches(program, 1 + warmup + steps)
         hits, losses, seconds, cpu_seconds = log.from_cache, [], [], []
@@ -161,7 +161,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """Returns sizes of the model and its batch, and the machine, for the record of a measurement."""
+    """Returns the sizes of model and batch, and the machine, for the record of a measurement."""
     cfg = program.cfg
     return {
         "log_vocab": round(math.log(cfg.model.vocab_size), 4),
@@ -182,7 +182,7 @@ def describe_program(program: Program) -> dict[str, Any]:
 
 
 def product_gflops(dtype: str) -> float:
-    """GFLOP/s of products alone, on all devices; simulated ones share a processor and count as one."""
+    """Returns the GFLOP/s of matrix products over all devices; simulated devices share a CPU and count as one."""
     device = jax.local_devices()[0]
     seconds, flops = time_products(device, product_width(device), dtype)
     num_chips = 1 if device.platform == "cpu" else jax.device_count()
@@ -190,7 +190,7 @@ def product_gflops(dtype: str) -> float:
 
 
 def run_step(program: Program, train_step: Any, state: Any, batch: Batch) -> tuple[float, float, float, Any]:
-    """(seconds, processor seconds over all threads, loss, new state) of one batch from the host, waited for."""
+    """Runs one step on a host batch and waits. Returns (seconds, CPU seconds over all threads, loss, new state)."""
     began, cpu_began = time.perf_counter(), time.process_time()
     state, metrics = train_step(state, place(program, batch))
     loss = float(metrics["loss"])
@@ -199,7 +199,7 @@ def run_step(program: Program, train_step: Any, state: Any, batch: Batch) -> tup
 
 
 def random_batches(program: Program, number: int) -> list[Batch]:
-    """So many different batches on the host: this process's rows of uniform tokens, one document a row."""
+    """Returns `number` different host batches: this process's rows of uniform random tokens, one document a row."""
     cfg = program.cfg
     source = SyntheticRows(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
     rows = local_rows(program.batch_sharding, (cfg.rows_per_step, cfg.seq_len))
@@ -207,13 +207,13 @@ def random_batches(program: Program, number: int) -> list[Batch]:
 
 
 def place(program: Program, batch: Batch) -> Batch:
-    """The batch on the devices."""
+    """Transfers a host batch to the devices."""
     rows = local_rows(program.batch_sharding, (program.cfg.rows_per_step, program.cfg.seq_len))
     return put_rows(batch, rows, program.cfg.rows_per_step, program.batch_sharding)
 
 
 def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
-    """Model FLOPs utilisation as a fraction of the chips' peak; None where that is unknown."""
+    """Returns model FLOPs utilization, a fraction of the chips' peak FLOP/s; None if that is unknown."""
     chip = find_chip(jax.devices()[0].device_kind)
     if chip is None:
         return None
@@ -222,7 +222,7 @@ def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
 
 
 def process_age() -> float | None:
-    """Seconds since this process started, imports and a restart by exec included; None where the system hides it."""
+    """Returns seconds since this process started, including imports and a re-exec; None without /proc."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5), in clock ticks
@@ -232,13 +232,20 @@ def process_age() -> float | None:
 
 
 def logit_variance(model: AnyModelConfig) -> float:
-    """Of a new model's logits, of the Llama kind: a normed state times a last matrix of that standard deviation."""
+    """Returns the variance of an untrained Llama-like model's logits.
+
+    The hidden state is normalized, and the output projection is initialized with standard deviation HEAD_STD, scaled
+    by muP.
+    """
     return model.embed_dim * (HEAD_STD * mup_scales(model).output) ** 2
 
 
 def loss_problem(first: float | None, last: float | None, log_vocab: float, variance: float = 0.0) -> str | None:
-    """What is wrong with losses on random tokens, or None: they begin at log(vocabulary) and half the variance of the
-    logits, and can but fall to log(vocabulary)."""
+    """Returns a message if losses on random tokens are implausible, else None.
+
+    The expected loss starts at log(vocabulary) plus half the variance of the logits, and cannot go below
+    log(vocabulary).
+    """
     low, high = log_vocab - NEAR_NATS, log_vocab + variance / 2 + NEAR_NATS
     for what, loss in (("first", first), ("last", last)):
         if loss is not None and not low < loss < high:
@@ -247,13 +254,13 @@ def loss_problem(first: float | None, last: float | None, log_vocab: float, vari
 
 
 def active_text(record: dict[str, Any]) -> str:
-    """' (12.9B for a token, which FLOPs and MFU count)' of a mixture of experts, '' of another model."""
+    """Returns the active parameters of a mixture of experts, as ' (12.9B for a token, ...)'; '' for dense models."""
     active = record["active_params"]
     return "" if active == record["params"] else f" ({units.count(active)} for a token, which FLOPs and MFU count)"
 
 
 def step_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Formats the record for a terminal."""
     low, high = record["step_s_range"]
     layers = "scanned" if record["scan_layers"] else "unrolled"
     first = "unknown" if record["first_step_s"] is None else f"{record['first_step_s']} s"

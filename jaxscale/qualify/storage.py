@@ -1,4 +1,4 @@
-"""Times a save and a restore, through the checkpoints of training, in the folder that is given."""
+"""Times saving and restoring a checkpoint in a given folder, with the checkpoint manager of training."""
 
 import contextlib
 import math
@@ -22,20 +22,20 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.system import paths
 from jaxscale.units import plural, size
 
-FOLDER = "qualify-saves"  # inside the folder that is given, and gone afterwards
+FOLDER = "qualify-saves"  # inside the given folder; removed afterwards
 PROCESS_BYTES, CPU_PROCESS_BYTES = (
     4 * 2**30,
     32 * 2**20,
-)  # of each process: beyond what a disk's own cache takes
+)  # per process: larger than a disk's cache
 LEAVES = 16
-FIRST_BYTES = 2**20  # of each process in the first two saves: what the first imports and compiles is no part of a rate
-TIME_SHARE = 1 / 8  # of the time for all probes, by the second save: slow storage is tried with less
+FIRST_BYTES = 2**20  # per process in the first two saves; the first imports and compiles, and is not timed
+TIME_SHARE = 1 / 8  # of the time limit of all probes; sets the size from the second save's rate
 
 
 def measure_storage(machine: Machine) -> Probe:
-    """bytes/s of all processes together of a save (written, synced and read back) and of a restore, bit for bit.
+    """Measures bytes/s over all processes of a save (written, synced and read back) and of a restore.
 
-    What was just written may still be in a host's memory when it is restored, so that a cold restore can be slower.
+    A cold restore can be slower: files just written may still be in the host's page cache.
     """
     processes, most = jax.process_count(), CPU_PROCESS_BYTES if machine.on_cpu else PROCESS_BYTES
     mesh = make_mesh(MeshConfig(fsdp=-1), machine.devices)
@@ -54,10 +54,10 @@ def measure_storage(machine: Machine) -> Probe:
 
 
 def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) -> tuple[int, float, float, float]:
-    """Returns (bytes, seconds for which the save blocked, seconds until it was safe, seconds of the restore)."""
+    """Returns (bytes, seconds that the save blocked, seconds until it was complete, seconds of the restore)."""
     state = jax.block_until_ready(make_state(mesh, num_bytes))
     checkpoints = Checkpoints(folder, CheckpointConfig(keep_last=1), phase=machine.phase)
-    checkpoints.prepare(state)  # save() waits for it, but that is no part of a save
+    checkpoints.prepare(state)  # done first, so that save() need not wait for it
     checkpoints.wait_prepared()
     barrier()
 
@@ -75,7 +75,7 @@ def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) 
 
 
 def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
-    """LEAVES arrays of different random numbers, sharded over all devices, `num_bytes` in all."""
+    """Returns LEAVES random arrays sharded over all devices, together at least `num_bytes`."""
     rows = NamedSharding(mesh, P(MESH_AXES, None))
     columns = max(1, math.ceil(num_bytes / (4 * LEAVES * mesh.size)))
     make = jax.jit(lambda key: jax.random.normal(key, (mesh.size, columns), jnp.float32), out_shardings=rows)
@@ -84,9 +84,9 @@ def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def empty_folder(parent: Any) -> Iterator[Any]:
-    """A folder inside `parent` for all processes, which the first one removes again.
+    """Context manager of a folder inside `parent`, shared by all processes; process 0 removes it at the end.
 
-    A killed run leaves it behind. It is removed first: a save does not write again what it finds already saved.
+    A folder left by a killed run is removed first, since a save skips a step that is already saved.
     """
     folder = paths.absolute(parent) / FOLDER
 

@@ -1,4 +1,4 @@
-"""Seconds of a call, by any clock."""
+"""Times calls with a given clock."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 
 class Timed(NamedTuple):
-    """Seconds of a call that was made several times."""
+    """Median, minimum and maximum seconds of repeated calls."""
 
     median: float
     low: float
@@ -19,29 +19,29 @@ class Timed(NamedTuple):
     calls: int
 
     def rate(self, amount: float) -> tuple[float, float, float]:
-        """(amount a second at the median, at the slowest call, at the fastest one)."""
+        """Returns amount per second for the median, the slowest and the fastest call."""
         return amount / self.median, amount / self.high, amount / self.low
 
 
 def seconds_of(call: Callable[[], Any], clock: Clock = time.perf_counter) -> tuple[float, Any]:
-    """(seconds of one call, what it returns). JAX's calls are asynchronous: `call` waits for its own result."""
+    """Returns (seconds of one call, its result). JAX dispatches asynchronously, so `call` must wait for its result."""
     began = clock()
     result = call()
     return clock() - began, result
 
 
 def timed(call: Callable[[], Any], times: int, *, clock: Clock = time.perf_counter) -> Timed:
-    """Several calls, each waited for, after one that compiles and warms up. `call` returns arrays."""
+    """Times several calls, waiting for the arrays that each returns, after one that compiles and warms up."""
     jax.block_until_ready(call())
     return timed_warm(lambda: jax.block_until_ready(call()), times, clock)
 
 
 def timed_warm(call: Callable[[], Any], times: int, clock: Clock = time.perf_counter) -> Timed:
-    """Several calls, each of which waits for its own result."""
+    """Times several calls without a warm-up; each must wait for its result."""
     seconds = [seconds_of(call, clock)[0] for _ in range(times)]
     return Timed(statistics.median(seconds), min(seconds), max(seconds), times)
 
 
 def median_seconds(call: Callable[[], Any], times: int, clock: Clock = time.perf_counter) -> float:
-    """The median of several calls."""
+    """Returns the median seconds of several calls, each of which must wait for its result."""
     return timed_warm(call, times, clock).median

@@ -159,10 +159,10 @@ class GopherConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class C4Config:
-    """The rules of arXiv:1910.10683, section 2.2; None or False switches one off. A line taken out is an edit.
+    """The rules of arXiv:1910.10683, section 2.2; None or False switches one off. A removed line is an edit.
 
     The numbers are those of the published code (c4_utils.py of TensorFlow Datasets) and of the paper's journal version.
-    Its first version had 3 words and 5 sentences, which datatrove and so FineWeb took, with ' as an end mark.
+    The paper's first version had 3 words and 5 sentences, as do datatrove and FineWeb, with ' as an end mark.
     """
 
     terminal_punctuation: bool = setting(True, "keep only lines that end in one of end_marks, and not in ...")
@@ -225,7 +225,7 @@ class LicenceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToxicityConfig:
-    """The score column "toxicity", and what it leads to."""
+    """The score column "toxicity", and the thresholds for dropping documents."""
 
     score: bool = setting(True, "note alt-profanity-check's probability as the score column 'toxicity'")
     max_score: float | None = setting(None, "a document with a higher score is dropped; none: the score is only noted")
@@ -266,7 +266,7 @@ class LineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NearConfig:
-    """Definition of near duplicates, and effort of the search."""
+    """Definition of near duplicates, and the size of the search."""
 
     threshold: float = setting(0.75, "drop a document whose n-grams have this Jaccard similarity to those of another")
     ngram_words: int = setting(5, "words in an n-gram")

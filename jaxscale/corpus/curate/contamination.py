@@ -22,7 +22,7 @@ from jaxscale.text.document import Document, Outcome, Stage, per_document
 from jaxscale.text.sources.files import ignore_line, list_files
 from jaxscale.text.sources.records import ENDINGS, MOST_TEXT, kind_of, read_records, text_lines
 
-MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
+MIN_BITS, MAX_BITS = 24, 32  # size of the filter: from 2 MB, which fit in cache, to 512 MB
 CHOICE_WORDS = 8  # for a text in a list: choices are often phrases ("the temperature of the water")
 MAX_ITEMS = 10  # with the same short text; GPT-3 ignored n-grams that more than ten training documents had
 SPARE_BITS = 5  # filter bits per n-gram are at least 2^5: about 0.3% false positives

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-MAX_CAREFUL = 1000  # characters of a piece that is cut by the rules below; a longer one is not a word of any language
+MAX_CAREFUL = 1000  # longest piece in characters that the rules below cut; longer ones are not words
 
 LOWER, UPPER = "a-zß-öø-ÿа-яё", "A-ZÀ-ÖØ-ÞА-ЯЁ"
 LETTER = r"[^\W\d_]"
@@ -83,7 +83,7 @@ def _special_pieces() -> dict[str, tuple[str, ...]]:
         title = (words[0].title(), *words[1:]) if len(words) > 1 and words[0].isalpha() else words
         for form in (words, title):
             pieces["".join(form)] = form
-            if len(form) > 1 and any("'" in part for part in form):  # as people type it in a hurry: dont, youre
+            if len(form) > 1 and any("'" in part for part in form):  # also without apostrophe: dont, youre
                 bare = tuple(part.replace("'", "") for part in form)
                 pieces.setdefault("".join(bare), bare)
     for word in ("ill", "its", "hell", "shell", "shed", "were", "well", "whore", "lets", "cmon", "howdy"):
@@ -102,7 +102,7 @@ def cut(piece: str) -> tuple[str, ...]:
         return SPECIAL[piece]
     if piece.isalpha():
         return (piece,)
-    if piece[-1] in ",;!?:" or (piece[-1] == "." and piece[-2:-1].islower()):  # most of the rest, the short way
+    if piece[-1] in ",;!?:" or (piece[-1] == "." and piece[-2:-1].islower()):  # fast path for most other pieces
         if piece[:-1].isalpha():
             return (*SPECIAL.get(piece[:-1], (piece[:-1],)), piece[-1])
     if len(piece) > MAX_CAREFUL:

@@ -1,9 +1,9 @@
 """Hashes of words, word n-grams, lines and texts for deduplication, the same on every machine.
 
 A run of characters c_0 c_1 ... hashes to mix64(sum V[c_i] * M^i mod 2^64): a polynomial hash (Karp and Rabin, 1987),
-because all runs of a text can then be hashed at once by array operations. It is fast and well spread, but no defence
-against somebody who makes collisions on purpose. Unicode says what a letter is and how it is lower-cased, so a
-character that a later version of Unicode assigns may hash differently under a Python that knows it.
+because all runs of a text can then be hashed at once by array operations. It is fast and well distributed, but
+not secure against deliberate collisions. Letters and their lower case are those of Python's version of Unicode, so a
+character that a later version assigns may hash differently under a newer Python.
 """
 
 import functools
@@ -40,8 +40,8 @@ class Sketch(NamedTuple):
 def word_hashes(text: str) -> np.ndarray:
     """Returns uint64[n], a hash of each lower-cased word. A word is a maximal run of letters, numbers and marks.
 
-    Those are the Unicode categories L, N and M. A word hashes the same whatever stands around it. Lower-casing is
-    Unicode's simple one, character by character, and both forms of the small sigma count as one.
+    Those are the Unicode categories L, N and M. A word's hash does not depend on its surroundings. Lower-casing is
+    Unicode's simple mapping of single characters, and both forms of the small sigma are equal.
     """
     return np.concatenate([runs_and_starts(piece)[0] for piece in pieces(text)])
 

@@ -156,7 +156,7 @@ def make_language(cfg: LanguageConfig) -> Stage:
     """Returns a stage that adds each document's language and score column "language", and drops by language."""
     keep = frozenset(cfg.keep)
     head = cfg.head_chars or None
-    if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # a file may know more
+    if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # labels from a file may include others
         raise BadInput(
             f"keep={cfg.keep}: the model does not know {sorted(unknown)}; it knows {sorted(set(load_model().labels))}"
         )

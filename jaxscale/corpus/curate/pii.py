@@ -34,13 +34,13 @@ PLAIN = str.maketrans(dict.fromkeys("\u00a0\u2009\u202f", " ") | dict.fromkeys("
 # Every number of six digits or more stands in one of these. The look ahead makes a year or a price cheap to pass by.
 ROW = re.compile(rf"[0-9](?=[0-9A-Z{GAPS}]{{5}})(?:[{GAPS}]{{0,3}}[0-9A-Z]){{5,}}+")
 DIGITS, FEWEST = "0123456789", 6
-LEAD = 8  # of what belongs to a number may stand before its first digit: the letters of a codice fiscale, "(+"
-BEFORE, AFTER = 48, 32  # what of its surroundings the rules may look at
-MAX_ROUNDS = 4  # a placeholder may bring a number nearer to the word that gives it away: look again, but not for ever
+LEAD = 8  # characters of a number before its first digit: the letters of a codice fiscale, "(+"
+BEFORE, AFTER = 48, 32  # characters around a number that the rules may read
+MAX_ROUNDS = 4  # a placeholder may bring a number nearer to the word that names it, so the search is repeated
 
-# Local part and domain as RFC 5321 and 6531 have them, less quoted local parts, which nobody publishes. Letters of
-# other scripts count only where the part has no Latin ones: running Chinese has no space before an address.
-# =/?&#| are allowed in a local part, but what stands before them is nearly always a query: ?mail=me@home.org
+# Local part and domain as in RFC 5321 and 6531, except quoted local parts, which are very rare. Letters of other
+# scripts count only if the part has no Latin ones: Chinese text has no space before an address. =/?&#| are allowed
+# in a local part, but the text before them is nearly always part of a query: ?mail=me@home.org
 AT = re.compile(r"@(?=[^\W_])")
 LATIN = "A-Za-z0-9\u00c0-\u024f_.!$%'*+^`{}~-"
 LOCAL = re.compile(rf"[{LATIN}]*[=/?&#|]*\Z")
@@ -61,7 +61,7 @@ IPV6_SIGN = re.compile(r":[0-9A-Fa-f]{0,4}:")
 IPV6_CHARS = 45  # of the longest, which ends in an IPv4 address
 IPV6_BEFORE = re.compile(r"[0-9A-Fa-f:]*\Z")
 IPV6_AFTER = re.compile(r"[0-9A-Fa-f:]*(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3})?")
-GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # RFC 4291, section 2.4: the rest is nobody's, as a::b in C++
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # RFC 4291, section 2.4; excludes a::b as in C++
 GOES_ON = re.compile(r"\w|:[\w:]")
 VERSION_BEFORE = re.compile(
     r"(?:\bv|\bver\.?|\bversion|\brelease|\bbuild|\bfirmware|§|\bsections?)\s*\Z", re.IGNORECASE
@@ -98,7 +98,7 @@ class PIIConfig:
         for kind in KINDS:
             placeholder = getattr(self, f"{kind}_placeholder")
             found = [(span.kind, placeholder[span.start : span.end]) for span in find_pii(placeholder, self.countries)]
-            if found not in ([], [(kind, placeholder)]):  # nothing, or itself as a whole, which is then left alone
+            if found not in ([], [(kind, placeholder)]):  # the whole placeholder is not redacted again
                 raise BadInput(
                     f"{kind}_placeholder={placeholder!r} holds personal data itself, {found}; "
                     f"use a word in brackets, or one {kind} and nothing else"

@@ -28,7 +28,7 @@ def word(pattern: str) -> re.Pattern:
 def ssn(number: str) -> bool:
     """US social security number: no area 000, 666 or 9xx, no group 00, no serial 0000 (SSA, "randomization", 2011).
 
-    Nor one of the three that advertisements have made public.
+    Three numbers that were published in advertisements are also excluded.
     """
     area, group, serial = number[:3], number[3:5], number[5:]
     if number in ("078051120", "219099999", "123456789"):
@@ -102,12 +102,12 @@ def verhoeff(digits: str) -> bool:
 
 
 def aadhaar(number: str) -> bool:
-    """Indian Aadhaar: 12 digits, the first 2 to 9, Verhoeff (UIDAI). Three years in a row are none."""
+    """Indian Aadhaar: 12 digits, the first 2 to 9, Verhoeff (UIDAI). Three consecutive years do not match."""
     years = all(number[i : i + 2] in ("20", "21") for i in (0, 4, 8))
     return number[0] in "23456789" and not years and len(set(number)) > 2 and verhoeff(number)
 
 
-DIGIT_OR_LETTER = "[0-9LMNPQRSTUV]"  # of a codice fiscale whose double was given out: letters stand for digits
+DIGIT_OR_LETTER = "[0-9LMNPQRSTUV]"  # letters replace digits in a codice fiscale that would not be unique
 EDGE, AFTER = r"(?<![0-9A-Za-z])(?<![0-9][.-])", r"(?![0-9A-Za-z])(?!-[0-9])"
 NATIONAL_IDS = {
     "us": NationalId(

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Container, Iterable, Iterator
 
-# Groups as cards are printed: 4-4-4-4 and its longer and shorter kin, 4-6-5 and 4-6-4; or no gap at all.
+# Groups as cards are printed: 4-4-4-4 and its longer and shorter variants, 4-6-5 and 4-6-4; or no gap at all.
 CARD = re.compile(
     r"(?<![\w.+-])(?:[0-6][0-9]{11,18}|[0-6][0-9]{3}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{1,4}(?:\1[0-9]{1,3})?"
     r"|3[0-9]{3}([ -])[0-9]{6}\2[0-9]{4,5})(?![\w]|[.-][0-9])"
@@ -18,7 +18,7 @@ ISSUERS = (
     ("6011", "6011", range(16, 20)), ("644", "649", range(16, 20)), ("65", "65", range(16, 20)),  # Discover
     ("300", "305", range(14, 20)), ("3095", "3095", range(14, 20)),  # Diners Club
     ("36", "36", range(14, 20)), ("38", "39", range(14, 20)),
-    ("35", "35", range(16, 20)),  # JCB: 3528 to 3589, and what generated data makes of it
+    ("35", "35", range(16, 20)),  # JCB: 3528 to 3589, and the wider range found in generated data
     ("1800", "1800", (15,)), ("2131", "2131", (15,)),
     ("62", "62", range(16, 20)), ("81", "81", range(16, 20)),  # UnionPay
     ("5018", "5018", range(12, 20)), ("5020", "5020", range(12, 20)), ("5038", "5038", range(12, 20)),  # Maestro

@@ -42,8 +42,8 @@ YEARS = re.compile(r"(?:1[5-9]|20)[0-9]{2}(?:[ /-]{1,3}(?:1[5-9]|20)[0-9]{2})+")
 DOTTED = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")  # an IP address or a version
 ISBN = re.compile(r"97[89]([ -]?)[0-9](?:[ -]?[0-9]){8}\1[0-9]")
 # Words are looked up in sets: a pattern of a hundred alternatives would be tried again at every character.
-CLOSE_CHARS = 13  # "Phone (private): 467 3395": how far the word that names a number may stand from it
-NEAR_CHARS = 14  # "call 33 93 31": how far a verb may stand from a number of six digits
+CLOSE_CHARS = 13  # "Phone (private): 467 3395": maximum distance of the word that names a number
+NEAR_CHARS = 14  # "call 33 93 31": maximum distance of a verb from a number of six digits
 
 # In the languages that much of the web is written in.
 NAME_WORDS = frozenset(
@@ -51,7 +51,7 @@ NAME_WORDS = frozenset(
     "mobile mobil mob móvil movil cell cellular celular cellulare handy gsm portable fax telefax whatsapp viber "
     "landline hotline helpline switchboard voicemail pager rufnummer телефон тел هاتف फोन".split()
 )
-MARKS = ("电话", "電話", "手机", "전화", "☎", "📞", "📱", "✆")  # not parted from other words by spaces
+MARKS = ("电话", "電話", "手机", "전화", "☎", "📞", "📱", "✆")  # not separated from other words by spaces
 REQUEST_WORDS = frozenset(
     "call calls calling called dial dialling dialing ring reach text txt texting sms contact anrufen appelez appeler "
     "llame llamar chiama chiamare ligue ligar bel".split()

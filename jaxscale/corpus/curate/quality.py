@@ -26,7 +26,7 @@ from jaxscale.text.sources.records import text_lines
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
-MAX_CACHED_CHARS = 64  # characters of a piece whose kinds are remembered: longer ones hardly come again
+MAX_CACHED_CHARS = 64  # longest piece in characters whose kinds are cached; longer ones rarely recur
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 SENTENCE_ENDS = frozenset(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧᙮᠃᠉꓿܀܁܂߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29

@@ -50,7 +50,7 @@ def line_fault(text: str, cfg: RepetitionConfig) -> str:
     """Returns the rule on lines or paragraphs that the text breaks, or "". Empty lines are ignored; spaces count."""
     lines = list(filter(None, text.split("\n")))
     if len(set(lines)) == len(lines):
-        return ""  # nor was a paragraph said again
+        return ""  # then no paragraph is repeated either
     paragraphs = list(filter(None, (part.strip("\n") for part in text.split("\n\n"))))
     for what, most, most_chars, parts in (
         ("paragraphs", cfg.max_duplicate_paragraphs, cfg.max_duplicate_paragraph_chars, paragraphs),
@@ -85,7 +85,7 @@ def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, floa
             continue
         keys = ngram_keys(stats.hashes, n).take(places)
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
-        place = places[first[counts == counts.max()].min()]  # of several as frequent the one that came first
+        place = places[first[counts == counts.max()].min()]  # the first one among equally frequent ones
         if int(counts.max()) * (int(spans[place]) + n - 1) > most * characters:
             return f"repetition: too many characters in the top {n}-gram"
     return ""

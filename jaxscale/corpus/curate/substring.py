@@ -106,6 +106,6 @@ def suffix_array(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         import pydivsufsort
     if not len(flat):
         return np.zeros(0, np.int32), np.zeros(0, np.int32)
-    flat = np.array(flat)  # the package wants an array that it may write to
+    flat = np.array(flat)  # the package requires a writable array
     order = pydivsufsort.divsufsort(flat)
     return order, pydivsufsort.kasai(flat, order)

@@ -1,7 +1,7 @@
 """Drops documents by their address: by lists of domains and addresses, and by words in it. No list is shipped.
 
-So RefinedWeb and FineWeb began (arXiv:2306.01116, appendix G.1), with the lists of the University of Toulouse, which
-can be had at https://dsi.ut-capitole.fr/blacklists/ in the format that is read here.
+The first filter of RefinedWeb (arXiv:2306.01116, appendix G.1) and FineWeb. They used the lists of the University of
+Toulouse, which are available at https://dsi.ut-capitole.fr/blacklists/ in a format that this module reads.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ MAX_REMEMBERED_CHARS = (
 MASK = (1 << 64) - 1
 MIX = 0xBF58476D1CE4E5B9  # of a word's hash: a polynomial in MULTIPLIER, then mixed; both odd
 SPACE, LETTERS, DIGITS, MARK, DOT, OTHER = range(6)  # kinds of characters
-PLAIN, ALPHABETIC = 1, 1 << 20  # a word has a letter or a digit, has a letter: so that one sum counts both
+PLAIN, ALPHABETIC = 1, 1 << 20  # flags for a letter or digit, and for a letter; one sum counts both
 SPACE_AFTER = re.compile(r"\s")
 
 
