@@ -125,7 +125,7 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"model": tiny.LLAMA | {"rope_scaling": {"name": "dynamic", "original_max_len": 32}}, "seq_len": 64},
          "is longer than the rows of 32 tokens that model.rope_scaling is for; set model.rope_scaling.row_len=64"),
         ({"model": tiny.GPT2 | {"num_heads": 3}}, "model: embed_dim=16 must be a multiple of num_heads=3"),
-        ({"data": dict(name="files", files="x.txt", cache_dir="s3://b/x")}, "cache_dir=s3://b/x must be a folder of"),
+        ({"data": dict(name="files", files="x.txt", cache_dir="s3://b/x")}, "cache_dir=s3://b/x must be a local"),
         ({"train_tokens": "a lot"}, "train_tokens='a lot' is not an amount of training"),
         ({"optim.warmup_tokens": "soon"}, "optim.warmup_tokens='soon' is not an amount of training"),
         ({"optim.min_lr": 1.0}, "optim: min_lr=1 must be between 0 and peak_lr=0.01"),

@@ -161,8 +161,7 @@ def parents(module):
 def test_nothing_listens_but_the_roll_call_and_nothing_serves_but_a_report_and_a_chat_on_loopback():
     ways = ("create_server", "bind", "listen")
     found = {file for file, names in all_names().items() if any(name.rpartition(".")[2] in ways for name in names)}
-    benches = {f"jaxscale/cli/bench_{name}.py" for name in ("hosts", "restart")}  # ports that are free, on loopback
-    assert found - benches == {"jaxscale/hosts/roll_call.py", "jaxscale/hosts/exchange.py"}
+    assert found == {"jaxscale/hosts/roll_call.py", "jaxscale/hosts/exchange.py"}
     servers = {"aiohttp", "flask", "fastapi", "uvicorn", "tornado", "socketserver", "http.server", "xmlrpc"}
     serving = {file for file, tree in trees() for name, *_ in imports(tree, "jaxscale/x.py") if servers & parents(name)}
     assert serving == {"jaxscale/reporting/local_server.py"}

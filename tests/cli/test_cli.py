@@ -100,7 +100,7 @@ DIGITS = "9" * 5000  # more than Python reads as a number
         ("ckpt list workdir=runs/x", "; write --workdir=runs/x"),
         ("ckpt list --workdir=x --keep-last=1", "; its other verbs have it"),
         ("sample --workdir=x --config.seed=1", "; the settings of a model are read from its work folder"),
-        ("trace --workdir=x --step=3 --config=x.py", "; what the run trains on is read from its work folder"),
+        ("trace --workdir=x --step=3 --config=x.py", "; the run's data are read from its work folder"),
         ("completion bash --config=x.py", "--config=x.py is not a flag"),
         ("completion bash zsh", "zsh is not a flag"),
         ("plan --loss=true --runs=x", "--config must be given"),

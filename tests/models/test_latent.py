@@ -163,7 +163,10 @@ def test_the_activations_of_a_block_have_their_widths():
         (dict(query_scalar=3.0), "query_scalar=3.0 cannot go with latent"),
         (dict(latent=SIZES | dict(rope_dim=3)), "rope_dim=3 must be even"),
         (dict(latent=SIZES | dict(kv_rank=0)), "kv_rank=0 must be at least 1"),
-        (dict(latent=None, head_dim=8, remat="save", remat_save=("latent",)), "'latent', which this model gives to no"),
+        (
+            dict(latent=None, head_dim=8, remat="save", remat_save=("latent",)),
+            "'latent', which is not an activation of",
+        ),
     ],
 )
 def test_what_does_not_go_with_latents_is_refused_by_name(changes, told):

@@ -15,7 +15,7 @@ import jax
 from jaxscale import schema
 from jaxscale.interop.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxscale.interop.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
-from jaxscale.interop.families.family import Family, LayerStack, TensorPair, TensorSpec, bind, matches_any
+from jaxscale.interop.families.family import Family, LayerStack, TensorPair, TensorSpec, bind_spec, matches_any
 from jaxscale.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.interop.families.gpt2 import GPT2
 from jaxscale.interop.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
@@ -178,7 +178,7 @@ def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> lis
     shapes = leaf_shapes(cfg)
     base = family.prefixes[0] if base is None else base
     rope_dim = getattr(cfg, "rope_dim", 0)
-    make = lambda row, *place: bind(row, family, shapes, base, *place, rope_dim=rope_dim)
+    make = lambda row, *place: bind_spec(row, family, shapes, base, *place, rope_dim=rope_dim)
     once = [row for row in family.rows if not row.per_layer and set(row.leaves) <= set(shapes)]
     covered = {name for row in once for name in row.leaves} | {LOAD}
     pairs, first = [make(row) for row in once], 0

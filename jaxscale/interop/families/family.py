@@ -160,7 +160,7 @@ def matrix_shape(shape: Shape, inputs: int) -> Shape:
     return (math.prod(shape[:inputs]), output_size(shape, inputs)) if inputs else (math.prod(shape),)
 
 
-def bind(
+def bind_spec(
     row: TensorSpec,
     family: Family,
     shapes: Mapping[str, Shape],
