@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 
+from jaxscale.command_line import Arguments
 from jaxscale.help_text import Command
 from jaxscale.system import process
 from jaxscale.system.exits import put, run_and_exit
 
 
-def run(main: Command) -> None:
+def run_main(main: Command) -> None:
     """Sets this process up as the command line does, runs the benchmark, and exits with its code."""
     process.open_standard_streams()
     process.use_utf8()
@@ -23,6 +24,12 @@ def use_devices(number: int | None) -> None:
     """Simulates `number` CPU devices. None: the devices of this machine."""
     if number:
         jax.config.update("jax_num_cpu_devices", number)
+
+
+def config_flags(arguments: Arguments) -> list[str]:
+    """Returns the flags that name the config and settings of a run to jaxscale.main."""
+    settings = [f"--config.{name}={text}" for name, text in arguments.overrides.items()]
+    return [f"--config={arguments.config}", *settings]
 
 
 def show(record: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:

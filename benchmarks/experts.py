@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from benchmarks import run, show
+from benchmarks import run_main, show
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
@@ -202,4 +202,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

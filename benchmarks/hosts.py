@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks import run, show
+from benchmarks import run_main, show
 from benchmarks.simulated_hosts import LOOPBACK, expect, serve
 from jaxscale import units
 from jaxscale.command_line import Arguments, flag
@@ -244,4 +244,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

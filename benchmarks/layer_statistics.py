@@ -1,6 +1,8 @@
 """Cost of per-layer statistics (monitor.statistics_every_steps), compared with the step and the loop without them.
 
-python -m benchmarks.layer_statistics --config=configs/quickstart.py
+  python -m benchmarks.layer_statistics --config=configs/quickstart.py
+
+The statistics program and the step are timed in turn, and the loop with one statistics step and without.
 """
 
 import dataclasses
@@ -9,7 +11,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import run, show, use_devices
+from benchmarks import run_main, show, use_devices
 from benchmarks.survive import SurviveFlags
 from jaxscale.cli.bench_loop import open_bench, time_alternately
 from jaxscale.command_line import Arguments
@@ -114,4 +116,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import run, show
+from benchmarks import run_main, show
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.cli.attempt import simulated_devices_env
@@ -158,4 +158,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import run, show
+from benchmarks import config_flags, run_main, show
 from jaxscale.command_line import Arguments, flag
 from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput
@@ -224,10 +224,11 @@ def main(arguments: Arguments) -> None:
         raise BadInput(
             "restart trains on several processes; give the run's --config=FILE, such as configs/quickstart.py"
         )
-    own = [f"--config={arguments.config}", *(f"--config.{name}={text}" for name, text in arguments.overrides.items())]
-    record = measure_restart(own, processes=flags.processes, seconds=flags.kill_after, rounds=flags.rounds)
+    record = measure_restart(
+        config_flags(arguments), processes=flags.processes, seconds=flags.kill_after, rounds=flags.rounds
+    )
     show(record, restart_lines(record), as_json=flags.json)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,6 +1,8 @@
 """Sampling speed in tokens/s with a KV cache, compared with full forward passes.
 
-python -m benchmarks.sampling --spec=S --prompt_tokens=256 --num_tokens=64
+  python -m benchmarks.sampling --spec=S --prompt_tokens=256 --num_tokens=64
+
+Weights are random.
 """
 
 import dataclasses
@@ -9,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import run, show, use_devices
+from benchmarks import run_main, show, use_devices
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
@@ -120,4 +122,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

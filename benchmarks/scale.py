@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import run, show
+from benchmarks import run_main, show
 from benchmarks.scale_loader import LOOK_SECONDS, anonymous_bytes, growth, loader_lines, measure_loader
 from jaxscale import schema
 from jaxscale.command_line import Arguments, flag
@@ -163,4 +163,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import run, show, use_devices
+from benchmarks import run_main, show, use_devices
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.lock import RunLock
@@ -161,4 +161,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

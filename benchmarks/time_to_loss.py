@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import run, show
+from benchmarks import config_flags, run_main, show
 from jaxscale.budget import resolve_budget
 from jaxscale.cli.bench_against import OURS, our_environment, run_one, shell_environment, split_command
 from jaxscale.command_line import Arguments, flag
@@ -157,11 +157,12 @@ def main(arguments: Arguments) -> None:
     if not arguments.config:
         raise BadInput("time_to_loss trains a run to its end: give its --config=FILE, such as configs/quickstart.py")
     cfg = load_config(arguments.config, arguments.overrides)
-    own = [f"--config={arguments.config}", *(f"--config.{name}={text}" for name, text in arguments.overrides.items())]
     say = (lambda text: None) if flags.json else put
-    record = measure_time_to_loss(cfg, own, flags.against, loss=flags.loss, rounds=flags.rounds, say=say)
+    record = measure_time_to_loss(
+        cfg, config_flags(arguments), flags.against, loss=flags.loss, rounds=flags.rounds, say=say
+    )
     show(record, time_lines(record), as_json=flags.json)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

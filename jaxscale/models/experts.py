@@ -76,7 +76,7 @@ class SparseMlp(nnx.Module):
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
         fits_nk = self.fits_capacity(routes, segment_ids_BT)
-        y_nD, rounds_Q = self.combine(x_nD, routes, fits_nk)
+        y_nD, rounds_Q = self.apply_experts(x_nD, routes, fits_nk)
         y_BTD = y_nD.reshape(x_BTD.shape)
         if self.shared is not None:
             y_BTD += self.shared.unreduced(x_BTD)
@@ -103,7 +103,7 @@ class SparseMlp(nnx.Module):
         fits_BTk = capacity_mask(expert_BTk, segment_ids_BT > 0, self.experts.number, capacity)
         return fits_BTk.reshape(routes.expert_nk.shape)
 
-    def combine(
+    def apply_experts(
         self, x_nD: jax.Array, routes: RouterOutput, fits_nk: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (weighted sum of each token's experts, rounds_Q as in MoEMetrics).
