@@ -25,12 +25,11 @@ from jaxscale.help_text import command
 from jaxscale.models.experts import SparseMlp
 from jaxscale.models.llama import LlamaMlp
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.plan import ParallelPlan, single_device_plan
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.ops.grouped import ExpertKernels, run_grouped, weighted_activation
-from jaxscale.ops.kernels import Kernels, resolve_kernels
 from jaxscale.qualify.step import SpecFlags, read_config
 from jaxscale.qualify.timing import seconds_of
-from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.system.exits import BadInput
 from jaxscale.units import table
 
@@ -54,22 +53,20 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
     if not isinstance(model, LlamaConfig) or model.experts is None:
         raise BadInput(f"{name} has no experts: give --spec=M, or --config=FILE of a mixture")
     device = jax.devices()[0]
-    kernels = resolve_kernels(device.platform, model.attention, model.attention_needs(), device)
-    dense = LlamaMlp(
-        model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), kernels=kernels, tensor=NO_TENSOR_AXIS
-    )
+    plan = single_device_plan(device.platform, model.attention, model.attention_needs(), device)
+    dense = LlamaMlp(model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), plan=plan)
     keys, shape = jax.random.split(jax.random.key(cfg.seed)), (cfg.rows_per_step, cfg.seq_len, model.embed_dim)
     draw = lambda key: jax.random.normal(key, shape).astype(model.compute_dtype)
     x_BTD, dy_BTD = draw(keys[0]).at[..., 0].set(1), draw(keys[1])  # a channel of ones: its router weight is a bias
     run_dense = pass_of(dense, lambda mlp, x_BTD: (mlp(x_BTD), ()), dy_BTD)
-    alone = {EVEN: make_sparse(model, kernels, cfg.seed), UNEVEN: make_sparse(model, kernels, cfg.seed)}
+    alone = {EVEN: make_sparse(model, plan, cfg.seed), UNEVEN: make_sparse(model, plan, cfg.seed)}
     router = pushed_router(alone[UNEVEN], x_BTD)
     if router is None:
         del alone[UNEVEN]
     else:
         alone[UNEVEN].router[...] = router
-    ragged = ExpertKernels(ragged_project, run_grouped, weighted_activation, as_bits=kernels.experts.as_bits)
-    by_ragged = {RAGGED: make_sparse(model, dataclasses.replace(kernels, experts=ragged), cfg.seed)}
+    ragged = ExpertKernels(ragged_project, run_grouped, weighted_activation, as_bits=plan.expert_kernels.as_bits)
+    by_ragged = {RAGGED: make_sparse(model, plan.replace(expert_kernels=ragged), cfg.seed)}
     # ragged_dot runs separately: it evicts the caches, and the layer after it would be slower.
     layers = [
         dict(name=name, busiest=busiest_share(mlp, x_BTD), **found)
@@ -91,13 +88,13 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
     }
 
 
-def make_sparse(model: LlamaConfig, kernels: Kernels, seed: int) -> SparseMlp:
+def make_sparse(model: LlamaConfig, plan: ParallelPlan, seed: int) -> SparseMlp:
     """The mixture of a block, new."""
     assert model.experts is not None, "measure_experts() refuses other models"
     rngs, shared = nnx.Rngs(params=seed), None
     if model.experts.shared_dim:
-        shared = LlamaMlp(model, model.experts.shared_dim, rngs=rngs, kernels=kernels, tensor=NO_TENSOR_AXIS)
-    return SparseMlp(model, rngs=rngs, kernels=kernels, tensor=NO_TENSOR_AXIS, shared=shared)
+        shared = LlamaMlp(model, model.experts.shared_dim, rngs=rngs, plan=plan)
+    return SparseMlp(model, rngs=rngs, plan=plan, shared=shared)
 
 
 def sparse_passes(group: Mapping[str, SparseMlp], dy_BTD: jax.Array) -> list[Pass]:

@@ -58,7 +58,7 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
     added = sorted(seconds - plain for seconds, plain in zip(looped["with"], looped["without"]))
     return {
         "spec": name,
-        "attention": program.attention,
+        "attention": program.plan.attention.name,
         "numbers": len(seen),
         "every_steps": every,
         "steps": steps,

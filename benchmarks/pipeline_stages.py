@@ -108,7 +108,7 @@ def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
         state, metrics = program.train_step(state, batch)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - began)
-    schedule = program.model.pipeline.schedule(cut.name, cut.microbatches)
+    schedule = program.model.plan.pipeline.schedule(cut.name, cut.microbatches)
     return Timed(cut, schedule, statistics.median(seconds[1:]))
 
 

@@ -16,6 +16,7 @@ from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
 from jaxscale.help_text import command
 from jaxscale.models.layers import split_model
+from jaxscale.models.plan import ParallelSettings, resolve_plan
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.project import with_matmul_precision
 from jaxscale.planning.check import check_machine
@@ -39,7 +40,8 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
     longest, limit = prompt_tokens + num_tokens, cfg.model.max_seq_len
     if limit is not None and longest > limit:
         raise BadInput(f"--prompt_tokens={prompt_tokens} and --num_tokens={num_tokens} are more than {limit}")
-    sharded = shard_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)
+    plan = resolve_plan(cfg.model, make_mesh(cfg.mesh), ParallelSettings(cfg.rules))
+    sharded = shard_model(cfg.model, plan, cfg.lora)
     init = lambda key: split_model(sharded.init(key))[1]
     params = jax.jit(init, out_shardings=sharded.shardings)(jax.random.key(cfg.seed))
     engine = Engine(sharded, batch=batch, longest=longest, say=print_stderr)
@@ -79,7 +81,7 @@ def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
         return engine.read_prompts(params, tokens_BT, lengths_B)[1]
 
     precise = with_matmul_precision(engine.sharded.cfg.matmul_precision, logits)  # as what it is compared with
-    call = jax.jit(engine.sharded.batch_axes.shard_map(precise, (specs, rows, rows), rows))
+    call = jax.jit(engine.sharded.plan.batch_axes.shard_map(precise, (specs, rows, rows), rows))
     place = jax.sharding.NamedSharding(engine.sharded.mesh, rows)
     tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)
     lengths_B = jax.device_put(np.full(len(tokens_BT), tokens_BT.shape[1], np.int32), place)

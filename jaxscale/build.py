@@ -5,7 +5,6 @@ Needs no data and no work folder, so that other tools can compile the same progr
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import units
 from jaxscale.auto_dtype import for_device
 from jaxscale.budget import BatchStage, Budget, remaining_stages
 from jaxscale.config import RunConfig
@@ -24,24 +22,20 @@ from jaxscale.data.config import mixture_names
 from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED
 from jaxscale.first_state import make_init
 from jaxscale.hardware import Device
-from jaxscale.model_on_mesh import shard_run_model
-from jaxscale.models.config import MLP_GATE, MLP_UP, saved_names
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
 from jaxscale.models.mup_config import learning_rate_multiplier, mup_scales
-from jaxscale.models.sharded import ShardedModel
-from jaxscale.ops.grouped import resolve_expert_kernels
-from jaxscale.ops.kernels import make_max_logit_recorder, make_recorder
+from jaxscale.models.plan import ParallelPlan, ParallelSettings, resolve_plan
+from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.ops.project import with_matmul_precision
-from jaxscale.ops.recorder import NO_RECORDER, Recorder
+from jaxscale.ops.recorder import NO_RECORDER, Recorder, make_max_logit_recorder, make_recorder
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import ParamLayout, combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
-from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options, fast_compile_options
+from jaxscale.sharding.compiler_options import fast_compile_options
 from jaxscale.sharding.mesh import crossed_groups, make_mesh
 from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.rules import axis_size
-from jaxscale.sharding.schedules import Schedule as StageSchedule
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings, with_shardings
 from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
@@ -63,7 +57,6 @@ class Program:
 
     cfg: RunConfig
     model: ShardedModel
-    unstaged: ShardedModel  # the model without pipeline stages, for everything except training
     init: Callable[[], TrainState]  # returns a sharded state
     abstract_state: TrainState  # shapes, dtypes and shardings
     abstract_grads: Any  # of gradients reduced over all devices
@@ -74,7 +67,6 @@ class Program:
     batch_sharding: NamedSharding
     batch_shards: int
     parameter_table: list[tuple[str, str, str, str, str]]
-    compiler_options: CompilerOptions  # of train_step
     smaller: tuple["Program", ...] = ()  # for earlier batch stages with fewer tokens or shorter rows, in order
 
     @property
@@ -93,29 +85,14 @@ class Program:
         return self.model.mesh
 
     @property
-    def attention(self) -> str:
-        """Name of the attention kernel."""
-        return self.model.kernels.attention
+    def plan(self) -> ParallelPlan:
+        """Layout and implementations of the training step, with the reasons."""
+        return self.model.plan
 
-    @property
-    def attention_fallback(self) -> str:
-        """Reason why the platform's fastest attention is not used, or ''."""
-        return self.model.kernels.attention_fallback
-
-    @property
-    def sharing(self) -> str:
-        """Context-parallel exchange of keys and values, and the reason, or ''."""
-        return str(self.model.kernels.context_exchange)
-
-    @property
-    def exchange(self) -> str:
-        """Dispatch of tokens to the experts over mesh.expert, and the reason, or ''."""
-        return str(self.model.exchange)
-
-    @property
-    def stages(self) -> str:
-        """Description of the pipeline schedule, or ''."""
-        return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
+    def with_cfg(self, cfg: RunConfig) -> "Program":
+        """Returns the program for estimates of another config, with its plan. Its functions are those of the first."""
+        plan = resolve_plan(cfg.model, self.mesh, parallel_settings(cfg))
+        return dataclasses.replace(self, cfg=cfg, model=dataclasses.replace(self.model, cfg=cfg.model, plan=plan))
 
     def by_size(self, name: str) -> Callable:
         """Returns (state, batch) -> ..., which calls the function of this name of the program for the batch's shape."""
@@ -193,11 +170,9 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     data_row: tokens in a row of the data if the batches have shorter rows cut from those.
     """
     cfg = for_device(cfg, mesh.devices.flat[0])
-    options = choose_options(cfg, mesh)
-    model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
-    unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
-    if model.kernels.context_exchange.form == "ring" or model.exchange.form == "send":
-        options = choose_options(cfg, mesh, loops=True)
+    plan = resolve_plan(cfg.model, mesh, parallel_settings(cfg))
+    model = shard_model(cfg.model, plan, cfg.lora)
+    unstaged, options = model.unstaged, plan.compiler_options
     for check in DEVICE_CHECKS:
         check(cfg, model)
     updates = make_updates(cfg, budget, model)
@@ -219,9 +194,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         qk_clip=qk_clip,
     )
     statistics = make_statistics_step(
-        make_gradients(
-            *unstaged_run(cfg, unstaged), updates.groups, plan_shardings(cfg, unstaged, updates), recorder=make_recorder
-        ),
+        make_gradients(cfg, unstaged, updates.groups, plan_shardings(cfg, unstaged, updates), recorder=make_recorder),
         updates.optimizer,
         statistics_groups(model.axes, cfg.model.layer_stacks),
     )
@@ -233,7 +206,6 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     return Program(
         cfg=cfg,
         model=model,
-        unstaged=unstaged,
         init=init,
         abstract_state=abstract_state,
         abstract_grads=with_shardings(trainable(model.shapes, updates.groups), shardings.grads),
@@ -242,36 +214,26 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         statistics=jit(precise(statistics), out_shardings=shardings.whole, compiler_options=rare or None),
         schedule=updates.schedule,
         batch_sharding=shardings.rows,
-        batch_shards=axis_size("act_batch", model.rules.params, mesh.shape),
+        batch_shards=axis_size("act_batch", plan.rules.params, mesh.shape),
         parameter_table=group_table(model.shapes, model.shardings, updates.groups),
-        compiler_options=options,
     )
 
 
-def choose_options(cfg: RunConfig, mesh: Mesh, *, loops: bool = False) -> CompilerOptions:
-    """Returns the compiler options of the step. loops: True if each layer contains a loop."""
-    device, model = mesh.devices.flat[0], cfg.model
-    branches = model.attention_needs().window_layers is not None
-    experts, saved = getattr(model, "experts", None) is not None, saved_names(model)
-    has_kernels = experts and not resolve_expert_kernels(device.platform, device, model.compute_dtype).fallback_reason
-    return compiler_options(
-        device.platform,
-        device.device_kind,
-        cfg.compiler,
-        os.environ,
-        prefetch_weights=not (loops or branches or experts),
-        over_network=crossed_groups(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1,
-        saves_expert_outputs=has_kernels and (saved is None or not saved.isdisjoint((MLP_GATE, MLP_UP))),
+def parallel_settings(cfg: RunConfig) -> ParallelSettings:
+    """Returns the settings of a run that determine its plan."""
+    return ParallelSettings(
+        rules=cfg.rules,
+        rows=cfg.rows_per_step,
+        row_length=cfg.row_lengths.row,
+        num_microbatches=cfg.train.num_microbatches,
+        prefix=cfg.row_lengths.prefix,
+        reduce_dtype=cfg.train.reduce_dtype,
+        offload_params=cfg.optim.offload_params,
+        context_attention=cfg.context.attention,
+        expert_exchange=cfg.expert.exchange,
+        pipeline=cfg.pipeline,
+        compiler=cfg.compiler,
     )
-
-
-def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, ShardedModel]:
-    """Config and model of the non-pipelined program, with microbatches reduced to fit more data-parallel shards."""
-    num_shards = unstaged.batch_axes.num_shards
-    divisors = units.divisors(cfg.train.num_microbatches)
-    valid = [number for number in divisors if cfg.rows_per_step // number % num_shards == 0]
-    train = dataclasses.replace(cfg.train, num_microbatches=max(valid, default=1))
-    return dataclasses.replace(cfg, batch_ramp=(), seq_len_ramp=(), train=train), unstaged
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
@@ -286,7 +248,8 @@ def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates
     )
     schedule = optim_schedule(optim, **budget.schedule_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
-    specs = jax.tree.map(lambda sharding: sharding.spec, tree_shardings(model.mesh, model.axes, model.rules.moments))
+    shardings = tree_shardings(model.mesh, model.axes, model.plan.rules.moments)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     slow = tuple(axis for axis, number in crossed_groups(model.mesh)[1].items() if number > 1)
     layout = ParamLayout(model.axes, specs, model.mesh, slow)
     return Updates(make_optimizer(optim, schedule, groups, is_stacked, layout), schedule, groups)
@@ -300,7 +263,7 @@ def make_balance_update(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:
 
 def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> StepShardings:
     """Returns shardings of state, gradients and batch by the rule tables; offloaded parts are in host memory."""
-    mesh, rules = model.mesh, model.rules
+    mesh, rules = model.mesh, model.plan.rules
     grads = trainable(tree_shardings(mesh, model.axes, rules.moments), updates.groups)
     num_shards = lambda axis: axis_size(axis, rules.moments, mesh.shape)
     opt_axes = moment_axes(updates.optimizer, model.shapes, model.axes, num_shards)
@@ -327,15 +290,16 @@ def make_gradients(
 
     recorder: makes a recorder for each trace, whose intermediates are added to the means.
     """
-    axes, num_sources = model.batch_axes, len(mixture_names(cfg.data.mixture))
+    plan, num_sources = model.plan, len(mixture_names(cfg.data.mixture))
+    axes = plan.batch_axes
     reduction = Reduction(
-        axes.num_shards * model.context.size,
+        axes.num_shards * plan.context.size,
         axes.first_row,
         lambda grads: axes.reduce_microbatch(grads, model.axes),
         lambda grads: axes.reduce_accumulated(grads, model.axes),
         axes.sum,
     )
-    if model.pipeline.size > 1:
+    if plan.stage_schedule is not None:
         return on_mesh(model, shardings, stage_gradients(cfg, model, groups, reduction))
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
@@ -344,7 +308,7 @@ def make_gradients(
         def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array):
             recording = NO_RECORDER
             if recorder is not None:
-                recording = recorder(model.kernels, model.needs, model.tensor, model.context)
+                recording = recorder(plan.attention.name, plan.needs, plan.tensor, plan.context)
             module = model.merge(params, combine(trained, variables), recorder=recording, training=True)
             total, sums = summed_loss(module, batch, keys_B, cfg.train.aux_losses, num_sources)
             return total, sums | recording.sown()
@@ -352,37 +316,34 @@ def make_gradients(
         means, grads = accumulate(
             loss_fn,
             trainable(variables, groups),  # frozen parameters do not enter the gradient norm
-            model.context.local(batch),
+            plan.context.local(batch),
             key,
-            num_microbatches=cfg.train.num_microbatches,
+            num_microbatches=plan.num_microbatches,
             scale=scale,
             reduction=reduction,
         )
-        return reduce_intermediates(means, axes, model.tensor), grads
+        return reduce_intermediates(means, axes, plan.tensor), grads
 
     return on_mesh(model, shardings, gradients)
 
 
 def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction: Reduction) -> LocalGradients:
     """Returns the gradients of make_gradients() on one device, computed by the stages of a pipeline."""
+    plan, schedule = model.plan, model.plan.stage_schedule
+    assert schedule is not None, "the plan has stages"
     functions = model.stage_functions(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture)))
-    pipeline = Pipeline(functions, model.pipeline, stage_schedule(cfg, model), groups)
+    pipeline = Pipeline(functions, plan.pipeline, schedule, groups)
     reduction = reduction._replace(total_grads=model.stage_gradients)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
-        weights, local_batch = model.stage_weights(params), model.context.local(batch)
+        weights, local_batch = model.stage_weights(params), plan.context.local(batch)
         return accumulate_pipelined(pipeline, weights, local_batch, key, scale=scale, reduction=reduction)
 
     return gradients
-
-
-def stage_schedule(cfg: RunConfig, model: ShardedModel) -> StageSchedule:
-    """Returns the schedule of the pipeline stages."""
-    return model.pipeline.schedule(cfg.pipeline.schedule, cfg.train.num_microbatches)
 
 
 def on_mesh(model: ShardedModel, shardings: StepShardings, gradients: LocalGradients) -> Gradients:
     """Applies shard_map to the gradients of one device, and takes their arguments from a state."""
     grads_specs = jax.tree.map(lambda sharding: sharding.spec, shardings.grads)
     in_specs, out_specs = (model.specs, shardings.rows.spec, P(), P()), (P(), grads_specs)
-    return corrupt_gradients(gradients_of_state(model.batch_axes.shard_map(gradients, in_specs, out_specs)))
+    return corrupt_gradients(gradients_of_state(model.plan.batch_axes.shard_map(gradients, in_specs, out_specs)))

@@ -7,7 +7,6 @@ import math
 
 from jaxscale import units
 from jaxscale.config import RunConfig
-from jaxscale.models.config import BLOCKS, DENSE
 from jaxscale.models.sharded import ShardedModel, check_fits
 from jaxscale.sharding.compiler_options import check_options
 from jaxscale.sharding.offload import check_host_memory
@@ -19,34 +18,6 @@ from jaxscale.system.exits import BadInput
 OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
 
 
-def check_stages(cfg: RunConfig, stages: int) -> None:
-    """Raises BadInput for settings that a pipeline with this number of stages does not support."""
-    if stages == 1:
-        return
-    model, chunks, parts = cfg.model, cfg.pipeline.chunks, cfg.train.num_microbatches
-    layers = model.layer_stacks.get(BLOCKS, 0)
-    moe_layers = f" (of which {layers} have experts)" * (layers < model.num_layers)
-    unsupported = {
-        f"model.name={model.name!r}, which has two stacks of layers; use a model with one": bool(
-            model.layer_stacks.keys() - {DENSE, BLOCKS}
-        ),
-        f"model.remat={model.remat!r}: a stage keeps the inputs of its layers and computes the rest again; set "
-        "model.remat='full'": model.remat != "full",
-        f"model.remat_offload={','.join(model.remat_offload)}: a stage keeps the inputs of its layers on the device; "
-        "leave it empty": bool(model.remat_offload),
-        "model.scan_layers=false: a stage scans its layers; set it to true": not model.scan_layers,
-        "optim.offload_params=true: a stage keeps its weights through the step; set it to false, or use "
-        "optim.offload_moments": cfg.optim.offload_params,
-        f"model.num_layers={model.num_layers}{moe_layers} with pipeline.chunks={chunks}, which need a layer for each "
-        f"of {stages * chunks} chunks; use fewer stages or chunks": layers < stages * chunks,
-        f"train.num_microbatches={parts} with pipeline.chunks={chunks}: the stages take chunks in turns of {stages} "
-        f"microbatches; use a multiple of {stages}, or chunks=1": chunks > 1 and parts % stages > 0,
-    }
-    for what, applies in unsupported.items():
-        if applies:
-            raise BadInput(f"mesh.pipeline={stages} cannot go with {what}")
-
-
 def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput for an option that XLA does not know."""
     check_options(cfg.compiler, model.mesh.devices.flat[0])
@@ -54,7 +25,7 @@ def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
 
 def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput unless the mesh divides every array of the optimizer; shard_model checks the parameters."""
-    check_fits(model, model.rules.moments)
+    check_fits(model, model.plan.rules.moments)
 
 
 def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
@@ -66,12 +37,12 @@ def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
 
 def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput unless the mesh divides the positions of a row."""
-    multiple, lengths = model.position_multiple, cfg.row_lengths
+    multiple, lengths = model.plan.position_multiple, cfg.row_lengths
     sharing = " and ".join(
         f"{'twice ' * (number > size)}mesh.{axis}={size}"
         for axis, size, number in (
-            ("context", model.context.size, model.context.multiple),
-            ("tensor", model.tensor.size, model.tensor.size),
+            ("context", model.plan.context.size, model.plan.context.multiple),
+            ("tensor", model.plan.tensor.size, model.plan.tensor.size),
         )
         if size > 1
     )
@@ -98,7 +69,7 @@ def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
     XLA would compile uneven rows, with copies of whole activations between devices at every layer.
     """
     rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
-    shards = axis_size("act_batch", model.rules.params, model.mesh.shape)
+    shards = axis_size("act_batch", model.plan.rules.params, model.mesh.shape)
     if rows // parts % shards:
         valid = [part for part in units.divisors(rows) if rows // part % shards == 0]
         fix = f"use {units.or_list(valid)}" if valid else "use fewer devices on data and fsdp"
@@ -110,8 +81,8 @@ def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
 
 def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput unless the stages divide the vocabulary that they share; check_fits checks stored shards."""
-    parts = model.pipeline.size * model.tensor.size
-    if model.pipeline.shards_vocab and cfg.model.vocab_size % parts:
+    parts = model.plan.pipeline.size * model.plan.tensor.size
+    if model.plan.pipeline.shards_vocab and cfg.model.vocab_size % parts:
         raise BadInput(
             f"model.vocab_size={cfg.model.vocab_size} is not a multiple of the {parts} devices of tensor x pipeline, "
             "which share it; use pipeline.head='whole', or a larger vocabulary"
@@ -121,10 +92,10 @@ def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
 def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput for an expert capacity with context parallelism, where no device has a whole row."""
     factor = getattr(getattr(cfg.model, "experts", None), "capacity_factor", 0.0)
-    if factor and model.context.size > 1:
+    if factor and model.plan.context.size > 1:
         raise BadInput(
-            f"mesh.context={model.context.size} cannot go with model.experts.capacity_factor={factor}: which tokens of "
-            "a row an expert takes is counted along the whole row; set the factor to 0, or use another axis"
+            f"mesh.context={model.plan.context.size} cannot go with model.experts.capacity_factor={factor}: which "
+            "tokens of a row an expert takes is counted along the whole row; set the factor to 0, or use another axis"
         )
 
 
@@ -148,10 +119,10 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
 
 def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput for optim.qk_clip with ring attention, where no device has all keys of a row."""
-    if cfg.optim.qk_clip is not None and model.kernels.context_exchange.form == "ring":
+    if cfg.optim.qk_clip is not None and model.plan.context_exchange.name == "ring":
         raise BadInput(
             f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, and with mesh.context="
-            f"{model.context.size} they go round in a ring; use context.attention='gather' or 'ulysses', or null"
+            f"{model.plan.context.size} they go round in a ring; use context.attention='gather' or 'ulysses', or null"
         )
 
 

@@ -15,7 +15,6 @@ from jaxscale.models.config import LoraConfig
 from jaxscale.models.layers import split_model
 from jaxscale.models.model import make_model
 from jaxscale.models.sharded import ShardedModel
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.optim.optimizers import trainable
 from jaxscale.sharding.compiler_options import fast_compile_options
 from jaxscale.sharding.offload import device_zeros
@@ -71,7 +70,7 @@ def make_init_params(
 
     @functools.partial(jax.jit, out_shardings=list(shardings), compiler_options=fast_compile_options(platform) or None)
     def init_params(key: jax.Array) -> list[jax.Array]:
-        model = make_model(cfg, key=jax.random.wrap_key_data(key), kernels=XLA_KERNELS, lora=lora)
+        model = make_model(cfg, key=jax.random.wrap_key_data(key), lora=lora)
         return jax.tree.leaves(split_model(model)[1])
 
     return init_params

@@ -20,6 +20,7 @@ from jaxscale.checkpoint.record import named_leaves, weight_leaves
 from jaxscale.interop.families import family_for
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
+from jaxscale.models.plan import ParallelSettings, resolve_plan
 from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.config import MeshConfig
@@ -82,7 +83,8 @@ def open_model(
     cfg, config = read_model_config(source, compute_dtype), run["config"]
     cfg = model_for_device(cfg, chosen_mesh.devices.flat[0])  # a converted model has compute_dtype=auto
     lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # missing in older records
-    sharded = shard_model(cfg, chosen_mesh, config.get("rules", "zero3"), lora=lora)
+    plan = resolve_plan(cfg, chosen_mesh, ParallelSettings(config.get("rules", "zero3")))
+    sharded = shard_model(cfg, plan, lora)
     workdir = source.checkpoints.directory.parent
     saved = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if saved is not None and not fits(saved.tokenizer, cfg.vocab_size):

@@ -90,12 +90,13 @@ def test_a_plan_resolves_it_for_the_machine_that_is_planned(machine, dtype):
     program = fitting_program(cfg, topology.devices)
     assert program.cfg.model.compute_dtype == dtype
     if machine.startswith("t4"):
-        assert program.attention == "xla" and "Ampere" in program.attention_fallback
+        assert program.plan.attention.name == "xla" and "Ampere" in program.plan.attention.reason
 
 
 def test_attention_on_a_card_before_ampere_needs_no_setting():
     needs = AttentionNeeds(head_dim=64, dtype="float16")
     found = {
-        name: resolve_attention("auto", "gpu", needs, open_machine(name).devices[0])[1] for name in ("t4:1", "l4:1")
+        name: resolve_attention("auto", "gpu", needs, open_machine(name).devices[0])[1].name
+        for name in ("t4:1", "l4:1")
     }
     assert found == {"t4:1": "xla", "l4:1": "cudnn"}

@@ -50,7 +50,7 @@ def test_a_kernel_that_cannot_read_ahead_is_refused_and_auto_takes_xla(model, ob
         make_program(cfg, resolve_budget(cfg, None))
     cfg = config(model | dict(attention="auto"), objective)
     program = make_program(cfg, resolve_budget(cfg, None))
-    assert program.attention == "xla" and "blockwise" in program.attention_fallback
+    assert program.plan.attention.name == "xla" and "blockwise" in program.plan.attention.reason
     assert memory_need(program).activations > 0 and cfg.flops_per_token > 0
 
 

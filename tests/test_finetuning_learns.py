@@ -22,7 +22,6 @@ from jaxscale.cli import ckpt, sample
 from jaxscale.config import RunConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.text.chat.guard import Guard
 from jaxscale.text.chat.records import parse_record
@@ -78,9 +77,7 @@ def exact(folder, conversations):
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     wanted = {"params": program.abstract_state.params}
     params = checkpoints.restore(checkpoints.latest_step(), wanted, partial=True)["params"]
-    graphdef, _, _ = split_model(
-        jax.eval_shape(lambda key: make_model(cfg.model, key=key, kernels=XLA_KERNELS), jax.random.key(0))
-    )
+    graphdef, _, _ = split_model(jax.eval_shape(lambda key: make_model(cfg.model, key=key), jax.random.key(0)))
     tokenizer = load_tokenizer("bytes")
     template, guard = load_template(tokenizer, ChatConfig()), Guard(tokenizer.special_ids)
     chats = [parse_record({"messages": messages}, ChatConfig(), "text") for messages in conversations]

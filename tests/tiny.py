@@ -19,7 +19,7 @@ from jaxscale.config import RunConfig
 from jaxscale.data.batch import Batch
 from jaxscale.models.layers import split_model
 from jaxscale.models.model import make_model
-from jaxscale.ops.kernels import XLA_KERNELS, Kernels
+from jaxscale.models.plan import UNSHARDED, ParallelPlan
 
 ROWS, SEQ_LEN, VOCAB = 16, 16, 64
 
@@ -114,9 +114,9 @@ def values_and_gradients(f: Callable, dy: Any, *given: Any) -> list[jax.Array]:
     return jax.tree.leaves(jax.jit(both)(dy, *given))
 
 
-def graphdef(cfg: Any, kernels: Kernels = XLA_KERNELS) -> nnx.GraphDef:
+def graphdef(cfg: Any, plan: ParallelPlan = UNSHARDED) -> nnx.GraphDef:
     """What merge_model completes with parameters, none of which is drawn for it."""
-    return split_model(jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=kernels), jax.random.key(0)))[0]
+    return split_model(jax.eval_shape(lambda key: make_model(cfg, key=key, plan=plan), jax.random.key(0)))[0]
 
 
 def host(tree: Any) -> Any:

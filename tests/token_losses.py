@@ -16,7 +16,7 @@ def make_token_losses(model):
         B, T = batch.tokens.shape
 
         def pad(x):
-            x = jnp.pad(x, ((0, -B % sharded.batch_axes.num_shards), (0, -T % tensor_size)))
+            x = jnp.pad(x, ((0, -B % sharded.plan.batch_axes.num_shards), (0, -T % tensor_size)))
             return jax.lax.with_sharding_constraint(x, sharded.rows_sharding)
 
         nats_BT = sharded.token_losses(params, jax.tree.map(pad, batch))[:B, :T]

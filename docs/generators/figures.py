@@ -143,7 +143,7 @@ def types() -> str:
 @functools.cache
 def attention_bytes(name: str, length: int) -> int:
     """Temporary memory of attention and its gradient, one row and one head of 128, as compiled here for a CPU."""
-    attend, _, _ = resolve_attention(name, "cpu", AttentionNeeds(head_dim=128, dtype="bfloat16"))
+    attend, _ = resolve_attention(name, "cpu", AttentionNeeds(head_dim=128, dtype="bfloat16"))
     rows = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16)
     loss = lambda q, k, v, segments: attend(q, k, v, segments).astype(jnp.float32).sum()
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))

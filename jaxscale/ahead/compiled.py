@@ -196,7 +196,7 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
         "topology": topology.name,
         "devices": [device.id for device in program.mesh.devices.flat],  # their order is not in the text
         "mesh": dict(program.mesh.shape),
-        "options": program.compiler_options.values,
+        "options": program.plan.compiler_options.values,
         "flags": {name: os.environ.get(name, "") for name in VARIABLES},
         "versions": installed_versions(),
         "readers": reader_digest(),

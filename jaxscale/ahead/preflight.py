@@ -111,7 +111,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
         versions=compiled.versions,
         date=compiled.date,
         kept=compiled.kept,
-        pipeline=program.stages,
+        pipeline=str(program.plan.stage_schedule or ""),
     )
 
 
@@ -122,7 +122,7 @@ def settings(program: Program) -> dict[str, Any]:
         "rules": cfg.rules,
         "remat": cfg.model.remat,
         "num_microbatches": cfg.train.num_microbatches,
-        "attention": program.attention,
+        "attention": program.plan.attention.name,
         "compute_dtype": cfg.model.compute_dtype,
         "seq_len": cfg.seq_len,
         "rows": cfg.rows_per_step,
@@ -138,7 +138,7 @@ def settings(program: Program) -> dict[str, Any]:
         found["context"] = cfg.context.attention
     if cfg.model.remat_offload:
         found["remat_offload"] = ",".join(cfg.model.remat_offload)
-    if options := str(program.compiler_options):
+    if options := str(program.plan.compiler_options):
         found["compiler"] = f"({options})"
     return found
 
@@ -179,16 +179,14 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """Returns the limits of the figures."""
     sizes = batch_sizes(program.configs)
     lines = [f"batches: the figures are of the last of {sizes}"] if sizes else []
-    if reason := program.attention_fallback:
-        lines.append(f"attention is {program.attention}: {reason}")
-    lines += [f"context: {program.sharing}"] if program.sharing else []
-    lines += [f"expert: {program.exchange}"] if program.exchange else []
-    if reason := program.model.slots_fallback_reason:
-        lines.append(f"experts: their matmuls run in slots: {reason}")
+    attention = program.plan.attention
+    if attention.reason:
+        lines.append(f"attention is {attention.name}: {attention.reason}")
+    lines += program.plan.describe()
     model = program.cfg.model
     if model.active_params != model.num_params:
         active, params = units.count(model.active_params), units.count(model.num_params)
         lines.append(f"FLOPs and MFU are of the {active} active parameters, memory of all {params}")
-    if program.model.exchange.form == "send":
+    if program.plan.expert_exchange.name == "send":
         lines.append(f"counted with {routing_assumption(program)}")
     return (*lines, *(f"not in the times: {line}" for line in (bounds.unpriced if bounds else ())))

@@ -133,7 +133,7 @@ def make_candidates(
             for part in parts:
                 further = changed(cfg, settings | {"train.num_microbatches": part})
                 candidate_cfg = dataclasses.replace(base, train=dataclasses.replace(base.train, num_microbatches=part))
-                estimate = estimate_step(dataclasses.replace(program, cfg=candidate_cfg), topology)
+                estimate = estimate_step(program.with_cfg(candidate_cfg), topology)
                 yield Candidate(changes | further, candidate_cfg, estimate)
 
 

@@ -74,8 +74,8 @@ class Scorer:
         return cls(
             step=jax.jit(model.target_scores, out_shardings=replicated(model.mesh)),
             sharding=model.rows_sharding,
-            shards=model.batch_axes.num_shards,
-            multiple=model.position_multiple,
+            shards=model.plan.batch_axes.num_shards,
+            multiple=model.plan.position_multiple,
             batch_tokens=batch_tokens,
         )
 

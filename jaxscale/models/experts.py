@@ -22,9 +22,10 @@ from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.moe_metrics import MoEMetrics
+from jaxscale.models.plan import ParallelPlan
+from jaxscale.ops.activation import geglu_tanh, swiglu
 from jaxscale.ops.expert_all_to_all import all_to_all_experts
 from jaxscale.ops.grouped import GroupedProject
-from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.routing import (
     RouterOutput,
     capacity_mask,
@@ -53,14 +54,12 @@ class SharedMlp(Protocol):
 class SparseMlp(nnx.Module):
     """Gated MLPs, of which each token uses a few, and optionally a shared one."""
 
-    def __init__(
-        self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis, shared: SharedMlp | None
-    ):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan, shared: SharedMlp | None):
         experts = cfg.experts
         assert experts is not None, "made for a config with experts"
         D, E, F = cfg.embed_dim, experts.number, experts.mlp_dim
-        self.experts, self.kernels, self.tensor, self.shared = experts, kernels, tensor, shared
-        self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
+        self.experts, self.plan, self.shared = experts, plan, shared
+        self.activate = swiglu if cfg.activation == "silu" else geglu_tanh
         self.router = param(rngs, (D, E), ("embed", "router"), std=cfg.scales.router_std * D**-0.5)
         # Not trained: training.balance updates both after each step.
         self.router_bias = constant((E,), ("norm",), 0.0) if experts.bias else None
@@ -72,7 +71,7 @@ class SparseMlp(nnx.Module):
 
     @jax.named_scope("experts")
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, MoEMetrics]:
-        x_BTD = self.tensor.all_gather(x_BTD)
+        x_BTD = self.plan.tensor.all_gather(x_BTD)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
         fits_nk = self.fits_capacity(routes, segment_ids_BT)
@@ -81,11 +80,11 @@ class SparseMlp(nnx.Module):
         if self.shared is not None:
             y_BTD += self.shared.unreduced(x_BTD)
         load_E = self.router_load[...]
-        metrics = router_metrics(self.experts, self.tensor, routes, segment_ids_BT, load_E, rounds_Q)
+        metrics = router_metrics(self.experts, self.plan.tensor, routes, segment_ids_BT, load_E, rounds_Q)
         if fits_nk is not None:
             dropped_nk = ~fits_nk & (segment_ids_BT.reshape(-1, 1) > 0)
             metrics = metrics._replace(dropped=jnp.sum(dropped_nk, dtype=jnp.int32))
-        return self.tensor.reduce_scatter(y_BTD), metrics
+        return self.plan.tensor.reduce_scatter(y_BTD), metrics
 
     @jax.named_scope("router")
     def routes(self, x_nD: jax.Array) -> RouterOutput:
@@ -96,7 +95,7 @@ class SparseMlp(nnx.Module):
     def fits_capacity(self, routes: RouterOutput, segment_ids_BT: jax.Array) -> jax.Array | None:
         """True where a (token, expert) pair fits the expert's capacity; None without a limit."""
         B, T = segment_ids_BT.shape
-        capacity = self.experts.capacity(T) if self.kernels.use_capacity else None
+        capacity = self.experts.capacity(T) if self.plan.use_capacity else None
         if capacity is None:
             return None
         expert_BTk = routes.expert_nk.reshape(B, T, -1)
@@ -111,7 +110,7 @@ class SparseMlp(nnx.Module):
         Weights are multiplied in before the last matmul, so that the backward pass does not need its result. fits_nk:
         True for the pairs to compute; None: all.
         """
-        k, axis, kernels = self.experts.chosen, self.kernels.expert_axis, self.kernels.experts
+        k, axis, kernels = self.experts.chosen, self.plan.expert, self.plan.expert_kernels
         activation = functools.partial(kernels.weighted_activation, self.activate)
         run = functools.partial(kernels.map_experts, functools.partial(run_experts, kernels.project, activation))
         expert_nk = routes.expert_nk if fits_nk is None else jnp.where(fits_nk, routes.expert_nk, self.experts.number)

@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.models.config import ATTENTION_ADDED, KEY, LATENT, QUERY, VALUE
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.ops.kernels import Kernels
+from jaxscale.models.plan import ParallelPlan
+from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.rope import Rotation, latent_logit_scale, scale_rotation
-from jaxscale.sharding.tensor_axis import TensorAxis
 
 EPS = 1e-6  # of the latents' norms; DeepSeek's code also ignores rms_norm_eps here
 
@@ -40,11 +40,11 @@ class LatentAttention(nnx.Module):
     which are smaller than the residual stream.
     """
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
         latent, D, N, H = cfg.latent, cfg.embed_dim, cfg.num_heads, cfg.head_dim
         assert latent is not None, "needs a config with latent attention"
         Q, C, V = latent.q_rank, latent.kv_rank, latent.value_dim
-        self.cfg, self.latent, self.kernels, self.tensor = cfg, latent, kernels, tensor
+        self.cfg, self.latent, self.plan = cfg, latent, plan
         if Q:
             self.wq_down = param(rngs, (D, Q), ("embed", "channels"), fan_in=D)
             self.q_norm = constant((Q,), ("norm",), 1.0)
@@ -59,25 +59,25 @@ class LatentAttention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x_BtD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
         q_BTNH, latents = self.queries_and_latents(x_BtD, rotation)
-        attend = self.kernels.recorder.wrap_latent(self.attend)
+        attend = self.plan.recorder.wrap_latent(self.attend)
         window = {} if local is None else {"local": local}
         out_BTNV = attend(q_BTNH, latents, self.wkv_up[...], segment_ids_BT, **window)
-        added_BtD = self.tensor.reduce_scatter(self.kernels.project("BTNV,NVD->BTD", out_BTNV, self.wo[...]))
+        added_BtD = self.plan.tensor.reduce_scatter(self.plan.project("BTNV,NVD->BTD", out_BTNV, self.wo[...]))
         return checkpoint_name(added_BtD, ATTENTION_ADDED)
 
     def queries_and_latents(self, x_BtD, rotation: Rotation) -> tuple[jax.Array, Latents]:
         """Returns (q_BTNH of local heads, the latents of all positions)."""
-        latent, project = self.latent, self.kernels.project
+        latent, project = self.latent, self.plan.project
         down_BtC = project("BtD,DC->BtC", x_BtD, self.wkv_down[...])
         if latent.q_rank:
             down_BtC = jnp.concatenate([project("BtD,DQ->BtQ", x_BtD, self.wq_down[...]), down_BtC], axis=-1)
-        down_BTC = checkpoint_name(self.tensor.all_gather(down_BtC), LATENT)
+        down_BTC = checkpoint_name(self.plan.tensor.all_gather(down_BtC), LATENT)
         q_BTQ, kv_BTC, key_BTR = jnp.split(down_BTC, [latent.q_rank, latent.q_rank + latent.kv_rank], axis=-1)
         if latent.q_rank:
             q_BTNH = project("BTQ,QNH->BTNH", self.normalize(q_BTQ, self.q_norm), self.wq_up[...])
         else:
-            q_BTNH = project("BTD,DNH->BTNH", self.tensor.all_gather(x_BtD), self.wq[...])
-        key_BTR = self.kernels.rotate(key_BTR[:, :, None], rotation)[:, :, 0]
+            q_BTNH = project("BTD,DNH->BTNH", self.plan.tensor.all_gather(x_BtD), self.wq[...])
+        key_BTR = self.plan.rotate(key_BTR[:, :, None], rotation)[:, :, 0]
         return self.rotate_queries(q_BTNH, rotation), Latents(self.normalize(kv_BTC, self.kv_norm), key_BTR)
 
     def rotate_queries(self, q_BTNH, rotation: Rotation) -> jax.Array:
@@ -86,17 +86,17 @@ class LatentAttention(nnx.Module):
         if (factor := latent_logit_scale(self.cfg.rope_scaling)) != 1.0:
             q_BTNU = (factor * q_BTNU.astype(jnp.float32)).astype(q_BTNU.dtype)
             rotation = scale_rotation(rotation, factor)
-        return checkpoint_name(jnp.concatenate([q_BTNU, self.kernels.rotate(q_BTNR, rotation)], axis=-1), QUERY)
+        return checkpoint_name(jnp.concatenate([q_BTNU, self.plan.rotate(q_BTNR, rotation)], axis=-1), QUERY)
 
     def normalize(self, latent_BTC, scale: nnx.Param) -> jax.Array:
         """RMSNorm."""
-        return self.kernels.rms_norm(latent_BTC, scale[...], EPS)
+        return rms_norm(latent_BTC, scale[...], EPS)
 
     def attend(self, q_BTNH, latents: Latents, wkv_up_CNE, segment_ids_BT, **window) -> jax.Array:
         """Returns out_BTNV, from keys and values computed for every head. E: U + V."""
-        kv_BSNE = self.kernels.project("BSC,CNE->BSNE", latents.kv_BSC, wkv_up_CNE)
+        kv_BSNE = self.plan.project("BSC,CNE->BSNE", latents.kv_BSC, wkv_up_CNE)
         k_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.latent.nope_dim], axis=-1)
         (B, S, N, _), R = k_BSNU.shape, latents.key_BSR.shape[-1]
         shared_BSNR = jnp.broadcast_to(latents.key_BSR[:, :, None], (B, S, N, R))
         k_BSNH = checkpoint_name(jnp.concatenate([k_BSNU, shared_BSNR], axis=-1), KEY)
-        return self.kernels.attend(q_BTNH, k_BSNH, checkpoint_name(v_BSNV, VALUE), segment_ids_BT, **window)
+        return self.plan.attend(q_BTNH, k_BSNH, checkpoint_name(v_BSNV, VALUE), segment_ids_BT, **window)

@@ -29,9 +29,9 @@ from jaxscale.models.config import (
     RematName,
 )
 from jaxscale.models.lora import join_adapters
+from jaxscale.models.plan import ParallelPlan
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.ops.gradient import custom_vjp
-from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
 from jaxscale.sharding.offload import HOST
@@ -80,18 +80,17 @@ def run_stack(
     x: jax.Array,
     layer_inputs: Any,
     cfg: ModelConfig,
-    gather: Gather,
-    kernels: Kernels,
+    plan: ParallelPlan,
 ) -> tuple[jax.Array, Any]:
     """Returns (x after all blocks, their metrics with a leading axis of layers, or None).
 
     apply(block, x, layer_input) returns x or (x, metrics); it runs under the config's remat policy.
 
-    layer_inputs: a tree with a leading axis of num_layers (random keys, for example), or None. gather: gathers the
-    weights of a block before its forward pass and again before its backward pass. kernels: decide if layers are a loop;
-    their recorder receives each layer's intermediates, and may give inputs to each layer.
+    layer_inputs: a tree with a leading axis of num_layers (random keys, for example), or None. plan: gathers the
+    weights of a block before its forward pass and again before its backward pass, and decides if layers are a loop; its
+    recorder receives each layer's intermediates, and may give inputs to each layer.
     """
-    recorder, looped = kernels.recorder, cfg.scan_layers and kernels.scan_layers
+    gather, recorder, looped = plan.gather, plan.recorder, cfg.scan_layers and plan.scan_layers
 
     def wrap(f: Callable) -> Callable:
         if cfg.remat == "none" and gather is no_gather:
@@ -132,9 +131,7 @@ class StackedModel(nnx.Module):
     """
 
     cfg: ModelConfig
-    kernels: Kernels
-    gather: Gather
-    tensor: TensorAxis
+    plan: ParallelPlan
     blocks: Stack
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None) -> jax.Array:
@@ -179,8 +176,8 @@ class StackedModel(nnx.Module):
 
     def run_blocks(self, blocks: Stack, x_BTD, positions_BT, segment_ids_BT, layer_inputs: Any):
         """Returns run_stack() of these blocks."""
-        run, cfg = self.make_layer(positions_BT, segment_ids_BT), self.cfg
-        return run_stack(blocks, run, x_BTD, layer_inputs, cfg, self.gather, self.kernels)
+        run = self.make_layer(positions_BT, segment_ids_BT)
+        return run_stack(blocks, run, x_BTD, layer_inputs, self.cfg, self.plan)
 
 
 def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -326,11 +323,9 @@ def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 class BiasedAttention(nnx.Module):
     """Attention within each packed document, with biases, as in GPT-2 and BERT. out_std: of the output projection."""
 
-    def __init__(
-        self, cfg: BiasedConfig, *, causal: bool, out_std: float, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis
-    ):
+    def __init__(self, cfg: BiasedConfig, *, causal: bool, out_std: float, rngs: nnx.Rngs, plan: ParallelPlan):
         D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_dim
-        self.kernels, self.tensor, self.causal = kernels, tensor, causal
+        self.plan, self.causal = plan, causal
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
         self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
         self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
@@ -342,14 +337,14 @@ class BiasedAttention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD, segment_ids_BT):
-        project = self.kernels.project
-        x_BTD = self.tensor.all_gather(x_BTD)
+        project = self.plan.project
+        x_BTD = self.plan.tensor.all_gather(x_BTD)
         q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
         k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
         v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
         causal = {} if self.causal else {"causal": False}  # some kernels lack this argument
-        out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **causal)  # named ATTENTION_OUT within
-        added_BTD = self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        out_BTNH = self.plan.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **causal)  # named ATTENTION_OUT within
+        added_BTD = self.plan.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
         return checkpoint_name(with_bias(added_BTD, self.bias_o[...]), ATTENTION_ADDED)
 
 
@@ -363,11 +358,10 @@ class BiasedMlp(nnx.Module):
         *,
         out_std: float,
         rngs: nnx.Rngs,
-        kernels: Kernels,
-        tensor: TensorAxis,
+        plan: ParallelPlan,
     ):
         D, F = cfg.embed_dim, cfg.mlp_dim
-        self.kernels, self.tensor, self.activate = kernels, tensor, activate
+        self.plan, self.activate = plan, activate
         self.up = param(rngs, (D, F), ("embed", "mlp"), std=STD)
         self.bias_up = constant((F,), ("mlp",), 0.0)
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=out_std)
@@ -375,10 +369,11 @@ class BiasedMlp(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD):
-        project = self.kernels.project
-        h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.all_gather(x_BTD), self.up[...]), self.bias_up[...])
+        project = self.plan.project
+        h_BTF = with_bias(project("BTD,DF->BTF", self.plan.tensor.all_gather(x_BTD), self.up[...]), self.bias_up[...])
         h_BTF = self.activate(checkpoint_name(h_BTF, MLP_UP))
-        return with_bias(self.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
+        added_BTD = self.plan.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
+        return with_bias(added_BTD, self.bias_down[...])
 
 
 def dropout_embeddings(x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis) -> jax.Array:

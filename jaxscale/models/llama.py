@@ -19,14 +19,13 @@ from jaxscale.models.experts import SparseMlp
 from jaxscale.models.latent import LatentAttention
 from jaxscale.models.layers import StackedModel, constant, grad_barrier, make_stack, param, run_row_parts, with_bias
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.plan import ParallelPlan
+from jaxscale.ops.activation import geglu_tanh, swiglu
 from jaxscale.ops.attention.xla import as_mask_spec
 from jaxscale.ops.embed import lookup_sharded
-from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.norm import rms_norm_heads
+from jaxscale.ops.norm import rms_norm, rms_norm_heads
 from jaxscale.ops.recorder import ATTENTION, MLP, NO_RECORDER
 from jaxscale.ops.rope import Rotation, make_rotation, scale_rotation
-from jaxscale.sharding.shardings import Gather
-from jaxscale.sharding.tensor_axis import TensorAxis
 
 HEAD_STD = 0.02  # as in GPT-2: the initial loss is log(vocab_size) + embed_dim / 5000
 
@@ -44,9 +43,9 @@ def norm_factor(cfg: LlamaConfig, scale: nnx.Param) -> jax.Array:
 class LlamaAttention(nnx.Module):
     """Causal attention within each packed document."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
+        self.cfg, self.plan = cfg, plan
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
         self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
         self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
@@ -68,25 +67,25 @@ class LlamaAttention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
         cfg = self.cfg
-        q_BTNH, k_BSKH, v_BSKH = self.project_qkv(self.tensor.all_gather(x_BTD))
+        q_BTNH, k_BSKH, v_BSKH = self.project_qkv(self.plan.tensor.all_gather(x_BTD))
         v_BSKH = checkpoint_name(v_BSKH, VALUE)
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.normalize(q_BTNH, self.q_norm), self.normalize(k_BSKH, self.k_norm)
         q_rotation = rotation
         if cfg.score_scalar is not None:  # attend divides by sqrt(head_dim)
             q_rotation = scale_rotation(rotation, (cfg.head_dim / cfg.score_scalar) ** 0.5)
-        q_BTNH = checkpoint_name(self.kernels.rotate(q_BTNH, q_rotation), QUERY)
-        k_BSKH = checkpoint_name(self.kernels.rotate(k_BSKH, rotation), KEY)
+        q_BTNH = checkpoint_name(self.plan.rotate(q_BTNH, q_rotation), QUERY)
+        k_BSKH = checkpoint_name(self.plan.rotate(k_BSKH, rotation), KEY)
         window = {} if local is None else {"local": local}
-        out_BTNH = self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **window)  # named ATTENTION_OUT within
-        added_BTD = self.tensor.reduce_scatter(self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        out_BTNH = self.plan.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **window)  # named ATTENTION_OUT within
+        added_BTD = self.plan.tensor.reduce_scatter(self.plan.project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
         if cfg.out_bias:
             added_BTD = with_bias(added_BTD, self.bias_o[...])
         return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
     def project_qkv(self, x_BTD):
         """Returns (q_BTNH, k_BSKH, v_BSKH)."""
-        project = self.kernels.project
+        project = self.plan.project
         q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.wq[...])
         k_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wk[...])
         v_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wv[...])
@@ -98,28 +97,28 @@ class LlamaAttention(nnx.Module):
     def normalize(self, x_BTNH, scale: nnx.Param):
         """Normalizes queries or keys, per head or over all heads."""
         if self.cfg.qk_norm_over == "all_heads":
-            return rms_norm_heads(x_BTNH, norm_factor(self.cfg, scale), self.cfg.norm_eps, self.tensor)
-        return self.kernels.rms_norm(x_BTNH, norm_factor(self.cfg, scale), self.cfg.norm_eps)
+            return rms_norm_heads(x_BTNH, norm_factor(self.cfg, scale), self.cfg.norm_eps, self.plan.tensor)
+        return rms_norm(x_BTNH, norm_factor(self.cfg, scale), self.cfg.norm_eps)
 
 
 class LlamaMlp(nnx.Module):
     """A gated MLP: SwiGLU, or GEGLU (arXiv:2002.05202)."""
 
-    def __init__(self, cfg: LlamaConfig, width: int, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+    def __init__(self, cfg: LlamaConfig, width: int, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D, F = cfg.embed_dim, width
-        self.kernels, self.tensor = kernels, tensor
-        self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
+        self.plan = plan
+        self.activate = swiglu if cfg.activation == "silu" else geglu_tanh
         self.gate = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=(F * 2 * cfg.init_layers) ** -0.5)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD):
-        return self.tensor.reduce_scatter(self.unreduced(self.tensor.all_gather(x_BTD)))
+        return self.plan.tensor.reduce_scatter(self.unreduced(self.plan.tensor.all_gather(x_BTD)))
 
     def unreduced(self, x_BTD):
         """Returns the output of the device's columns, for all positions, not yet summed over devices."""
-        project = self.kernels.project
+        project = self.plan.project
         gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
         up_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
         return project("BTF,FD->BTD", self.activate(gate_BTF, up_BTF), self.down[...])
@@ -131,33 +130,33 @@ class LlamaBlock(nnx.Module):
     sparse: the MLP is a mixture of experts, and the block also returns router metrics.
     """
 
-    def __init__(self, cfg: LlamaConfig, *, sparse: bool, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
-        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
+    def __init__(self, cfg: LlamaConfig, *, sparse: bool, rngs: nnx.Rngs, plan: ParallelPlan):
+        self.cfg, self.plan = cfg, plan
         before, after = cfg.norm_placement != "after", cfg.norm_placement != "before"
         self.attention_norm = norm_scale(cfg, cfg.embed_dim) if before else None
         attend = LlamaAttention if cfg.latent is None else LatentAttention
-        self.attention = attend(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.attention = attend(cfg, rngs=rngs, plan=plan)
         self.attention_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
         self.mlp_norm = norm_scale(cfg, cfg.embed_dim) if before else None
-        make_mlp = functools.partial(LlamaMlp, cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        make_mlp = functools.partial(LlamaMlp, cfg, rngs=rngs, plan=plan)
         if sparse:
             assert cfg.experts is not None, "layer_stacks has sparse layers only with experts"
             shared = make_mlp(cfg.experts.shared_dim) if cfg.experts.shared_dim else None
-            self.mlp = SparseMlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor, shared=shared)
+            self.mlp = SparseMlp(cfg, rngs=rngs, plan=plan, shared=shared)
         else:
             self.mlp = make_mlp(cfg.mlp_dim)
         self.mlp_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
         run = functools.partial(self.run_rows, local=local)
-        if self.kernels.recorder is not NO_RECORDER:  # one record per layer, so rows are not split
+        if self.plan.recorder is not NO_RECORDER:  # one record per layer, so rows are not split
             return run(x_BTD, rotation, segment_ids_BT)
-        run = functools.partial(self.tensor.run_in_halves, run)
+        run = functools.partial(self.plan.tensor.run_in_halves, run)
         return run_row_parts(run, self.cfg, x_BTD, rotation, segment_ids_BT)
 
     def run_rows(self, x_BTD, rotation: Rotation, segment_ids_BT, *, local: jax.Array | None):
         """Applies the block to some rows."""
-        sow = self.kernels.recorder.sow
+        sow = self.plan.recorder.sow
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         added_BTD = self.attention(self.normalize(x_BTD, self.attention_norm), rotation, segment_ids_BT, local)
         x_BTD = x_BTD + sow(ATTENTION, self.scaled(self.normalize(added_BTD, self.attention_out_norm)))
@@ -170,7 +169,7 @@ class LlamaBlock(nnx.Module):
 
     def normalize(self, x_BTD, scale: nnx.Param | None):
         """Returns x_BTD unchanged if scale is None."""
-        return x_BTD if scale is None else self.kernels.rms_norm(x_BTD, norm_factor(self.cfg, scale), self.cfg.norm_eps)
+        return x_BTD if scale is None else rms_norm(x_BTD, norm_factor(self.cfg, scale), self.cfg.norm_eps)
 
     def scaled(self, added_BTD):
         """Scales a block's output by muP's rule for depth."""
@@ -183,12 +182,12 @@ class Llama(StackedModel):
 
     cfg: LlamaConfig
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D, V = cfg.embed_dim, cfg.vocab_size
-        self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
+        self.cfg, self.plan = cfg, plan
         # Unit scale, since no norm follows (arXiv:2204.02311, section 5), except if logits use the table too.
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=HEAD_STD if cfg.tied_embeddings else 1.0)
-        make_block = functools.partial(LlamaBlock, cfg, kernels=kernels, tensor=tensor)
+        make_block = functools.partial(LlamaBlock, cfg, plan=plan)
         stack = lambda name, sparse: make_stack(
             lambda rngs: make_block(sparse=sparse, rngs=rngs), rngs, cfg.layer_stacks[name], cfg.scan_layers
         )
@@ -227,20 +226,20 @@ class Llama(StackedModel):
     def last_hidden(self, x_BTD):
         """Returns the normalized residual stream; with muP, times its factor for logits."""
         scale, output = norm_factor(self.cfg, self.final_norm), self.cfg.scales.output
-        return self.kernels.rms_norm(x_BTD, scale if output == 1.0 else output * scale, self.cfg.norm_eps)
+        return rms_norm(x_BTD, scale if output == 1.0 else output * scale, self.cfg.norm_eps)
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT):
         """Returns the embeddings of the device's positions."""
         cfg = self.cfg
-        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
+        table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.plan.tensor).astype(cfg.compute_dtype)
         return x_BTD * jnp.asarray(cfg.embed_dim**0.5, x_BTD.dtype) if cfg.scaled_embeddings else x_BTD
 
     def unembedding(self, h_BTD):
         """Returns (h_BTD, the output projection [D, V], gathered once for all chunks of a loss)."""
         if self.head is None:
             h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
-            return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
+            return h_BTD, self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
         h_BTD, w_DV = grad_barrier(h_BTD, self.head[...])
-        return h_BTD, self.gather(w_DV, ("embed", "vocab"), self.cfg.embed_dtype)
+        return h_BTD, self.plan.gather(w_DV, ("embed", "vocab"), self.cfg.embed_dtype)

@@ -1,7 +1,6 @@
 """Construction of models, their logits, and the training objective on a batch: cross-entropy and named auxiliary
 losses, as sums over tokens."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -15,11 +14,9 @@ from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
 from jaxscale.models.layers import StackedModel
 from jaxscale.models.lora import add_adapters, make_adapter_only_gather, make_lora_grouped_project, make_lora_project
 from jaxscale.models.moe_metrics import MoEMetrics, moe_sums
+from jaxscale.models.plan import UNSHARDED, ParallelPlan
 from jaxscale.ops.attention.xla import make_mask_spec
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_nats_and_greedy
-from jaxscale.ops.kernels import Kernels
-from jaxscale.sharding.shardings import Gather, no_gather
-from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS, TensorAxis
 
 
 class Model(Protocol):
@@ -31,8 +28,8 @@ class Model(Protocol):
         ...
 
     @property
-    def tensor(self) -> TensorAxis:
-        """The axis of devices that shard its matrices."""
+    def plan(self) -> ParallelPlan:
+        """Its layout."""
         ...
 
     def hidden(self, *inputs: Any, **encoder: Any) -> jax.Array:
@@ -52,21 +49,22 @@ def make_model(
     cfg: ModelConfig,
     *,
     key: jax.Array,
-    kernels: Kernels,
-    gather: Gather = no_gather,
-    tensor: TensorAxis = NO_TENSOR_AXIS,
+    plan: ParallelPlan = UNSHARDED,
     lora: LoraConfig = NO_LORA,
 ) -> Model:
-    """Returns the model of this config with parameters drawn from `key`. The defaults are for one device.
+    """Returns the model of this config with parameters drawn from `key`.
 
     lora: adds adapters, the only parameters with gradients.
     """
     model = model_class(cfg)
     if lora.on:
-        experts = kernels.experts._replace(project=make_lora_grouped_project(kernels.experts.project))
-        kernels = dataclasses.replace(kernels, project=make_lora_project(kernels.project), experts=experts)
-        gather = make_adapter_only_gather(gather)
-    made = model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)
+        kernels = plan.expert_kernels
+        plan = plan.replace(
+            project=make_lora_project(plan.project),
+            expert_kernels=kernels._replace(project=make_lora_grouped_project(kernels.project)),
+            gather=make_adapter_only_gather(plan.gather),
+        )
+    made = model(cfg, rngs=nnx.Rngs(params=key), plan=plan)
     return add_adapters(made, lora, key) if lora.on else made
 
 
@@ -79,7 +77,7 @@ def logits(model: Model, tokens_BT, positions_BT=None, segment_ids_BT=None, **in
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
-    return unembed(model, model.tensor.all_gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT, **inputs)))
+    return unembed(model, model.plan.tensor.all_gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT, **inputs)))
 
 
 def unembed(model: Model, h: jax.Array) -> jax.Array:
@@ -87,7 +85,7 @@ def unembed(model: Model, h: jax.Array) -> jax.Array:
     cfg = model.cfg
     h, w_DV = model.unembedding(h)
     h, w_DV = h.astype(cfg.embed_dtype), w_DV.astype(cfg.embed_dtype)
-    out = model.tensor.all_gather_last(jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32))
+    out = model.plan.tensor.all_gather_last(jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32))
     return out if cfg.logit_softcap is None else cfg.logit_softcap * jnp.tanh(out / cfg.logit_softcap)
 
 
@@ -144,8 +142,8 @@ def target_scores(model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 def loss_settings(model: Model, **changes: Any) -> LossSettings:
     """Returns the model's loss settings with these changes."""
-    cfg = model.cfg
-    return LossSettings(chunk_tokens=cfg.loss_chunk_tokens, softcap=cfg.logit_softcap, tensor=model.tensor, **changes)
+    cfg, tensor = model.cfg, model.plan.tensor
+    return LossSettings(chunk_tokens=cfg.loss_chunk_tokens, softcap=cfg.logit_softcap, tensor=tensor, **changes)
 
 
 def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -153,7 +151,7 @@ def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]
     in the dtype of the former, is the logits. h_BTD: of local positions."""
     with jax.named_scope("loss"):
         h_BTD, w_DV = model.unembedding(h_BTD)
-        return model.tensor.all_gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
+        return model.plan.tensor.all_gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
 
 
 def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.Array:

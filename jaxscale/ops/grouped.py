@@ -17,6 +17,7 @@ from jaxscale.ops import slots
 from jaxscale.ops.gradient import custom_vjp
 from jaxscale.ops.grouped_hopper import hopper_project, hopper_weight_grad
 from jaxscale.ops.project import PRODUCT
+from jaxscale.sharding.choice import Choice
 from jaxscale.units import divisors
 
 LANES = 128  # of a TPU tile: block sizes are multiples
@@ -133,23 +134,26 @@ class ExpertKernels(NamedTuple):
     map_experts: slots.MapExperts = functools.partial(slots.run_in_slots, slots.ON_CPU)
     weighted_activation: slots.WeightedActivation = slots.weighted_activation_f32
     as_bits: bool = True  # dispatch and combine gather integers, which is fast on a CPU
-    fallback_reason: str = ""  # why a GPU has no grouped kernel
 
 
-def resolve_expert_kernels(platform: str, device: Device | None, dtype: Any) -> ExpertKernels:
-    """Returns grouped kernels for TPUs and, in 16 bits, Hopper GPUs; else slots, since XLA has no grouped matmul
-    there that skips other groups."""
+def resolve_expert_kernels(platform: str, device: Device | None, dtype: Any) -> tuple[ExpertKernels, Choice]:
+    """Returns (kernels, the choice; its reason is why a GPU has no grouped kernel, or "").
+
+    Grouped kernels for TPUs and, in 16 bits, Hopper GPUs; else slots, since XLA has no grouped matmul there that skips
+    other groups.
+    """
     if platform == "cpu":
-        return ExpertKernels()
+        return ExpertKernels(), Choice(name="slots")
     if platform == "tpu":
-        matmuls = megablox_matmuls()
+        name, matmuls = "megablox", megablox_matmuls()
     elif platform == "gpu" and is_hopper(device) and jnp.dtype(dtype).itemsize == 2:
-        matmuls = hopper_matmuls()
+        name, matmuls = "hopper", hopper_matmuls()
     else:
         reason = "grouped kernels need a Hopper GPU, and bfloat16 or float16"
         run = functools.partial(slots.run_in_slots, slots.ON_GPU)
-        return ExpertKernels(map_experts=run, as_bits=False, fallback_reason=reason)
-    return ExpertKernels(functools.partial(grouped_project, matmuls), run_grouped, weighted_activation, as_bits=False)
+        return ExpertKernels(map_experts=run, as_bits=False), Choice(name="slots", reason=reason)
+    project = functools.partial(grouped_project, matmuls)
+    return ExpertKernels(project, run_grouped, weighted_activation, as_bits=False), Choice(name=name)
 
 
 def is_hopper(device: Device | None) -> bool:

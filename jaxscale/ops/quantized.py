@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.config import MatmulDtype
-from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.project import PRODUCT, contracted_axes
+from jaxscale.ops.project import PRODUCT, Project, contracted_axes
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 
@@ -36,13 +35,13 @@ RECIPES = {
 }
 
 
-def with_matmul_dtype(kernels: Kernels, name: MatmulDtype) -> Kernels:
-    """Returns kernels whose projections have this operand dtype. Raises BadInput without qwix."""
+def quantized_project(unquantized: Project, name: MatmulDtype) -> Project:
+    """Returns the projection with this operand dtype; `unquantized` for "none". Raises BadInput without qwix."""
     if name == "none":
-        return kernels
+        return unquantized
     if not packages.is_installed("qwix"):
         raise BadInput(f"model.matmul_dtype={name!r} needs qwix: pip install 'jaxscale[quant]'")
-    return dataclasses.replace(kernels, project=functools.partial(project, RECIPES[name]))
+    return functools.partial(project, RECIPES[name])
 
 
 def project(recipe: Recipe, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:

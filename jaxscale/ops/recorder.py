@@ -9,6 +9,7 @@ layer_inputs() in the same way.
 B batch  T position  D embed  L layers of a stack
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.ops.attention import windowed_or_full
+from jaxscale.ops.attention.context_parallel import over_all_keys
+from jaxscale.ops.attention.logit_max import EXACT, attention_logit_bound, attention_logit_max
 from jaxscale.ops.attention.xla import MaskSpec, as_mask_spec
+from jaxscale.ops.config import AttentionNeeds
+from jaxscale.sharding.context_axis import NO_CONTEXT_AXIS, ContextAxis
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 ATTENTION, CROSS_ATTENTION, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # records of a layer
@@ -148,3 +154,29 @@ class MaxLogitRecorder(Recorder):
     def sown(self) -> dict[str, tuple[Intermediates, ...]]:
         """Returns the records of all stacks, in order, under the key SOWN."""
         return {SOWN: tuple(self.stacks)}
+
+
+def make_recorder(
+    attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
+) -> StatisticsRecorder:
+    """Returns a recorder for one trace of a model, of the largest attention logit or a bound on it.
+
+    attention: name of the kernel.
+    """
+    if attention in EXACT:
+        logit_max = functools.partial(attention_logit_max, window=needs.window)
+        if needs.window_layers is not None:
+            logit_max = windowed_or_full(logit_max, attention_logit_max, needs.window_layers)
+        return StatisticsRecorder("attention_logit_max", over_all_keys(logit_max, context), tensor)
+    return StatisticsRecorder("attention_logit_bound", over_all_keys(attention_logit_bound, context), tensor)
+
+
+def make_max_logit_recorder(
+    attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
+) -> MaxLogitRecorder:
+    """Returns a recorder of the largest logit of each head, computed in addition to any attention kernel."""
+    by_head = functools.partial(attention_logit_max, by_head=True)
+    logit_max = functools.partial(by_head, window=needs.window)
+    if needs.window_layers is not None:
+        logit_max = windowed_or_full(logit_max, by_head, needs.window_layers)
+    return MaxLogitRecorder(over_all_keys(logit_max, context), tensor)

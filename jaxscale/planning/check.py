@@ -12,7 +12,7 @@ from jaxscale.data.checks import check_data
 from jaxscale.hardware import Device, find_chip, host_memory_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.monitor.sinks import missing_packages
-from jaxscale.ops.kernels import resolve_kernels
+from jaxscale.ops.attention import resolve_attention
 from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.memory import MemoryNeed, memory_lower_bound, memory_need
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -83,7 +83,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
             f"kernel: model.matmul_precision='tf32' requires an NVIDIA GPU, and this is {platform}; use 'default'"
         )
     try:
-        resolve_kernels(platform, model.attention, model.attention_needs(prefix=prefix))
+        resolve_attention(model.attention, platform, model.attention_needs(prefix=prefix))
     except BadInput as error:
         findings.append(f"kernel: {error}")
     return findings

@@ -9,7 +9,7 @@ from jaxscale.build import Program
 from jaxscale.models.config import ATTENTION_ADDED, lora_params, saved_names
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.planning.context import CONTEXT, context_collectives
-from jaxscale.planning.experts import EXPOSED, ParamCounts, device_params, dispatch_bytes, expert_exchange
+from jaxscale.planning.experts import EXPOSED, ParamCounts, device_params, dispatch_bytes
 from jaxscale.planning.stages import (
     PIPELINE,
     Stages,
@@ -63,7 +63,7 @@ def weight_collectives(program: Program) -> list[PlannedCollective]:
         *gradient_scatters(program, grads.times(times), True),
         data_all_reduce(program, grads),
     ]
-    if expert_exchange(program).form == "gather" and cfg.rules != "zero3":
+    if program.plan.expert_exchange.name == "gather" and cfg.rules != "zero3":
         order = GatherOrder((), (EXPERT,))
         gathered, scattered = 2 * parts * width * params.experts, (parts - times) * grads.experts
         collectives += collectives_along(program, "all-gather", ParamCounts(gathered, 0), order, True)
@@ -80,8 +80,8 @@ def weight_gathers(program: Program, nbytes: ParamCounts, overlaps: bool) -> lis
     """
     shape, order = program.mesh.shape, gather_order(program)
     experts = nbytes.experts
-    expert_order = (EXPERT, *order.experts) if expert_exchange(program).form == "gather" else order.experts
-    if expert_exchange(program).form == "gather" and program.cfg.rules != "zero3":
+    expert_order = (EXPERT, *order.experts) if program.plan.expert_exchange.name == "gather" else order.experts
+    if program.plan.expert_exchange.name == "gather" and program.cfg.rules != "zero3":
         experts, expert_order = experts / shape[EXPERT], order.experts
     order, nbytes = GatherOrder(order.others, expert_order), nbytes._replace(experts=experts)
     return collectives_along(program, "all-gather", nbytes, order, overlaps)
@@ -90,7 +90,7 @@ def weight_gathers(program: Program, nbytes: ParamCounts, overlaps: bool) -> lis
 def gradient_scatters(program: Program, nbytes: ParamCounts, overlaps: bool) -> list[PlannedCollective]:
     """Returns the reduce-scatters of gradients: the reverse order, but the expert axis is also first."""
     order = gather_order(program)
-    expert_order = (*order.experts, EXPERT) if expert_exchange(program).form == "gather" else order.experts
+    expert_order = (*order.experts, EXPERT) if program.plan.expert_exchange.name == "gather" else order.experts
     return collectives_along(program, "reduce-scatter", nbytes, GatherOrder(order.others, expert_order), overlaps)
 
 
@@ -131,7 +131,7 @@ def local_bytes(program: Program, nbytes: ParamCounts) -> float:
     """Returns the local part of `nbytes` that are sharded over fsdp, context and expert."""
     shape = program.mesh.shape
     shards = shape["fsdp"] * shape[CONTEXT]
-    expert_shards = shape[EXPERT] if expert_exchange(program).form == "gather" else 1
+    expert_shards = shape[EXPERT] if program.plan.expert_exchange.name == "gather" else 1
     return nbytes.others / (shards * shape[EXPERT]) + nbytes.experts / (shards * expert_shards)
 
 
@@ -152,7 +152,7 @@ def stage_weight_collectives(program: Program, stages: Stages) -> list[PlannedCo
         *gradient_scatters(program, grads, False),
         data_all_reduce(program, grads),
     ]
-    if expert_exchange(program).form == "gather" and program.cfg.rules != "zero3":
+    if program.plan.expert_exchange.name == "gather" and program.cfg.rules != "zero3":
         collectives.append(PlannedCollective(EXPERT, "all-gather", width * blocks.experts, False))
     local = lambda numbers, nbytes: local_bytes(program, numbers.times(nbytes))
     if stages.stores_stage_layers:

@@ -76,7 +76,7 @@ def communication_time(program: Program, topology: Topology) -> CommunicationTim
     for collective in step_collectives(program):
         if program.mesh.shape[collective.axis] == 1 or not collective.nbytes:
             continue
-        for phase in axis_phases(collective, links, program.compiler_options.offloads_torus):
+        for phase in axis_phases(collective, links, program.plan.compiler_options.offloads_torus):
             seconds = phase.seconds(chip) or 0.0
             nbytes[collective.axis] += phase.nbytes
             along = f":{phase.along}" if links.torus and phase.along != DCN else ""
@@ -160,7 +160,7 @@ def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
         return KINDS | PERMUTE
     if topology.devices[0].device_kind == "TPU v5 lite":
         return frozenset({"all-gather"}) | PERMUTE
-    options = program.compiler_options.values
+    options = program.plan.compiler_options.values
     return PERMUTE | {kind for kind in KINDS if options.get(SPARSE_CORE + kind.replace("-", "_"))}
 
 

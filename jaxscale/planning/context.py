@@ -4,10 +4,7 @@ C devices of the axis  T positions of a row  K key-value heads  H head dim
 """
 
 from jaxscale.build import Program
-from jaxscale.model_on_mesh import parallel_request
 from jaxscale.models.config import SAVED_NAMES
-from jaxscale.models.sharded import context_work
-from jaxscale.ops.attention.context_exchange import resolve_context_exchange
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.stages import compute_bytes
 
@@ -16,16 +13,9 @@ MIN_POSITIONS = 1024  # of a row on one device, our choice: below it matmuls end
 F32 = 4
 
 
-def context_exchange(program: Program) -> str:
-    """Returns 'gather', 'ulysses' or 'ring'; '' without context parallelism."""
-    cfg, model = program.cfg, program.model
-    work = context_work(cfg.model, program.mesh, parallel_request(cfg, program.mesh))
-    return resolve_context_exchange(cfg.context.attention, model.kernels.attention, model.needs, work).form
-
-
 def window_layer_fraction(program: Program) -> float:
     """Returns the fraction of layers whose window ends in the previous chunk, so that only its last keys are sent."""
-    needs, size = program.model.needs, program.mesh.shape[CONTEXT]
+    needs, size = program.plan.needs, program.mesh.shape[CONTEXT]
     if needs.window is None or needs.window - 1 > program.cfg.row_lengths.row // (2 * size):
         return 0.0
     return needs.window_layers.windowed / needs.window_layers.total if needs.window_layers else 1.0
@@ -55,7 +45,7 @@ def context_exchange_memory(program: Program) -> float:
     and as sent, and the local queries' gradients; queries and output gradients in the kernel's dimension order, and one
     of two chunks of each with its results. The ring's share does not depend on the row length.
     """
-    size, keys, exchange = program.mesh.shape[CONTEXT], kv_bytes(program), context_exchange(program)
+    size, keys, exchange = program.mesh.shape[CONTEXT], kv_bytes(program), program.plan.context_exchange.name
     if size == 1 or exchange == "gather" and window_layer_fraction(program) == 1:
         return 0.0
     queries = query_bytes(program)
@@ -77,14 +67,14 @@ def context_collectives(program: Program) -> list[tuple[str, float]]:
     gathered.
     """
     model, size = program.cfg.model, program.mesh.shape[CONTEXT]
-    keys, exchange = kv_bytes(program), context_exchange(program)
+    keys, exchange = kv_bytes(program), program.plan.context_exchange.name
     if size == 1:
         return []
     passes = 1 if model.remat == "none" else 2
     if exchange == "ulysses":
         return [("all-to-all", (passes + 1) * (keys + 2 * query_bytes(program)))]
     windowed = window_layer_fraction(program)
-    window = program.model.needs.window or 1
+    window = program.plan.needs.window or 1
     tails = keys * 2 * (window - 1) * size / program.cfg.row_lengths.row
     collectives = [("collective-permute", windowed * (passes + 1) * tails)] if windowed else []
     if windowed and program.mesh.shape["pipeline"] > 1:

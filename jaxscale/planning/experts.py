@@ -8,14 +8,12 @@ import math
 from typing import NamedTuple
 
 from jaxscale.build import Program
-from jaxscale.model_on_mesh import parallel_request
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.experts_config import ExpertsConfig
-from jaxscale.models.sharded import expert_work
 from jaxscale.ops.expert_all_to_all import CAPACITY_FACTOR, round_capacity
 from jaxscale.sharding.batch_axes import LANES
 from jaxscale.sharding.compiler_options import PIPELINE, PIPELINED_GATHER
-from jaxscale.sharding.expert_axis import AXIS, ExpertExchange, resolve_expert_exchange
+from jaxscale.sharding.expert_axis import AXIS
 
 F32 = 4
 # Row arrays per layer over the expert axis: dispatch and combine; in the backward pass inputs and gradients out, one
@@ -43,15 +41,9 @@ def require_experts(model: ModelConfig) -> ExpertsConfig:
     return model.experts
 
 
-def expert_exchange(program: Program) -> ExpertExchange:
-    """Returns the exchange of this config, whose microbatches may differ from those that the program was made with."""
-    cfg, mesh = program.cfg, program.mesh
-    return resolve_expert_exchange(cfg.expert.exchange, expert_work(cfg.model, mesh, parallel_request(cfg, mesh)))
-
-
 def expert_shards(program: Program) -> int:
     """Returns the devices over which experts stay sharded while a layer is computed; 1 if they are gathered."""
-    return program.mesh.shape[AXIS] if expert_exchange(program).form == "send" else 1
+    return program.mesh.shape[AXIS] if program.plan.expert_exchange.name == "send" else 1
 
 
 def device_params(program: Program) -> ParamCounts:
@@ -125,7 +117,7 @@ def moe_block_bytes(program: Program, width: int, reduced: int, *, staged: bool)
     head_widths = model.query_width + model.key_width + model.value_width + model.result_width
     saved = tokens * ((head_widths + 2 * embed) / tensor + model.latent_width + embed + 3 * cfg.shared_dim / tensor)
     saved += 2 * parts * tokens * embed / tensor if parts > 1 else 0  # the block's input and output, of all rows
-    lse_lanes = LANES * model.num_heads / tensor if program.attention == "splash" else 0
+    lse_lanes = LANES * model.num_heads / tensor if program.plan.attention.name == "splash" else 0
     float32_elements = tokens * (4 * cfg.number + lse_lanes)
     weights = moe_block_weights(program, staged)
     expert_params = 3 * cfg.number * embed * inner / expert_shards(program)
@@ -163,7 +155,7 @@ def moe_block_weights(program: Program, staged: bool) -> MoEBlockWeights:
 
 def prefetches_weights(program: Program) -> bool:
     """True if compiler options prefetch the next layer's weights during this layer."""
-    options = program.compiler_options.values
+    options = program.plan.compiler_options.values
     return bool(options.get(PIPELINE[0]) or options.get(PIPELINED_GATHER[0]))
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from jaxscale import units
 from jaxscale.auto_dtype import for_device
 from jaxscale.budget import BEGINNING, Budget, Position, remaining_stages, resolve_budget
-from jaxscale.build import Program, add_stages, make_program
+from jaxscale.build import Program, add_stages, make_program, parallel_settings
 from jaxscale.config import RunConfig
-from jaxscale.model_on_mesh import shard_run_model
-from jaxscale.models.sharded import ShardedModel
+from jaxscale.models.plan import resolve_plan
+from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import axis_size
@@ -50,7 +50,7 @@ def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConf
     """Returns the flags of a mesh that `make` accepts, as text; '' if none is found. Other axes are unchanged."""
     try:
         mesh = make_mesh(MeshConfig(), devices[:1])
-        alone = shard_run_model(dataclasses.replace(cfg, mesh=MeshConfig()), mesh, torus_at_once=False)
+        alone = shard_model(cfg.model, resolve_plan(cfg.model, mesh, parallel_settings(cfg)), cfg.lora)
         candidates = candidate_configs(cfg, alone, len(devices))
         candidates = sorted(candidates, key=lambda candidate: mesh_preference(cfg, candidate))
     except BadInput:  # refused for another reason than the mesh
@@ -92,10 +92,10 @@ def candidate_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> 
         return
     for mesh in all_meshes(num_devices // other_devices):
         shape = others | mesh
-        tables = (alone.rules.params, alone.rules.moments)
+        tables = (alone.plan.rules.params, alone.plan.rules.moments)
         if any(check_divides(alone.shapes, alone.axes, table, shape) for table in tables):
             continue
-        shards = axis_size("act_batch", alone.rules.params, shape)
+        shards = axis_size("act_batch", alone.plan.rules.params, shape)
         rows = max(1, round(cfg.rows_per_step / shards)) * shards
         multiple = shape["tensor"] * (2 * shape["context"] if shape["context"] > 1 else 1)
         if cfg.seq_len % multiple or not 1 / MAX_BATCH_FACTOR <= rows / cfg.rows_per_step <= MAX_BATCH_FACTOR:

@@ -26,7 +26,7 @@ from jaxscale.models.config import (
 )
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.optim.config import OptimConfig
-from jaxscale.planning.context import context_exchange, context_exchange_memory
+from jaxscale.planning.context import context_exchange_memory
 from jaxscale.planning.experts import expert_shards, moe_block_bytes, require_experts
 from jaxscale.planning.residuals import element_bytes, residuals_by_stack, tiled_bytes
 from jaxscale.planning.stages import compute_bytes, hop_bytes, pipeline_stages, stage_elements
@@ -155,7 +155,7 @@ def activation_bytes(program: Program) -> int:
     sizes = activation_sizes(model, tensor)
     inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_width // tensor
     block_elements = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
-    if program.attention == "xla":  # float32 scores and probabilities per head
+    if program.plan.attention.name == "xla":  # float32 scores and probabilities per head
         block_elements += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
     saved_activations, experts = saved_names(model), model.experts
     gathered = gathered_weight_bytes(program, width)
@@ -293,7 +293,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     divided_tokens = f" / {program.mesh.shape['context']}" if program.mesh.shape["context"] > 1 else ""
     source = f"{num_rows} of {cfg.row_lengths.row:,}{divided_tokens} tokens, remat={cfg.model.remat}: estimate"
     if remote_kv := context_exchange_memory(program):
-        source += f"; includes {units.size(remote_kv)} of remote keys and values ({context_exchange(program)})"
+        source += f"; includes {units.size(remote_kv)} of remote keys and values ({program.plan.context_exchange.name})"
     return (*rows, MemoryRow("activations", need.activations - saved_input_bytes(program), source))
 
 
@@ -337,7 +337,7 @@ def find_microbatches(program: Program, usable: int) -> int | None:
         if cfg.rows_per_step // parts % program.batch_shards or chunks > 1 and parts % program.mesh.shape["pipeline"]:
             continue
         train = dataclasses.replace(cfg.train, num_microbatches=parts)
-        candidate = dataclasses.replace(program, cfg=dataclasses.replace(cfg, train=train))
+        candidate = program.with_cfg(dataclasses.replace(cfg, train=train))
         if memory_need(candidate).total <= usable:
             return parts
     return None

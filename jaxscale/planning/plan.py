@@ -24,7 +24,7 @@ from jaxscale.planning.cautions import Caution
 from jaxscale.planning.communication import slice_crossing
 from jaxscale.planning.context import MIN_POSITIONS
 from jaxscale.planning.cost import Range
-from jaxscale.planning.experts import expert_exchange, routing_assumption
+from jaxscale.planning.experts import routing_assumption
 from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.measured import CompiledStep, Measured
 from jaxscale.planning.memory import (
@@ -39,6 +39,7 @@ from jaxscale.planning.run_plan import Data, Device, Machine, Money, RunPlan, Sa
 from jaxscale.planning.speed import Speed, plan_speed
 from jaxscale.planning.stages import pipeline_stages
 from jaxscale.planning.topology import Topology, link_domains
+from jaxscale.sharding import expert_axis
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote
@@ -116,7 +117,7 @@ def plan_machine(topology: Topology, program: Program) -> Machine:
         num_devices=devices,
         num_hosts=topology.num_hosts,
         layout=mesh_layout(program.mesh),
-        exchange=str(expert_exchange(program)),
+        exchange=expert_axis.describe(program.plan.expert_exchange),
     )
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.models.config import ModelConfig, ResidualDtype
-from jaxscale.planning.context import context_exchange
 from jaxscale.sharding.batch_axes import LANES, SUBLANES, on_tpu
 
 F32 = 4
@@ -34,8 +33,8 @@ def residuals_by_stack(program: Program) -> dict[str, tuple[int, int]]:
     cfg, tpu = program.cfg, on_tpu(program.mesh)
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     context = program.mesh.shape["context"]
-    gathers_keys = context > 1 and context_exchange(program) == "gather"
-    options = dict(scores=program.attention == "xla", tensor=program.mesh.shape["tensor"], tpu=tpu)
+    gathers_keys = context > 1 and program.plan.context_exchange.name == "gather"
+    options = dict(scores=program.plan.attention.name == "xla", tensor=program.mesh.shape["tensor"], tpu=tpu)
     residuals = {}
     for stack, layers in cfg.model.layer_stacks.items():
         is_encoder = stack == "encoder_blocks"

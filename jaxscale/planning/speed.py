@@ -26,7 +26,7 @@ from jaxscale.models.config import (
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.communication import communication_time
 from jaxscale.planning.cost import Range
-from jaxscale.planning.experts import expert_exchange, expert_shards, require_experts
+from jaxscale.planning.experts import expert_shards, require_experts
 from jaxscale.planning.machine import THIS_MACHINE
 from jaxscale.planning.measured import Measured, interpolate_rate
 from jaxscale.planning.memory import (
@@ -215,7 +215,7 @@ def estimate_step(program: Program, topology: Topology) -> StepEstimate:
         link_s=communication.total_s + host,
         exposed_s=max(communication.exposed_s(compute), host - compute),
         idle_s=compute * idle + communication.idle_s,
-        exchange=expert_exchange(program).form,
+        exchange=program.plan.expert_exchange.name,
     )
 
 
@@ -224,7 +224,7 @@ def recomputed_score_flops(program: Program) -> float:
 
     Its two kernels have 4 and 3 matmuls, and both recompute the scores (ahead/hlo_costs.py).
     """
-    if program.attention != "splash":
+    if program.plan.attention.name != "splash":
         return 0.0
     model = program.cfg.model
     return 3 * 2 * model.query_width * model.visible_keys(program.cfg.seq_len)

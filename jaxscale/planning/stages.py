@@ -202,7 +202,7 @@ def stage_arrays(program: Program, tree: Any) -> Iterator[tuple[bool, tuple[str,
     tensor = program.mesh.shape["tensor"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         axes = leaf_at(model.axes, path)
-        num_shards = tensor if any("tensor" in mesh_axis_names(model.rules.params[axis]) for axis in axes) else 1
+        num_shards = tensor if any("tensor" in mesh_axis_names(model.plan.rules.params[axis]) for axis in axes) else 1
         num_shards *= expert_shards(program) if EXPERTS in axes else 1
         if block := path[0].key == BLOCKS:
             yield block, axes, math.prod(leaf.shape[1:]) * stages.layer_slots // num_shards

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.models.plan import single_device_plan
 from jaxscale.ops.activation import geglu_tanh, swiglu
 from jaxscale.ops.attention import BLOCKWISE_MAX_LEN, HARDWARE, PLATFORM_DEFAULT, resolve_attention, xla
 from jaxscale.ops.config import AttentionName, AttentionNeeds, MatmulDtype
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy
-from jaxscale.ops.kernels import XLA_KERNELS, resolve_kernels
 from jaxscale.ops.norm import layer_norm, rms_norm
-from jaxscale.ops.quantized import with_matmul_dtype
+from jaxscale.ops.quantized import quantized_project
 from jaxscale.ops.rope import frequencies, make_rotation
 from jaxscale.qualify.result import Figure, Machine, Probe, first_words
 from jaxscale.system import packages
@@ -200,7 +200,7 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
     B, T, H = 2, shape[1], 64
     positions_BT = jnp.arange(T)[None] * jnp.ones((B, 1), jnp.int32)
     rotation = make_rotation(positions_BT, H, ROPE_BASE)
-    turn = resolve_kernels(machine.platform, "xla", AttentionNeeds(head_dim=H, dtype=dtype)).rotate
+    turn = single_device_plan(machine.platform, "xla", AttentionNeeds(head_dim=H, dtype=dtype)).rotate
     exact_turn = functools.partial(turned, positions_BT)
     yield Case("rotary positions", lambda x: turn(x, rotation), exact_turn, (normal(12, B, T, 4, H),), dtype, *allowed)
 
@@ -220,8 +220,8 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     spec, operands = "BTD,DF->BTF", (normal(13, B, T, D), normal(14, D, F) * D**-0.5)
     exact = exactly(functools.partial(jnp.einsum, spec))
     needs = AttentionNeeds(head_dim=64, dtype=dtype)
-    kernels = resolve_kernels(machine.platform, "xla", needs)
-    yield Case("projection", functools.partial(kernels.project, spec), exact, operands, dtype, *near(dtype))
+    project = single_device_plan(machine.platform, "xla", needs).project
+    yield Case("projection", functools.partial(project, spec), exact, operands, dtype, *near(dtype))
     has: dict[MatmulDtype, Any] = {"int8": machine.on_cpu or (machine.chip and machine.chip.int8_flops)}
     has["fp8"] = machine.on_cpu or (machine.chip and machine.chip.fp8_flops)
     for name in EIGHT_BIT:
@@ -230,6 +230,5 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
         elif not packages.is_installed("qwix"):
             yield f"projection in {name}: left out, qwix is not installed: pip install 'jaxscale[quant]'"
         else:
-            project = with_matmul_dtype(XLA_KERNELS, name).project
-            kernel = functools.partial(project, spec)
+            kernel = functools.partial(quantized_project(project, name), spec)
             yield Case(f"projection in {name}", kernel, exact, operands, dtype, *EIGHT_BIT[name])

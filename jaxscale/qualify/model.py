@@ -119,7 +119,8 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
     cfg = program.cfg
     what = (
         f"{name}: {units.count(cfg.model.num_params)} parameters, {cfg.rows_per_step} rows of {cfg.seq_len} tokens, "
-        f"{cfg.model.compute_dtype}, remat {cfg.model.remat}, {program.attention} attention, {number} steps timed"
+        f"{cfg.model.compute_dtype}, remat {cfg.model.remat}, {program.plan.attention.name} attention, "
+        f"{number} steps timed"
     )
     if peak is not None and before is not None and peak <= before:
         notes = [*notes, "memory: cannot be told, an earlier probe held more than the step"]

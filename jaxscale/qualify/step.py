@@ -170,7 +170,7 @@ def describe_program(program: Program) -> dict[str, Any]:
         "active_params": cfg.model.active_params,
         "rows": cfg.rows_per_step,
         "seq_len": cfg.seq_len,
-        "attention": program.attention,
+        "attention": program.plan.attention.name,
         "scan_layers": cfg.model.scan_layers,
         "num_microbatches": cfg.train.num_microbatches,
         "devices": f"{program.mesh.size} x {jax.devices()[0].device_kind}",

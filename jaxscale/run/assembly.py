@@ -279,12 +279,12 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
     if not cfg.eval.num_rows or corpus.valid_rows is None:
         return None
     rows = rows_per_pass(program)
-    model = program.unstaged
+    model = program.model.unstaged
     on_mesh = functools.partial(put_rows, rows=list(range(rows)), num_rows=rows, sharding=model.rows_sharding)
     step = jax.jit(
         make_eval_step(model.token_losses, len(corpus.source_names)),
         out_shardings=replicated(program.mesh),
-        compiler_options=program.compiler_options.values or None,
+        compiler_options=program.plan.compiler_options.values or None,
     )
 
     @functools.cache
@@ -307,11 +307,11 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
 
 def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[LoopEvaluator, ...]:
     """Returns params -> metrics of each evaluator. All share one program, compiled once per row length."""
-    scorer = Scorer.of(program.unstaged, rows_per_pass(program) * program.cfg.seq_len)
+    scorer = Scorer.of(program.model.unstaged, rows_per_pass(program) * program.cfg.seq_len)
     return tuple(LoopEvaluator(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
 
 
 def rows_per_pass(program: Program) -> int:
     """Returns the rows of a validation batch: those of a microbatch, rounded up to a multiple of the batch shards."""
     rows = program.cfg.rows_per_step // program.cfg.train.num_microbatches
-    return rows + -rows % program.unstaged.batch_axes.num_shards
+    return rows + -rows % program.model.unstaged.plan.batch_axes.num_shards

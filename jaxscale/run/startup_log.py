@@ -41,26 +41,23 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     """Logs model, mesh, horizon and parameters."""
     cfg, mesh = program.cfg, program.mesh
     device = mesh.devices.flat[0]
-    reason = f" ({program.attention_fallback})" if program.attention_fallback else ""
+    attention = program.plan.attention
+    reason = f" ({attention.reason})" if attention.reason else ""
     log(
         f"{cfg.model.name}: {count_params(cfg.model)}, {cfg.model.compute_dtype}, "
-        f"{program.attention} attention{reason}; {mesh.size} x {device.device_kind}"
+        f"{attention.name} attention{reason}; {mesh.size} x {device.device_kind}"
         + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
-    if program.sharing:
-        log(f"context: {program.sharing}")
-    if program.exchange:
-        log(f"expert: {program.exchange}")
-    if program.model.slots_fallback_reason:
-        log(f"experts: their products run in slots: {program.model.slots_fallback_reason}")
+    for line in program.plan.describe():
+        log(line)
     if sizes := batch_sizes(program.configs):
         log(f"batches: {sizes}")
-    if program.stages:
-        log(f"pipeline: {program.stages}")
+    if program.plan.stage_schedule:
+        log(f"pipeline: {program.plan.stage_schedule}")
     if cfg.lora.on:
         learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
         log(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")
-    if options := str(program.compiler_options):
+    if options := str(program.plan.compiler_options):
         log(f"compiler options: {options}")
     chip = find_chip(device.device_kind)
     peak = (
@@ -125,7 +122,7 @@ def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) 
     prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]  # an empty prompt begins a document
     engine = Engine(
-        program.unstaged,
+        program.model.unstaged,
         batch=1,
         longest=longest,
         num_ids=tokenizer.vocab_size,

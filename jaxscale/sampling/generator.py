@@ -97,13 +97,13 @@ class Engine:
         if limit is not None and longest > limit:
             raise BadInput(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")
         self.sharded, self.longest, self.say = sharded, longest, say
-        self.batch = batch + -batch % sharded.batch_axes.num_shards
+        self.batch = batch + -batch % sharded.plan.batch_axes.num_shards
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
         self.drawable_V[list(never)] = False
-        self.slots = num_slots(sharded.needs, longest)
+        self.slots = num_slots(sharded.plan.needs, longest)
         self.tensor = ReplicatedTensorAxis(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
-        self.cache_spec = partition_spec(cache_axes(cfg), sharded.rules.params)
-        self.rows_spec = P(*partition_spec(("act_batch",), sharded.rules.params))
+        self.cache_spec = partition_spec(cache_axes(cfg), sharded.plan.rules.params)
+        self.rows_spec = P(*partition_spec(("act_batch",), sharded.plan.rules.params))
         self.programs: dict[Any, Any] = {}
 
     def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
@@ -119,7 +119,7 @@ class Engine:
 
     def read_one(self, params: Any, cache: Cache, tokens_B: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
         """Returns (the cache with one more token of each row, float32[B, V] logits after it)."""
-        recorder = CacheReader(cache, lengths_B, self.sharded.needs, tuple(self.sharded.cfg.layer_stacks.values()))
+        recorder = CacheReader(cache, lengths_B, self.sharded.plan.needs, tuple(self.sharded.cfg.layer_stacks.values()))
         model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         ones_B1 = jnp.ones_like(tokens_B)[:, None]
         h_B1D = model.hidden(tokens_B[:, None], lengths_B[:, None], ones_B1)
@@ -174,7 +174,7 @@ class Engine:
             state = state._replace(cache=cache, lengths_B=state.lengths_B + ~state.ended_B)
             return self.draw(state, logits_BV, sampling, stop_ids)
 
-        shard_map, specs, out_specs = sharded.batch_axes.shard_map, sharded.specs, (state_spec, rows)
+        shard_map, specs, out_specs = sharded.plan.batch_axes.shard_map, sharded.specs, (state_spec, rows)
         prefill = shard_map(with_model_precision(prefill), (specs, rows, rows, rows, P()), out_specs)
         decode = shard_map(with_model_precision(decode), (specs, state_spec), out_specs)
         sharding = functools.partial(jax.sharding.NamedSharding, sharded.mesh)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
 
+from jaxscale.sharding.choice import Choice
 from jaxscale.units import size
 
 AXIS = "expert"
@@ -54,35 +54,26 @@ class ExpertWork(NamedTuple):
     memory_bytes: int | None = None  # of a device
 
 
-class ExpertExchange(NamedTuple):
-    """Resolved exchange between tokens and experts, with its reason."""
-
-    form: str = ""  # "gather" or "send"; "" where the axis has one device
-    reason: str = ""
-
-    def __str__(self) -> str:
-        words = {"gather": "experts are gathered (gather)", "send": "tokens are sent to their experts (send)"}
-        return f"{words[self.form]}: {self.reason}" if self.form else ""
+def describe(exchange: Choice) -> str:
+    """Returns the exchange between tokens and experts and its reason; "" where the axis has one device."""
+    words = {"gather": "experts are gathered (gather)", "send": "tokens are sent to their experts (send)"}
+    return f"{words[exchange.name]}: {exchange.reason}" if exchange.name else ""
 
 
-def resolve_expert_exchange(requested: str, work: ExpertWork) -> ExpertExchange:
-    """Returns the requested form, or for "auto" the one that delays matmuls less, if it fits in memory."""
+def resolve_expert_exchange(requested: str, work: ExpertWork) -> Choice:
+    """Returns the requested exchange, or for "auto" the one that delays matmuls less, if it fits in memory."""
     if work.devices == 1:
-        return ExpertExchange()
+        return Choice(requested)
     if requested != "auto":
-        return ExpertExchange(requested, "as expert.exchange says")
+        return Choice(requested, requested, "as expert.exchange says")
     if work.memory_bytes is not None and work.layer_bytes > MAX_GATHERED_SHARE * work.memory_bytes:
         share, memory = f"1/{1 / MAX_GATHERED_SHARE:g}", size(work.memory_bytes)
-        return ExpertExchange("send", f"those of a layer take {size(work.layer_bytes)}, more than {share} of {memory}")
+        reason = f"those of a layer take {size(work.layer_bytes)}, more than {share} of {memory}"
+        return Choice(requested, "send", reason)
     if work.rows is None:
-        return ExpertExchange("send", "how many tokens a device has is not known")
+        return Choice(requested, "send", "how many tokens a device has is not known")
     gathered, sent = GATHERS_PER_WEIGHT * work.layer_bytes, TRANSFERS_PER_ROW * work.rows * work.row_bytes
-    form = "gather" if gathered <= SEND_COST * sent else "send"
+    name = "gather" if gathered <= SEND_COST * sent else "send"
     waits = f"each byte of which delays matmuls {SEND_COST} times as long"
     reason = f"a layer gathers {size(gathered)}, or sends {size(sent)}, {waits}, a device and microbatch"
-    return ExpertExchange(form, reason)
-
-
-def make_expert_axis(mesh: Mesh, exchange: ExpertExchange) -> ExpertAxis:
-    """Returns the expert axis of this mesh if tokens are sent; otherwise one of a single device."""
-    return ExpertAxis(mesh.shape[AXIS]) if exchange.form == "send" else NO_EXPERT_AXIS
+    return Choice(requested, name, reason)

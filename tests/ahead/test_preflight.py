@@ -147,13 +147,16 @@ def test_the_same_question_is_answered_from_what_was_kept(program, topology, com
 
 def test_whatever_changes_the_program_changes_the_key(program, topology, monkeypatch):
     key = lambda text="module", made=program, place=topology: ahead.result_key(text, made, place)
-    options = dataclasses.replace(program.compiler_options, values={"an_option": 1})
+    options = dataclasses.replace(program.plan.compiler_options, values={"an_option": 1})
+    changed = lambda **fields: dataclasses.replace(
+        program, model=dataclasses.replace(program.model, plan=program.plan.replace(**fields))
+    )
     mesh = jax.sharding.Mesh(program.mesh.devices[..., ::-1, :, :, :], program.mesh.axis_names)
     others = [
         key("other module"),
         key(place=dataclasses.replace(topology, name="simulated:9")),
-        key(made=dataclasses.replace(program, compiler_options=options)),
-        key(made=dataclasses.replace(program, model=dataclasses.replace(program.model, mesh=mesh))),
+        key(made=changed(compiler_options=options)),
+        key(made=changed(mesh=mesh)),
     ]
     kept = key()
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_dump_to=x")

@@ -16,7 +16,6 @@ from jaxscale.cli import convert
 from jaxscale.config import RunConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.system.exits import BadInput
 
 MUP = dict(base_dim=8, base_head_dim=4, base_layers=1)
@@ -28,7 +27,7 @@ TOKENS_BT = tiny.packed_batch(0).tokens[:4]
 def run(tmp_path_factory):
     """(the work folder, its parameters) of a run with muP."""
     folder, cfg = tmp_path_factory.mktemp("mup") / "run", tiny.config(OVERRIDES)
-    params = jax.jit(lambda key: split_model(make_model(cfg.model, key=key, kernels=XLA_KERNELS))[1])(jax.random.key(0))
+    params = jax.jit(lambda key: split_model(make_model(cfg.model, key=key))[1])(jax.random.key(0))
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     checkpoints.save(3, {"params": params}, {"config": schema.to_dict(cfg), "step": 3})
     checkpoints.wait()

@@ -21,6 +21,7 @@ from jaxscale.inference import LoadedModel, read_model_config, restore_params
 from jaxscale.interop import adapter_config, tokenizer_files
 from jaxscale.interop.adapters import A_SUFFIX, B_SUFFIX, PEFT_PREFIX
 from jaxscale.models.config import LoraConfig
+from jaxscale.models.plan import ParallelSettings, resolve_plan
 from jaxscale.models.sharded import shard_model
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.sharding.config import MeshConfig
@@ -67,7 +68,8 @@ def losses(path, rows):
     source = open_source(str(path))
     cfg, config = read_model_config(source, "float32"), source.record["run"]["config"]
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    sharded = shard_model(cfg, mesh, config["rules"], lora=schema.convert(config["lora"], LoraConfig, "lora"))
+    plan = resolve_plan(cfg, mesh, ParallelSettings(config["rules"]))
+    sharded = shard_model(cfg, plan, schema.convert(config["lora"], LoraConfig, "lora"))
     params = restore_params(source.checkpoints, source.step, source.record["leaves"], sharded, "params", "")
     model = LoadedModel(cfg, 16, params, mesh, None, 0, "", {}, sharded, None)
     tokens = np.asarray(rows, np.int32)

@@ -12,14 +12,14 @@ from jaxscale import schema
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.kernels import resolve_kernels
+from jaxscale.models.plan import single_device_plan
 
 
 def made(form, **settings):
     """(graphdef, parameters) of a new model, to be traced."""
     cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | {"num_layers": 1} | settings)
-    kernels = resolve_kernels("cpu", form, cfg.attention_needs())
-    return split_model(make_model(cfg, key=jax.random.key(0), kernels=kernels))[:2]
+    plan = single_device_plan("cpu", form, cfg.attention_needs())
+    return split_model(make_model(cfg, key=jax.random.key(0), plan=plan))[:2]
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 B batch  T position  D embed  E experts  k experts of a token
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +16,8 @@ from jaxscale.models.experts import SparseMlp
 from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERTS_DROPPED, ExpertsConfig
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import token_losses
-from jaxscale.ops.kernels import XLA_KERNELS
+from jaxscale.models.plan import UNSHARDED
 from jaxscale.ops.routing import capacity_mask
-from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.training.expert_load import ExpertLoad
 
 EXPERTS = dict(number=4, chosen=2, mlp_dim=8)
@@ -67,8 +64,8 @@ def test_a_capacity_is_the_factor_times_an_equal_share_rounded_up():
 def limited():
     own = ExpertsConfig(**EXPERTS | {"capacity_factor": 0.75})
     cfg = LlamaConfig(**{k: v for k, v in tiny.LLAMA.items() if k != "name"}, experts=own)
-    kernels = dataclasses.replace(XLA_KERNELS, use_capacity=True)
-    return SparseMlp(cfg, rngs=nnx.Rngs(params=0), kernels=kernels, tensor=NO_TENSOR_AXIS, shared=None)
+    plan = UNSHARDED.replace(use_capacity=True)
+    return SparseMlp(cfg, rngs=nnx.Rngs(params=0), plan=plan, shared=None)
 
 
 @pytest.mark.soak

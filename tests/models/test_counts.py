@@ -10,7 +10,6 @@ from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import make_model
-from jaxscale.ops.kernels import XLA_KERNELS
 
 GPT2_124M = dict(vocab_size=50_257, num_layers=12, embed_dim=768, num_heads=12, max_seq_len=1024)
 LLAMA2_7B = dict(
@@ -28,7 +27,7 @@ KNOWN = {
 
 def arrays(cfg):
     """Number of entries in the arrays of the model, which are never made."""
-    model = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0))
+    model = jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split_model(model)[1]))
 
 

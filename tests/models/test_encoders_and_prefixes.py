@@ -21,7 +21,6 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import hidden_states, logits, make_model
 from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.attention.xla import MaskSpec
-from jaxscale.ops.kernels import XLA_KERNELS
 
 T = 16
 DECODERS = {"llama": LlamaConfig(**tiny.LLAMA), "gpt2": Gpt2Config(**tiny.GPT2)}
@@ -31,7 +30,7 @@ READERS = {"encoder": EncoderConfig(**tiny.ENCODER), "t5": T5Config(**tiny.T5)}
 @functools.cache
 def parts(cfg):
     """(graphdef, parameters larger than at the start, to show differences)."""
-    graphdef, params, _ = split_model(make_model(cfg, key=jax.random.key(3), kernels=XLA_KERNELS))
+    graphdef, params, _ = split_model(make_model(cfg, key=jax.random.key(3)))
     return graphdef, jax.tree.map(lambda leaf: 3 * leaf, params)
 
 
@@ -137,7 +136,7 @@ def test_dropout_of_a_reader_acts_only_with_a_key(name):
 
 
 def arrays(cfg):
-    model = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0))
+    model = jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split_model(model)[1]))
 
 

@@ -17,11 +17,10 @@ from jaxscale.build import make_program
 from jaxscale.models.latent import EPS, LatentAttention
 from jaxscale.models.layers import split_model
 from jaxscale.models.model import make_model
-from jaxscale.ops.kernels import XLA_KERNELS
+from jaxscale.models.plan import UNSHARDED
 from jaxscale.ops.rope import make_rotation
 from jaxscale.planning.memory import activation_sizes
 from jaxscale.planning.speed import recomputed_flops
-from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 
 SIZES = dict(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10)
 YARN = dict(name="yarn", factor=4.0, original_max_len=8, mscale=1.0, mscale_all_dim=0.8)
@@ -107,7 +106,7 @@ def head_by_head(module, cfg, x_BTD, positions_BT, ids_BT):
 )
 def test_values_and_gradients_are_those_of_heads_written_out_one_by_one(model):
     cfg, batch = config(model), tiny.packed_batch(0, rows=3)
-    module = LatentAttention(cfg, rngs=nnx.Rngs(params=0), kernels=XLA_KERNELS, tensor=NO_TENSOR_AXIS)
+    module = LatentAttention(cfg, rngs=nnx.Rngs(params=0), plan=UNSHARDED)
     graphdef, params = nnx.split(module)
     params = jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(2), leaf.shape), params)
     x_BTD, dy_BTD = jax.random.normal(jax.random.key(1), (2, 3, tiny.SEQ_LEN, cfg.embed_dim))
@@ -124,9 +123,7 @@ def test_values_and_gradients_are_those_of_heads_written_out_one_by_one(model):
 @pytest.mark.parametrize("model", [LATENT, LITE, DEEPSEEK], ids=["queries compressed", "queries not", "experts"])
 def test_the_formula_counts_the_arrays(model):
     cfg = config(model)
-    shapes = split_model(jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0)))[
-        1
-    ]
+    shapes = split_model(jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0)))[1]
     named = jax.tree_util.tree_leaves_with_path(shapes)
     balance = sum(leaf.size for path, leaf in named if "router_" in jax.tree_util.keystr(path))
     assert cfg.num_params == sum(leaf.size for _, leaf in named) - balance

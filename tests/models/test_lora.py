@@ -15,7 +15,7 @@ from jaxscale.models.config import LoraConfig, lora_flops, lora_params
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import Adapted, adapter_specs, add_adapter, add_adapters, is_adapter, make_lora_project
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.kernels import XLA_KERNELS
+from jaxscale.models.plan import UNSHARDED
 from jaxscale.ops.project import cpu_project, einsum_project
 from jaxscale.training import statistics
 from jaxscale.training.replicas import make_replica_check
@@ -69,7 +69,7 @@ def uncached(overrides):
 
 @pytest.mark.soak
 def test_scanned_and_unrolled_layers_draw_the_same_adapters():
-    draw = lambda cfg: split_model(make_model(cfg.model, key=jax.random.key(0), kernels=XLA_KERNELS, lora=cfg.lora))[1]
+    draw = lambda cfg: split_model(make_model(cfg.model, key=jax.random.key(0), lora=cfg.lora))[1]
     stacked, layers = (draw(tiny.config(LORA | {"model.scan_layers": scan}))["blocks"] for scan in (True, False))
     for layer in "01":
         here = stacked["attention"]["wo_lora_a"][int(layer)]
@@ -219,9 +219,9 @@ def test_a_product_with_an_adapter_is_that_with_the_merged_matrix_and_so_are_its
 
 def test_without_adapters_the_model_is_untouched():
     cfg = tiny.config().model
-    plain = make_model(cfg, key=jax.random.key(0), kernels=XLA_KERNELS)
-    assert plain.blocks.attention.kernels.project is XLA_KERNELS.project
-    adapted = make_model(cfg, key=jax.random.key(0), kernels=XLA_KERNELS, lora=LoraConfig(rank=2))
+    plain = make_model(cfg, key=jax.random.key(0))
+    assert plain.blocks.attention.plan.project is UNSHARDED.project
+    adapted = make_model(cfg, key=jax.random.key(0), lora=LoraConfig(rank=2))
     tokens_BT = jnp.asarray(tiny.packed_batch(0).tokens)
     np.testing.assert_array_equal(logits(plain, tokens_BT), logits(adapted, tokens_BT))
     assert len(jax.tree.leaves(split_model(add_adapters(plain, LoraConfig(rank=1), jax.random.key(1)))[1])) == 26

@@ -15,9 +15,8 @@ from jaxscale.build import make_program
 from jaxscale.models.experts import SparseMlp
 from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERT_ROUNDS, ROUTER_ENTROPY, ROUTER_SCORES
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.ops.kernels import XLA_KERNELS
+from jaxscale.models.plan import UNSHARDED
 from jaxscale.optim.groups import dotted
-from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 from jaxscale.training.balance import ROUTER_BIAS, is_balance_param
 
 EXPERTS = dict(number=8, chosen=2, mlp_dim=16)
@@ -57,7 +56,7 @@ def computed_for_all(mlp: SparseMlp, x_BTD):
 @pytest.mark.parametrize("logits", ["any", "all to one"])
 def test_values_and_gradients_are_those_of_all_experts_computed_for_all_tokens(logits):
     cfg = LlamaConfig(**{k: v for k, v in tiny.LLAMA.items() if k != "name"}, experts=tiny_experts())
-    mlp = SparseMlp(cfg, rngs=nnx.Rngs(params=0), kernels=XLA_KERNELS, tensor=NO_TENSOR_AXIS, shared=None)
+    mlp = SparseMlp(cfg, rngs=nnx.Rngs(params=0), plan=UNSHARDED, shared=None)
     if logits == "all to one":
         mlp.router[...] = jnp.zeros_like(mlp.router[...])  # ties: two experts have all tokens, six none
     x_BTD, dy_BTD = jax.random.normal(jax.random.key(1), (2, 3, 16, 16))

@@ -17,7 +17,6 @@ from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import dropout, merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model, summed_loss, token_losses, unembed
-from jaxscale.ops.kernels import XLA_KERNELS
 
 T = 16
 MODELS = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2}
@@ -30,12 +29,12 @@ def model_config(name, **changes):
 @functools.cache
 def parameters(name, **changes):
     """Parameters that are the same whatever else the config says; larger than at the start, to show differences."""
-    _, params, _ = split_model(make_model(model_config(name, **changes), key=jax.random.key(3), kernels=XLA_KERNELS))
+    _, params, _ = split_model(make_model(model_config(name, **changes), key=jax.random.key(3)))
     return jax.tree.map(lambda leaf: 3 * leaf, params)
 
 
 def graphdef_of(cfg):
-    return split_model(jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0)))[0]
+    return split_model(jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0)))[0]
 
 
 @functools.cache
@@ -153,7 +152,7 @@ def test_layer_l_starts_alike_scanned_or_unrolled(name):
 
 def test_a_model_survives_being_taken_apart(name):
     for scan in (True, False):
-        model = make_model(model_config(name, scan_layers=scan), key=jax.random.key(3), kernels=XLA_KERNELS)
+        model = make_model(model_config(name, scan_layers=scan), key=jax.random.key(3))
         graphdef, params, axes = split_model(model)
         tiny.assert_same_bits(split_model(merge_model(graphdef, params))[1], params)
         is_axes = lambda leaf: isinstance(leaf, tuple)
@@ -257,7 +256,7 @@ def test_qk_norm_makes_scores_blind_to_the_size_of_queries():
 
 
 def test_the_first_loss_is_that_of_guessing(name):
-    model = make_model(model_config(name), key=jax.random.key(0), kernels=XLA_KERNELS)
+    model = make_model(model_config(name), key=jax.random.key(0))
     batch = tiny.packed_batch(1)
     total, _ = summed_loss(model, batch, None, {})
     np.testing.assert_allclose(total / batch.weights.sum(), np.log(tiny.VOCAB), rtol=0.01)

@@ -14,7 +14,6 @@ from jaxscale.build import make_program, make_updates
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.models.mup_config import folding_factor, without_mup
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.optim.groups import dotted
 from jaxscale.system.exits import BadInput
 
@@ -35,7 +34,7 @@ def program_of(cfg):
 
 def made(cfg):
     """(graphdef, parameters) of a new model."""
-    return split_model(make_model(cfg, key=jax.random.key(0), kernels=XLA_KERNELS))[:2]
+    return split_model(make_model(cfg, key=jax.random.key(0)))[:2]
 
 
 @pytest.mark.parametrize(

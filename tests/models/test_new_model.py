@@ -22,6 +22,7 @@ from flax import nnx
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.layers import constant, make_stack, param, run_stack
 from jaxscale.ops.embed import lookup_sharded
+from jaxscale.ops.norm import rms_norm
 from jaxscale.schema import setting
 
 
@@ -42,9 +43,9 @@ class MineConfig(ModelConfig):
 class Block(nnx.Module):
     """A block."""
 
-    def __init__(self, cfg, *, rngs, kernels, tensor):
+    def __init__(self, cfg, *, rngs, plan):
         D, N, H, F = cfg.embed_dim, cfg.num_heads, cfg.head_dim, cfg.mlp_dim
-        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
+        self.cfg, self.plan = cfg, plan
         self.norm, self.mlp_norm = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 1.0)
         self.wq, self.wk, self.wv = (param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D) for _ in "qkv")
         self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), fan_in=N * H)
@@ -52,38 +53,38 @@ class Block(nnx.Module):
         self.down = param(rngs, (F, D), ("mlp", "embed"), fan_in=F)
 
     def __call__(self, x_BTD, segment_ids_BT):
-        project, norm, eps = self.kernels.project, self.kernels.rms_norm, self.cfg.norm_eps
-        h_BTD = self.tensor.all_gather(norm(x_BTD, self.norm[...], eps))
+        project, tensor, eps = self.plan.project, self.plan.tensor, self.cfg.norm_eps
+        h_BTD = tensor.all_gather(rms_norm(x_BTD, self.norm[...], eps))
         q, k, v = (project("BTD,DNH->BTNH", h_BTD, w[...]) for w in (self.wq, self.wk, self.wv))
-        out = self.kernels.attend(q, k, v, segment_ids_BT)
-        x_BTD = x_BTD + self.tensor.reduce_scatter(project("BTNH,NHD->BTD", out, self.wo[...]))
-        h_BTD = self.tensor.all_gather(norm(x_BTD, self.mlp_norm[...], eps))
+        out = self.plan.attend(q, k, v, segment_ids_BT)
+        x_BTD = x_BTD + tensor.reduce_scatter(project("BTNH,NHD->BTD", out, self.wo[...]))
+        h_BTD = tensor.all_gather(rms_norm(x_BTD, self.mlp_norm[...], eps))
         h_BTF = jax.nn.relu(project("BTD,DF->BTF", h_BTD, self.up[...]))
-        return x_BTD + self.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
+        return x_BTD + tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
 
 
 class Mine(nnx.Module):
     """The decoder."""
 
-    def __init__(self, cfg, *, rngs, kernels, gather, tensor):
-        self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
+    def __init__(self, cfg, *, rngs, plan):
+        self.cfg, self.plan = cfg, plan
         self.embedding = param(rngs, (cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"), std=0.02)
-        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        make_block = lambda rngs: Block(cfg, rngs=rngs, plan=plan)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.final_norm = constant((cfg.embed_dim,), ("norm",), 1.0)
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B=None):
         """The normalised residual stream."""
         cfg = self.cfg
-        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
+        table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.plan.tensor).astype(cfg.compute_dtype)
         run = lambda block, x_BTD, _: block(x_BTD, segment_ids_BT)
-        x_BTD, _ = run_stack(self.blocks, run, x_BTD, None, cfg, self.gather, self.kernels)
-        return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
+        x_BTD, _ = run_stack(self.blocks, run, x_BTD, None, cfg, self.plan)
+        return rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
 
     def unembedding(self, h_BTD):
         """(h_BTD, the table)."""
-        return h_BTD, self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype).T
+        return h_BTD, self.plan.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype).T
 '''
 CONFIG = """import ml_collections
 

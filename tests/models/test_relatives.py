@@ -15,11 +15,12 @@ import tiny
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model
+from jaxscale.models.plan import single_device_plan
 from jaxscale.ops.activation import geglu_tanh
 from jaxscale.ops.attention import windowed_or_full
 from jaxscale.ops.config import RopeScaling, WindowLayers
-from jaxscale.ops.kernels import make_recorder, resolve_kernels, with_recorder
 from jaxscale.ops.norm import rms_norm, rms_norm_heads
+from jaxscale.ops.recorder import make_recorder
 from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
 
 T = tiny.SEQ_LEN
@@ -31,8 +32,8 @@ def config(**changes):
 
 def parts(cfg):
     """(graphdef, random parameters, large enough that all of them show)."""
-    kernels, rng = resolve_kernels("cpu", "xla", cfg.attention_needs()), np.random.default_rng(3)
-    make = lambda key: make_model(cfg, key=key, kernels=kernels)
+    plan, rng = single_device_plan("cpu", "xla", cfg.attention_needs()), np.random.default_rng(3)
+    make = lambda key: make_model(cfg, key=key, plan=plan)
     graphdef, shapes, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     return graphdef, jax.tree.map(lambda leaf: rng.normal(scale=0.4, size=leaf.shape).astype(np.float32), shapes)
 
@@ -138,15 +139,15 @@ def test_statistics_see_each_layer_as_it_is_scanned_or_not():
     found = []
     for scan in (True, False):
         cfg = config(scan_layers=scan, num_layers=2)
-        kernels, needs = resolve_kernels("cpu", "xla", cfg.attention_needs()), cfg.attention_needs()
+        plan, needs = single_device_plan("cpu", "xla", cfg.attention_needs()), cfg.attention_needs()
         _, params = parts(config(num_layers=2))
         if not scan:
             layers = [jax.tree.map(operator.itemgetter(layer), params["blocks"]) for layer in range(2)]
             params = params | {"blocks": {str(layer): block for layer, block in enumerate(layers)}}
 
-        def watch(params, cfg=cfg, kernels=kernels, needs=needs):
-            recorder = make_recorder(kernels, needs, NO_TENSOR_AXIS)
-            make = lambda key: make_model(cfg, key=key, kernels=with_recorder(kernels, recorder))
+        def watch(params, cfg=cfg, plan=plan, needs=needs):
+            recorder = make_recorder(plan.attention.name, needs, NO_TENSOR_AXIS)
+            make = lambda key: make_model(cfg, key=key, plan=plan.with_recorder(recorder))
             graphdef = split_model(jax.eval_shape(make, jax.random.key(0)))[0]
             places = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
             merge_model(graphdef, params).hidden(rows(2), places, jnp.ones((2, T), jnp.int32))

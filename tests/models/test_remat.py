@@ -15,7 +15,6 @@ from jaxscale.models.latent_config import LatentConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import make_model, summed_loss
-from jaxscale.ops.kernels import XLA_KERNELS
 
 ROWS, T = 4, 16
 LATENT = LatentConfig(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10)
@@ -48,9 +47,7 @@ def make(model, **changes):
     """(config, graphdef, shapes of the parameters)."""
     kind, values = CONFIGS[model]
     cfg = kind(**values | changes)
-    graphdef, shapes, _ = split_model(
-        jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0))
-    )
+    graphdef, shapes, _ = split_model(jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0)))
     return cfg, graphdef, shapes
 
 

@@ -254,7 +254,7 @@ def needs(**settings):
     ],
 )
 def test_auto_attention_is_the_platforms_own_and_says_why_when_it_is_not(platform, asked, chosen):
-    assert resolve_attention("auto", platform, asked)[1:] == chosen
+    assert resolve_attention("auto", platform, asked)[1] == ("auto", *chosen)
 
 
 def test_auto_attention_leaves_cards_older_than_ampere_without_cudnn():

@@ -19,13 +19,13 @@ from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.roofline import roofline
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
+from jaxscale.models.plan import context_parallel_attend, single_device_plan
 from jaxscale.ops.attention import cudnn_packed, resolve_attention, splash
-from jaxscale.ops.attention.context_exchange import ContextExchange
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import resolve_kernels, with_context_parallelism
 from jaxscale.ops.rope import make_rotation
 from jaxscale.planning.links import make_torus
 from jaxscale.planning.topology import link_domains, open_topology
+from jaxscale.sharding.choice import Choice
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.context_axis import make_context_axis
 from jaxscale.sharding.mesh import make_mesh
@@ -53,7 +53,7 @@ def compile_attention(devices, mesh, needs, seq_len=256):
     """(text of the compiled value and gradients, the name of what was chosen): 8 rows, 4 heads, 2 key-value heads."""
     mesh = make_mesh(MeshConfig(**mesh), devices)
     platform = devices[0].platform
-    attend, chosen, _ = resolve_attention("auto", platform, needs, mesh.devices.flat[0])
+    attend, chosen = resolve_attention("auto", platform, needs, mesh.devices.flat[0])
     rows_spec = partition_spec(("act_batch", "act_seq"), RULE_TABLE)
     heads_spec = partition_spec(("act_batch", "act_seq", "heads", "head_dim"), RULE_TABLE)
     make = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -123,8 +123,9 @@ def compile_shared(devices, form, seq_len, window=None):
     """(compiled value and gradients of a row that all devices share, the mesh): 8 heads, 2 key-value heads."""
     mesh = make_mesh(MeshConfig(fsdp=1, context=len(devices)), devices)
     needs, context = AttentionNeeds(head_dim=128, dtype="bfloat16", window=window), make_context_axis(mesh)
-    kernels = resolve_kernels("tpu", "auto", needs, devices[0])
-    attend = with_context_parallelism(kernels, ContextExchange(form, "a test"), needs, context, devices[0]).attend
+    plan = single_device_plan("tpu", "auto", needs, devices[0])
+    exchange = Choice(form, form)
+    attend = context_parallel_attend(plan.attend, plan.attention.name, exchange, needs, context, devices[0])
     spec = PartitionSpec(None, "context")
     make = lambda *more, dtype="bfloat16": jax.ShapeDtypeStruct(
         (1, seq_len, *more), dtype, sharding=NamedSharding(mesh, spec)
@@ -168,11 +169,11 @@ def test_a_ring_visits_the_same_blocks_while_keys_go_round_and_its_memory_does_n
 
 def test_heads_are_rotated_whole_in_bfloat16_and_in_the_order_of_the_kernel(devices_of):
     device = devices_of("v6e:2x2")[0]
-    kernels = resolve_kernels("tpu", "auto", AttentionNeeds(head_dim=128, dtype="bfloat16"), device)
+    plan = single_device_plan("tpu", "auto", AttentionNeeds(head_dim=128, dtype="bfloat16"), device)
 
     def heads(x_BTD, w_DNH, positions_BT):
-        q_BTNH = kernels.project("BTD,DNH->BTNH", x_BTD, w_DNH)
-        return kernels.rotate(q_BTNH, make_rotation(positions_BT, 128, 10_000.0)).swapaxes(1, 2)
+        q_BTNH = plan.project("BTD,DNH->BTNH", x_BTD, w_DNH)
+        return plan.rotate(q_BTNH, make_rotation(positions_BT, 128, 10_000.0)).swapaxes(1, 2)
 
     place = SingleDeviceSharding(device)
     make = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -246,7 +247,7 @@ def cudnn_call(compiled):
 
 def test_what_cudnn_keeps_is_not_a_mask_for_each_layer(devices_of):
     needs = AttentionNeeds(head_dim=128, dtype="bfloat16")
-    attend, _, _ = resolve_attention("cudnn", "gpu", needs)
+    attend, _ = resolve_attention("cudnn", "gpu", needs)
     devices_of("h100:8")  # cuDNN's version is asked for while tracing
     x = jnp.ones((1, 64, 2, 128), jnp.bfloat16)
     ids = np.ones((1, 64), np.int32)

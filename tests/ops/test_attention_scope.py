@@ -83,13 +83,13 @@ WANTED = {"prefix": "a bidirectional prefix", "bidirectional": "bidirectional at
 @pytest.mark.parametrize(("platform", "best"), [("cpu", "blockwise"), ("gpu", "cudnn"), ("tpu", "splash")])
 def test_a_kernel_that_cannot_is_an_error_and_auto_says_why_it_took_another(platform, best, need):
     needs = AttentionNeeds(head_dim=64, dtype="bfloat16", **{need: True})
-    attend, name, why = resolve_attention("auto", platform, needs)
+    attend, (_, name, why) = resolve_attention("auto", platform, needs)
     if name == best:
         pytest.skip(f"{best} can")
     assert name == "xla" and best in why and WANTED[need] in why
     with pytest.raises(ValueError, match=best):
         resolve_attention(best, platform, needs)
-    assert resolve_attention("xla", platform, needs)[1:] == ("xla", "")
+    assert resolve_attention("xla", platform, needs)[1] == ("xla", "xla", "")
 
 
 def test_gradients_of_a_biased_score_reach_the_bias():

@@ -110,14 +110,14 @@ def test_a_card_gives_what_float64_gives():
 
 def test_hopper_cards_have_kernels_in_16_bits_and_others_say_why_not():
     hopper, ampere = (types.SimpleNamespace(compute_capability=version) for version in ("9.0", "8.0"))
-    kernels = grouped.resolve_expert_kernels("gpu", hopper, "bfloat16")
-    assert kernels.map_experts is grouped.run_grouped and not kernels.fallback_reason
+    kernels, choice = grouped.resolve_expert_kernels("gpu", hopper, "bfloat16")
+    assert kernels.map_experts is grouped.run_grouped and choice.name == "hopper" and not choice.reason
     for device, dtype in ((hopper, "float32"), (ampere, "bfloat16"), (None, "bfloat16")):
-        kernels = grouped.resolve_expert_kernels("gpu", device, dtype)
+        kernels, choice = grouped.resolve_expert_kernels("gpu", device, dtype)
         assert kernels.map_experts.func is slots.run_in_slots and kernels.map_experts.args == (slots.ON_GPU,)
-        assert "Hopper" in kernels.fallback_reason and not kernels.as_bits
-    on_cpu = grouped.resolve_expert_kernels("cpu", None, "float32")
-    assert not on_cpu.fallback_reason and on_cpu.map_experts.args == (slots.ON_CPU,)
+        assert "Hopper" in choice.reason and not kernels.as_bits
+    on_cpu, choice = grouped.resolve_expert_kernels("cpu", None, "float32")
+    assert not choice.reason and on_cpu.map_experts.args == (slots.ON_CPU,)
 
 
 needs_plugin = pytest.mark.skipif(

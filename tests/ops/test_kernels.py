@@ -4,24 +4,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.models.plan import UNSHARDED, single_device_plan
+from jaxscale.ops.activation import swiglu
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import XLA_KERNELS, resolve_kernels
+from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.rope import make_rotation
 
 B, T, D, N, H, F = 2, 20, 8, 2, 4, 12
 NEEDS = AttentionNeeds(head_dim=H, dtype="float32")
 
 
-def layer_loss(kernels, params, x, segment_ids_BT):
+def layer_loss(plan, params, x, segment_ids_BT):
     """A whole decoder layer, summed to one number."""
     positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    h = kernels.rms_norm(x, params["norm"], 1e-5)
-    q, k, v = (kernels.project("BTD,DNH->BTNH", h, params[name]) for name in ("wq", "wk", "wv"))
+    h = rms_norm(x, params["norm"], 1e-5)
+    q, k, v = (plan.project("BTD,DNH->BTNH", h, params[name]) for name in ("wq", "wk", "wv"))
     rotation = make_rotation(positions_BT, H, 100.0)
-    out = kernels.attend(kernels.rotate(q, rotation), kernels.rotate(k, rotation), v, segment_ids_BT)
-    x = x + kernels.project("BTNH,NHD->BTD", out, params["wo"])
-    gate, up = (kernels.project("BTD,DF->BTF", x, params[name]) for name in ("gate", "up"))
-    return jnp.sum(jnp.sin(kernels.project("BTF,FD->BTD", kernels.swiglu(gate, up), params["down"])))
+    out = plan.attend(plan.rotate(q, rotation), plan.rotate(k, rotation), v, segment_ids_BT)
+    x = x + plan.project("BTNH,NHD->BTD", out, params["wo"])
+    gate, up = (plan.project("BTD,DF->BTF", x, params[name]) for name in ("gate", "up"))
+    return jnp.sum(jnp.sin(plan.project("BTF,FD->BTD", swiglu(gate, up), params["down"])))
 
 
 def test_cpu_kernels_give_the_loss_and_gradients_of_the_plain_ones():
@@ -31,15 +33,15 @@ def test_cpu_kernels_give_the_loss_and_gradients_of_the_plain_ones():
     params = {name: jnp.asarray(0.3 * random.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
     x = jnp.asarray(random.standard_normal((B, T, D)), jnp.float32)
     segment_ids_BT = jnp.asarray([[1] * 12 + [2] * 8, [1] * 18 + [0] * 2], jnp.int32)
-    step = jax.value_and_grad(lambda params, kernels: layer_loss(kernels, params, x, segment_ids_BT))
+    step = jax.value_and_grad(lambda params, plan: layer_loss(plan, params, x, segment_ids_BT))
     step = jax.jit(step, static_argnums=1)
-    for kernels in (resolve_kernels("cpu", "auto", NEEDS), resolve_kernels("tpu", "xla", NEEDS)):
-        for got, right in zip(jax.tree.leaves(step(params, kernels)), jax.tree.leaves(step(params, XLA_KERNELS))):
+    for plan in (single_device_plan("cpu", "auto", NEEDS), single_device_plan("tpu", "xla", NEEDS)):
+        for got, right in zip(jax.tree.leaves(step(params, plan)), jax.tree.leaves(step(params, UNSHARDED))):
             np.testing.assert_allclose(
                 got, right, rtol=1e-5, atol=2e-5
             )  # float32 sums in another order, 5 products deep
 
 
 def test_kernels_name_their_attention():
-    chosen = [resolve_kernels(platform, "auto", NEEDS).attention for platform in ("cpu", "gpu", "tpu")]
+    chosen = [single_device_plan(platform, "auto", NEEDS).attention.name for platform in ("cpu", "gpu", "tpu")]
     assert chosen == ["blockwise", "xla", "splash"]  # cudnn computes in narrower types only

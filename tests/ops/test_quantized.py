@@ -12,9 +12,8 @@ from no_packages import no_distribution
 
 from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.ops.project import einsum_project
-from jaxscale.ops.quantized import RECIPES, with_matmul_dtype
+from jaxscale.ops.quantized import RECIPES, quantized_project
 
 SHAPES = {  # einsum spec: (x, w); sums over 64 entries
     "BTD,DNH->BTNH": ((2, 8, 64), (64, 4, 16)),
@@ -48,7 +47,7 @@ def products(project, spec, dtype=jnp.float32):
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_of_the_three_products_is_as_near_as_its_bits_allow(name, spec, dtype):
     exact = products(einsum_project, spec)
-    rough = products(with_matmul_dtype(XLA_KERNELS, name).project, spec, dtype)
+    rough = products(quantized_project(einsum_project, name), spec, dtype)
     assert [array.dtype for array in rough] == [dtype, dtype, jnp.float32]  # the gradient of a weight is in its type
     for right, got, expected in zip(exact, rough, EXPECTED[name], strict=True):
         error = np.sqrt(np.mean(np.square(np.asarray(right - got))) / np.mean(np.square(right)))
@@ -60,7 +59,7 @@ def test_each_of_the_three_products_is_as_near_as_its_bits_allow(name, spec, dty
 def test_the_operands_really_have_eight_bits(name):
     spec = "BTD,DF->BTF"
     x, w = (random(shape, 1) for shape in SHAPES[spec])
-    step = jax.value_and_grad(lambda x, w: jnp.sum(with_matmul_dtype(XLA_KERNELS, name).project(spec, x, w)), (0, 1))
+    step = jax.value_and_grad(lambda x, w: jnp.sum(quantized_project(einsum_project, name)(spec, x, w)), (0, 1))
     operands = [tuple(v.aval.dtype.itemsize for v in dot.invars) for dot in dots(jax.make_jaxpr(step)(x, w).jaxpr)]
     assert sorted(operands) == {"int8": [(1, 1), (1, 1), (4, 4)], "fp8": [(1, 1)] * 3}[name]
 
@@ -108,5 +107,5 @@ def losses(overrides, num_devices):
 def test_a_missing_library_is_one_line_with_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
     with pytest.raises(ValueError, match=r"model.matmul_dtype='fp8' needs qwix: pip install 'jaxscale\[quant\]'"):
-        with_matmul_dtype(XLA_KERNELS, "fp8")
-    assert with_matmul_dtype(XLA_KERNELS, "none") is XLA_KERNELS
+        quantized_project(einsum_project, "fp8")
+    assert quantized_project(einsum_project, "none") is einsum_project

@@ -18,7 +18,7 @@ from jaxscale.interop import families
 from jaxscale.interop.chunking import array_shapes
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model, summed_loss
-from jaxscale.ops.kernels import XLA_KERNELS
+from jaxscale.models.plan import UNSHARDED
 
 HERE = pathlib.Path(__file__).parent
 
@@ -81,9 +81,9 @@ class Computed(NamedTuple):
     gradients: Any  # as the parameters
 
 
-def compute(cfg, params, batch, *, kernels=XLA_KERNELS, aux_weights=None):
+def compute(cfg, params, batch, *, plan=UNSHARDED, aux_weights=None):
     """Computed by the model of `cfg` with `params`, whose names and shapes must be the model's own."""
-    abstract = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=kernels), jax.random.key(0))
+    abstract = jax.eval_shape(lambda key: make_model(cfg, key=key, plan=plan), jax.random.key(0))
     graphdef, own, _ = split_model(abstract)
     assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(np.shape, params)
 

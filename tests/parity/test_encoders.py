@@ -15,7 +15,6 @@ from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model, summed_loss, token_losses
 from jaxscale.models.t5 import relative_buckets
 from jaxscale.models.t5_config import T5Config
-from jaxscale.ops.kernels import XLA_KERNELS
 
 # float32 sums taken in another order; see test_llama.py. T5 scales no scores, so its softmax is sharper.
 TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 4e-6
@@ -165,7 +164,7 @@ def t5_batch(reference, segments_BT, segments_BS):
 
 def graph_of(cfg, params):
     """The model's graphdef; its parameters must have the names and shapes of these."""
-    make = lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS)
+    make = lambda key: make_model(cfg, key=key)
     graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     assert jax.tree.map(np.shape, own) == jax.tree.map(np.shape, params)
     return graphdef

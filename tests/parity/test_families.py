@@ -15,7 +15,7 @@ from jaxscale.interop import families
 from jaxscale.interop.fused_experts import initial_router_load
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.kernels import resolve_kernels
+from jaxscale.models.plan import single_device_plan
 
 HERE = pathlib.Path(__file__).parent
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
@@ -69,8 +69,8 @@ def load(parity, name, folder=HERE, **changes):
 
 def check(parity, reference, cfg, found, form="xla", gradients=True):
     """Fails unless our model with the tensors of this reference computes what is in it."""
-    kernels = resolve_kernels("cpu", form, cfg.attention_needs())
-    make = lambda key: make_model(cfg, key=key, kernels=kernels)
+    plan = single_device_plan("cpu", form, cfg.attention_needs())
+    make = lambda key: make_model(cfg, key=key, plan=plan)
     graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     load_pairs, load = initial_router_load(cfg)
     pairs, batch = [*found.pairs, *load_pairs], parity.make_batch(reference["tokens"])

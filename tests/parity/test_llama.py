@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
+from jaxscale.models.plan import UNSHARDED, single_device_plan
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import XLA_KERNELS, resolve_kernels
 
 # float32 sums taken in another order: measured 4e-6 on logits of size 1 to 4, 4e-7 on gradients of size 1e-3 to 0.3.
 TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 2e-6
 FORMS = {
-    "scanned": ({}, XLA_KERNELS),
-    "unrolled": ({"scan_layers": False}, XLA_KERNELS),
-    "recomputed": ({"remat": "full"}, XLA_KERNELS),
-    "cpu": ({"loss_chunk_tokens": 16}, resolve_kernels("cpu", "auto", AttentionNeeds(head_dim=1, dtype="float32"))),
+    "scanned": ({}, UNSHARDED),
+    "unrolled": ({"scan_layers": False}, UNSHARDED),
+    "recomputed": ({"remat": "full"}, UNSHARDED),
+    "cpu": ({"loss_chunk_tokens": 16}, single_device_plan("cpu", "auto", AttentionNeeds(head_dim=1, dtype="float32"))),
 }
 
 
@@ -20,10 +20,10 @@ FORMS = {
     "form", ["scanned", "cpu", *[pytest.param(form, marks=pytest.mark.soak) for form in ("unrolled", "recomputed")]]
 )
 def test_logits_loss_and_gradients_are_those_of_transformers(form, parity):
-    reference, (changes, kernels) = parity.load("llama"), FORMS[form]
+    reference, (changes, plan) = parity.load("llama"), FORMS[form]
     cfg = parity.config(reference.config, **changes)
     params = parity.params(cfg, reference.weights)
-    ours = parity.compute(cfg, params, parity.make_batch(reference["tokens"]), kernels=kernels)
+    ours = parity.compute(cfg, params, parity.make_batch(reference["tokens"]), plan=plan)
     np.testing.assert_allclose(ours.logits, reference["logits"], rtol=TOLERANCE, atol=TOLERANCE)
     np.testing.assert_allclose(ours.total, reference["loss"], rtol=1e-6)
     parity.assert_close_trees(ours.gradients, parity.params(cfg, reference.gradients), GRADIENT_TOLERANCE)

@@ -8,7 +8,6 @@ from twins import twins
 from jaxscale.data.batch import Batch
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model, summed_loss
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.optim.config import OptimConfig
 from jaxscale.optim.groups import assign_groups
 from jaxscale.optim.optimizers import make_optimizer
@@ -34,7 +33,7 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     cfg = parity.config(told)
     params = parity.params(cfg, start.weights)
     params["head"] = params["head"] * np.float32(told["lm_head_scale"])
-    made = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0))
+    made = jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0))
     graphdef, _, axes = split_model(made)
 
     optim = OptimConfig(

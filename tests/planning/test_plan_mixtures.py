@@ -17,7 +17,7 @@ from jaxscale.build import make_program
 from jaxscale.config_file import load_config
 from jaxscale.planning.collectives import step_collectives
 from jaxscale.planning.communication import communication_time
-from jaxscale.planning.experts import expert_exchange, rows_per_round
+from jaxscale.planning.experts import rows_per_round
 from jaxscale.planning.ladder import read_ladder
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_need
@@ -141,7 +141,7 @@ def test_experts_that_are_gathered_keep_products_waiting(config, gib, exposed):
 def test_wide_experts_are_sent_rows_and_narrow_ones_are_gathered_as_the_plan_of_both_is_faster(config, topology, form):
     place = open_machine(topology)
     program = opened(topology, {"mesh.expert": 8}, config)
-    assert expert_exchange(program).form == form
+    assert program.plan.expert_exchange.name == form
     both = [opened(topology, {"mesh.expert": 8} | way, config) for way in (SEND, GATHER)]
     sent, gathered = (estimate_step(program, place).cost[0] for program in both)
     assert (form == "send") == (sent < gathered)

@@ -10,6 +10,7 @@ from jaxscale.build import make_program
 from jaxscale.config_file import load_config
 from jaxscale.planning.communication import communication_time
 from jaxscale.planning.machine import open_machine
+from jaxscale.sharding.compiler_options import CompilerOptions
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "7b.py")
 
@@ -22,8 +23,8 @@ def opened(machine, settings, config="7b"):
 
 def without_offload(program):
     """The same, compiled with no options."""
-    options = dataclasses.replace(program.compiler_options, values={})
-    return dataclasses.replace(program, compiler_options=options)
+    plan = program.plan.replace(compiler_options=CompilerOptions({}, ()))
+    return dataclasses.replace(program, model=dataclasses.replace(program.model, plan=plan))
 
 
 def test_stages_of_fsdp_are_those_of_the_compiled_program():

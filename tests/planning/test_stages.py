@@ -191,7 +191,7 @@ def test_layers_with_a_window_are_sent_its_keys_alone():
     model = program.cfg.model
     of = {one.kind: one.nbytes for one in step_collectives(program) if one.axis == "context" and one.in_stage}
     keys = 2 * model.key_width * 2  # bytes of a position
-    near = program.model.needs.window_layers.windowed  # of 34 layers, those with a window of 1,024 keys
+    near = program.plan.needs.window_layers.windowed  # of 34 layers, those with a window of 1,024 keys
     assert of["all-gather"] == pytest.approx((model.num_layers - near) * 2 * 32_768 * keys)
     assert of["collective-permute"] == pytest.approx(near * 3 * 2 * 1023 * keys)  # in front of each of two chunks
 

@@ -16,8 +16,8 @@ from jaxscale import schema
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
+from jaxscale.models.plan import resolve_plan, single_device_plan
 from jaxscale.models.sharded import shard_model
-from jaxscale.ops.kernels import XLA_KERNELS, resolve_kernels
 from jaxscale.sampling.cache import Cache
 from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.sampling.generator import (
@@ -59,6 +59,11 @@ MESHES = {"one": {}, "data=2": {"data": 2, "fsdp": 1}, "fsdp=4": {"fsdp": 4}, "t
 LONGEST = 24
 
 
+def shard(cfg, mesh):
+    """A model with the plan of inference."""
+    return shard_model(cfg, resolve_plan(cfg, mesh))
+
+
 @functools.cache
 def config(name):
     return schema.convert(MODELS[name], AnyModelConfig, "model")
@@ -67,7 +72,7 @@ def config(name):
 @functools.cache
 def params_of(name):
     """Larger than at the start, so that the likeliest token is clear and attention is not even."""
-    _, params, _ = split_model(make_model(config(name), key=jax.random.key(3), kernels=XLA_KERNELS))
+    _, params, _ = split_model(make_model(config(name), key=jax.random.key(3)))
     return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, params)
 
 
@@ -75,7 +80,7 @@ def params_of(name):
 def engine(name, mesh, batch=4, longest=LONGEST, num_ids=None):
     shape = MESHES[mesh] or {"fsdp": 1}
     devices = jax.devices()[: math.prod(shape.values())]
-    sharded = shard_model(config(name), make_mesh(MeshConfig(**shape), devices), "zero3")
+    sharded = shard(config(name), make_mesh(MeshConfig(**shape), devices))
     return Engine(sharded, batch=batch, longest=longest, num_ids=num_ids)
 
 
@@ -89,8 +94,8 @@ def uncached(name):
     """All logits of rows of LONGEST tokens, by the definition of attention, on one device."""
     cfg = config(name)
     needs = cfg.attention_needs()
-    kernels = resolve_kernels("gpu", "xla", needs)
-    make = lambda key: make_model(cfg, key=key, kernels=kernels)
+    plan = single_device_plan("gpu", "xla", needs)
+    make = lambda key: make_model(cfg, key=key, plan=plan)
     graphdef, _, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     return jax.jit(lambda tokens_BT: logits(merge_model(graphdef, params_of(name)), tokens_BT))
 
@@ -147,7 +152,7 @@ def test_logits_are_those_of_full_passes(name, mesh):
     made = engine(name, mesh)
     params = jax.device_put(params_of(name), made.sharded.shardings)
     specs, rows, cache = made.sharded.specs, made.rows_spec, Cache(made.cache_spec, made.cache_spec)
-    spread = made.sharded.batch_axes.shard_map
+    spread = made.sharded.plan.batch_axes.shard_map
     read = jax.jit(spread(made.read_prompts, (specs, rows, rows), (cache, rows)))
     go_on = jax.jit(spread(made.read_one, (specs, cache, rows, rows), (cache, rows)))
     tokens_BT, lengths_B, *_ = Generator(made, params).shard_arguments(PROMPTS, [0] * 4, 0)
@@ -258,10 +263,10 @@ def test_prompts_that_cannot_be_gone_on_from_are_refused(prompts, told):
 def test_models_that_cannot_write_or_read_so_far_are_refused():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with pytest.raises(ValueError, match="a text of 33 tokens is longer than the model can read, max_seq_len=32"):
-        Engine(shard_model(config("gpt2"), mesh, "zero3"), batch=1, longest=33)
+        Engine(shard(config("gpt2"), mesh), batch=1, longest=33)
     encoder = schema.convert(tiny.ENCODER, AnyModelConfig, "model")
     with pytest.raises(ValueError, match="'encoder' writes no text"):
-        Engine(shard_model(encoder, mesh, "zero3"), batch=1, longest=8)
+        Engine(shard(encoder, mesh), batch=1, longest=8)
 
 
 def test_prompts_are_filled_up_to_one_of_few_lengths():

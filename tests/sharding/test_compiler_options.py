@@ -10,7 +10,8 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxscale.build import choose_options
+from jaxscale.build import parallel_settings
+from jaxscale.models.plan import resolve_plan
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.compiler_options import (
@@ -57,6 +58,14 @@ def test_weights_that_come_over_the_network_have_more_under_way_at_a_time():
     assert compiler_options("gpu", "any", {}, {}, over_network=True).values == USUAL | {OVERLAP: 16}
 
 
+def options_of(cfg, machine, **mesh):
+    """The compiler options of the plan of a config without stages."""
+    settings = parallel_settings(cfg)._replace(pipeline=None)
+    return resolve_plan(
+        cfg.model, make_mesh(MeshConfig(**mesh), open_machine(machine).devices), settings
+    ).compiler_options
+
+
 @pytest.mark.parametrize(
     ("machine", "mesh", "network"),
     [
@@ -69,7 +78,7 @@ def test_weights_that_come_over_the_network_have_more_under_way_at_a_time():
     ],
 )
 def test_weights_come_over_the_network_where_fsdp_crosses_between_nodes(machine, mesh, network):
-    options = choose_options(tiny.config({}), make_mesh(MeshConfig(**mesh), open_machine(machine).devices))
+    options = options_of(tiny.config({}), machine, **mesh)
     assert (OVERLAP in options.values) == network
 
 
@@ -91,8 +100,8 @@ def test_weights_come_over_the_network_where_fsdp_crosses_between_nodes(machine,
 def test_kernels_of_experts_run_once_also_where_a_loop_keeps_what_they_give(model, kept):
     model = {"experts": dict(number=4, chosen=2, mlp_dim=16), "compute_dtype": "bfloat16"} | model
     cfg = tiny.config({f"model.{name}": value for name, value in model.items()})
-    assert SLICE_FUSION not in choose_options(cfg, make_mesh(MeshConfig(), open_machine("a100:1x1").devices)).values
-    options = choose_options(cfg, make_mesh(MeshConfig(), open_machine("h100:1x1").devices))
+    assert SLICE_FUSION not in options_of(cfg, "a100:1x1").values
+    options = options_of(cfg, "h100:1x1")
     assert options.values.get(SLICE_FUSION) == (False if kept else None)
 
 

@@ -3,8 +3,6 @@
 B batch  T query position  S key position  N query heads  K key-value heads  H head dim
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +13,8 @@ from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.models.layers import merge_model
 from jaxscale.models.model import summed_loss
+from jaxscale.models.plan import UNSHARDED
 from jaxscale.ops.attention import xla
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.training.statistics import flatten_statistics
 
 BATCH = tiny.packed_batch(0)  # rows of several documents, a third of them with padding
@@ -37,7 +35,7 @@ def largest_scores(cfg, params, *, window=None, softcap=None):
         q_BTNH, k_BSKH = (jnp.asarray(x, jnp.float32) for x in (q_BTNH, k_BSKH))
         return plain(q_BTNH, k_BSKH, v_BSKH, segments, **how)
 
-    graphdef = tiny.graphdef(cfg, dataclasses.replace(XLA_KERNELS, attend=attend))
+    graphdef = tiny.graphdef(cfg, UNSHARDED.replace(attend=attend))
     summed_loss(merge_model(graphdef, params), jax.tree.map(jnp.asarray, BATCH), None, {})
     return found
 

@@ -95,7 +95,7 @@ def test_a_plan_counts_what_the_program_has():
     program = make({"mesh.pipeline": 2}, 2)
     stages = pipeline_stages(program.cfg, program.mesh.shape)
     assert (stages.layers, stages.num_leading) == (3, 2) and not stages.stores_stage_layers
-    assert (program.model.pipeline.layers == stages.split).all()
+    assert (program.plan.pipeline.layers == stages.split).all()
     dense, sparse = 3 * 16 * 32, 3 * 16 * 16 + 16 * 4
     attention = 2 * 16 * 32 + 2 * 16 * 16
     assert stages.leading_layers == pytest.approx(2 * (attention + dense) / (attention + sparse))

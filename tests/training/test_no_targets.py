@@ -99,6 +99,6 @@ def test_a_run_of_which_most_batches_have_no_targets_goes_to_its_end(tmp_path):
 
 def test_a_validation_set_without_targets_has_no_loss():
     program = tiny.program()
-    step = make_eval_step(program.unstaged.token_losses, 1)
+    step = make_eval_step(program.model.unstaged.token_losses, 1)
     nowhere = np.zeros((tiny.ROWS, tiny.SEQ_LEN), np.int32)
     assert evaluate(step, program.init().params, [(EMPTY, nowhere, nowhere)], ["text"]) == {}

@@ -135,10 +135,10 @@ def test_evaluation_sampling_and_statistics_need_no_stages(programs):
     found = []
     for program in programs:
         state = program.init()
-        nats_BT = jax.jit(program.unstaged.token_losses)(
-            state.params, jax.device_put(BATCH, program.unstaged.rows_sharding)
+        nats_BT = jax.jit(program.model.unstaged.token_losses)(
+            state.params, jax.device_put(BATCH, program.model.unstaged.rows_sharding)
         )
-        engine = Engine(program.unstaged, batch=1, longest=16)
+        engine = Engine(program.model.unstaged, batch=1, longest=16)
         steps = Generator(engine, state.params).generate([[1, 2, 3]], Sampling(temperature=0.0), 8, seed=0)
         numbers = flatten_statistics(jax.device_get(program.statistics(state, tiny.on_mesh(program, BATCH))))
         found.append((np.asarray(nats_BT), [int(ids[0]) for ids in steps], numbers))
@@ -178,9 +178,9 @@ def test_no_other_document_moves_when_a_token_of_one_does(programs):
     changed = BATCH._replace(tokens=BATCH.tokens.copy())
     document = BATCH.segment_ids[1] == 1
     changed.tokens[1, np.flatnonzero(document)[0]] += 1
-    params, score = program.init().params, jax.jit(program.unstaged.token_losses)
+    params, score = program.init().params, jax.jit(program.model.unstaged.token_losses)
     one, other = (
-        np.asarray(score(params, jax.device_put(b, program.unstaged.rows_sharding))) for b in (BATCH, changed)
+        np.asarray(score(params, jax.device_put(b, program.model.unstaged.rows_sharding))) for b in (BATCH, changed)
     )
     moved = (one != other) & (BATCH.weights > 0)
     assert moved[1][document].any() and not moved[1][~document].any() and not np.delete(moved, 1, axis=0).any()

@@ -14,7 +14,8 @@ from jaxscale.build import make_program
 from jaxscale.data.pipeline import open_data
 from jaxscale.models.layers import merge_model
 from jaxscale.models.model import summed_loss
-from jaxscale.ops.kernels import XLA_KERNELS, with_recorder
+from jaxscale.models.plan import UNSHARDED
+from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.recorder import NO_RECORDER
 from jaxscale.ops.rope import make_rotation, rotate
 from jaxscale.training.statistics import EMBEDDING, HEAD, NORMS, flatten_statistics, outer_group, statistics_groups
@@ -72,7 +73,7 @@ def reference(cfg, params, batch):
     x_BTD = model.embedding[...][batch.tokens]
     rotation = make_rotation(jnp.asarray(batch.positions), cfg.head_dim, cfg.rope_base, None)
     for layer, block in enumerate(model.blocks):
-        h_BTD = XLA_KERNELS.rms_norm(x_BTD, block.attention_norm[...], cfg.norm_eps)
+        h_BTD = rms_norm(x_BTD, block.attention_norm[...], cfg.norm_eps)
         q_BTNH = rotate(jnp.einsum("BTD,DNH->BTNH", h_BTD, block.attention.wq[...]), rotation)
         k_BSKH = rotate(jnp.einsum("BSD,DKH->BSKH", h_BTD, block.attention.wk[...]), rotation)
         k_BSNH = jnp.repeat(k_BSKH, cfg.num_heads // cfg.num_kv_heads, axis=2)
@@ -83,7 +84,7 @@ def reference(cfg, params, batch):
         added_BTD = block.attention(h_BTD, rotation, jnp.asarray(batch.segment_ids))
         found[f"stats/attention_rms/{layer:02}"] = rms(added_BTD, text_BT)
         x_BTD = x_BTD + added_BTD
-        added_BTD = block.mlp(XLA_KERNELS.rms_norm(x_BTD, block.mlp_norm[...], cfg.norm_eps))
+        added_BTD = block.mlp(rms_norm(x_BTD, block.mlp_norm[...], cfg.norm_eps))
         found[f"stats/mlp_rms/{layer:02}"] = rms(added_BTD, text_BT)
         x_BTD = x_BTD + added_BTD
         found[f"stats/activation_rms/{layer:02}"] = rms(x_BTD, text_BT)
@@ -264,4 +265,4 @@ def test_a_step_is_the_same_program_whether_it_is_watched_or_not():
 def test_a_recorder_of_nothing_leave_no_trace():
     x = jnp.ones((1, 1, 1))
     assert NO_RECORDER.sow("mlp", x) is x and NO_RECORDER.end_layer(x) is None and NO_RECORDER.sown() == {}
-    assert with_recorder(XLA_KERNELS, NO_RECORDER) == XLA_KERNELS
+    assert UNSHARDED.with_recorder(NO_RECORDER) is UNSHARDED

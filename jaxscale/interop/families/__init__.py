@@ -27,7 +27,6 @@ from jaxscale.models.config import ModelConfig
 from jaxscale.models.layers import split_model
 from jaxscale.models.llama_config import BLOCKS
 from jaxscale.models.model import make_model
-from jaxscale.ops.kernels import XLA_KERNELS
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 from jaxscale.units import or_list
@@ -164,7 +163,7 @@ def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
 def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns {leaf: shape}, of one layer for leaves of a layer stack."""
     cfg = dataclasses.replace(cfg, scan_layers=True)
-    abstract = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=XLA_KERNELS), jax.random.key(0))
+    abstract = jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(split_model(abstract)[1])
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
     return {name: shape[1:] if name.partition("/")[0] in cfg.layer_stacks else shape for name, shape in named.items()}

@@ -10,6 +10,7 @@ from jax import lax
 from jaxscale.hardware import Device, compute_capability
 from jaxscale.ops.attention import blockwise, cudnn, cudnn_packed, flash, splash, xla
 from jaxscale.ops.config import AttentionName, AttentionNeeds, WindowLayers
+from jaxscale.sharding.choice import Choice
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
@@ -28,8 +29,8 @@ BLOCKWISE_MAX_LEN = 1024
 
 def resolve_attention(
     name: AttentionName, platform: str, needs: AttentionNeeds, device: Device | None = None
-) -> tuple[Attend, str, str]:
-    """Returns (attend, resolved name, why "auto" fell back to xla or "").
+) -> tuple[Attend, Choice]:
+    """Returns (attend, the choice of its kernel; its reason is why "auto" fell back to xla, or "").
 
     device: one of the mesh; None if unknown. Raises BadInput for a kernel that the platform or the model rules out.
     """
@@ -58,7 +59,7 @@ def resolve_attention(
     attend = make[resolved](window=needs.window, **settings)
     if needs.window_layers is not None:
         attend = windowed_or_full(attend, make[resolved](window=None, **settings), needs.window_layers)
-    return attend, resolved, reason
+    return attend, Choice(name, resolved, reason)
 
 
 def make_blockwise(*, softcap: float | None, window: int | None, platform: str) -> Attend:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.ops.attention import context_parallel, ring_flash, ring_splash, splash
 from jaxscale.ops.config import AttentionNeeds
+from jaxscale.sharding.choice import Choice
 from jaxscale.sharding.context_axis import ContextAxis
 from jaxscale.system.exits import BadInput
 from jaxscale.units import size
@@ -15,21 +16,16 @@ MAX_GATHERED = 1 / 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class ContextExchange(NamedTuple):
-    """The selected exchange and the reason for it."""
-
-    form: str = ""  # "gather", "ulysses" or "ring"; "" without context parallelism
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{DESCRIPTIONS[self.form]}: {self.reason}" if self.form else ""
-
-
 DESCRIPTIONS = {
     "gather": "keys and values are gathered (gather)",
     "ulysses": "positions are exchanged for heads (ulysses)",
     "ring": "keys and values go round (ring)",
 }
+
+
+def describe(exchange: Choice) -> str:
+    """Returns the exchange and its reason; "" without context parallelism."""
+    return f"{DESCRIPTIONS[exchange.name]}: {exchange.reason}" if exchange.name else ""
 
 
 class ContextLoad(NamedTuple):
@@ -43,13 +39,13 @@ class ContextLoad(NamedTuple):
     in_pipeline: bool = False  # True with more than one pipeline stage
 
 
-def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> ContextExchange:
+def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> Choice:
     """Returns the requested exchange, for "auto" a suitable one, and an empty one for a single device.
 
     attention: the name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh rules out.
     """
     if load.devices == 1:
-        return ContextExchange()
+        return Choice(name)
     context = f"mesh.context={load.devices}"
     if needs.bias:
         raise BadInput(f"{context}: the bias that this model adds to its scores needs whole rows; use mesh.context=1")
@@ -61,11 +57,11 @@ def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, l
                 "mesh.context=1"
             ]
             raise BadInput(f"context.attention={name!r}: {unsupported[name]}; use {' or '.join(fixes)}")
-        return ContextExchange(name, "set by context.attention")
+        return Choice(name, name, "set by context.attention")
     if "gather" not in unsupported:
         return gather_if_it_fits(needs, load, unsupported)
     if "ulysses" not in unsupported:
-        return ContextExchange("ulysses", unsupported["gather"])
+        return Choice(name, "ulysses", unsupported["gather"])
     raise BadInput(f"{context}: {unsupported['gather']}, and {unsupported['ulysses']}; use model.attention='blockwise'")
 
 
@@ -84,7 +80,7 @@ def unsupported_reason(form: str, attention: str, needs: AttentionNeeds, load: C
     return ""
 
 
-def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dict[str, str]) -> ContextExchange:
+def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dict[str, str]) -> Choice:
     """Returns gather unless its memory exceeds MAX_GATHERED, then ulysses, then ring.
 
     A ring merges partial results in HBM: on v5p up to 0.50 s of a step of 8.9 s more than gather (Llama 3 8B, rows of
@@ -92,25 +88,25 @@ def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dic
     0.7 s for links, ulysses 0.23 s of the former (compiled, libtpu 0.0.51, 2026-11-24).
     """
     if load.rows is None or load.row_length is None:
-        return ContextExchange("gather", "the default for all but very long rows")
+        return Choice("auto", "gather", "the default for all but very long rows")
     chunk = load.row_length // (2 * load.devices)
     if needs.window is not None and needs.window_layers is None and needs.window - 1 <= chunk:
-        return ContextExchange("gather", f"devices receive only the {needs.window - 1} remote keys within the window")
+        return Choice("auto", "gather", f"devices receive only the {needs.window - 1} remote keys within the window")
     head_dims = needs.head_dim + needs.v_dim
     gathered_bytes = 2 * load.rows * load.row_length * load.kv_heads * head_dims * ITEM_BYTES[needs.dtype]
     memory = f"those of a layer and their gradients take {size(gathered_bytes)} on a device"
     if load.memory_bytes is None or gathered_bytes <= MAX_GATHERED * load.memory_bytes:
-        return ContextExchange("gather", memory)
+        return Choice("auto", "gather", memory)
     too_large = f"gathered, {memory}, more than 1/{1 / MAX_GATHERED:g} of its {size(load.memory_bytes)}"
     if "ulysses" not in unsupported:
-        return ContextExchange("ulysses", too_large)
+        return Choice("auto", "ulysses", too_large)
     if "ring" not in unsupported:
-        return ContextExchange("ring", f"{too_large}, and {unsupported['ulysses']}")
-    return ContextExchange("gather", f"{too_large}; but {unsupported['ulysses']}, and {unsupported['ring']}")
+        return Choice("auto", "ring", f"{too_large}, and {unsupported['ulysses']}")
+    return Choice("auto", "gather", f"{too_large}; but {unsupported['ulysses']}, and {unsupported['ring']}")
 
 
 def make_context_attention(
-    exchange: ContextExchange,
+    exchange: str,
     attention: str,
     whole_row_attend: Any,
     *,
@@ -121,15 +117,16 @@ def make_context_attention(
 ):
     """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH, of local positions.
 
+    exchange, attention: names of the exchange and of the kernel.
     whole_row_attend: the kernel for unsharded rows, which only ulysses uses.
     """
-    if exchange.form == "ulysses":
+    if exchange == "ulysses":
         return context_parallel.ulysses(whole_row_attend, context)
     settings: dict[str, Any] = dict(softcap=needs.softcap, window=window)
     if attention == "splash":
         settings["blocks"] = splash.blocks_for(device_kind)
     positioned_attend = POSITIONED_ATTEND[attention](**settings)
-    if exchange.form == "ring":
+    if exchange == "ring":
         flash_ring = functools.partial(ring_flash.make_attend, unrolled=device_kind == "cpu")
         attend = (ring_splash.make_attend if attention == "splash" else flash_ring)(**settings, context=context)
     else:
