@@ -22,6 +22,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all processes of th
     }
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAXSCALE_HUGE_PAGES"] = "0"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # source locations of operations are a tenth of lowering
 os.environ.pop("COLUMNS", None)  # the terminal of whoever runs the tests is no part of them
 
 import jax  # noqa: E402

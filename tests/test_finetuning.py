@@ -88,6 +88,7 @@ def leaves(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 
+@pytest.mark.soak
 def test_a_run_with_adapters_begins_at_the_loss_of_a_full_one_and_goes_on_bit_for_bit(base, adapted, tmp_path):
     straight, said = adapted
     folder = straight.directory.parent

@@ -91,7 +91,9 @@ def test_a_model_is_opened_out_of_a_bucket_and_prompts_are_read_there(workdir, m
         )
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 8}, marks=pytest.mark.soak)], ids=str
+)
 def test_losses_are_those_of_training_on_any_mesh_and_for_rows_that_it_does_not_divide(workdir, mesh):
     folder, program = workdir
     model = open_model(str(folder), mesh=MeshConfig(**mesh), **QUIET)

@@ -213,6 +213,7 @@ def test_more_tokens_go_on_to_a_sample_and_the_new_horizon_and_each_change_are_t
     assert text.startswith("def ") and len(text) > 4 and printable(text) in out
 
 
+@pytest.mark.soak
 def test_the_way_without_a_jump_that_is_offered_has_none(home, copy, capsys):
     said, longer = [], f"{STEPS + 4} steps"
     run = open_run(config(home, {"train_tokens": longer}), str(copy), said.append)

@@ -145,15 +145,19 @@ def read_in(file, field):
 @functools.cache
 def attributes_of(file):
     """Names of attributes that the file reads outside the checks of a group of settings."""
-    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-    checks = {id(node) for check in ast.walk(tree) if getattr(check, "name", "") == "__post_init__"
-              for node in ast.walk(check)}  # fmt: skip
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in checks}
+    found, waiting = set(), [ast.parse((PACKAGE / file).read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        if getattr(node, "name", "") != "__post_init__":
+            waiting += ast.iter_child_nodes(node)
+    return found
 
 
 SIMILAR = {  # to others
     "stdlib", "ul2", "linear_rope", "dynamic_rope", "lion", "lamb", "constant", "wsd", "wsd_tokens", "inverse_sqrt",
-    "piecewise", "no_decay", "float16", "prefix",
+    "piecewise", "no_decay", "float16", "prefix", "files", "relative", "llama3_rope", "longrope", "static_scale",
 }  # fmt: skip
 
 

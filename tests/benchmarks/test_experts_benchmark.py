@@ -22,6 +22,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.soak
 def test_layers_are_timed_beside_a_dense_one_of_what_a_token_goes_through(monkeypatch):
     seen = []
     monkeypatch.setattr(experts.lax, "ragged_dot", lambda *given: seen.append(given) or ragged_dot(*given))

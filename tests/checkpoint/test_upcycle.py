@@ -66,6 +66,7 @@ def upcycled(folder, how, program):
     return state, lines
 
 
+@pytest.mark.soak
 def test_copies_compute_what_the_dense_model_did(dense):
     program = make(DENSE | dict(experts=COPY | dict(first_dense=1, shared_dim=8, bias=True)))
     state, lines = upcycled(dense[0], "copy", program)

@@ -87,6 +87,7 @@ def test_uniform_guessing_over_bytes_is_eight_bits_a_byte():
     assert found["validation/bits_per_byte"] == pytest.approx(8.0)
 
 
+@pytest.mark.soak
 def test_losses_of_a_model_are_those_that_training_sees():
     program = tiny.program()
     state, batch = program.init(), tiny.packed_batch(0)

@@ -49,6 +49,7 @@ def start_both(gcs, homes):
     return [[int(word) for word in log.splitlines()[-1].split()[1::2]] for log in logs]
 
 
+@pytest.mark.soak
 def test_the_second_start_compiles_nothing_in_any_process(tmp_path):
     homes = [tmp_path / "host0", tmp_path / "host1"]
     with Emulator() as gcs:

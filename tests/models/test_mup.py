@@ -39,7 +39,11 @@ def made(cfg):
 
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
-    [("adamw", {}), ("lion", {"tied_embeddings": True}), ("adamw", {"experts": EXPERTS})],
+    [
+        ("adamw", {}),
+        ("lion", {"tied_embeddings": True}),
+        pytest.param("adamw", {"experts": EXPERTS}, marks=pytest.mark.soak),
+    ],
     ids=["llama", "tied, lion", "experts"],
 )
 def test_at_the_size_of_the_base_everything_is_as_without(optimizer, settings):

@@ -32,6 +32,7 @@ def read_result(folder):
     return result, {probe["name"]: probe for probe in result["probes"]}
 
 
+@pytest.mark.soak
 def test_a_process_that_fails_alone_is_named_and_the_later_probes_run_in_both(tmp_path):
     flags = [f"--out={tmp_path}", "--only=devices,links,storage", "--slow=1000"]
     shown = run_programs(PROGRAM, 2, {}, "-1", *flags)  # a width that no matrix can have

@@ -140,7 +140,7 @@ def program_of(model, mesh, num_devices, **train):
         pytest.param("gpt2", {"fsdp": 1, "tensor": 4}, marks=pytest.mark.soak),
         pytest.param("llama", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.soak),
         pytest.param("gpt2", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.soak),
-        ("relative", {"fsdp": 2, "tensor": 2}),
+        pytest.param("relative", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
     ],
     ids=str,
 )

@@ -167,8 +167,10 @@ def test_the_losses_are_those_of_one_device(straight, tmp_path, programs):
         assert one["tokens_hash"] == many["tokens_hash"]
 
 
-def test_a_run_that_goes_on_in_its_ramp_ends_bit_for_bit_as_if_it_never_stopped(straight, tmp_path, programs):
-    for stop in (2, 3, 5, None):  # within a size, where the second begins, where the last does
+# Within a size (2, 4), where the second size begins (3) and where the last begins (5).
+@pytest.mark.parametrize("stops", [(4,), pytest.param((2, 3, 5), marks=pytest.mark.soak)], ids=str)
+def test_a_run_that_goes_on_in_its_ramp_ends_bit_for_bit_as_if_it_never_stopped(straight, tmp_path, programs, stops):
+    for stop in (*stops, None):
         run = open_ramp(tmp_path / "run", programs)
         state = loop.train(dataclasses.replace(run, stop_after=stop))
     tiny.assert_same_bits(tiny.host(state.params), straight[1])
@@ -188,6 +190,7 @@ def test_a_replay_leaves_out_the_batches_that_its_ramp_left_out(tmp_path, progra
     assert [record["batch_index"] for record in first][:4] == [0, 2, 3, 5]
 
 
+@pytest.mark.soak
 def test_another_ramp_is_refused_like_another_batch(tmp_path, programs):
     loop.train(dataclasses.replace(open_ramp(tmp_path / "run", programs), stop_after=5))
     with pytest.raises(Stop, match="belongs to another config: batch_ramp: .*set these back$") as stop:

@@ -30,6 +30,7 @@ def step(model, overrides, num_devices):
 
 
 WAYS = {  # (model, how many devices share it)
+    "two devices": (tiny.LLAMA, {"mesh.tensor": 1, "mesh.fsdp": 1, "train.num_microbatches": 1}),
     "gather": (tiny.LLAMA, {"mesh.tensor": 1}),
     "gather, tensor": (tiny.LLAMA, {}),
     "ulysses": (tiny.LLAMA, {"context.attention": "ulysses", "mesh.tensor": 1, "mesh.fsdp": 4}),
@@ -38,7 +39,7 @@ WAYS = {  # (model, how many devices share it)
     "dropout": (GPT2, {}),
     "a window in stages": (tiny.LLAMA | {"attention_window": 5, "remat": "full"}, {"mesh.pipeline": 2, "mesh.fsdp": 1}),
 }
-QUICK = ("gather",)
+QUICK = ("two devices",)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,9 @@ QUICK = ("gather",)
 )
 def test_losses_gradients_and_tokens_seen_are_those_of_one_device(way):
     model, changes = WAYS[way]
-    one, one_grads = step(model, BASE | {"train.num_microbatches": 2}, 1)
-    many, many_grads = step(model, SHARED | changes, 4 if way == "gather" else 8)
+    microbatches = {"train.num_microbatches": changes.get("train.num_microbatches", 2)}
+    one, one_grads = step(model, BASE | microbatches, 1)
+    many, many_grads = step(model, SHARED | changes, {"two devices": 2, "gather": 4}.get(way, 8))
     np.testing.assert_array_equal(many["tokens_seen"], one["tokens_seen"])
     assert one.keys() == many.keys() and many["real_tokens"] == one["real_tokens"]
     for name in ("loss", "objective", "grad_norm"):

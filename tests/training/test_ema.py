@@ -81,6 +81,7 @@ def test_where_it_is_off_a_checkpoint_has_no_trace_of_it():
     assert [name for name in named_leaves(tiny.program(*SHARED).abstract_state) if name.startswith("ema")]
 
 
+@pytest.mark.soak
 def test_going_on_from_a_checkpoint_has_the_same_average_as_never_stopping(tmp_path):
     program = tiny.program(*SHARED)
     batches = [tiny.packed_batch(n) for n in range(4)]

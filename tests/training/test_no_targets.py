@@ -33,7 +33,7 @@ soak = functools.partial(pytest.param, marks=pytest.mark.soak)
     ("overrides", "num_devices"),
     [
         ({}, 1),
-        (EXPERTS | {"optim.name": "muon"}, 1),
+        soak(EXPERTS | {"optim.name": "muon"}, 1),
         soak(EXPERTS | PIPELINE | {"optim.name": "sgd"}, 2),
         soak({"mesh.context": 2, "mesh.data": 2, "optim.name": "lamb", "optim.moment_dtype": "int8"}, 4),
         soak({"model.compute_dtype": "float16", "train.ema.decay": 0.9, "optim.name": "adafactor"}, 2),

@@ -283,7 +283,7 @@ def test_stages_of_a_mixture_that_have_begun_stay_and_later_ones_move(tmp_path):
         "data.name": "files", "data.files": {name: str(tmp_path / f"{name}.txt") for name in "ab"},
         "data.cache_dir": str(tmp_path / "cache"), "model.vocab_size": 264, "data.val_fraction": 0.0,
         "data.mixture": {"0": {"a": 1.0}, "30%": {"b": 1.0}, "80%": {"a": 1.0}},
-        "optim.decay": "constant", "train_tokens": "10 steps", "batch_tokens": 4 * ROW,
+        "optim.name": "sgd", "optim.decay": "constant", "train_tokens": "10 steps", "batch_tokens": 4 * ROW,
     }  # fmt: skip
     cfg = tiny.config(QUIET | text)
     program = make_program(cfg, resolve_budget(cfg, 10**6), jax.devices()[:1])

@@ -94,6 +94,7 @@ def test_with_a_whole_head_every_bit_is_that_of_no_pipeline(plain, how):
     "run",
     [
         "tied",
+        pytest.param("tied, four stages", marks=pytest.mark.soak),
         pytest.param("adapters", marks=pytest.mark.soak),
         pytest.param("windows, uneven", marks=pytest.mark.soak),
         pytest.param("chunks, half precision", marks=pytest.mark.soak),
@@ -101,7 +102,13 @@ def test_with_a_whole_head_every_bit_is_that_of_no_pipeline(plain, how):
 )
 def test_a_zero_bubble_has_the_gradients_of_1f1b_in_another_order(run):
     model, settings, cut, devices = {
-        "tied": (tiny.LLAMA | {"tied_embeddings": True}, {"model.num_layers": 4}, {"mesh.pipeline": 4}, 4),
+        "tied": (tiny.LLAMA | {"tied_embeddings": True}, {}, {"mesh.pipeline": 2}, 2),
+        "tied, four stages": (
+            tiny.LLAMA | {"tied_embeddings": True},
+            {"model.num_layers": 4},
+            {"mesh.pipeline": 4},
+            4,
+        ),
         "adapters": (
             tiny.LLAMA | {"tied_embeddings": True},
             {"model.num_layers": 4, "lora.rank": 4},

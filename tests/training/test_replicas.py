@@ -121,6 +121,8 @@ def test_what_has_no_copy_is_told_and_a_flip_there_is_not_seen():
     assert check(flip_bit(state, 3, leaf="params/final_norm")).devices == (3,)
     everywhere = replica_coverage(made(DATA)[0].abstract_state, RULES["zero3"])
     assert everywhere.copied_bytes == everywhere.total_bytes and "(100%)" in str(everywhere)
+    renewed = tiny.program(FEW | {"rules": "zero1"}, 4).abstract_state
+    assert "between the last step and the comparison" in str(replica_coverage(renewed, RULES["zero1"]))
     alone = tiny.program()
     assert str(replica_coverage(alone.abstract_state, RULES["zero3"])).startswith(
         "no part of the state is held by more than one device"
@@ -155,7 +157,8 @@ def test_copies_stay_the_same_through_training_and_a_flip_stays_found(overrides,
     assert program.train_step._cache_size() == before  # a flipped state is placed like any other
 
 
-@pytest.mark.parametrize("rules", ["zero1", pytest.param("zero2", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("rules", ["zero1", "zero2"])
 def test_where_each_step_renews_the_copies_a_flip_is_seen_before_it_alone_and_this_is_told(rules):
     program = tiny.program(FEW | {"rules": rules}, 4)
     check, state = make_replica_check(program.mesh, program.abstract_state), program.init()
@@ -256,6 +259,7 @@ class TestRun:
         assert checkpoints.all_steps() == [4, 8]
         return tiny.host(checkpoints.restore(8, self.shared().abstract_state)), said
 
+    @pytest.mark.soak
     def test_a_passing_fault_costs_the_steps_since_the_last_checkpoint_and_not_a_bit(self, tmp_path, monkeypatch):
         straight, said = self.train(tmp_path / "straight")
         assert [line.partition(" of ")[0] for line in said if line.startswith("replicas")] == ["replicas: 33.1 KiB"]

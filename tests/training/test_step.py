@@ -15,9 +15,9 @@ STEPS = 4
 MESHES = [
     pytest.param({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8, marks=pytest.mark.soak),
     pytest.param({"rules": "zero3"}, 8, marks=pytest.mark.soak),  # the rules of mesh.tensor below
-    ({"rules": "zero2", "mesh.data": 2, "mesh.fsdp": 4, "train.num_microbatches": 2}, 8),
+    ({"rules": "zero2", "mesh.data": 2, "mesh.fsdp": 2, "train.num_microbatches": 2}, 4),
     pytest.param({"rules": "zero1"}, 8, marks=pytest.mark.soak),
-    ({"mesh.tensor": 2, "train.num_microbatches": 4}, 8),
+    ({"mesh.tensor": 2, "train.num_microbatches": 4}, 4),
     pytest.param({"train.num_microbatches": 4}, 1, marks=pytest.mark.soak),
     ({"mesh.fsdp": 2, "model.remat": "full", "model.row_parts": 2}, 2),
     pytest.param(

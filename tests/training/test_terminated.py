@@ -39,7 +39,7 @@ POINTS = [
     pytest.param("save:1", None, id="a save", marks=SOAK),
     pytest.param(f"data:{STEPS}", STEPS, id="the last wait for data", marks=SOAK),
     pytest.param("eval:11", STEPS, id="the last validation", marks=SOAK),
-    pytest.param("eval:12", STEPS, id="the last sample"),
+    pytest.param("eval:12", STEPS, id="the last sample", marks=SOAK),
 ]
 
 

@@ -250,7 +250,7 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path):
     check_manifest(out / "manifest.json", deep=True)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "warc"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("warc", marks=pytest.mark.soak)])
 def test_a_piece_that_was_ended_keeps_its_finished_blocks_and_tells_how_far_it_is(texts, tmp_path, kind):
     path, head = tmp_path / f"a.{kind}.gz", "WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: "
     record = {

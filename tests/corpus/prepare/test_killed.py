@@ -48,11 +48,12 @@ def group_of(leader):
     return found
 
 
-def killed_and_finished(command_line, output, times, rng):
+def killed_and_finished(flags, output, times, rng):
     """Runs the command, kills it with -9 after its first piece, then at random, `times` times, and lets it finish.
 
     The first time the parent is killed alone, and its workers must end by themselves.
     """
+    command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, f"--output={output}"]
     for number in range(times):
         process = subprocess.Popen(command_line, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
         while number == 0 and process.poll() is None and not list(output.glob("work-*/pass0/*")):
@@ -64,7 +65,7 @@ def killed_and_finished(command_line, output, times, rng):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         assert not (output / "manifest.json").exists() or check_manifest(output / "manifest.json", deep=True)
-    subprocess.run(command_line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    assert command.main([*flags, f"--output={output}"]) == 0
 
 
 def workers_end(process):
@@ -82,13 +83,12 @@ def workers_end(process):
 
 
 @pytest.mark.fault("F23")
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.soak)])
 def test_killed_at_random_it_comes_to_the_same_bytes(corpus, tmp_path, times):
     stages = "('exact_dedup','near_dedup')"
     flags = [f"--input={corpus}", f"--config.stages={stages}", "--config.tokenizer.name=bytes"]
     flags += ["--config.block_bytes=2048", "--config.write.shard_tokens=3000", "--workers=2"]
-    command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, f"--output={tmp_path / 'killed'}"]
-    killed_and_finished(command_line, tmp_path / "killed", times, random.Random(times))
+    killed_and_finished(flags, tmp_path / "killed", times, random.Random(times))
     settings = {"block_bytes": 2048, "write": {"shard_tokens": 3000}}
     cfg = recipe(corpus, stages=("exact_dedup", "near_dedup"), **settings)
     calm = run(cfg, tmp_path / "calm")
