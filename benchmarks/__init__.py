@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxscale.command_line import Arguments
-from jaxscale.help_text import Command
+from jaxscale.settings.command_line import Arguments
+from jaxscale.settings.help_text import Command
 from jaxscale.system import process
 from jaxscale.system.exits import put, run_and_exit
 

@@ -19,18 +19,18 @@ from flax import nnx
 from jax import lax
 
 from benchmarks import run_main, show
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import command
-from jaxscale.models.experts import SparseMlp
-from jaxscale.models.llama import LlamaMlp
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.plan import ParallelPlan, single_device_plan
-from jaxscale.monitor.runinfo import run_info
-from jaxscale.ops.grouped import ExpertKernels, run_grouped, weighted_activation
-from jaxscale.qualify.step import SpecFlags, read_config
-from jaxscale.qualify.timing import seconds_of
+from jaxscale.core.models.llama import LlamaMlp
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.moe import SparseMlp
+from jaxscale.core.plan import ParallelPlan, single_device_plan
+from jaxscale.kernels.matmul.grouped import ExpertKernels, run_grouped, weighted_activation
+from jaxscale.runtime.monitor.runinfo import run_info
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.qualify.step import SpecFlags, read_config
+from jaxscale.tools.qualify.timing import seconds_of
 from jaxscale.units import table
 
 SKEWED = 1.4  # rows of the busiest expert over the mean, as measured for a trained router (configs/small_mixture.py)

@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks import run_main, show
 from benchmarks.simulated_hosts import LOOPBACK, expect, serve
 from jaxscale import units
-from jaxscale.command_line import Arguments, flag
-from jaxscale.help_text import command
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit
 
 USUAL = (16, 256, 1536)  # hosts; the last have 4 chips each of the largest slice of v5p there is

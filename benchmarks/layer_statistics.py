@@ -14,12 +14,12 @@ import jax
 from benchmarks import run_main, show, use_devices
 from benchmarks.survive import SurviveFlags
 from jaxscale.cli.bench_loop import open_bench, time_alternately
-from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
-from jaxscale.help_text import command
-from jaxscale.qualify.step import read_config
-from jaxscale.qualify.timing import seconds_of
-from jaxscale.training.statistics import flatten_statistics
+from jaxscale.core.statistics import flatten_statistics
+from jaxscale.settings.command_line import Arguments
+from jaxscale.settings.help_text import command
+from jaxscale.tools.qualify.step import read_config
+from jaxscale.tools.qualify.timing import seconds_of
 
 WANTED = 0.02  # of the time of all steps
 DEFAULT_EVERY = 100  # reported for a config that never measures statistics

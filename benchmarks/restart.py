@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import config_flags, run_main, show
-from jaxscale.command_line import Arguments, flag
-from jaxscale.help_text import command
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput
 
 LOCAL = "JAXSCALE_BENCH_HOST"  # the variable that names each process's own local folder

@@ -12,20 +12,20 @@ import jax
 import numpy as np
 
 from benchmarks import run_main, show, use_devices
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import command
-from jaxscale.models.layers import split_model
-from jaxscale.models.plan import ParallelSettings, resolve_plan
-from jaxscale.models.sharded import shard_model
-from jaxscale.ops.project import with_matmul_precision
-from jaxscale.planning.check import check_machine
-from jaxscale.qualify.step import SpecFlags, read_config
-from jaxscale.qualify.timing import seconds_of
-from jaxscale.sampling.config import GREEDY
-from jaxscale.sampling.generator import Engine, Generator, Timing
-from jaxscale.sharding.mesh import make_mesh, mesh_layout
+from jaxscale.core.mesh import make_mesh, mesh_layout
+from jaxscale.core.models.layers import split_model
+from jaxscale.core.models.sharded import shard_model
+from jaxscale.core.plan import ParallelSettings, resolve_plan
+from jaxscale.kernels.matmul.project import with_matmul_precision
+from jaxscale.runtime.sampling.config import GREEDY
+from jaxscale.runtime.sampling.generator import Engine, Generator, Timing
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, print_stderr
+from jaxscale.tools.planning.check import check_machine
+from jaxscale.tools.qualify.step import SpecFlags, read_config
+from jaxscale.tools.qualify.timing import seconds_of
 
 FULL_PASSES = 8  # timed of those that the uncached way takes one of for each token: all take the same
 

@@ -26,13 +26,13 @@ from typing import Any
 from benchmarks import run_main, show
 from benchmarks.scale_loader import LOOK_SECONDS, anonymous_bytes, growth, loader_lines, measure_loader
 from jaxscale import schema
-from jaxscale.command_line import Arguments, flag
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.help_text import command
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import put
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.progress import Progress
 
 TIMES = (1, 4, 16)
 ADDED = ("cpu_seconds", "kernel_seconds", "seconds", "opened")  # what a stage's parts add up to

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  jax.distributed allows one client a process
 
-from jaxscale.checkpoint.saver import stage_result
-from jaxscale.hosts.agree import Board, Peer, agreed, barrier, gathered, next_key
-from jaxscale.hosts.config import host_budgets
-from jaxscale.hosts.discovery import ProcessInfo
-from jaxscale.hosts.reports import SharedReports
-from jaxscale.hosts.roll_call import call_roll
-from jaxscale.hosts.watch import Watch
+from jaxscale.runtime.checkpoint.saver import stage_result
+from jaxscale.runtime.hosts.agree import Board, Peer, agreed, barrier, gathered, next_key
+from jaxscale.runtime.hosts.config import host_budgets
+from jaxscale.runtime.hosts.discovery import ProcessInfo
+from jaxscale.runtime.hosts.failure_reports import SharedReports
+from jaxscale.runtime.hosts.roll_call import call_roll
+from jaxscale.runtime.hosts.watch import Watch
+from jaxscale.runtime.training.stopping import StopRequest
 from jaxscale.system.exits import Exit
 from jaxscale.system.open_files import check_open_files
-from jaxscale.training.stopping import StopRequest
 
-STAGES = ("folder", "arrays", "commit", "verify")  # of a save, each of which all finish together (checkpoint/saver.py)
+# Of a save, each of which all finish together (runtime/checkpoint/saver.py).
+STAGES = ("folder", "arrays", "commit", "verify")
 FAILED = "OSError: [Errno 28] No space left on device: '/bucket/run/checkpoints/1000.tmp/state/ocdbt.process_7/d/0a1b'"
 FACTS = {f"fact {number}": "0.10.2" for number in range(16)}  # as many as a run compares
 SUMS = {f"layers.mlp.w_{name}": [0xDEADBEEF, 234_881_024] for name in ("gate", "up", "down")}  # of what one reads back

@@ -16,20 +16,20 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import run_main, show, use_devices
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.fingerprint import fingerprints
-from jaxscale.checkpoint.lock import RunLock
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.bench_loop import open_bench, run_bare, time_alternately
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import command
-from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.qualify.step import SpecFlags, read_config
-from jaxscale.qualify.timing import median_seconds
-from jaxscale.training import guard
-from jaxscale.training.config import GuardConfig
-from jaxscale.training.services import NO_SERVICES, Services
+from jaxscale.core import guard
+from jaxscale.core.train_config import GuardConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.fingerprint import fingerprints
+from jaxscale.runtime.checkpoint.lock import RunLock
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.hosts.watchdog import Watchdog
+from jaxscale.runtime.training.loop_services import NO_SERVICES, Services
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
+from jaxscale.tools.qualify.step import SpecFlags, read_config
+from jaxscale.tools.qualify.timing import median_seconds
 
 WANTED = 0.01  # of a step, all parts together
 WANTED_BLOCKED = 0.1  # seconds

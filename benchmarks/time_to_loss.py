@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks import config_flags, run_main, show
-from jaxscale.budget import resolve_budget
 from jaxscale.cli.bench_against import OURS, our_environment, run_one, shell_environment, split_command
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.config_file import load_config
-from jaxscale.data.pipeline import open_data
-from jaxscale.help_text import command
-from jaxscale.interop import families
-from jaxscale.reporting.history import read_history
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import load_config
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, put
+from jaxscale.tools.interop import families
 from jaxscale.units import table
 
 HORIZON = 4  # rows written for other programs, as a multiple of our run's, if there is enough text

@@ -3,9 +3,10 @@
     python docs/attention_blocks.py v5p:2x2x1 v6e:2x2                  # topologies; 4,096 positions
     python docs/attention_blocks.py v5e:2x2 --positions=2048
 
-The table of jaxscale/ops/attention/splash.py is its outcome. A row is a size of blocks, (queries, keys); its figures
-are bundles of instructions, in thousands, that one causal head takes in each kernel: what is done for each block that
-is visited, for each place of the grid, and for each first and last block of a row. Waiting for memory is in none.
+The table of jaxscale/kernels/attention/splash.py is its outcome. A row is a size of blocks, (queries, keys); its
+figures are bundles of instructions, in thousands, that one causal head takes in each kernel: what is done for each
+block that is visited, for each place of the grid, and for each first and last block of a row. Waiting for memory is in
+none.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 SIZES = (512, 1024, 2048)
 KERNELS = ("fwd", "dkv", "dq")
 HEAD_DIM = 128
-FAST_MEMORY_KIB = 32 * 1024  # sharding/compiler_options.py; what v6e has unasked
+FAST_MEMORY_KIB = 32 * 1024  # core/compiler_options.py; what v6e has unasked
 BUNDLE = re.compile(r"\s*0x([0-9a-f]+)\s+(LB|LH|LE|PB|PF)?")
 
 

@@ -7,9 +7,9 @@ compiled again.
 import pathlib
 import re
 
-from jaxscale.ahead.preflight import preflight
-from jaxscale.config_file import load_config
-from jaxscale.planning.topology import open_topology
+from jaxscale.settings.config_file import load_config
+from jaxscale.tools.planning.topology import open_topology
+from jaxscale.tools.preflight.preflight import preflight
 
 HERE = pathlib.Path(__file__).parent
 PROGRAMS = (("7b", "h100:1x8", 32), ("7b", "h100:8x8", 4))  # config, topology, microbatches

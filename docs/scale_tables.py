@@ -113,11 +113,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def compiled(row: Row) -> dict[str, Any] | str:
     """What preflight says of a program, or one line of why it says nothing."""
-    from jaxscale import config_file
-    from jaxscale.ahead.overlap import overlap
-    from jaxscale.ahead.preflight import preflight
-    from jaxscale.planning.topology import open_topology
+    from jaxscale.settings import config_file
     from jaxscale.system.exits import BadInput
+    from jaxscale.tools.planning.topology import open_topology
+    from jaxscale.tools.preflight.overlap_table import overlap
+    from jaxscale.tools.preflight.preflight import preflight
 
     try:
         settings = {name: str(value) for name, value in row.settings.items()}

@@ -1,6 +1,6 @@
 """RunConfig -> mesh, sharded model, optimizer and the compiled step.
 
-Needs no data and no work folder, so that other tools can compile the same program; run/opening.py adds those.
+Needs no data and no work folder, so that other tools can compile the same program; runtime/run/opening.py adds those.
 """
 
 import dataclasses
@@ -14,39 +14,39 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.auto_dtype import for_device
-from jaxscale.budget import BatchStage, Budget, remaining_stages
 from jaxscale.config import RunConfig
-from jaxscale.data.batch import Batch, EncoderInput
-from jaxscale.data.config import mixture_names
-from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED
-from jaxscale.first_state import make_init
-from jaxscale.hardware import Device
-from jaxscale.models.lora import is_adapter
-from jaxscale.models.model import summed_loss
-from jaxscale.models.mup_config import learning_rate_multiplier, mup_scales
-from jaxscale.models.plan import ParallelPlan, ParallelSettings, resolve_plan
-from jaxscale.models.sharded import ShardedModel, shard_model
-from jaxscale.ops.project import with_matmul_precision
-from jaxscale.ops.recorder import NO_RECORDER, Recorder, make_max_logit_recorder, make_recorder
-from jaxscale.optim.groups import assign_groups, group_table
-from jaxscale.optim.optimizers import ParamLayout, combine, make_optimizer, moment_axes, optim_schedule, trainable
-from jaxscale.optim.schedules import Schedule
-from jaxscale.sharding.compiler_options import fast_compile_options
-from jaxscale.sharding.mesh import crossed_groups, make_mesh
-from jaxscale.sharding.offload import on_host
-from jaxscale.sharding.rules import axis_size
-from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings, with_shardings
+from jaxscale.core.accumulate import Reduction, accumulate
+from jaxscale.core.balance import is_balance_param, update_balance
+from jaxscale.core.batch import Batch, EncoderInput
+from jaxscale.core.compiler_options import fast_compile_options
+from jaxscale.core.ema import init_ema
+from jaxscale.core.hardware import Device
+from jaxscale.core.host_memory import on_host
+from jaxscale.core.mesh import crossed_groups, make_mesh
+from jaxscale.core.models.lora import is_adapter
+from jaxscale.core.models.model import summed_loss
+from jaxscale.core.models.mup_config import learning_rate_multiplier, mup_scales
+from jaxscale.core.models.sharded import ShardedModel, shard_model
+from jaxscale.core.optim.groups import assign_groups, group_table
+from jaxscale.core.optim.optimizer import ParamLayout, combine, make_optimizer, moment_axes, optim_schedule, trainable
+from jaxscale.core.optim.schedules import Schedule
+from jaxscale.core.pipeline_step import Pipeline, accumulate_pipelined
+from jaxscale.core.plan import ParallelPlan, ParallelSettings, resolve_plan
+from jaxscale.core.qk_clip import make_qk_clip
+from jaxscale.core.recorder import NO_RECORDER, Recorder, make_max_logit_recorder, make_recorder
+from jaxscale.core.rules import axis_size
+from jaxscale.core.shardings import is_axes, replicated, tree_shardings, with_shardings
+from jaxscale.core.state import TrainState, is_dynamic, state_axes
+from jaxscale.core.statistics import StatisticsStep, make_statistics_step, reduce_intermediates, statistics_groups
+from jaxscale.core.step import Gradients, gradients_of_state, make_gradient_norms, make_train_step
+from jaxscale.kernels.matmul.project import with_matmul_precision
+from jaxscale.program.auto_dtype import for_device
+from jaxscale.program.budget import BatchStage, Budget, remaining_stages
+from jaxscale.program.device_checks import DEVICE_CHECKS, OFFLOADED
+from jaxscale.program.fault_injection import corrupt_gradients
+from jaxscale.program.first_state import make_init
+from jaxscale.runtime.data.config import mixture_names
 from jaxscale.system.exits import BadInput
-from jaxscale.training.accumulate import Reduction, accumulate
-from jaxscale.training.balance import is_balance_param, update_balance
-from jaxscale.training.ema import init_ema
-from jaxscale.training.fault_injection import corrupt_gradients
-from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
-from jaxscale.training.qk_clip import make_qk_clip
-from jaxscale.training.state import TrainState, is_dynamic, state_axes
-from jaxscale.training.statistics import StatisticsStep, make_statistics_step, reduce_intermediates, statistics_groups
-from jaxscale.training.step import Gradients, gradients_of_state, make_gradient_norms, make_train_step
 
 LocalGradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]  # of one device
 

@@ -4,22 +4,28 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from jaxscale import units
-from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
-from jaxscale.data.config import DataConfig, mixture_names, mixture_stages
-from jaxscale.data.objective_config import MaskedLmConfig, RowLengths, SpanCorruptionConfig, Ul2Config, row_lengths
-from jaxscale.eval.config import EvalConfig, Evals, check_names
-from jaxscale.hosts.config import HangConfig
-from jaxscale.interop.config import ExportConfig
-from jaxscale.models import AnyModelConfig, names_of
-from jaxscale.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
-from jaxscale.models.mup_config import check_mup
-from jaxscale.monitor.config import MonitorConfig
-from jaxscale.optim.config import STABLE, OptimConfig
-from jaxscale.sampling.config import SampleConfig
+from jaxscale.core.mesh_config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
+from jaxscale.core.models import AnyModelConfig, names_of
+from jaxscale.core.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
+from jaxscale.core.models.mup_config import check_mup
+from jaxscale.core.optim.config import STABLE, OptimConfig
+from jaxscale.core.train_config import LimitConfig, TrainConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
+from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.data.config import DataConfig, mixture_names, mixture_stages
+from jaxscale.runtime.data.objective_config import (
+    MaskedLmConfig,
+    RowLengths,
+    SpanCorruptionConfig,
+    Ul2Config,
+    row_lengths,
+)
+from jaxscale.runtime.eval.config import EvalConfig, Evals, check_names
+from jaxscale.runtime.hosts.config import HangConfig
+from jaxscale.runtime.monitor.config import MonitorConfig
+from jaxscale.runtime.sampling.config import SampleConfig
 from jaxscale.schema import setting
-from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.system.exits import BadInput
-from jaxscale.training.config import LimitConfig, TrainConfig
 from jaxscale.units import divisors, or_list
 
 
@@ -57,7 +63,7 @@ class RunConfig:
         "zero3", "what the fsdp axis shares: moments; gradients too; parameters too", may_change=True
     )
     compiler: dict[str, bool | int | float | str] = setting(
-        {}, "options for XLA by name, over our own table of them (sharding/compiler_options.py)", may_change=True
+        {}, "options for XLA by name, over our own table of them (core/compiler_options.py)", may_change=True
     )
     optim: OptimConfig = setting(OptimConfig)
     train: TrainConfig = setting(TrainConfig)
@@ -352,7 +358,7 @@ def check_scales(cfg: RunConfig) -> None:
 
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
 # checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
-# data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
+# runtime.data.checks.check_data, and what the work folder must agree with in runtime.run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
     check_evals, check_batch, check_ramp, check_seq_len_ramp, check_amounts, check_scales, check_limit,

@@ -8,14 +8,14 @@ pages for its memory; JAXSCALE_HUGE_PAGES=0 prevents that.
 
 import dataclasses
 
-from jaxscale import config_file
 from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.config_file import config_name
-from jaxscale.help_text import command
-from jaxscale.hosts.discovery import HostFlags
-from jaxscale.run.options import RunOptions
+from jaxscale.runtime.hosts.discovery import HostFlags
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput
 
 

@@ -19,8 +19,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
-from jaxscale.conditions import in_words, whole_condition
-from jaxscale.renamed import with_current_names
+from jaxscale.settings.conditions import in_words, whole_condition
+from jaxscale.settings.renamed import with_current_names
 from jaxscale.system.exits import BadInput
 
 
@@ -39,7 +39,8 @@ hints_of = functools.cache(typing.get_type_hints)
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False, read_if: str = "") -> Any:
     """Returns a dataclass field with help. may_change: a run that resumes from a checkpoint may have another value.
 
-    read_if: condition on other settings under which this one, or this group, is read (conditions.py); '': always.
+    read_if: condition on other settings under which this one, or this group, is read (settings/conditions.py); '':
+    always.
     """
     metadata = {"help": help, "may_change": may_change, "read_if": read_if}
     if isinstance(default, (dict, list)) or callable(default):

@@ -94,7 +94,7 @@ make_data() {
   [[ -n $text ]] && return
   local most=()
   [[ -z $most_bytes ]] || most=("--most_bytes=$most_bytes")
-  run "$python" -m jaxscale.data.stdlib_sets "--output=$folder/data" "${most[@]}"
+  run "$python" -m jaxscale.tools.corpus.stdlib_sets "--output=$folder/data" "${most[@]}"
 }
 
 make_tokenizer() { # and the tokens themselves

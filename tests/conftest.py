@@ -28,8 +28,8 @@ os.environ.pop("COLUMNS", None)  # the terminal of whoever runs the tests is no 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxscale.ahead.compiled import without_compilation_cache  # noqa: E402
 from jaxscale.system.redact import is_secret  # noqa: E402
+from jaxscale.tools.preflight.compiled import without_compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A loaded program for several CPU devices can compute wrong numbers (system.process.keep_compiled_programs).

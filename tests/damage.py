@@ -11,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxscale.data.config import DataConfig
-from jaxscale.data.lineage import lineage_table
-from jaxscale.data.manifest import write_manifest
-from jaxscale.data.megatron import index_bytes
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.shards import changed_line, open_shard, shard_files
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.document_lineage import lineage_table
+from jaxscale.runtime.data.manifest import write_manifest
+from jaxscale.runtime.data.megatron import index_bytes
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shards import changed_line, open_shard, shard_files
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.load import ByteTokenizer
 
 WORDS = "the sea lay still and nobody knew where the wind had gone that morning".split()
 OPENED = dict(seq_len=128, vocab_size=300, seed=0)

@@ -6,8 +6,8 @@ import pathlib
 import ml_dtypes
 import numpy as np
 
-from jaxscale.interop import families
-from jaxscale.interop.safetensors import NAMES, encode_header
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.safetensors import NAMES, encode_header
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=96, hidden_size=16, intermediate_size=40,

@@ -1,6 +1,6 @@
 """Small compiled programs as text, written by hand so that what they hold is known."""
 
-from jaxscale.ahead.hlo import read_hlo
+from jaxscale.tools.preflight.hlo import read_hlo
 
 MESH = {"data": 2, "fsdp": 4}
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint import array_store, verify
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import seal
+from jaxscale.runtime.checkpoint import array_store, verify
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import seal
 
 STEPS = (10, 20, 30)
 CONFIG = {"seed": 1, "checkpoint": {"keep_last": 2, "keep_every_steps": 0}}

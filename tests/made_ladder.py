@@ -8,10 +8,10 @@ import numpy as np
 import tiny
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.config import RunConfig
-from jaxscale.optim.optimizers import optim_schedule
-from jaxscale.planning.loss_law import Terms
+from jaxscale.core.optim.optimizer import optim_schedule
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.loss_law import Terms
 
 LAW = Terms(E=1.5, A=12.0, B=30.0, alpha=0.35, beta=0.37)
 WIDTHS, STEPS = (16, 32, 64), (200, 400, 800)

@@ -6,14 +6,14 @@ import jax
 import tiny
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.optim.groups import is_masked
+from jaxscale.core.optim.groups import is_masked
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
 from jaxscale.system import paths
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.saved import save_tokenizer
 
 
 def make_workdir(folder, overrides=None, steps=(3,), scale=1.0):

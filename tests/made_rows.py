@@ -7,10 +7,10 @@ from unittest import mock
 
 import numpy as np
 
-from jaxscale.data.array_folder import ArrayWriter, open_arrays
-from jaxscale.data.documents import DocumentChunk, SplitRule, make_token_set, write_documents
-from jaxscale.data.row_plan import PlanSettings, open_rows, write_rows
-from jaxscale.data.verified import snapshot_files
+from jaxscale.runtime.data.array_folder import ArrayWriter, open_arrays
+from jaxscale.runtime.data.documents import DocumentChunk, SplitRule, make_token_set, write_documents
+from jaxscale.runtime.data.row_plan import PlanSettings, open_rows, write_rows
+from jaxscale.runtime.data.verified import snapshot_files
 
 NUMBERS = itertools.count()
 

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.data.batch import Batch
+from jaxscale.core.batch import Batch
+from jaxscale.program.budget import resolve_budget
 
 NOISE, KEYS, VALUES = 16, 8, 8  # kinds of tokens
 PLANT, ASK = NOISE, NOISE + KEYS * VALUES  # the first token that plants a key with its value, and that asks for a key

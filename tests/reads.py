@@ -9,7 +9,7 @@ from jaxscale import schema
 from jaxscale.config import RunConfig
 
 # Whoever looks at all settings, whatever they mean.
-GENERAL = ("schema.py", "unread.py", "dataclasses.py", "<string>")
+GENERAL = ("schema.py", "settings/unread.py", "dataclasses.py", "<string>")
 
 
 def groups(cls=RunConfig):

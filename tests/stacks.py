@@ -7,13 +7,13 @@ import numpy as np
 import optax
 import tiny
 
-from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.groups import assign_groups
-from jaxscale.optim.optimizers import ParamLayout, make_optimizer
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.rules import RULES
-from jaxscale.sharding.shardings import is_axes, tree_shardings
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.groups import assign_groups
+from jaxscale.core.optim.optimizer import ParamLayout, make_optimizer
+from jaxscale.core.rules import RULES
+from jaxscale.core.shardings import is_axes, tree_shardings
 
 AXES = {
     "blocks": {

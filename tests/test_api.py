@@ -13,13 +13,14 @@ import pytest
 import tiny
 
 import jaxscale
-from jaxscale import config_file, inference, schema
-from jaxscale.api import measuring, writing
+from jaxscale import schema
+from jaxscale.api import inference, measuring, writing
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import plan as plan_verb
 from jaxscale.cli import prepare as prepare_verb
 from jaxscale.cli import sample as sample_verb
 from jaxscale.cli import trace as trace_verb
+from jaxscale.settings import config_file
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 TEXTS = ("def f(x):\n    return x\n" * 20, "import sys\n" * 40)

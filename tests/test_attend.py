@@ -10,11 +10,11 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.checkpoint.lock import RunLock
-from jaxscale.config_file import load_config
-from jaxscale.monitor.events import Events, read_events
-from jaxscale.run.options import DEFAULT_OPTIONS
-from jaxscale.run.services import run_services
+from jaxscale.runtime.checkpoint.lock import RunLock
+from jaxscale.runtime.monitor.events import Events, read_events
+from jaxscale.runtime.run.options import DEFAULT_OPTIONS
+from jaxscale.runtime.run.services import run_services
+from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.paths import locked
 

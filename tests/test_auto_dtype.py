@@ -6,14 +6,14 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.auto_dtype import for_device, resolve_dtypes
 from jaxscale.config import RunConfig
-from jaxscale.hardware import DtypeChoice
-from jaxscale.ops.attention import resolve_attention
-from jaxscale.ops.config import AttentionNeeds
-from jaxscale.planning.fitting import fitting_program
-from jaxscale.planning.machine import open_machine
-from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.core.hardware import DtypeChoice
+from jaxscale.kernels.attention import resolve_attention
+from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.program.auto_dtype import for_device, resolve_dtypes
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.tools.planning.fitting_mesh import fitting_program
+from jaxscale.tools.planning.placeholder_devices import open_machine
 
 AUTO = {"model.compute_dtype": "auto", "train_tokens": "2 steps", "checkpoint.save_every_steps": 1}
 ELSEWHERE = AUTO | {"model.compute_dtype": "float16"}  # which no CPU gets

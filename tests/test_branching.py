@@ -8,13 +8,13 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.command_line import parse as parse_flags
-from jaxscale.config_file import with_flags
-from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.training import loop
+from jaxscale.settings.command_line import parse as parse_flags
+from jaxscale.settings.config_file import with_flags
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training import loop
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 

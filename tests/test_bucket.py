@@ -154,7 +154,7 @@ def test_an_emulator_on_this_machine_and_google_itself_are_fine(value, monkeypat
 def test_training_refuses_before_anything_is_sent(tmp_path):
     env = os.environ | {"TENSORSTORE_GCS_HTTP_URL": "http://203.0.113.5:9023"}
     program = (
-        "from jaxscale.checkpoint.lock import RunLock\nfrom jaxscale.system.exits import run_and_exit\n"
+        "from jaxscale.runtime.checkpoint.lock import RunLock\nfrom jaxscale.system.exits import run_and_exit\n"
         "run_and_exit(lambda argv: RunLock('gs://bucket/run').__enter__())"
     )
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)

@@ -7,11 +7,11 @@ import pytest
 import tiny
 
 from jaxscale import config, schema
-from jaxscale.budget import resolve_budget
-from jaxscale.command_line import NoFlags, flag, parse
 from jaxscale.config import RunConfig
-from jaxscale.config_file import config_name, config_values, load_config
-from jaxscale.help_text import describe_settings
+from jaxscale.program.budget import resolve_budget
+from jaxscale.settings.command_line import NoFlags, flag, parse
+from jaxscale.settings.config_file import config_name, config_values, load_config
+from jaxscale.settings.help_text import describe_settings
 from jaxscale.system.exits import BadInput
 
 FILE = f"""

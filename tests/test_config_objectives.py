@@ -3,10 +3,10 @@
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig
-from jaxscale.planning.memory import memory_need
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.objective_config import MaskedLmConfig, NextTokenConfig
+from jaxscale.tools.planning.memory import memory_need
 
 SPANS = dict(name="span_corruption")
 ONE_ROW = dict(name="span_corruption", layout="one_row")

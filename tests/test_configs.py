@@ -9,12 +9,12 @@ import re
 import pytest
 
 from jaxscale import config, schema, units
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
-from jaxscale.config_file import load_config
-from jaxscale.models.config import DENSE
-from jaxscale.planning.memory import memory_lower_bound
+from jaxscale.core.models.config import DENSE
+from jaxscale.program.budget import resolve_budget
+from jaxscale.settings.config_file import load_config
+from jaxscale.tools.planning.memory import memory_lower_bound
 
 ROOT = pathlib.Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("update_configs", ROOT / "tests" / "golden" / "update_configs.py")

@@ -3,8 +3,8 @@
 import pytest
 import tiny
 
-from jaxscale.coordinates import KINDS, SCORES, Coordinate, at_width, coordinate_check, slopes
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.lab.coordinates import KINDS, SCORES, Coordinate, at_width, coordinate_check, slopes
 
 BASE = dict(embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
 EXPERTS = dict(number=4, chosen=2, mlp_dim=64, shared_dim=32)

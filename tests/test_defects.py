@@ -15,10 +15,10 @@ import pytest
 import tiny
 
 from jaxscale import config, main, units
-from jaxscale.data import best_fit
-from jaxscale.models import sharded
+from jaxscale.core.models import sharded
+from jaxscale.runtime.data import best_fit
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 from jaxscale.system.exits import BadInput, Exit, run_and_exit, verdict
-from jaxscale.text.tokenizer.load import ByteTokenizer
 
 
 def broadcast(*args, **kwargs):

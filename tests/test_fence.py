@@ -7,43 +7,44 @@ import pathlib
 
 import pytest
 
-from jaxscale.monitor.events import Events
-from jaxscale.monitor.records import append, replace_with_copy
-from jaxscale.monitor.tensorboard import Scalars
-from jaxscale.monitor.writers import open_records
+from jaxscale.runtime.monitor.events import Events
+from jaxscale.runtime.monitor.records import append, replace_with_copy
+from jaxscale.runtime.monitor.tensorboard import Scalars
+from jaxscale.runtime.monitor.writers import open_records
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import Exit, Stop
 
 PACKAGE = pathlib.Path(paths.__file__).parent.parent
+RUNTIME = PACKAGE / "runtime"
 WRITES = {"write_text", "write_bytes", "mkdir", "unlink", "rmdir", "rename", "rmtree"}
 OWN = {  # functions that write and do not ask, and why they need not
-    "checkpoint/lock_stores.py": "the lock itself, which is only replaced as a whole",
-    "checkpoint/write.py:remove_empty_folder": "after prepare_step has asked, in the same call",
-    "checkpoint/write.py:write_step_metadata": "for commit, which asks, in a folder that is held open",
-    "checkpoint/folders.py:mark_committed": "for commit, which asks",
-    "checkpoint/folders.py:copy_objects": "for set_aside, which asks",
-    "checkpoint/folders.py:commit": "of averages, copies and imports, which are programs of their own",
-    "checkpoint/retention.py:unpin": "a verb on checkpoints, a program of its own",
-    "hosts/watchdog.py:open_private": "its own file, made when a run begins; expire asks",
-    "hosts/watchdog.py:remove_if_empty": "its own empty file",
-    **{f"checkpoint/local_{place}": "this host's own folder of copies, which no other owner of the work folder writes"
+    "runtime/checkpoint/lock_stores.py": "the lock itself, which is only replaced as a whole",
+    "runtime/checkpoint/write.py:remove_empty_folder": "after prepare_step has asked, in the same call",
+    "runtime/checkpoint/write.py:write_step_metadata": "for commit, which asks, in a folder that is held open",
+    "runtime/checkpoint/folders.py:mark_committed": "for commit, which asks",
+    "runtime/checkpoint/folders.py:copy_objects": "for set_aside, which asks",
+    "runtime/checkpoint/folders.py:commit": "of averages, copies and imports, which are programs of their own",
+    "runtime/checkpoint/retention.py:unpin": "a verb on checkpoints, a program of its own",
+    "runtime/hosts/watchdog.py:open_private": "its own file, made when a run begins; expire asks",
+    "runtime/hosts/watchdog.py:remove_if_empty": "its own empty file",
+    **{f"runtime/checkpoint/local_{place}": "this host's own copies, which no other owner of the work folder writes"
        for place in ("store.py:clear", "store.py:keep_only", "store.py:make_owner", "copy.py:write_copy")},
-    **{f"hosts/exchange.py:{name}": "files of a neighbour's local copies, in this host's own folder"
+    **{f"runtime/hosts/exchange.py:{name}": "files of a neighbour's local copies, in this host's own folder"
        for name in ("receive", "answer", "get")},
-    "hosts/agree.py:check_shared": "its own mark, when a run begins",
-    "monitor/tensorboard.py:__init__": "its own file, behind make_folder, which asks",
+    "runtime/hosts/agree.py:check_shared": "its own mark, when a run begins",
+    "runtime/monitor/tensorboard.py:__init__": "its own file, behind make_folder, which asks",
     "system/paths.py:locked": "an empty file that is made to be locked",
-    "monitor/profile.py:upload": "removes a folder of this machine's /tmp",
+    "runtime/monitor/profile.py:upload": "removes a folder of this machine's /tmp",
 }  # fmt: skip
 # The verbs on checkpoints, and conversions: programs of their own, in folders that no run writes.
-OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer")}
+OTHER_PROGRAMS = {f"runtime/checkpoint/{name}.py" for name in ("average", "merge", "transfer")}
 
 
 def raw_writes():
     """Yields 'file:function' of each function that writes files by itself and does not ask before it does."""
-    rooms = [PACKAGE / room for room in ("checkpoint", "monitor", "hosts", "training", "run")]
+    rooms = [RUNTIME / room for room in ("checkpoint", "monitor", "hosts", "training", "run")]
     files = [file for room in rooms for file in room.rglob("*.py")]
-    files += [PACKAGE / "interop" / "periodic.py", PACKAGE / "system" / "paths.py"]
+    files.append(PACKAGE / "system" / "paths.py")
     for file in files:
         name = file.relative_to(PACKAGE).as_posix()
         for function in ast.walk(ast.parse(file.read_text())):

@@ -10,21 +10,21 @@ import pytest
 import tiny
 from token_losses import make_token_losses
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.checkpoint.record import seal
-from jaxscale.checkpoint.verify import verify_folder
+from jaxscale.api.inference import open_model
 from jaxscale.cli import ckpt, convert
-from jaxscale.inference import open_model
-from jaxscale.models.lora import B, is_adapter
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.startup_log import make_sample
-from jaxscale.sampling.config import SampleConfig
+from jaxscale.core.ema import ema_params
+from jaxscale.core.models.lora import B, is_adapter
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.merge import merge_lora
+from jaxscale.runtime.checkpoint.record import seal
+from jaxscale.runtime.checkpoint.verify import verify_folder
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.run.startup_log import make_sample
+from jaxscale.runtime.sampling.config import SampleConfig
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.training import loop
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.training import loop
-from jaxscale.training.ema import ema_params
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 WIDE = {"model.vocab_size": 264, "seq_len": 32, "batch_tokens": "8 rows"}

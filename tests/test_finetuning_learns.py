@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import ckpt, sample
 from jaxscale.config import RunConfig
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import logits, make_model
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.text.chat.guard import Guard
-from jaxscale.text.chat.records import parse_record
-from jaxscale.text.chat.spans import encode_rendered, render_conversation
-from jaxscale.text.chat.template import load_template
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.text.chat.chat_records import parse_record
+from jaxscale.runtime.text.chat.spans import encode_rendered, render_conversation
+from jaxscale.runtime.text.chat.special_tokens import Guard
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 
 FILE = pathlib.Path(__file__).parents[2] / "shared/corpora/eval/gsm8k_train.jsonl.gz"
 CALCULATION = re.compile(r"<<[0-9.]+([-+*/])[0-9.]+=[0-9.]+>>")

@@ -5,32 +5,34 @@ import json
 import pytest
 from test_threats import files_that_use
 
-from jaxscale.checkpoint.lock_stores import read_owner
-from jaxscale.data.array_folder import read_folder
-from jaxscale.data.shards import read_header
-from jaxscale.monitor import records
-from jaxscale.monitor.events import read_events
-from jaxscale.monitor.records import abandon
-from jaxscale.reporting.json_lines import read_lines
-from jaxscale.run.replay import last_measured
+from jaxscale.runtime.checkpoint.lock_stores import read_owner
+from jaxscale.runtime.data.array_folder import read_folder
+from jaxscale.runtime.data.shards import read_header
+from jaxscale.runtime.monitor import records
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.monitor.json_lines import read_lines
+from jaxscale.runtime.monitor.records import abandon
+from jaxscale.runtime.run.replay import last_measured
+from jaxscale.runtime.text.chat.chat_records import parse_record
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.sources.jsonl import strict_loads
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.records import parse_record
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.sources.jsonl import strict_loads
 
 pytestmark = pytest.mark.fault("H17")
 DEEP = '{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 OWN = {  # read what this program, or a library of ours, has just made
-    "jaxscale/checkpoint/record.py", "jaxscale/checkpoint/saver.py", "jaxscale/cli/bench_against.py",
-    "jaxscale/cli/rehearsal.py", "jaxscale/interop/post_processor.py", "jaxscale/text/chat/sandbox.py",
-    "jaxscale/text/chat/jinja.py", "jaxscale/data/header.py", "jaxscale/text/tokenizer/bpe.py",
-    "jaxscale/text/tokenizer/huggingface.py", "jaxscale/hosts/agree.py", "jaxscale/hosts/reports.py",
-    "jaxscale/hosts/roll_call.py", "jaxscale/corpus/prepare/beam.py", "jaxscale/data/array_folder.py",
+    "jaxscale/runtime/checkpoint/record.py", "jaxscale/runtime/checkpoint/saver.py", "jaxscale/cli/bench_against.py",
+    "jaxscale/cli/rehearsal.py", "jaxscale/tools/interop/post_processor.py", "jaxscale/runtime/text/chat/sandbox.py",
+    "jaxscale/runtime/text/chat/jinja.py", "jaxscale/runtime/data/header.py", "jaxscale/runtime/text/tokenizer/bpe.py",
+    "jaxscale/runtime/text/tokenizer/huggingface.py", "jaxscale/runtime/hosts/agree.py",
+    "jaxscale/runtime/hosts/failure_reports.py",
+    "jaxscale/runtime/hosts/roll_call.py", "jaxscale/tools/corpus/prepare/beam.py",
+    "jaxscale/runtime/data/array_folder.py",
 }  # fmt: skip
 READERS = {
     "jaxscale/system/foreign.py",
-    "jaxscale/text/sources/jsonl.py", "jaxscale/schema.py",
+    "jaxscale/runtime/text/sources/jsonl.py", "jaxscale/schema.py",
 }  # fmt: skip  # the last two catch RecursionError by themselves
 
 

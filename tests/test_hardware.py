@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from jaxscale.hardware import CHIPS, choose_compute_dtype, compute_capability, find_chip, read_cpu_features
-from jaxscale.planning.machine import open_machine
+from jaxscale.core.hardware import CHIPS, choose_compute_dtype, compute_capability, find_chip, read_cpu_features
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.placeholder_devices import open_machine
 
 
 @pytest.mark.parametrize("kind", CHIPS)

@@ -7,8 +7,8 @@ import pytest
 from jaxscale import cli, schema
 from jaxscale.cli import plan, prepare
 from jaxscale.config import RunConfig
-from jaxscale.help_text import by_group, fit_width
 from jaxscale.main import main
+from jaxscale.settings.help_text import by_group, fit_width
 from jaxscale.system.exits import BadInput
 
 

@@ -13,12 +13,12 @@ from gcs_emulator import Emulator
 from token_losses import make_token_losses
 
 from jaxscale import schema
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.api.inference import at_step, kind_of, open_model
 from jaxscale.cli.sample import read_prompts
-from jaxscale.inference import at_step, kind_of, open_model
-from jaxscale.models import AnyModelConfig
-from jaxscale.sharding.config import MeshConfig
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Exit, Stop
 
 FROZEN = [{"pattern": "final_norm", "frozen": True}]

@@ -4,41 +4,65 @@ import ast
 import functools
 import pathlib
 import re
+import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-ROOMS = {
-    "system": 0, "units": 1, "hardware": 1, "conditions": 1.1, "renamed": 1.1, "schema": 1.2, "command_line": 1.25,
-    "unread": 1.3, "help_text": 1.3, "text": 2, "hosts": 2, "sharding": 2, "optim": 2, "monitor": 2, "ops": 2.5,
-    "data": 3, "reporting": 3, "corpus": 3.5, "models": 4, "checkpoint": 5, "sampling": 5, "interop": 6, "eval": 6,
-    "training": 7, "config": 8, "auto_dtype": 8.1, "budget": 8.2, "config_file": 8.5, "device_checks": 8.8,
-    "first_state": 8.9, "build": 9, "inference": 9, "coordinates": 9.2,
-    "planning": 9.5, "ahead": 10, "qualify": 10.5, "lab": 10.7, "run": 11,
-    "api": 12, "cli": 13, "main": 14,
-}  # fmt: skip
-# The parts of a room, the lowest first; what is not named stands above them. A folder imports lower ones only.
+# Packages by prefix, the lowest first: each imports those of earlier lines, and none of its own line.
+ORDER = """
+system
+units core.hardware
+settings.conditions settings.renamed
+schema
+settings.command_line
+settings.unread settings.help_text core.choice core.mesh_config core.rules
+core.shardings
+core.axes
+kernels
+core
+runtime.text runtime.hosts runtime.monitor
+runtime.data
+runtime.checkpoint runtime.sampling
+runtime.eval
+runtime.training
+config
+program.auto_dtype program.budget settings.config_file program.fault_injection
+program.device_checks
+program.first_state
+build
+runtime.run
+tools.reporting tools.corpus tools.interop
+tools.planning
+tools.preflight
+tools.qualify
+tools.lab
+api
+cli
+main
+"""
+ROOMS = {room: rank for rank, line in enumerate(ORDER.strip().split("\n")) for room in line.split()}
+GROUPS = {"runtime", "tools", "settings", "program"}  # hold packages, and no code of their own
+# What core may import of ours; of others only these. kernels/ import the low parts of core that are named in ORDER.
+CORE_IMPORTS = ("core", "kernels", "schema", "units", "system.exits")
+CORE_LIBRARIES = {"jax", "flax", "optax", "numpy"}
+# The parts of a package, the lowest first; what is not named stands above them. A folder imports lower ones only.
 PARTS = {
-    "text": {"config": 0, "document": 0, "sources": 1, "tokenizer": 1, "chat": 2},
-    "data": {"batch": 0, "config": 0, "objective_config": 0, "objectives": 1},
-    "corpus": {"curate": 0, "prepare": 1},
-    "ops": {"config": 0, "gradient": 0, "attention": 1},
-    "monitor": {"config": 0, "spikes": 0, "health": 1},
-    "interop": {"families": 0},
+    "runtime.text": {"config": 0, "document": 0, "sources": 1, "tokenizer": 1, "chat": 2},
+    "runtime.data": {"config": 0, "objective_config": 0, "objectives": 1},
+    "runtime.monitor": {"config": 0, "health": 1},
+    "kernels": {"config": 0, "gradient": 0, "attention": 1, "matmul": 1},
+    "tools.corpus": {"curate": 0, "prepare": 1},
+    "tools.interop": {"families": 0},
 }
 SETTINGS = re.compile(r"jaxscale/(\w+/)*(\w+_)?config\.py")  # files that hold settings, and load no machinery
-LIGHT = {
-    "schema",
-    "units",
-    "conditions",
-    "renamed",
-    "unread",
-    "command_line",
-    "system",
-}  # what they may import besides each other
+LIGHT = {  # what they may import besides each other
+    "schema", "units", "settings.conditions", "settings.renamed", "settings.unread", "settings.command_line", "system",
+}  # fmt: skip
 # Its settings are checked by the very rules that they set: what it puts for personal data must not look like some.
-BESIDE_MACHINERY = {"jaxscale/corpus/curate/pii.py"}
-MOST_LOADED = {"jaxscale.config": 43, "jaxscale.build": 117}  # of our files, with those that they import in turn
+BESIDE_MACHINERY = {"jaxscale/tools/corpus/curate/pii.py"}
+# Of our files, with those that they import in turn; "jaxscale.core": all files of core together.
+MOST_LOADED = {"jaxscale.config": 43, "jaxscale.build": 120, "jaxscale.core": 105}
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
     "apache_beam", "array_record", "datasets", "etils", "fasttext", "fsspec", "ftfy", "gcsfs", "gigatoken", "google",
@@ -54,6 +78,15 @@ LOADERS = {("torch", "load"), ("jax", "pickle"), ("pandas", "read_pickle"), ("ya
 
 def modules():
     return sorted((ROOT / "jaxscale").rglob("*.py"))
+
+
+def modules_of(top):
+    return sorted((ROOT / "jaxscale" / top).rglob("*.py"))
+
+
+def dotted(path):
+    """jaxscale/core/batch.py -> 'jaxscale.core.batch'; a package for its __init__.py."""
+    return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 parsed = functools.cache(ast.parse)
@@ -111,7 +144,7 @@ def direct_imports(module):
 
 def loaded_by(module):
     """Our modules that are loaded with this one, itself included."""
-    found, waiting = set(), [module]
+    found, waiting = set(), [module] if module != "jaxscale.core" else sorted(map(dotted, modules_of("core")))
     while waiting:
         if (name := waiting.pop()) not in found:
             found.add(name)
@@ -120,13 +153,12 @@ def loaded_by(module):
 
 
 def looks_up_in_room(own, module):
-    """Whether a file imports a part of its own room that stands above its own, or beside it."""
-    room, _, rest = own.partition("/")
-    other = module.split(".")[2:3]
-    if room not in PARTS or room_of(module) != room or not other:
+    """Whether a file imports a part of its own room that stands above its own, or next to it."""
+    room = room_of(own)
+    if room not in PARTS or room_of(module) != room:
         return False
-    mine, theirs = rest.split("/")[0].removesuffix(".py"), other[0]
-    if mine == theirs:
+    mine, theirs = (name.removeprefix(f"jaxscale.{room}").lstrip(".").partition(".")[0] for name in (own, module))
+    if mine == theirs or not theirs:
         return False
     below, above = (PARTS[room].get(part, 9) for part in (theirs, mine))
     return below > above or below == above and bool({mine, theirs} & folders_of(room))
@@ -135,13 +167,18 @@ def looks_up_in_room(own, module):
 @functools.cache
 def folders_of(room):
     """Names of the folders in a room."""
-    return {path.name for path in (ROOT / "jaxscale" / room).iterdir() if path.is_dir()}
+    return {path.name for path in (ROOT / "jaxscale" / room.replace(".", "/")).iterdir() if path.is_dir()}
 
 
+@functools.cache
 def room_of(module):
-    """'jaxscale.optim.schedules' -> 'optim'; None for what is not ours, and for the package itself."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == "jaxscale" and len(parts) > 1 and not parts[1].startswith("__") else None
+    """'jaxscale.core.optim.muon' -> 'core', by the longest prefix in ROOMS; None for the package itself, a group of
+    packages, and what is not ours."""
+    parts = [part for part in module.split(".") if not part.startswith("__")]
+    if parts[0] != "jaxscale" or parts[1:] == [] or (len(parts) == 2 and parts[1] in GROUPS):
+        return None
+    prefixes = (".".join(parts[1:end]) for end in range(len(parts), 1, -1))
+    return next((prefix for prefix in prefixes if prefix in ROOMS), ".".join(parts[1 : 2 + (parts[1] in GROUPS)]))
 
 
 def wraps_heavy(module):
@@ -166,7 +203,7 @@ def wrong_imports(source, file):
     named = [] if file in DOORS else [(*one, False) for one in named_modules(tree)]
     for module, line, inside in [*imports(tree, file), *named]:
         room = room_of(module)
-        if own is not None and looks_up_in_room(file.removeprefix("jaxscale/"), module):
+        if own is not None and looks_up_in_room(file.removesuffix(".py").replace("/", "."), module):
             found.append(f"{file}:{line}: imports {module}, a part of its room that is not below it (PARTS)")
         if room not in (None, own):
             if room not in ROOMS:
@@ -178,10 +215,27 @@ def wrong_imports(source, file):
                     f"{file}:{line}: room {own!r} ({ROOMS[own]}) imports {module} of room {room!r} ({ROOMS[room]}); "
                     "only rooms with a smaller number may be imported"
                 )
-        if own in ("data", "text", "corpus") and module.split(".")[0] in ("jax", "jaxlib", "flax"):
+        if own in ("runtime.data", "runtime.text", "tools.corpus") and module.split(".")[0] in (
+            "jax",
+            "jaxlib",
+            "flax",
+        ):
             found.append(f"{file}:{line}: {own} is numpy only, so that it runs where jax is not: imports {module}")
         elif inside and module.split(".")[0] not in HEAVY and (room is None or room == own and not wraps_heavy(module)):
             found.append(f"{file}:{line}: imports {module} inside a function; that is for heavy optional packages")
+    return found
+
+
+def strange_to_core(source, file):
+    """One line for each import of a file of core/ that is neither of ours nor a library that core may use."""
+    found = []
+    for module, line, _ in imports(parsed(source), file):
+        top, _, rest = module.partition(".")
+        allowed = top in CORE_LIBRARIES | sys.stdlib_module_names
+        if top == "jaxscale":
+            allowed = rest == "units" or rest.startswith(tuple(f"{one}." for one in CORE_IMPORTS))
+        if not allowed and rest not in CORE_IMPORTS:
+            found.append(f"{file}:{line}: core imports {module}")
     return found
 
 
@@ -238,6 +292,17 @@ def test_rooms_import_only_rooms_below_them():
     assert not found, "\n" + "\n".join(found)
 
 
+def test_core_imports_little():
+    files = [(path.read_text(encoding="utf-8"), relative(path)) for path in modules_of("core")]
+    found = [line for source, file in files for line in strange_to_core(source, file)]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("source", ["import orbax", "from jaxscale.system import paths", "import jaxscale.config"])
+def test_what_core_must_not_import_is_seen(source):
+    assert len(strange_to_core(source, "jaxscale/core/step.py")) == 1
+
+
 def heavy_settings(source, file):
     """One line for each setting that stands beside machinery, and for each import of settings that would load some."""
     tree = parsed(source)
@@ -284,9 +349,9 @@ def tops(module):
 @pytest.mark.parametrize(
     "file, source",
     [
-        ("jaxscale/training/guard.py", "x: int = setting(1)"),
-        ("jaxscale/training/config.py", "import jax"),
-        ("jaxscale/data/objective_config.py", "from jaxscale.data.batch import Batch"),
+        ("jaxscale/core/guard.py", "x: int = setting(1)"),
+        ("jaxscale/core/train_config.py", "import jax"),
+        ("jaxscale/runtime/data/objective_config.py", "from jaxscale.core.batch import Batch"),
     ],
 )
 def test_settings_beside_machinery_are_seen(file, source):
@@ -307,9 +372,9 @@ def test_nothing_takes_a_defect_of_ours_for_a_mistake_of_the_user():
 
 @pytest.mark.parametrize("clause, seen", [("ValueError", 1), ("(OSError, ValueError)", 1), ("BadInput", 0)])
 def test_a_clause_that_would_take_our_defects_is_seen(clause, seen):
-    source = f"from jaxscale.data import pack\n\ntry:\n    x = pack(1)\nexcept {clause}:\n    raise"
-    assert len(swallowed_defects(source, "jaxscale/training/feed.py")) == seen
-    assert not swallowed_defects(source.replace("pack(1)", "int('1')"), "jaxscale/training/feed.py")
+    source = f"from jaxscale.runtime.data import pack\n\ntry:\n    x = pack(1)\nexcept {clause}:\n    raise"
+    assert len(swallowed_defects(source, "jaxscale/runtime/training/feed.py")) == seen
+    assert not swallowed_defects(source.replace("pack(1)", "int('1')"), "jaxscale/runtime/training/feed.py")
 
 
 def test_configs_do_not_import_the_package():
@@ -322,32 +387,36 @@ def test_configs_do_not_import_the_package():
     ("file", "source", "told"),
     [
         (
-            "jaxscale/ops/rope.py",
-            "import jax\n\nfrom jaxscale.models import llama",
-            "rope.py:3: room 'ops' (2.5) imports",
+            "jaxscale/kernels/rope.py",
+            "import jax\n\nfrom jaxscale.core.models import llama",
+            "rope.py:3: room 'kernels' (",
         ),
         (
-            "jaxscale/optim/adam.py",
-            "from jaxscale import data",
-            "room 'optim' (2) imports jaxscale.data of room 'data' (3)",
+            "jaxscale/core/optim/adam.py",
+            "from jaxscale.runtime import data",
+            f"room 'core' ({ROOMS['core']}) imports jaxscale.runtime.data of room 'runtime.data'",
         ),
-        ("jaxscale/optim/adam.py", "import jaxscale.data.batch as b", "room 'optim' (2) imports jaxscale.data.batch"),
-        ("jaxscale/optim/adam.py", "from ..training import step", "room 'optim' (2) imports jaxscale.training.step"),
-        ("jaxscale/schema.py", "from .unread import x", "imports jaxscale.unread.x of room 'unread' (1.3)"),
-        ("jaxscale/schema.py", "def f():\n    from jaxscale.cli import plan", "schema.py:2: room 'schema' (1.2)"),
-        ("jaxscale/training/loop.py", "def f():\n    import numpy", "imports numpy inside a function"),
-        ("jaxscale/training/loop.py", "def f():\n    from jaxscale.training import step", "inside a function"),
-        ("jaxscale/training/loop.py", "from jaxscale.utils import x", "room 'utils' has no number"),
+        ("jaxscale/core/rules.py", "import jaxscale.core.step as s", "imports jaxscale.core.step of room 'core'"),
+        ("jaxscale/kernels/norm.py", "from ..core import step", "imports jaxscale.core.step of room 'core'"),
+        ("jaxscale/schema.py", "from .settings.unread import x", "settings.unread.x of room 'settings.unread'"),
+        ("jaxscale/schema.py", "def f():\n    from jaxscale.cli import plan", "schema.py:2: room 'schema' ("),
+        ("jaxscale/runtime/training/loop.py", "def f():\n    import numpy", "imports numpy inside a function"),
+        ("jaxscale/core/step.py", "def f():\n    from jaxscale.core import state", "inside a function"),
+        ("jaxscale/cli/plan.py", "from jaxscale.tools.utils import x", "room 'tools.utils' has no number"),
         ("jaxscale/misc.py", "", "room 'misc' has no number"),
-        ("jaxscale/data/packing.py", "import jax.numpy as jnp", "data is numpy only"),
+        ("jaxscale/runtime/data/packing.py", "import jax.numpy as jnp", "data is numpy only"),
         ("jaxscale/__init__.py", "from jaxscale import schema", "the package itself imports room 'schema'"),
         (
-            "jaxscale/optim/adam.py",
-            "importlib.import_module('jaxscale.data.batch')",
-            "imports jaxscale.data.batch of room",
+            "jaxscale/core/optim/adam.py",
+            "importlib.import_module('jaxscale.runtime.data.order')",
+            "imports jaxscale.runtime.data.order of room",
         ),
-        ("jaxscale/data/batch.py", "import jaxscale.data.objectives", "that is not below it"),
-        ("jaxscale/text/sources/x.py", "from jaxscale.text.tokenizer import base", "that is not below it"),
+        ("jaxscale/runtime/data/config.py", "import jaxscale.runtime.data.objectives", "that is not below it"),
+        (
+            "jaxscale/runtime/text/sources/x.py",
+            "from jaxscale.runtime.text.tokenizer import base",
+            "that is not below it",
+        ),
     ],
 )
 def test_an_import_that_looks_up_or_sideways_is_named(file, source, told):
@@ -359,11 +428,11 @@ def test_an_import_that_looks_up_or_sideways_is_named(file, source, told):
     ("file", "source"),
     [
         (
-            "jaxscale/training/loop.py",
-            "from jaxscale import units\nfrom jaxscale.training.state import TrainState\nimport jax",
+            "jaxscale/runtime/training/loop.py",
+            "from jaxscale import units\nfrom jaxscale.core.state import TrainState\nimport jax",
         ),
-        ("jaxscale/checkpoint/manager.py", "def f():\n    import orbax.checkpoint as ocp"),
-        ("jaxscale/optim/adam.py", "from .schedules import Schedule\nfrom ..schema import setting"),
+        ("jaxscale/runtime/checkpoint/manager.py", "def f():\n    import orbax.checkpoint as ocp"),
+        ("jaxscale/core/optim/adam.py", "from .schedules import Schedule\nfrom ...schema import setting"),
         ("jaxscale/cli/plan.py", "import jaxscale\nfrom jaxscale import __version__"),
     ],
 )
@@ -387,11 +456,11 @@ def test_an_import_that_looks_down_or_stays_at_home_is_fine(file, source):
     ],
 )
 def test_a_way_to_run_code_out_of_a_file_is_seen(source):
-    assert len(unsafe_loads(source, "jaxscale/data/x.py")) == 1
+    assert len(unsafe_loads(source, "jaxscale/runtime/data/x.py")) == 1
 
 
 @pytest.mark.parametrize(
     "source", ["model.eval()", "jax.eval_shape(f)", "re.compile('a')", "np.load(p, allow_pickle=False)"]
 )
 def test_harmless_names_are_let_through(source):
-    assert unsafe_loads(source, "jaxscale/data/x.py") == []
+    assert unsafe_loads(source, "jaxscale/runtime/data/x.py") == []

@@ -10,13 +10,13 @@ import pytest
 from hf_folders import LLAMA, make_folder
 
 from jaxscale import schema
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import convert
-from jaxscale.config_file import load_config
-from jaxscale.interop import families
-from jaxscale.interop.families.rope import with_static_rope
-from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.families.rope_scaling import with_static_rope
 
 FILE = pathlib.Path(__file__).parent.parent / "configs" / "long_context.py"
 DYNAMIC = dict(rope_scaling=dict(rope_type="dynamic", factor=2.0))

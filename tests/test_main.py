@@ -18,21 +18,21 @@ import tiny
 from xla_flags import xla_flags
 
 from jaxscale import main, schema
-from jaxscale.ahead.compiled import without_compilation_cache
 from jaxscale.build import make_program
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
-from jaxscale.config_file import load_config
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.monitor.console import printable
-from jaxscale.run.opening import open_run
-from jaxscale.run.resume_checks import open_same_data
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.monitor.console import printable
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.run.resume_checks import open_same_data
+from jaxscale.runtime.training import loop
+from jaxscale.settings.config_file import load_config
 from jaxscale.system import paths
 from jaxscale.system.bucket import Bucket
 from jaxscale.system.bucket_errors import Transient
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training import loop
+from jaxscale.tools.preflight.compiled import without_compilation_cache
 
 STEPS = 16
 VALUES = dict(

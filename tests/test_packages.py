@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
+from jaxscale.runtime.text.sources.part import importing
 from jaxscale.system import packages
-from jaxscale.text.sources.part import importing
 
 PACKAGE = pathlib.Path(packages.__file__).parents[1]
 HIDDEN = """
 import sys
-from jaxscale.monitor import sinks
+from jaxscale.runtime.monitor import sinks
 sys.path[:] = [path for path in sys.path if "site-packages" not in path]  # wandb is not installed now
 import wandb  # the folder
 print(wandb.__path__, sinks.missing_packages(["wandb"]))
@@ -46,4 +46,4 @@ def test_an_installed_package_is_found_by_the_name_of_its_import(name):
 def test_no_optional_package_is_looked_for_by_an_import():
     looks = re.compile(r"find_spec\(|except \(?(ImportError|ModuleNotFoundError)")
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if looks.search(path.read_text("utf-8"))}
-    assert found == {"text/sources/part.py"}  # which asks for the distribution first
+    assert found == {"runtime/text/sources/part.py"}  # which asks for the distribution first

@@ -15,17 +15,17 @@ import tiny
 
 from jaxscale import main
 from jaxscale.config import RunConfig
-from jaxscale.config_file import check_no_secrets, load_config
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.report import escape
-from jaxscale.help_text import describe_settings
-from jaxscale.monitor.config import MonitorConfig
-from jaxscale.monitor.console import Console
-from jaxscale.monitor.writers import Writer
+from jaxscale.runtime.monitor.config import MonitorConfig
+from jaxscale.runtime.monitor.console import Console
+from jaxscale.runtime.monitor.writers import Writer
+from jaxscale.settings.config_file import check_no_secrets, load_config
+from jaxscale.settings.help_text import describe_settings
 from jaxscale.system import redact as redaction
 from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.preparation_page import escape
+from jaxscale.tools.corpus.prepare.progress import Progress
 
 CANARY = "hf_CANARYcanaryCANARYcanary1234"
 PLAIN = 'pass "word"&<1> é/%'  # a value without any form of its own
@@ -70,7 +70,7 @@ def test_addresses_and_headers_keep_all_but_their_secret():
 
 
 ORDINARY = [
-    "loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04", "hf_stream of jaxscale.data.sources", "gs://bucket/run/checkpoints/7",
+    "loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04", "hf_stream of jaxscale.runtime.data.sources", "gs://bucket/run/checkpoints/7",
     "task-number-with-a-very-long-name-of-words", "runs/quickstart", "localhost:8476 [::1]:80", "see https://a.b/c?key=1",
     "sha256 " + "0123456789abcdef" * 4, "true", "/home/me/secret.json",
 ]  # fmt: skip

@@ -3,10 +3,11 @@
 import pytest
 import tiny
 
-from jaxscale import renamed, schema
+from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.config_file import load_config
-from jaxscale.run.resume_checks import check_same_run
+from jaxscale.runtime.run.resume_checks import check_same_run
+from jaxscale.settings import renamed
+from jaxscale.settings.config_file import load_config
 
 
 @pytest.fixture(autouse=True)

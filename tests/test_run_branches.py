@@ -10,11 +10,11 @@ import tiny
 
 from jaxscale import main
 from jaxscale.build import make_program
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.run.branching import branch_settings, check_stable
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.options import RunOptions
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.run.branching import branch_settings, check_stable
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 TRUNK = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxscale.command_line import parse
-from jaxscale.run.options import RunOptions
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.settings.command_line import parse
 
 
 def test_flags_are_options_of_one_start():

@@ -4,7 +4,7 @@ import pytest
 from gcs_emulator import Emulator, Fault
 from gcs_weather import Weather
 
-from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import bucket, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import ObjectPath

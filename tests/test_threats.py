@@ -15,18 +15,17 @@ from damage import verify_shard
 from test_layers import ROOT, imports, modules, relative
 
 from jaxscale import main
-from jaxscale.config_file import config_name
-from jaxscale.data.header import encode_header
-from jaxscale.data.manifest import parse_manifest, write_manifest
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.shards import open_shard
-from jaxscale.monitor.writers import json_record
-from jaxscale.reporting import local_server
-from jaxscale.system import paths
+from jaxscale.runtime.data.header import encode_header
+from jaxscale.runtime.data.manifest import parse_manifest, write_manifest
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shards import open_shard
+from jaxscale.runtime.monitor.writers import json_record
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
+from jaxscale.settings.config_file import config_name
+from jaxscale.system import local_server, paths
 from jaxscale.system.exits import Exit, Stop, print_stderr
 from jaxscale.system.process import environment, files_as, folder_mode
 from jaxscale.system.redact import shown
-from jaxscale.text.tokenizer.load import ByteTokenizer
 
 
 @functools.cache
@@ -161,12 +160,15 @@ def parents(module):
 def test_nothing_listens_but_the_roll_call_and_nothing_serves_but_a_report_and_a_chat_on_loopback():
     ways = ("create_server", "bind", "listen")
     found = {file for file, names in all_names().items() if any(name.rpartition(".")[2] in ways for name in names)}
-    assert found == {"jaxscale/hosts/roll_call.py", "jaxscale/hosts/exchange.py"}
+    assert found == {"jaxscale/runtime/hosts/roll_call.py", "jaxscale/runtime/hosts/exchange.py"}
     servers = {"aiohttp", "flask", "fastapi", "uvicorn", "tornado", "socketserver", "http.server", "xmlrpc"}
     serving = {file for file, tree in trees() for name, *_ in imports(tree, "jaxscale/x.py") if servers & parents(name)}
-    assert serving == {"jaxscale/reporting/local_server.py"}
+    assert serving == {"jaxscale/system/local_server.py"}
     assert local_server.ADDRESS == "127.0.0.1"
-    anywhere = {"jaxscale/hosts/roll_call.py", "jaxscale/hosts/exchange.py"}  # where the name leads to loopback
+    anywhere = {
+        "jaxscale/runtime/hosts/roll_call.py",
+        "jaxscale/runtime/hosts/exchange.py",
+    }  # where the name leads to loopback
     assert files_that_use("0.0.0.0") == anywhere
 
 

@@ -13,12 +13,12 @@ import jaxscale
 from jaxscale.cli import convert
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
-from jaxscale.data.checks import tokenizer_problems
-from jaxscale.data.config import DataConfig
-from jaxscale.eval.tokens import open_documents
-from jaxscale.interop import tokenizer_files
+from jaxscale.runtime.data.checks import tokenizer_problems
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.eval.token_perplexity import open_documents
+from jaxscale.runtime.text.chat.prompts import open_prompts
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.prompts import open_prompts
+from jaxscale.tools.interop import tokenizer_files
 
 CONFIG = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,

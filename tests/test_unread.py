@@ -15,18 +15,18 @@ import reads
 import tiny
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.conditions import parse
 from jaxscale.config import RunConfig
-from jaxscale.config_file import load_config
-from jaxscale.data.pipeline import open_data
 from jaxscale.main import main
-from jaxscale.monitor import health
-from jaxscale.monitor.config import RULES
-from jaxscale.run.resume_checks import check_same_run
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.monitor import health
+from jaxscale.runtime.monitor.config import RULES
+from jaxscale.runtime.run.resume_checks import check_same_run
+from jaxscale.settings.conditions import parse
+from jaxscale.settings.config_file import load_config
+from jaxscale.settings.unread import as_read, leaves, refuse_unread, unread
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.unread import as_read, leaves, refuse_unread, unread
 
 PACKAGE = pathlib.Path(schema.__file__).parent
 QUICKSTART = str(PACKAGE.parent / "configs" / "quickstart.py")
@@ -76,15 +76,17 @@ CHOICES = {
 # What a step and its data do not show: the file that reads it, when something happens or of files of a certain kind.
 ELSEWHERE = {
     **dict.fromkeys(("steps", "max_skipped_in_window", "max_cuts", "max_rewinds", "norm_alarm", "spike_alarm",
-                     "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "training/recovery.py"),
+                     "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "runtime/training/recovery.py"),
     **dict.fromkeys(("cut_factor", "cut_steps", "rewind_margin_steps", "max_rewind_steps", "clean_source",
-                     "clean_steps"), "training/autopilot.py"),
-    **dict.fromkeys(("every_steps", "max_passing"), "training/replicas.py"),
-    **dict.fromkeys(("verify", "cache_bytes"), "data/token_files.py"), "skip_batches": "run/resume_checks.py",
-    "transforms": "data/pipeline.py",
-    **dict.fromkeys(("variables", "today"), "text/chat/template.py"),
-    "max_repeated_share": "data/row_filter.py", "grad_ratio": "training/guard.py", "name": "run/startup_log.py",
-    "long_factor": "ops/rope.py",
+                     "clean_steps"), "runtime/training/autopilot.py"),
+    **dict.fromkeys(("every_steps", "max_passing"), "runtime/training/replicas.py"),
+    **dict.fromkeys(("verify", "cache_bytes"), "runtime/data/token_files.py"),
+    "skip_batches": "runtime/run/resume_checks.py",
+    "transforms": "runtime/data/pipeline.py",
+    **dict.fromkeys(("variables", "today"), "runtime/text/chat/template.py"),
+    "max_repeated_share": "runtime/data/row_filter.py", "grad_ratio": "core/guard.py",
+    "name": "runtime/run/startup_log.py",
+    "long_factor": "kernels/rope.py",
 }  # fmt: skip
 # Another value of what is handed on, and read by nobody there.
 OTHER = {

@@ -13,13 +13,13 @@ import numpy as np
 from flax import nnx
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
-from jaxscale.data.batch import Batch
-from jaxscale.models.layers import split_model
-from jaxscale.models.model import make_model
-from jaxscale.models.plan import UNSHARDED, ParallelPlan
+from jaxscale.core.batch import Batch
+from jaxscale.core.models.layers import split_model
+from jaxscale.core.models.model import make_model
+from jaxscale.core.plan import UNSHARDED, ParallelPlan
+from jaxscale.program.budget import resolve_budget
 
 ROWS, SEQ_LEN, VOCAB = 16, 16, 64
 

@@ -1,5 +1,5 @@
 // The page docs/scaling_laws.md: one budget, one size, and what the law says of them. The constants are those of
-// jaxscale/planning (scaling_data.js is written from them), and the tests hold the functions below against planning's.
+// jaxscale/tools/planning (scaling_data.js is written from them), and the tests hold the functions below against planning's.
 (() => {
   const data = window.scalingData
   const SVG = "http://www.w3.org/2000/svg"

@@ -19,7 +19,7 @@ def pages() -> dict[str, str]:
     rooms: dict[str, list[pathlib.Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        rooms.setdefault(parts[0] if len(parts) > 1 else "top", []).append(path)
+        rooms.setdefault(room_of(parts), []).append(path)
     made = {f"api/{room}.md": room_page(room, paths) for room, paths in rooms.items()}
     rows = [[f"[`{title(room)}`](api/{room}.md)", escaped(about(room))] for room in rooms]
     made["api.md"] = (
@@ -29,14 +29,20 @@ def pages() -> dict[str, str]:
     return made
 
 
+def room_of(parts: tuple[str, ...]) -> str:
+    """'runtime.data' for a module in runtime/data; 'top' for one at the top."""
+    grouped = parts[0] in ("core", "runtime", "tools") and len(parts) > 2
+    return ".".join(parts[: 2 if grouped else 1]) if len(parts) > 1 else "top"
+
+
 def title(room: str) -> str:
-    """'jaxscale.data', or 'jaxscale' for the modules at the top."""
+    """'jaxscale.runtime.data', or 'jaxscale' for the modules at the top."""
     return "jaxscale" if room == "top" else f"jaxscale.{room}"
 
 
 def about(room: str) -> str:
     """The first line of the room's own docstring."""
-    path = PACKAGE / "__init__.py" if room == "top" else PACKAGE / room / "__init__.py"
+    path = PACKAGE / "__init__.py" if room == "top" else PACKAGE / room.replace(".", "/") / "__init__.py"
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
 

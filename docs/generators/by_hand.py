@@ -1,11 +1,11 @@
 """The sums that one does on paper, done right: state of a model by bytes a parameter, batches, GPU-days.
 
-planning.plan.make_plan() counts the state from its shardings instead. These check figures that are often said.
+tools.planning.plan.make_plan() counts the state from its shardings instead. These check figures that are often said.
 """
 
 from typing import NamedTuple
 
-from jaxscale.planning.cost import DAY
+from jaxscale.tools.planning.cost import DAY
 
 
 class BytesPerParam(NamedTuple):

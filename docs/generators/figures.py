@@ -16,21 +16,22 @@ from generators import by_hand, timelines, zigzag
 from generators.by_hand import FLOAT32, MIXED, NO_MASTER
 from generators.scaling import HOFFMANN
 from generators.words import table
-from jaxscale import config_file, schema, units
+from jaxscale import schema, units
 from jaxscale.config import RunConfig
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.hardware import CHIPS, Chip
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.ops.attention import resolve_attention
-from jaxscale.ops.config import AttentionNeeds
-from jaxscale.planning import cost, scaling
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.published_mfu import ROWS, published_mfu, published_rows
-from jaxscale.planning.run_plan import RunPlan
-from jaxscale.planning.speed import recomputed_flops
-from jaxscale.sharding.rules import RULES
-from jaxscale.training.config import GuardConfig, LossScaleConfig
+from jaxscale.core.hardware import CHIPS, Chip
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.rules import RULES
+from jaxscale.core.train_config import GuardConfig, LossScaleConfig
+from jaxscale.kernels.attention import resolve_attention
+from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.settings import config_file
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.planning import cost, scaling
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.published_mfu import ROWS, published_mfu, published_rows
+from jaxscale.tools.planning.run_plan import RunPlan
+from jaxscale.tools.planning.speed import recomputed_flops
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 GPT3 = 175e9  # parameters, rounded as the question has it; arXiv:2005.14165 table 2.1
@@ -96,7 +97,7 @@ def layouts() -> str:
 
 
 def rule_tables() -> str:
-    """Where each logical axis of a parameter lives, from sharding/rules.py."""
+    """Where each logical axis of a parameter lives, from core/rules.py."""
     axes = [axis for axis in RULES["zero3"].params if not axis.startswith("act_")]
     cell = lambda place: "" if place is None else f"`{place}`"
     rows = [

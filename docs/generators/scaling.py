@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from jaxscale.hardware import CHIPS
-from jaxscale.planning import cost, scaling
-from jaxscale.planning.loss_law import Terms
-from jaxscale.planning.published_mfu import published_mfu
+from jaxscale.core.hardware import CHIPS
+from jaxscale.tools.planning import cost, scaling
+from jaxscale.tools.planning.loss_law import Terms
+from jaxscale.tools.planning.published_mfu import published_mfu
 
 # That paper's own fit does not give its optimum back, which the other explains and repairs: shown beside it.
 HOFFMANN = scaling.LossFit(1.69, 406.4, 410.7, 0.34, 0.28, "arXiv:2203.15556, equation 10")

@@ -5,7 +5,7 @@ import dataclasses
 from generators.words import code, escaped, table
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
 
 HEAD = """# {title}
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from generators.svg import Ink, figure, rectangle, sentence, text
 from generators.words import table
-from jaxscale.sharding.schedules import (
+from jaxscale.core.axes.pipeline_schedules import (
     EQUAL_COSTS,
     IDLE,
     Backward,

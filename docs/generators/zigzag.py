@@ -6,7 +6,7 @@ import numpy as np
 
 from generators.svg import Ink, figure, polygon, rectangle, sentence, text
 from generators.words import table
-from jaxscale.sharding.context_axis import ContextAxis
+from jaxscale.core.axes.context_axis import ContextAxis
 
 DEVICES = 4
 CELL, TOP, LEFT, BETWEEN = 34, 40, 10, 150  # pixels

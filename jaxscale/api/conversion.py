@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale import schema, units
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.storage_errors import stop_if_unwritable
-from jaxscale.command_line import flag
 from jaxscale.config import RunConfig
-from jaxscale.data.config import DataConfig
-from jaxscale.interop import hub, tokenizer_files
-from jaxscale.interop.exporting import FORMATS, Format, export_step, hf_config, open_step
-from jaxscale.interop.importing import import_tensors, prepare_workdir
-from jaxscale.interop.source_model import SourceModel, open_source_model
-from jaxscale.monitor.runinfo import run_info
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.monitor.runinfo import run_info
+from jaxscale.settings.command_line import flag
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted
+from jaxscale.tools.interop import hub, tokenizer_files
+from jaxscale.tools.interop.exporting import FORMATS, Format, export_step, hf_config, open_step
+from jaxscale.tools.interop.importing import import_tensors, prepare_workdir
+from jaxscale.tools.interop.source_model import SourceModel, open_source_model
 
 EXPORT_ONLY = ("step", "dtype", "shard_bytes", "push", "ema")
 SHARD_BYTES = 5_000_000_000  # the Hub's recommended file size

@@ -7,20 +7,20 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale.corpus.indexes import publish_indexes
-from jaxscale.corpus.prepare import engine
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.dedup import Executor
-from jaxscale.corpus.prepare.examples import WEIGHTS
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.report import FACTS, PAGE
-from jaxscale.corpus.publish import publish
-from jaxscale.data.manifest import NAME as MANIFEST
-from jaxscale.data.manifest import read_manifest
+from jaxscale.runtime.data.manifest import NAME as MANIFEST
+from jaxscale.runtime.data.manifest import read_manifest
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.open_files import too_many
 from jaxscale.system.paths import is_remote
+from jaxscale.tools.corpus.indexes import publish_indexes
+from jaxscale.tools.corpus.prepare import engine
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.dedup import Executor
+from jaxscale.tools.corpus.prepare.examples import WEIGHTS
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.preparation_page import FACTS, PAGE
+from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.publish import publish
 
 
 def prepare(

@@ -11,10 +11,11 @@ import jax
 
 from jaxscale import schema
 from jaxscale.api import Trained
+from jaxscale.api.inference import LoadedModel, make_generator, tokenizer_of
 from jaxscale.api.writing import as_loaded_model, silent
-from jaxscale.checkpoint.storage_errors import stop_if_unwritable
-from jaxscale.command_line import whole_number
-from jaxscale.eval.config import (
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
+from jaxscale.runtime.eval.bits_per_byte import EvalReading
+from jaxscale.runtime.eval.config import (
     NAME,
     ChoiceEval,
     ClozeEval,
@@ -24,22 +25,17 @@ from jaxscale.eval.config import (
     check_names,
     setting_name,
 )
-from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks
-from jaxscale.eval.named import GROUP, Evaluator, check_files, open_evaluators
-from jaxscale.eval.scorer import Scorer
-from jaxscale.eval.text import EvalReading
-from jaxscale.eval.tokens import Tokens, open_documents, token_metrics
-from jaxscale.inference import (
-    LoadedModel,
-    make_generator,
-    tokenizer_of,
-)
-from jaxscale.monitor.records import append
-from jaxscale.reporting import make_evals_page
-from jaxscale.reporting.history import read_history
-from jaxscale.run.resume_checks import check_same_evals
+from jaxscale.runtime.eval.lm_eval_adapter import Served, check_installed, run_tasks
+from jaxscale.runtime.eval.named import GROUP, Evaluator, check_files, open_evaluators
+from jaxscale.runtime.eval.scorer import Scorer
+from jaxscale.runtime.eval.token_perplexity import Tokens, open_documents, token_metrics
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.monitor.records import append
+from jaxscale.runtime.run.resume_checks import check_same_evals
+from jaxscale.settings.command_line import whole_number
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.reporting.page import make_evals_page
 
 LEAST = {"limit": 1, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0}
 BATCH_TOKENS = 16384

@@ -4,19 +4,19 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxscale.ahead import preflight as compiled
-from jaxscale.ahead.report import Report
-from jaxscale.auto_dtype import device_dtypes
-from jaxscale.budget import BEGINNING, Position
-from jaxscale.checkpoint.branch import open_source
 from jaxscale.config import RunConfig
-from jaxscale.planning.machine import THIS_MACHINE, measured_machine, open_machine
-from jaxscale.planning.measured import Measured, measured_file, measured_on_chip, newest_machine, read_measured
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.run_plan import RunPlan
-from jaxscale.planning.topology import Topology, open_topology
-from jaxscale.run.resume_checks import recorded_position
+from jaxscale.program.auto_dtype import device_dtypes
+from jaxscale.program.budget import BEGINNING, Position
+from jaxscale.runtime.checkpoint.branch import open_source
+from jaxscale.runtime.run.resume_checks import recorded_position
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.measured import Measured, measured_file, measured_on_chip, newest_machine, read_measured
+from jaxscale.tools.planning.placeholder_devices import THIS_MACHINE, measured_machine, open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.run_plan import RunPlan
+from jaxscale.tools.planning.topology import Topology, open_topology
+from jaxscale.tools.preflight import preflight as compiled
+from jaxscale.tools.preflight.step_report import Report
 
 DEFAULT_OPTIONS = PlanOptions()
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.api import Trained
-from jaxscale.checkpoint.storage_errors import short_reason, stop_if_unreachable, stop_if_unwritable
-from jaxscale.reporting import make_page
-from jaxscale.reporting.history import History, read_history
+from jaxscale.runtime.checkpoint.storage_errors import short_reason, stop_if_unreachable, stop_if_unwritable
+from jaxscale.runtime.monitor.history import History, read_history
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.reporting.page import make_page
 
 FRAME_PIXELS = 720  # height of a report in a notebook
 

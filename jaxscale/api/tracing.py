@@ -5,23 +5,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale import schema
-from jaxscale.budget import recorded_rows
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.restore import newest_readable_step
-from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
-from jaxscale.config_file import current_overrides
-from jaxscale.data.batch import tokens_hash
-from jaxscale.data.ledger import DocumentPiece, Ledger
-from jaxscale.data.mixture import Mixture, same_prefix
-from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
-from jaxscale.data.pipeline import Corpus, open_data
-from jaxscale.monitor.events import read_events
-from jaxscale.monitor.records import read_records
-from jaxscale.run.resume_checks import recorded_position
+from jaxscale.core.batch import tokens_hash
+from jaxscale.program.budget import recorded_rows
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.restore import newest_readable_step
+from jaxscale.runtime.data.ledger import DocumentPiece, Ledger
+from jaxscale.runtime.data.mixture import Mixture, same_prefix
+from jaxscale.runtime.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
+from jaxscale.runtime.data.pipeline import Corpus, open_data
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.monitor.records import read_records
+from jaxscale.runtime.run.resume_checks import recorded_position
+from jaxscale.runtime.training.decisions import Decisions, parse_decisions
+from jaxscale.settings.command_line import whole_number
+from jaxscale.settings.config_file import current_overrides
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr
-from jaxscale.training.decisions import Decisions, parse_decisions
 from jaxscale.units import BatchSizes, recorded_sizes
 
 

@@ -5,27 +5,27 @@ from typing import Any
 
 from jaxscale import build, schema
 from jaxscale.api import Trained
-from jaxscale.budget import Budget
 from jaxscale.build import Program
-from jaxscale.checkpoint.branch import open_source
-from jaxscale.checkpoint.storage_errors import stop_if_unreachable
-from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
-from jaxscale.config_file import load_config
-from jaxscale.hosts import cluster
-from jaxscale.hosts.programs import enable_shared_cache
-from jaxscale.planning.check import check_machine
-from jaxscale.planning.out_of_memory import memory_help, out_of_memory_explained
-from jaxscale.reporting.history import read_history
-from jaxscale.run.branching import branch_settings
-from jaxscale.run.dtypes import resolve_run_dtypes
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.options import RunOptions, allowed_names
-from jaxscale.run.resume_checks import has_begun, recorded_settings
-from jaxscale.run.services import run_services
+from jaxscale.program.budget import Budget
+from jaxscale.runtime.checkpoint.branch import open_source
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
+from jaxscale.runtime.hosts import cluster
+from jaxscale.runtime.hosts.programs import enable_shared_cache
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.run.branching import branch_settings
+from jaxscale.runtime.run.dtypes import resolve_run_dtypes
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.run.options import RunOptions, allowed_names
+from jaxscale.runtime.run.resume_checks import has_begun, recorded_settings
+from jaxscale.runtime.run.services import run_services
+from jaxscale.runtime.training.stopping import raise_on_sigterm
+from jaxscale.settings.command_line import whole_number
+from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import files_as
-from jaxscale.training.stopping import raise_on_sigterm
+from jaxscale.tools.planning.check import check_machine
+from jaxscale.tools.planning.out_of_memory import memory_help, out_of_memory_explained
 
 
 def train(

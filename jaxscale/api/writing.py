@@ -9,20 +9,14 @@ from typing import Any, overload
 import numpy as np
 
 from jaxscale.api import Trained
-from jaxscale.command_line import flag
-from jaxscale.inference import (
-    LoadedModel,
-    make_generator,
-    open_model,
-    stop_ids_of,
-    tokenizer_of,
-)
-from jaxscale.sampling.config import Sampling
-from jaxscale.sampling.generator import Timing, prompt_numbers
-from jaxscale.sampling.text import GeneratedText, WriteSettings, write_ids, write_texts
+from jaxscale.api.inference import LoadedModel, make_generator, open_model, stop_ids_of, tokenizer_of
+from jaxscale.runtime.sampling.config import Sampling
+from jaxscale.runtime.sampling.generator import Timing, prompt_numbers
+from jaxscale.runtime.sampling.text_stream import GeneratedText, WriteSettings, write_ids, write_texts
+from jaxscale.runtime.text.chat.prompts import Message, open_prompts
+from jaxscale.runtime.text.tokenizer.base import Tokenizer
+from jaxscale.settings.command_line import flag
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.prompts import Message, open_prompts
-from jaxscale.text.tokenizer.base import Tokenizer
 
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # of NumPy too
 LENGTH_MULTIPLE = 128  # tokens; lengths are rounded up to a multiple, so that fewer programs are compiled

@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxscale.qualify.step import loss_problem
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.qualify.step import loss_problem
 from jaxscale.units import table
 
 OURS = "jaxscale"

@@ -18,23 +18,23 @@ import numpy as np
 
 from jaxscale import schema
 from jaxscale.cli.bench_against import run_one, shell_environment, split_command
-from jaxscale.corpus.prepare.blocks import group_blocks
-from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
-from jaxscale.corpus.prepare.dedup import find_duplicates, write_sketches
-from jaxscale.corpus.prepare.engine import make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.lookup import block_base, write_blocks
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.work import make_stage
-from jaxscale.data.config import DataConfig
-from jaxscale.data.dataset import read_ahead
-from jaxscale.data.pipeline import Corpus, open_data
-from jaxscale.qualify.timing import median_seconds, seconds_of
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.dataset import read_ahead
+from jaxscale.runtime.data.pipeline import Corpus, open_data
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.sources.files import list_files, stdlib_files
+from jaxscale.runtime.text.sources.read import read_file
+from jaxscale.runtime.training.feed import Feed
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document
-from jaxscale.text.sources.files import list_files, stdlib_files
-from jaxscale.text.sources.read import read_file
-from jaxscale.training.feed import Feed
+from jaxscale.tools.corpus.prepare.block_files import group_blocks
+from jaxscale.tools.corpus.prepare.config import STAGES, PrepareConfig
+from jaxscale.tools.corpus.prepare.dedup import find_duplicates, write_sketches
+from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.lookup import block_base, write_blocks
+from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.work import make_stage
+from jaxscale.tools.qualify.timing import median_seconds, seconds_of
 
 CURATION = ("language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "exact_dedup", "near_dedup", "pii")
 FAR_STEP = 1_000_000

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
-from jaxscale.monitor.writers import Writer
-from jaxscale.planning.check import check_machine
-from jaxscale.run.assembly import OpenedRun
-from jaxscale.run.opening import open_run
+from jaxscale.core.state import TrainState
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.monitor.writers import Writer
+from jaxscale.runtime.run.assembly import OpenedRun
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
+from jaxscale.runtime.training.autopilot import Rewound
+from jaxscale.runtime.training.feed import Feed, NumberedBatch
 from jaxscale.system.exits import BadInput
-from jaxscale.training import loop
-from jaxscale.training.autopilot import Rewound
-from jaxscale.training.feed import Feed, NumberedBatch
-from jaxscale.training.state import TrainState
+from jaxscale.tools.planning.check import check_machine
 
 SAVE_EVERY = 100
 MIN_RATIO = 0.95  # of the loop's speed to the bare step's

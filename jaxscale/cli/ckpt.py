@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale import units
-from jaxscale.checkpoint.average import average_steps
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.checkpoint.retention import (
+from jaxscale.cli import run_verb
+from jaxscale.runtime.checkpoint.average import average_steps
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.merge import merge_lora
+from jaxscale.runtime.checkpoint.retention import (
     StepFacts,
     delete_step,
     last_good_step,
@@ -39,12 +40,11 @@ from jaxscale.checkpoint.retention import (
     retention_reasons,
     unpin,
 )
-from jaxscale.checkpoint.storage_errors import KNOWN_CAUSES, read_optional, short_reason
-from jaxscale.checkpoint.transfer import copy_step
-from jaxscale.checkpoint.verify import verify_folder
-from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, flag, whole_number
-from jaxscale.help_text import command
+from jaxscale.runtime.checkpoint.storage_errors import KNOWN_CAUSES, read_optional, short_reason
+from jaxscale.runtime.checkpoint.transfer import copy_step
+from jaxscale.runtime.checkpoint.verify import verify_folder
+from jaxscale.settings.command_line import Arguments, flag, whole_number
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put
 from jaxscale.units import table

@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import named_leaves, nest
-from jaxscale.monitor.records import read_records
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import named_leaves, nest
+from jaxscale.runtime.monitor.records import read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, put, run_and_exit
 from jaxscale.units import table

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from jaxscale import __version__, cli, schema
 from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, flags_of
 from jaxscale.config import RunConfig
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.help_text import Command, command
+from jaxscale.settings.command_line import Arguments, flags_of
+from jaxscale.settings.help_text import Command, command
 from jaxscale.system.exits import put
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
 
 FILES = importlib.resources.files("jaxscale.cli")
 

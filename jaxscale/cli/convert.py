@@ -26,8 +26,8 @@ from jaxscale import units
 from jaxscale.api.conversion import ConvertOptions, convert
 from jaxscale.cli import run_verb
 from jaxscale.cli.ckpt import Progress
-from jaxscale.command_line import Arguments, flag
-from jaxscale.help_text import command
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import print_stderr, put
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from jaxscale import schema
+from jaxscale.api.inference import LoadedModel, at_step, open_model
 from jaxscale.api.measuring import (
     BATCH_TOKENS,
     Measure,
@@ -27,27 +28,21 @@ from jaxscale.api.measuring import (
     record_of,
     save_record,
 )
-from jaxscale.checkpoint.branch import open_source
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.restore import record_error
-from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.cli import run_verb
 from jaxscale.cli.sample import ModelFlags, read_mesh
-from jaxscale.command_line import Arguments, flag, whole_number
-from jaxscale.eval.config import (
-    ChoiceEval,
-    ClozeEval,
-    Evals,
-    TextEval,
-)
-from jaxscale.help_text import command
-from jaxscale.hosts import cluster
-from jaxscale.hosts.agree import agreed
-from jaxscale.inference import LoadedModel, at_step, open_model
-from jaxscale.planning.out_of_memory import out_of_memory_explained
+from jaxscale.runtime.checkpoint.branch import open_source
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.restore import record_error
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
+from jaxscale.runtime.eval.config import ChoiceEval, ClozeEval, Evals, TextEval
+from jaxscale.runtime.hosts import cluster
+from jaxscale.runtime.hosts.agree import agreed
+from jaxscale.settings.command_line import Arguments, flag, whole_number
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, print_stderr, put
+from jaxscale.tools.planning.out_of_memory import out_of_memory_explained
 from jaxscale.units import plural, table
 
 COUNTS = ("documents", "items", "tokens", "bytes", "left_out")

@@ -15,17 +15,17 @@ from collections.abc import Sequence
 
 from jaxscale.cli import run_verb
 from jaxscale.cli.shrink import as_overrides, shrink, with_scaled_training
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.config_file import config_name
-from jaxscale.help_text import command
-from jaxscale.lab import running
-from jaxscale.lab.experiment import Options
-from jaxscale.lab.experiments import EXPERIMENTS
-from jaxscale.lab.page import capital, lab_page
-from jaxscale.lab.trial import Base, Result, Trial, distinct
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
+from jaxscale.tools.lab import running
+from jaxscale.tools.lab.experiment import Options
+from jaxscale.tools.lab.experiment_page import capital, lab_page
+from jaxscale.tools.lab.experiments import EXPERIMENTS
+from jaxscale.tools.lab.trial import Base, Result, Trial, distinct
 
 DEFAULT = "configs/lab.py"
 

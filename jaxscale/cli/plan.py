@@ -11,20 +11,21 @@ import math
 import pathlib
 import re
 
-from jaxscale import config_file, schema, units
+from jaxscale import schema, units
 from jaxscale.api import planning as api
 from jaxscale.cli import plan_loss, run_verb
-from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
-from jaxscale.config_file import config_name
-from jaxscale.help_text import command
-from jaxscale.planning import cost
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
-from jaxscale.planning.speed import check_peak, expected_mfu
-from jaxscale.planning.text import plan_lines, proposal_lines
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, file_to_write, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit, print_stderr, put
 from jaxscale.system.paths import write_json, write_text_atomic
+from jaxscale.tools.planning import cost
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.plan_text import plan_lines, proposal_lines
+from jaxscale.tools.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
+from jaxscale.tools.planning.speed import check_peak, expected_mfu
 
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 

@@ -13,18 +13,19 @@ import datetime
 import math
 from typing import Any, NamedTuple
 
-from jaxscale import config_file, schema, units
-from jaxscale.budget import Budget
-from jaxscale.command_line import Arguments, file_to_write, flag
+from jaxscale import schema, units
 from jaxscale.config import RunConfig
-from jaxscale.help_text import command
-from jaxscale.planning.best_size import Approach, three_approaches
-from jaxscale.planning.ladder import Ladder, LadderRun, find_runs, read_ladder, schedule_of, target_budget
-from jaxscale.planning.loss_curve import SMOOTHED, Band, coverage, curve_shape, fraction_inside, make_band
-from jaxscale.planning.loss_fit import PULL_AT
-from jaxscale.planning.loss_law import INTERVAL, LossLaw, Noise, Prediction, fit, write_forecast
+from jaxscale.program.budget import Budget
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, file_to_write, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
+from jaxscale.tools.planning.best_size import Approach, three_approaches
+from jaxscale.tools.planning.loss_curve import SMOOTHED, Band, coverage, curve_shape, fraction_inside, make_band
+from jaxscale.tools.planning.loss_fit import PULL_AT
+from jaxscale.tools.planning.loss_law import INTERVAL, LossLaw, Noise, Prediction, fit, write_forecast
+from jaxscale.tools.planning.scaling_ladder import Ladder, LadderRun, find_runs, read_ladder, schedule_of, target_budget
 
 MIN_DRAWS = 200
 MAX_NOISE = 0.2  # as a fraction of the loss; a larger number is probably a percentage without %

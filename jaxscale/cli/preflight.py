@@ -12,22 +12,22 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from jaxscale import config_file
-from jaxscale.ahead import search
-from jaxscale.ahead.overlap import collective_lines
-from jaxscale.ahead.preflight import preflight
-from jaxscale.ahead.report import Report, report_lines, summary_rows
-from jaxscale.ahead.search import Candidate, Tried, winner
 from jaxscale.api.planning import run_to_resume
-from jaxscale.auto_dtype import device_dtypes
 from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
-from jaxscale.config_file import config_name
-from jaxscale.help_text import command
-from jaxscale.planning.topology import Topology, open_topology
+from jaxscale.program.auto_dtype import device_dtypes
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, file_to_write, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.paths import write_json, write_text_atomic
+from jaxscale.tools.planning.topology import Topology, open_topology
+from jaxscale.tools.preflight import search
+from jaxscale.tools.preflight.overlap_table import collective_lines
+from jaxscale.tools.preflight.preflight import preflight
+from jaxscale.tools.preflight.search import Candidate, Tried, winner
+from jaxscale.tools.preflight.step_report import Report, report_lines, summary_rows
 from jaxscale.units import INDENT
 
 Compile = Callable[[RunConfig], Report]

@@ -13,23 +13,23 @@ from collections.abc import Mapping, Sequence
 from jaxscale import schema
 from jaxscale.api.corpora import prepare, storage_errors
 from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, flag
-from jaxscale.config_file import config_values
-from jaxscale.corpus.indexes import publish_indexes
-from jaxscale.corpus.prepare.config import PrepareConfig, RowsConfig
-from jaxscale.corpus.prepare.dedup import Executor
-from jaxscale.corpus.prepare.engine import PreparePlan, make_plan
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.report import rewrite_report
-from jaxscale.data.array_record import export_array_record
-from jaxscale.data.manifest import NAME as MANIFEST
-from jaxscale.data.manifest import open_set, read_manifest
-from jaxscale.data.megatron import export_megatron
-from jaxscale.help_text import command
+from jaxscale.runtime.data.array_record import export_array_record
+from jaxscale.runtime.data.manifest import NAME as MANIFEST
+from jaxscale.runtime.data.manifest import open_set, read_manifest
+from jaxscale.runtime.data.megatron import export_megatron
+from jaxscale.runtime.text.sources.files import size_of
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import config_values
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote
-from jaxscale.text.sources.files import size_of
+from jaxscale.tools.corpus.indexes import publish_indexes
+from jaxscale.tools.corpus.prepare.config import PrepareConfig, RowsConfig
+from jaxscale.tools.corpus.prepare.dedup import Executor
+from jaxscale.tools.corpus.prepare.engine import PreparePlan, make_plan
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.preparation_page import rewrite_report
+from jaxscale.tools.corpus.prepare.progress import Progress
 
 EXPORTS = {"megatron": export_megatron, "array_record": export_array_record}
 
@@ -163,7 +163,7 @@ def make_executor(flags: PrepareFlags, beam_flags: Sequence[str]) -> Executor:
         if beam_flags:
             raise BadInput(f"flags after -- are for a Beam runner, and --runner is local: {' '.join(beam_flags)}")
         return LocalExecutor(flags.workers or os.cpu_count() or 1)
-    from jaxscale.corpus.prepare.beam import BeamExecutor  # Apache Beam is an extra, and slow to load
+    from jaxscale.tools.corpus.prepare.beam import BeamExecutor  # Apache Beam is an extra, and slow to load
 
     return BeamExecutor(flags.runner, beam_flags)
 

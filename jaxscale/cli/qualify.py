@@ -16,21 +16,21 @@ import math
 
 import jax
 
-from jaxscale import config_file
 from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.config_file import config_name
-from jaxscale.hardware import Chip, find_chip
-from jaxscale.help_text import command
-from jaxscale.hosts import cluster
-from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.planning.check import check_machine
-from jaxscale.qualify.page import summary_lines
-from jaxscale.qualify.result import Floors, Limits, Machine, Qualification, usual_mfu_floor
-from jaxscale.qualify.run import PROBES, qualify
+from jaxscale.core.hardware import Chip, find_chip
+from jaxscale.runtime.hosts import cluster
+from jaxscale.runtime.hosts.watchdog import Watchdog
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
+from jaxscale.tools.planning.check import check_machine
+from jaxscale.tools.qualify.qualification_page import summary_lines
+from jaxscale.tools.qualify.result import Floors, Limits, Machine, Qualification, usual_mfu_floor
+from jaxscale.tools.qualify.run import PROBES, qualify
 
 MIN_LIMIT = 60.0  # seconds, which the first compilation may take
 DEFAULTS = Floors()

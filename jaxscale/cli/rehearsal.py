@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from jaxscale import units
-from jaxscale.checkpoint.write import MARGIN, check_before_run
 from jaxscale.cli.attempt import Child
 from jaxscale.cli.compare_runs import checkpoints_of, num_bytes, read_metrics
 from jaxscale.cli.two_runs import KILL_AFTER, TwoRuns
 from jaxscale.config import RunConfig
-from jaxscale.monitor.events import read_events
-from jaxscale.monitor.records import read_records
+from jaxscale.runtime.checkpoint.write import MARGIN, check_before_run
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.monitor.records import read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop, meaning
 

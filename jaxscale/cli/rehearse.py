@@ -21,8 +21,6 @@ import tempfile
 import time
 from typing import Any
 
-from jaxscale import config_file
-from jaxscale.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.cli import run_verb
 from jaxscale.cli.rehearsal import (
     LEAST_STEPS,
@@ -37,12 +35,14 @@ from jaxscale.cli.rehearsal import (
     try_storage,
 )
 from jaxscale.cli.two_runs import KILL_AFTER, RUNS, comparable
-from jaxscale.command_line import Arguments, flag
-from jaxscale.config_file import config_name
-from jaxscale.help_text import command
-from jaxscale.hosts import cluster
-from jaxscale.run.options import allowed_names
-from jaxscale.run.resume_checks import recorded_settings
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
+from jaxscale.runtime.hosts import cluster
+from jaxscale.runtime.run.options import allowed_names
+from jaxscale.runtime.run.resume_checks import recorded_settings
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.process import files_as, folder_mode

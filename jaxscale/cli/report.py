@@ -16,14 +16,15 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.api.reports import price_of, read_all
-from jaxscale.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, flag, port_of
-from jaxscale.help_text import command
-from jaxscale.reporting import make_card, make_page
-from jaxscale.reporting.serve import Pages, open_server
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
+from jaxscale.settings.command_line import Arguments, flag, port_of
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
+from jaxscale.tools.reporting.card import make_card
+from jaxscale.tools.reporting.page import make_page
+from jaxscale.tools.reporting.serve import Pages, open_server
 
 PORT = 8642
 
@@ -38,7 +39,7 @@ class ReportFlags:
     output: str | None = flag(None, "file of the page", "report.html")
     price: float | None = flag(
         None,
-        "price of one chip hour, for the cost so far and in total; default: the list price in hardware.py",
+        "price of one chip hour, for the cost so far and in total; default: the list price in core/hardware.py",
         "DOLLARS",
         read=lambda name, text: price_of(f"--{name}", text),
     )

@@ -16,20 +16,20 @@ from typing import Any
 import jax
 
 from jaxscale import schema
+from jaxscale.api.inference import open_model, tokenizer_of
 from jaxscale.api.writing import Piece, SampleOptions, TextWriter, write_all
 from jaxscale.cli import run_verb, sample_chat
-from jaxscale.command_line import Arguments, flag, port_of
-from jaxscale.help_text import command
-from jaxscale.hosts import cluster
-from jaxscale.inference import open_model, tokenizer_of
-from jaxscale.models.config import Dtype
-from jaxscale.planning.out_of_memory import out_of_memory_explained
-from jaxscale.sharding.config import MESH_AXES, MeshConfig
+from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.core.models.config import Dtype
+from jaxscale.runtime.hosts import cluster
+from jaxscale.runtime.text.sources.jsonl import JSON_LINES
+from jaxscale.runtime.text.sources.records import json_records, kind_of, text_lines
+from jaxscale.settings.command_line import Arguments, flag, port_of
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, print_stderr, put, put_raw
 from jaxscale.system.redact import printable
-from jaxscale.text.sources.jsonl import JSON_LINES
-from jaxscale.text.sources.records import json_records, kind_of, text_lines
+from jaxscale.tools.planning.out_of_memory import out_of_memory_explained
 
 
 @dataclasses.dataclass(frozen=True)

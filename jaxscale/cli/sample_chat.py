@@ -5,14 +5,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from jaxscale.api.inference import make_generator, tokenizer_of
 from jaxscale.api.writing import TextWriter, open_chat_prompts
-from jaxscale.inference import make_generator, tokenizer_of
-from jaxscale.sampling.generator import Generator
-from jaxscale.sampling.serve import open_chat
-from jaxscale.sampling.text import GeneratedText, write_texts
+from jaxscale.runtime.sampling.chat_server import open_chat
+from jaxscale.runtime.sampling.generator import Generator
+from jaxscale.runtime.sampling.text_stream import GeneratedText, write_texts
+from jaxscale.runtime.text.chat.prompts import Message
 from jaxscale.system.exits import BadInput, put, put_raw, silence_closed_streams
 from jaxscale.system.redact import printable
-from jaxscale.text.chat.prompts import Message
 
 PORT = 8643
 

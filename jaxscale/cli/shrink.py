@@ -9,16 +9,16 @@ import json
 from collections.abc import Collection
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.config import RunConfig
-from jaxscale.data.checks import check_data
-from jaxscale.hardware import host_memory_bytes
-from jaxscale.interop.config import ExportConfig
-from jaxscale.models import AnyModelConfig
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.planning.scaling import rate_over_width
-from jaxscale.sampling.config import SampleConfig
-from jaxscale.unread import as_read
+from jaxscale.core.hardware import host_memory_bytes
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.data.checks import check_data
+from jaxscale.runtime.sampling.config import SampleConfig
+from jaxscale.settings.unread import as_read
+from jaxscale.tools.planning.scaling import rate_over_width
 
 LARGE_PARAMS = 50_000_000
 LARGE_BATCH_TOKENS = 65_536

@@ -21,18 +21,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import units
-from jaxscale.checkpoint.folders import all_steps
-from jaxscale.checkpoint.lineage import read_start_step
 from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
-from jaxscale.cli.ledger import SuperviseLedger, Totals
-from jaxscale.command_line import Arguments, flag
-from jaxscale.config_file import config_name
-from jaxscale.help_text import command
-from jaxscale.hosts.config import host_budgets
-from jaxscale.hosts.discovery import FLAGS as HOST_FLAGS
-from jaxscale.hosts.discovery import ProcessInfo, discover_process
-from jaxscale.monitor.records import Record, tail_records
+from jaxscale.cli.supervisor_log import SuperviseLedger, Totals
+from jaxscale.runtime.checkpoint.folders import all_steps
+from jaxscale.runtime.checkpoint.lineage import read_start_step
+from jaxscale.runtime.hosts.config import host_budgets
+from jaxscale.runtime.hosts.discovery import FLAGS as HOST_FLAGS
+from jaxscale.runtime.hosts.discovery import ProcessInfo, discover_process
+from jaxscale.runtime.monitor.records import Record, tail_records
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, print_stderr
 

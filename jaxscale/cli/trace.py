@@ -19,9 +19,9 @@ import json
 
 from jaxscale.api.tracing import Piece, Trace, trace
 from jaxscale.cli import run_verb
-from jaxscale.command_line import Arguments, flag
-from jaxscale.data.ledger import DocumentPiece
-from jaxscale.help_text import command
+from jaxscale.runtime.data.ledger import DocumentPiece
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit, print_stderr, put
 from jaxscale.system.redact import on_one_line
 

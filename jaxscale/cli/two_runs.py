@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale import units
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.attempt import Child
 from jaxscale.cli.compare_runs import checkpoints_of, read_metrics
 from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
-from jaxscale.config_file import file_text
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.settings.config_file import file_text
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop, may_start_again, meaning
 

@@ -13,12 +13,12 @@ import dataclasses
 import sys
 from typing import Literal
 
-from jaxscale import config_file
 from jaxscale.cli import run_verb, verify_parity, verify_resume
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
-from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import command
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system.exits import Exit, put
 
 SHARED = ("config", "settings", "layers", "small")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import Program, make_program
 from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.parity_layouts import (
@@ -29,13 +28,14 @@ from jaxscale.cli.parity_layouts import (
     tensor_layout,
 )
 from jaxscale.config import RunConfig
-from jaxscale.data.batch import Batch
-from jaxscale.data.pipeline import open_data
-from jaxscale.qualify.compilations import CompileLog
-from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig
-from jaxscale.sharding.mesh import mesh_shape
-from jaxscale.sharding.shardings import put_rows
+from jaxscale.core.batch import Batch
+from jaxscale.core.mesh import mesh_shape
+from jaxscale.core.mesh_config import ContextConfig, ExpertConfig, MeshConfig
+from jaxscale.core.shardings import put_rows
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.qualify.compilations import CompileLog
 
 NUM_STEPS = 20  # with compared losses
 GRADIENT_STEPS = 5  # with compared gradients; later parameters differ too much by rounding

@@ -17,11 +17,11 @@ from typing import Any, TextIO
 
 from jaxscale.cli import run_verb
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, frame
-from jaxscale.command_line import Arguments, flag
-from jaxscale.help_text import command
-from jaxscale.monitor.records import Follower
-from jaxscale.reporting.history import History, is_finite
-from jaxscale.reporting.json_lines import Row, as_dict, clean_event, finite
+from jaxscale.runtime.monitor.history import History, is_finite
+from jaxscale.runtime.monitor.json_lines import Row, as_dict, clean_event, finite
+from jaxscale.runtime.monitor.records import Follower
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put_raw
 from jaxscale.system.redact import printable

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.hardware import find_chip
-from jaxscale.monitor.console import format_number
-from jaxscale.monitor.goodput import measure_goodput, unix_time
-from jaxscale.reporting.event_text import incidents
-from jaxscale.reporting.history import History, is_finite
-from jaxscale.reporting.json_lines import as_dict
-from jaxscale.reporting.status import status_of
+from jaxscale.core.hardware import find_chip
+from jaxscale.runtime.monitor.console import format_number
+from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time
+from jaxscale.runtime.monitor.history import History, is_finite
+from jaxscale.runtime.monitor.json_lines import as_dict
 from jaxscale.system.redact import shown
+from jaxscale.tools.reporting.event_text import incidents
+from jaxscale.tools.reporting.status import status_of
 
 LEAST_WIDTH, LEAST_HEIGHT = 80, 24
 LABEL = 12  # columns

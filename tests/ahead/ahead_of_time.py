@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 
-from jaxscale.hardware import Chip
-from jaxscale.planning.topology import Topology
+from jaxscale.core.hardware import Chip
+from jaxscale.tools.planning.topology import Topology
 
 CHIP = Chip(
     "simulated CPU", 1e12, 2**30, 1e11, "made up for tests", ici_bandwidth=1e10, dcn_bandwidth=1e9, host_bytes=2**30

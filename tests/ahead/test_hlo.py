@@ -3,8 +3,8 @@
 import pytest
 from hlo_samples import LOOP, LOOP_CALL, facts_of, only_collective
 
-from jaxscale.ahead.hlo_groups import parse_groups
-from jaxscale.ahead.hlo_text import parse_module, parse_shapes, tuple_parts
+from jaxscale.tools.preflight.hlo_groups import parse_groups
+from jaxscale.tools.preflight.hlo_text import parse_module, parse_shapes, tuple_parts
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.ahead.hlo import read_hlo
-from jaxscale.ahead.overlap import collective_rows
-from jaxscale.ahead.roofline import roofline
-from jaxscale.ops.attention import windowed_or_full
-from jaxscale.ops.config import WindowLayers
-from jaxscale.planning.links import make_torus
-from jaxscale.planning.stages import Stages
-from jaxscale.planning.topology import link_domains, open_topology
+from jaxscale.kernels.attention import windowed_or_full
+from jaxscale.kernels.config import WindowLayers
+from jaxscale.tools.planning.links import make_torus
+from jaxscale.tools.planning.stages import Stages
+from jaxscale.tools.planning.topology import link_domains, open_topology
+from jaxscale.tools.preflight.hlo import read_hlo
+from jaxscale.tools.preflight.overlap_table import collective_rows
+from jaxscale.tools.preflight.roofline import roofline
 
 
 def make_step(mesh, num_layers, width):

@@ -6,7 +6,7 @@ import json
 import pytest
 from hlo_samples import LOOP, LOOP_CALL, facts_of
 
-from jaxscale.ahead.hlo_schedule import Item, item_from_json
+from jaxscale.tools.preflight.hlo_schedule import Item, item_from_json
 
 GATHER = "replica_groups=[2,4]<=[8], dimensions={0}"
 OPERANDS = "  %l = f32[4,5] custom-call()\n  %r = f32[5,6] custom-call()\n"

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import tiny
 
-from jaxscale.ahead import compiled as ahead
-from jaxscale.ahead.compiled import Compiled, Memory
-from jaxscale.ahead.hlo import HloFacts
-from jaxscale.ahead.preflight import ahead_program, find_compiled_step
-from jaxscale.planning.topology import open_topology
+from jaxscale.tools.planning.topology import open_topology
+from jaxscale.tools.preflight import compiled as ahead
+from jaxscale.tools.preflight.compiled import Compiled, Memory
+from jaxscale.tools.preflight.hlo import HloFacts
+from jaxscale.tools.preflight.preflight import ahead_program, find_compiled_step
 
 FACTS = HloFacts(
     collectives=[], dot_flops=1e9, hbm_bytes=1e3, unknown_trips=0, dot_flops_by_type={"bf16": 1e9}

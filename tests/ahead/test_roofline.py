@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from jaxscale.ahead.hlo import Collective, HloFacts
-from jaxscale.ahead.hlo_schedule import Item
-from jaxscale.ahead.roofline import roofline
-from jaxscale.ahead.timeline import simulate
-from jaxscale.hardware import Chip
-from jaxscale.planning.links import DCN, Phase
-from jaxscale.planning.stages import Stages
+from jaxscale.core.hardware import Chip
+from jaxscale.tools.planning.links import DCN, Phase
+from jaxscale.tools.planning.stages import Stages
+from jaxscale.tools.preflight.hlo import Collective, HloFacts
+from jaxscale.tools.preflight.hlo_schedule import Item
+from jaxscale.tools.preflight.roofline import roofline
+from jaxscale.tools.preflight.timeline import simulate
 
 CHIP = Chip(
     "made up", 100.0, 1000, 10.0, "this test", ici_bandwidth=6.0, ici_dims=3, dcn_bandwidth=0.5, fp8_flops=200.0

@@ -8,12 +8,16 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.ahead import search
-from jaxscale.ahead.layouts import all_layouts, microbatch_choices
-from jaxscale.ahead.preflight import ahead_program
-from jaxscale.ahead.report import Report
-from jaxscale.ahead.roofline import Roofline
-from jaxscale.ahead.search import (
+from jaxscale.config import RunConfig
+from jaxscale.core.mesh_config import MESH_AXES, PipelineConfig
+from jaxscale.settings.command_line import parse
+from jaxscale.settings.unread import unread
+from jaxscale.tools.planning.speed import StepEstimate, estimate_step, recomputed_flops
+from jaxscale.tools.preflight import search
+from jaxscale.tools.preflight.layouts import all_layouts, microbatch_choices
+from jaxscale.tools.preflight.preflight import ahead_program
+from jaxscale.tools.preflight.roofline import Roofline
+from jaxscale.tools.preflight.search import (
     Candidate,
     explore,
     fitting,
@@ -23,11 +27,7 @@ from jaxscale.ahead.search import (
     ranked,
     winner,
 )
-from jaxscale.command_line import parse
-from jaxscale.config import RunConfig
-from jaxscale.planning.speed import StepEstimate, estimate_step, recomputed_flops
-from jaxscale.sharding.config import MESH_AXES, PipelineConfig
-from jaxscale.unread import unread
+from jaxscale.tools.preflight.step_report import Report
 
 GB = 10**9
 LIMIT = 10 * GB

@@ -9,10 +9,10 @@ import importlib.util
 import pytest
 import tiny
 
-from jaxscale.ahead.hlo import KINDS, read_hlo
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.topology import link_domains, open_topology
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.topology import link_domains, open_topology
+from jaxscale.tools.preflight.hlo import KINDS, read_hlo
 
 pytestmark = [
     pytest.mark.aot,

@@ -8,11 +8,11 @@ import tiny
 from test_step_collectives import MODEL
 from text_count import count_bytes
 
-from jaxscale.ahead.hlo import read_hlo
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.links import make_torus
-from jaxscale.planning.topology import link_domains, open_topology
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.links import make_torus
+from jaxscale.tools.planning.topology import link_domains, open_topology
+from jaxscale.tools.preflight.hlo import read_hlo
 
 OFFLOAD = "compiler.xla_tpu_enable_sparse_core_collective_offload_"
 ON_TENSORCORES = {OFFLOAD + "all_gather": False, OFFLOAD + "reduce_scatter": False}  # one dimension after the other

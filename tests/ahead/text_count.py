@@ -1,6 +1,6 @@
 """Bytes on wires, counted from a compiled program's text by regular expressions: nothing of jaxscale is used here.
 
-It stands beside jaxscale/ahead/hlo*.py, which reads the same texts with a parser, so that neither errs alone.
+It stands beside jaxscale/tools/preflight/hlo*.py, which reads the same texts with a parser, so that neither errs alone.
 """
 
 import collections

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import experts
-from jaxscale.ops.slots import project_expert
+from jaxscale.kernels.matmul.slots import project_expert
 
 ragged_dot = jax.lax.ragged_dot
 TINY = [

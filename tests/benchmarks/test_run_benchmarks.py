@@ -7,7 +7,7 @@ import tiny
 
 from benchmarks import layer_statistics, pipeline_stages, restart, sampling, survive
 from jaxscale.cli import bench_loop
-from jaxscale.sharding.schedules import make_schedule
+from jaxscale.core.axes.pipeline_schedules import make_schedule
 from jaxscale.system.exits import BadInput
 
 TINY = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import time_to_loss
-from jaxscale.config_file import load_config
+from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
 
 TINY = {

@@ -87,7 +87,8 @@ def flip_bit(path, bit):
 
 
 def restore_newest(checkpoints, attempt, say=print):
-    """attempt(step) of the newest step that can be read, as run/opening.py goes on from it; of None without any."""
+    """attempt(step) of the newest step that can be read, as runtime/run/opening.py goes on from it; of None without
+    any."""
     step = checkpoints.newest_readable(say)
     while True:
         try:

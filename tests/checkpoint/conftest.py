@@ -6,8 +6,8 @@ import kept_run
 import pytest
 from ckpt_states import make_state
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxscale.checkpoint import array_store
-from jaxscale.checkpoint.average import average_steps
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.lock_stores import folder_lock
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.checkpoint.verify import verify_folder
+from jaxscale.runtime.checkpoint import array_store
+from jaxscale.runtime.checkpoint.average import average_steps
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.lock_stores import folder_lock
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.merge import merge_lora
+from jaxscale.runtime.checkpoint.verify import verify_folder
 from jaxscale.system.exits import Exit, Stop
 
 

@@ -14,13 +14,13 @@ import tiny
 from ckpt_states import data_files, flip_bit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.branch import BranchPlan, branch_state, check_lora_scale, open_source
-from jaxscale.checkpoint.config import CheckpointConfig, InitConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.models.config import LoraConfig
+from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.state import LossScale, init_state
+from jaxscale.runtime.checkpoint.branch import BranchPlan, branch_state, check_lora_scale, open_source
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.merge import merge_lora
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training.state import LossScale, init_state
 
 OLD_VOCAB, WIDTH = 12, 8
 SPECS = {"embedding": ("tensor", "data"), "head": ("data", "tensor"), "w": (None, "data", "tensor")}

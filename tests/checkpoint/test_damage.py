@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, refuse_to_open, restore_newest, stop_of
 
-from jaxscale.checkpoint import restore
-from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, stop_if_unreachable
+from jaxscale.runtime.checkpoint import restore
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason, stop_if_unreachable
 from jaxscale.system.exits import Exit, Stop
 
 
@@ -159,8 +159,8 @@ def test_without_an_older_step_the_line_says_so(checkpoints):
 NOISY = """
 import pathlib, resource, sys, time
 import jax, jax.numpy as jnp, numpy as np
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Stop
 checkpoints = Checkpoints(sys.argv[1], CheckpointConfig())
 state = {name: jnp.asarray(np.random.default_rng(0).normal(size=300_000), jnp.float32) for name in "abcdefgh"}

@@ -4,7 +4,7 @@ import pytest
 from gcs_emulator import Emulator
 from twins import twins
 
-from jaxscale.checkpoint import folders, verify
+from jaxscale.runtime.checkpoint import folders, verify
 from jaxscale.system import paths
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed")

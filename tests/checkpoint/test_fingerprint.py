@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.fingerprint import fingerprints
+from jaxscale.runtime.checkpoint.fingerprint import fingerprints
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64"])

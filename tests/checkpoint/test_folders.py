@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 from ckpt_states import abstract, assert_same_bits, data_files, make_state, restore_newest, stop_of
 
-from jaxscale.checkpoint import folders
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint import folders
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Exit
 
 

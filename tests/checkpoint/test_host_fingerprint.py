@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.checkpoint import fingerprint
-from jaxscale.checkpoint.fingerprint import fingerprints, host_fingerprint
+from jaxscale.runtime.checkpoint import fingerprint
+from jaxscale.runtime.checkpoint.fingerprint import fingerprints, host_fingerprint
 
 ON_DEVICE = [
     "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32", "int16", "int8", "uint32", "uint16",

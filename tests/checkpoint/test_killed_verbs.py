@@ -11,11 +11,11 @@ POINTS = ["copy.file:1", "copy.file:6", "copy.read_back:1", "copy.commit:1", "co
 # Each crash in a process of its own, which is forked before TensorStore has threads: one start of Python for all.
 SCRIPT = """
 import os, pathlib, sys
-from jaxscale.checkpoint.average import average_steps
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import delete_step, remove_half_deleted
-from jaxscale.checkpoint.transfer import copy_step
+from jaxscale.runtime.checkpoint.average import average_steps
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.retention import delete_step, remove_half_deleted
+from jaxscale.runtime.checkpoint.transfer import copy_step
 run, to = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 there = lambda folder: Checkpoints(folder / "checkpoints", CheckpointConfig())
 source = there(run)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from xla_flags import xla_flags
 
-from jaxscale import checkpoint
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime import checkpoint
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 
 
 def start(code, *arguments):
@@ -44,9 +44,9 @@ def points():
 FORKED = """
 import os, sys
 import jax, jax.numpy as jnp, numpy as np
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.write import import_orbax
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.write import import_orbax
 import_orbax()
 folder = sys.argv[1]
 
@@ -107,8 +107,8 @@ def test_killed_at_every_point_of_a_save_it_ends_as_if_it_never_was(tmp_path):
 SAVER = """
 import sys
 import jax.numpy as jnp, numpy as np
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2))
 values = np.random.default_rng(0).normal(size=2_000_000).astype(np.float32)
 first = (checkpoints.latest_step() or 0) + 1

@@ -10,11 +10,11 @@ import tiny
 from ckpt_states import restore_newest
 from gcs_emulator import Emulator
 
-from jaxscale.checkpoint import write
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import named_leaves, nest
-from jaxscale.checkpoint.write import import_orbax
+from jaxscale.runtime.checkpoint import write
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import named_leaves, nest
+from jaxscale.runtime.checkpoint.write import import_orbax
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from ckpt_states import assert_same_bits, flip_bit, shardings, stop_of
 
-from jaxscale.checkpoint import lineage
-from jaxscale.checkpoint.config import CheckpointConfig, LocalConfig
-from jaxscale.checkpoint.local_copy import array_from_pieces, read_description, read_pieces, write_copy
-from jaxscale.checkpoint.local_saver import LocalSaver
-from jaxscale.checkpoint.local_store import LocalCopy, LocalStore
-from jaxscale.checkpoint.read_back import DamagedCheckpoint
-from jaxscale.checkpoint.record import describe_leaf
-from jaxscale.checkpoint.snapshot import take_snapshot
-from jaxscale.checkpoint.tiers import TieredCheckpoints, whole_copies
-from jaxscale.hosts.exchange import Exchange
+from jaxscale.runtime.checkpoint import lineage
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, LocalConfig
+from jaxscale.runtime.checkpoint.local_copy import array_from_pieces, read_description, read_pieces, write_copy
+from jaxscale.runtime.checkpoint.local_saver import LocalSaver
+from jaxscale.runtime.checkpoint.local_store import LocalCopy, LocalStore
+from jaxscale.runtime.checkpoint.read_back import DamagedCheckpoint
+from jaxscale.runtime.checkpoint.record import describe_leaf
+from jaxscale.runtime.checkpoint.snapshot import take_snapshot
+from jaxscale.runtime.checkpoint.tiers import TieredCheckpoints, whole_copies
+from jaxscale.runtime.hosts.exchange import Exchange
 from jaxscale.system.exits import BadInput, Exit
 
 
@@ -74,7 +74,7 @@ def small_disk(tmp_path):
 
 
 def start(tiers, say=lambda line: None):
-    """(the step that a start goes on from, its state): as run/opening.py does it."""
+    """(the step that a start goes on from, its state): as runtime/run/opening.py does it."""
     step = tiers.newest_readable(say)
     while True:
         try:

@@ -8,8 +8,8 @@ import pytest
 import tiny
 from ckpt_states import flip_bit
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 
 pytestmark = [pytest.mark.soak]
 

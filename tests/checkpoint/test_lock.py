@@ -14,16 +14,16 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.checkpoint.config import LockConfig
-from jaxscale.checkpoint.lock import LEASES, RunLock
-from jaxscale.checkpoint.lock_stores import FileLock, ObjectLock, process_state, this_process
+from jaxscale.runtime.checkpoint.config import LockConfig
+from jaxscale.runtime.checkpoint.lock import LEASES, RunLock
+from jaxscale.runtime.checkpoint.lock_stores import FileLock, ObjectLock, process_state, this_process
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.storage import open_bucket
 
 HOLD = """
 import sys, time
-from jaxscale.checkpoint.lock import RunLock
-from jaxscale.checkpoint.config import LockConfig
+from jaxscale.runtime.checkpoint.lock import RunLock
+from jaxscale.runtime.checkpoint.config import LockConfig
 from jaxscale.system.exits import run_and_exit
 
 def main(argv):

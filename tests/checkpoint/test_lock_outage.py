@@ -12,9 +12,9 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import CUTS, Fault, Weather
 
-from jaxscale.checkpoint.config import LockConfig
-from jaxscale.checkpoint.lock import LEASES, RunLock
-from jaxscale.checkpoint.lock_stores import FileLock, read_owner, this_process
+from jaxscale.runtime.checkpoint.config import LockConfig
+from jaxscale.runtime.checkpoint.lock import LEASES, RunLock
+from jaxscale.runtime.checkpoint.lock_stores import FileLock, read_owner, this_process
 from jaxscale.system.exits import Exit, Stop
 
 FAR = dict(host="far", pid=1, kernel="another boot", namespace="pid:[1]")

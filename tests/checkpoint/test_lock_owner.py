@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from jaxscale.checkpoint.lock_stores import LOCK_BYTES, is_alive, read_owner, this_process
+from jaxscale.runtime.checkpoint.lock_stores import LOCK_BYTES, is_alive, read_owner, this_process
 
 
 def test_what_a_kernel_says_of_a_process():

@@ -11,9 +11,9 @@ import pytest
 import tensorstore
 from ckpt_states import refuse_to_open, stop_of
 
-from jaxscale.checkpoint import saver, write
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint import saver, write
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Exit, Stop
 
 STATE = {"w": jnp.arange(100.0)}

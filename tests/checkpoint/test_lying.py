@@ -8,14 +8,14 @@ from ckpt_states import restore_newest, stop_of
 from gcs_emulator import Emulator
 from twins import twins
 
-from jaxscale.checkpoint import folders
-from jaxscale.checkpoint.branch import open_source
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import last_good_step, list_steps, retention_reasons
-from jaxscale.checkpoint.transfer import copy_step
-from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt
+from jaxscale.runtime.checkpoint import folders
+from jaxscale.runtime.checkpoint.branch import open_source
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.retention import last_good_step, list_steps, retention_reasons
+from jaxscale.runtime.checkpoint.transfer import copy_step
+from jaxscale.runtime.checkpoint.verify import verify_folder
 from jaxscale.system.exits import Exit
 
 LIES = ("moved", "copied", "linked", "linked outside", "swapped", "record", "data")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from ckpt_states import abstract, assert_same_bits, make_state, stop_of
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.write import import_orbax
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.write import import_orbax
 from jaxscale.system.exits import Exit
 
 
@@ -71,8 +71,8 @@ def test_a_random_key_comes_back(checkpoints):
 
 def test_looking_for_a_checkpoint_does_not_import_orbax(tmp_path):
     code = (
-        "import sys; from jaxscale.checkpoint.config import CheckpointConfig; "
-        "from jaxscale.checkpoint.manager import Checkpoints; "
+        "import sys; from jaxscale.runtime.checkpoint.config import CheckpointConfig; "
+        "from jaxscale.runtime.checkpoint.manager import Checkpoints; "
         "Checkpoints(sys.argv[1], CheckpointConfig()).latest_step(); "
         "sys.exit('orbax.checkpoint' in sys.modules)"
     )

@@ -9,9 +9,9 @@ from ckpt_states import refuse_to_open
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import (
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.retention import (
     RetentionFacts,
     StepFacts,
     delete_step,

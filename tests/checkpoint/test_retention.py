@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from ckpt_states import refuse_to_open
 
-from jaxscale.checkpoint import retention
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import RetentionFacts, retained_steps
+from jaxscale.runtime.checkpoint import retention
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.retention import RetentionFacts, retained_steps
 from jaxscale.system.exits import Exit, Stop
 
 

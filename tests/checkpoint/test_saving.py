@@ -16,9 +16,9 @@ import pytest
 from ckpt_states import abstract, assert_same_bits, make_state, stop_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.storage_errors import stop_if_unwritable
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 

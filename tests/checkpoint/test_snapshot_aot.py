@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.snapshot import array_formats, copy_program
-from jaxscale.planning.topology import open_topology
+from jaxscale.runtime.checkpoint.snapshot import array_formats, copy_program
+from jaxscale.tools.planning.topology import open_topology
 
 ARRAYS, WIDTH = 12, 8192
 

@@ -8,14 +8,14 @@ import socket
 import kept_run
 import pytest
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.folders import copy_file
-from jaxscale.checkpoint.lock_stores import folder_lock
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import list_steps
-from jaxscale.checkpoint.transfer import copy_step, written_size_and_md5
-from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.folders import copy_file
+from jaxscale.runtime.checkpoint.lock_stores import folder_lock
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.retention import list_steps
+from jaxscale.runtime.checkpoint.transfer import copy_step, written_size_and_md5
+from jaxscale.runtime.checkpoint.verify import verify_folder
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 

@@ -11,16 +11,16 @@ from hf_folders import FLOAT32, make_folder, read_folder
 from hf_folders import LLAMA as HF_LLAMA
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.checkpoint.branch import branch_state, open_source
-from jaxscale.checkpoint.config import CheckpointConfig, InitConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import named_leaves
-from jaxscale.checkpoint.upcycle import plan_upcycling
 from jaxscale.cli import convert
-from jaxscale.interop import families
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.branch import branch_state, open_source
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import named_leaves
+from jaxscale.runtime.checkpoint.upcycle import plan_upcycling
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop import families
 
 DENSE = tiny.LLAMA | dict(num_layers=3)
 COPY = dict(number=4, chosen=2, mlp_dim=32)

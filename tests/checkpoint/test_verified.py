@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from ckpt_states import data_files, flip_bit, make_state, stop_of
 
-from jaxscale.checkpoint import array_store, write
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.fingerprint import fingerprints, host_fingerprint
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.read_back import DamagedCheckpoint, first_difference, piece_sums, verify_leaves
+from jaxscale.runtime.checkpoint import array_store, write
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.fingerprint import fingerprints, host_fingerprint
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.read_back import DamagedCheckpoint, first_difference, piece_sums, verify_leaves
 from jaxscale.system.exits import Exit
 
 

@@ -12,14 +12,14 @@ import pytest
 import tensorstore
 from ckpt_states import refuse_to_open
 
-from jaxscale.checkpoint import array_store
-from jaxscale.checkpoint.array_store import LeafFiles, index_damages
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.folders import COMMITTED
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import list_steps
-from jaxscale.checkpoint.transfer import copy_step
-from jaxscale.checkpoint.verify import verify_folder
+from jaxscale.runtime.checkpoint import array_store
+from jaxscale.runtime.checkpoint.array_store import LeafFiles, index_damages
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.folders import COMMITTED
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.retention import list_steps
+from jaxscale.runtime.checkpoint.transfer import copy_step
+from jaxscale.runtime.checkpoint.verify import verify_folder
 from jaxscale.system.exits import Exit, Stop
 
 

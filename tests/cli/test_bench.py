@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from jaxscale.cli import bench, bench_against
-from jaxscale.command_line import parse
-from jaxscale.config_file import load_config
-from jaxscale.models.mup_config import MupConfig
-from jaxscale.qualify import step
+from jaxscale.core.models.mup_config import MupConfig
+from jaxscale.settings.command_line import parse
+from jaxscale.settings.config_file import load_config
 from jaxscale.system import process
+from jaxscale.tools.qualify import step
 
 TINY = [
     "--spec=T",

@@ -10,8 +10,8 @@ import pytest
 from jaxscale import schema
 from jaxscale.cli import bench
 from jaxscale.cli.bench_data import compare_program, data_lines
-from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
 
 
 def test_every_stage_and_path_is_measured(tmp_path, capsys):

@@ -13,9 +13,9 @@ import pytest
 from gcs_emulator import Emulator, Fault
 
 from jaxscale import cli
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import ckpt
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Exit
 
 
@@ -159,7 +159,7 @@ import pathlib, re, sys
 from jaxscale.system.process import prepare_ahead
 prepare_ahead()
 from jax._src import xla_bridge
-from jaxscale.checkpoint import average, array_store
+from jaxscale.runtime.checkpoint import average, array_store
 from jaxscale.cli import ckpt
 array_store.READ_AHEAD_BYTES = average.COMMIT_BYTES = 8 << 20
 array_store.read_ahead.__defaults__ = (8 << 20,)

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from jaxscale import cli, help_text
+from jaxscale import cli
 from jaxscale.cli import verify
 from jaxscale.config import RunConfig
+from jaxscale.settings import help_text
 from jaxscale.system.exits import ADVICE, CODES_LINE, BadInput, Exit
 
 
@@ -35,7 +36,8 @@ def test_help_does_not_wait_for_jax():
 
 @pytest.mark.soak  # Python compiles jax once more for -OO, 20 s
 def test_pages_are_the_same_where_python_drops_docstrings():
-    code = "from jaxscale import cli, config, help_text\nprint(*map(cli.help_of, cli.VERBS), sep='')\n"
+    imports = "from jaxscale import cli, config; from jaxscale.settings import help_text"
+    code = f"{imports}\nprint(*map(cli.help_of, cli.VERBS), sep='')\n"
     code += "print(help_text.list_groups(config.RunConfig))"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and done.returncode == 0

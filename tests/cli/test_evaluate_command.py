@@ -10,8 +10,8 @@ import verbs
 
 import jaxscale
 from jaxscale.cli import evaluate
-from jaxscale.reporting import make_page
-from jaxscale.reporting.history import read_history
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.tools.reporting.page import make_page
 
 ITEMS = [{"context": "1 + 1 =", "choices": [" 3", " 2"], "answer": n % 2} for n in range(5)]
 WORDS = [{"text": f"say hello to {name}"} for name in ("Ann", "Bo", "Cy")]

@@ -11,9 +11,9 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.cli import bench, plan
-from jaxscale.config_file import load_config
-from jaxscale.planning import measured
+from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput, Exit
+from jaxscale.tools.planning import measured
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SEVEN = f"--config={ROOT / 'configs' / '7b.py'}"

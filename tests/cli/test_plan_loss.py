@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale import schema
 from jaxscale.cli.plan_loss import main
-from jaxscale.reporting.history import read_history
+from jaxscale.runtime.monitor.history import read_history
 
 TARGET = made_ladder.config(128, 1600)
 

@@ -11,14 +11,14 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.ahead import search
-from jaxscale.ahead.preflight import preflight as planner_preflight
 from jaxscale.cli import preflight
 from jaxscale.cli.preflight import PreflightFlags, answer
-from jaxscale.command_line import parse
-from jaxscale.hardware import Chip
-from jaxscale.planning.topology import Topology
+from jaxscale.core.hardware import Chip
+from jaxscale.settings.command_line import parse
 from jaxscale.system.exits import BadInput, Exit
+from jaxscale.tools.planning.topology import Topology
+from jaxscale.tools.preflight import search
+from jaxscale.tools.preflight.preflight import preflight as planner_preflight
 
 CHIP = Chip("simulated CPU", 1e12, 2**30, 1e11, "made up for tests", ici_bandwidth=1e10)
 # Rows so long that the scores of attention fill most of a device: then other settings need less.

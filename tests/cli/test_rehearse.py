@@ -15,15 +15,15 @@ import tiny
 from xla_flags import xla_flags
 
 from jaxscale import units
-from jaxscale.checkpoint import write
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.write import MARGIN
 from jaxscale.cli import compare_runs, rehearsal, rehearse
 from jaxscale.cli.rehearsal import NO, NOTE, OK, NoGo, Rehearsal, Report
 from jaxscale.cli.two_runs import comparable
-from jaxscale.command_line import flags_of, parse
-from jaxscale.run.options import RunOptions
+from jaxscale.runtime.checkpoint import write
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.write import MARGIN
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.settings.command_line import flags_of, parse
 from jaxscale.system.exits import BadInput, Exit
 
 ROOT = pathlib.Path(rehearse.__file__).parent.parent.parent

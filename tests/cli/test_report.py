@@ -12,7 +12,7 @@ import pytest
 from gcs_emulator import Emulator
 
 from jaxscale.cli import report
-from jaxscale.reporting.serve import Pages
+from jaxscale.tools.reporting.serve import Pages
 
 ROW = '{"step": 1, "loss": 3.0}\n'
 

@@ -16,12 +16,12 @@ import verbs
 
 from jaxscale.api.writing import SampleOptions
 from jaxscale.cli import sample, sample_chat
-from jaxscale.sampling.generator import Timing
-from jaxscale.sampling.text import GeneratedText
-from jaxscale.text.chat.template import load_template
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.saved import save_tokenizer
+from jaxscale.runtime.sampling.generator import Timing
+from jaxscale.runtime.sampling.text_stream import GeneratedText
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
 
 written, told = functools.partial(verbs.printed, sample), functools.partial(verbs.told, sample)
 

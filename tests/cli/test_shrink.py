@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from jaxscale.budget import resolve_budget
 from jaxscale.cli.shrink import as_overrides, changes_text, is_large, shrink, use_available_data, with_scaled_training
-from jaxscale.config_file import file_text, load_config
+from jaxscale.program.budget import resolve_budget
+from jaxscale.settings.config_file import file_text, load_config
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 LARGE = ["gpt2_124m.py", "1b.py", "7b.py", "13b.py", "70b.py"]

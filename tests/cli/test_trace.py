@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale import config, config_file, main, schema
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale import config, main, schema
 from jaxscale.cli import trace
-from jaxscale.command_line import parse
-from jaxscale.data.pipeline import open_data
 from jaxscale.main import TrainFlags
-from jaxscale.run.opening import open_run
-from jaxscale.run.resume_checks import check_same_past
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.run.resume_checks import check_same_past
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import parse
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.units import BatchSizes
 

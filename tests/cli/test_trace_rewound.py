@@ -7,7 +7,7 @@ import pytest
 from test_trace import home as home
 from test_trace import told, train
 
-from jaxscale import config_file
+from jaxscale.settings import config_file
 
 FLAGS = (
     "--config.train.guard.max_skipped_in_row=1", "--config.train.recovery.rewind_margin_steps=1",

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import nest
 from jaxscale.cli import compare_runs, rehearse, verify, verify_resume
 from jaxscale.cli.two_runs import TwoRuns
-from jaxscale.command_line import parse
-from jaxscale.config_file import load_config
-from jaxscale.monitor.machine import HostLoad
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import nest
+from jaxscale.runtime.monitor.machine import HostLoad
+from jaxscale.settings.command_line import parse
+from jaxscale.settings.config_file import load_config
+from jaxscale.settings.unread import as_read
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.unread import as_read
 
 STEPS = 12
 CONFIG = """

@@ -17,9 +17,9 @@ import pytest
 
 from jaxscale.cli import watch
 from jaxscale.cli.watch_frame import columns_of, cut, event_lines, frame, sparkline
-from jaxscale.monitor.goodput import iso_time
-from jaxscale.monitor.records import Follower
-from jaxscale.reporting.history import History
+from jaxscale.runtime.monitor.goodput import iso_time
+from jaxscale.runtime.monitor.history import History
+from jaxscale.runtime.monitor.records import Follower
 
 NOW = 1_790_000_000.0
 CONFIG = {

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxscale.corpus.curate.config import C4Config
-from jaxscale.corpus.curate.quality import count_sentences, make_c4
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import C4Config
+from jaxscale.tools.corpus.curate.quality import count_sentences, make_c4
 
 OFF = C4Config(
     terminal_punctuation=False, min_line_words=None, max_word_length=None, javascript=False, policies=False,

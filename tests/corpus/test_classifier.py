@@ -8,7 +8,8 @@ from gcs_emulator import Emulator
 
 from jaxscale import schema
 from jaxscale.api import corpora
-from jaxscale.corpus.curate.classifier import (
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.classifier import (
     COLUMN,
     TOO_LOW,
     make_classifier,
@@ -16,14 +17,13 @@ from jaxscale.corpus.curate.classifier import (
     read_model,
     train_classifier,
 )
-from jaxscale.corpus.curate.filter_config import ClassifierConfig
-from jaxscale.corpus.curate.hashes import word_hashes
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.tally import Tally
-from jaxscale.text.document import Document
+from jaxscale.tools.corpus.curate.filter_config import ClassifierConfig
+from jaxscale.tools.corpus.curate.hashes import word_hashes
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.tally import Tally
 
 SMALL = dict(bits=12, epochs=3)
 CFG = ClassifierConfig(good=("g",), bad=("b",), **SMALL)

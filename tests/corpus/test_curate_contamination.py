@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate import hashes
-from jaxscale.corpus.curate.config import ContaminationConfig
-from jaxscale.corpus.curate.contamination import (
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate import hashes
+from jaxscale.tools.corpus.curate.config import ContaminationConfig
+from jaxscale.tools.corpus.curate.contamination import (
     MAX_ITEMS,
     bloom_lookup,
     count_items,
@@ -22,9 +23,8 @@ from jaxscale.corpus.curate.contamination import (
     make_contamination,
     make_index,
 )
-from jaxscale.corpus.curate.hashes import mix64
-from jaxscale.corpus.prepare.report import evaluation_warnings
-from jaxscale.text.document import Document
+from jaxscale.tools.corpus.curate.hashes import mix64
+from jaxscale.tools.corpus.prepare.preparation_page import evaluation_warnings
 
 RNG = random.Random(0)
 

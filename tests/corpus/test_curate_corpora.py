@@ -10,13 +10,13 @@ import pyarrow.parquet
 import pytest
 from sketched import united
 
-from jaxscale.corpus.curate.config import ContaminationConfig, NearConfig, SubstringConfig
-from jaxscale.corpus.curate.contamination import make_contamination
-from jaxscale.corpus.curate.duplicates import make_near_sketch
-from jaxscale.corpus.curate.hashes import ngram_hashes, word_hashes
-from jaxscale.corpus.curate.substring import make_substring
-from jaxscale.corpus.prepare.join import split_items, write_sketch
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import ContaminationConfig, NearConfig, SubstringConfig
+from jaxscale.tools.corpus.curate.contamination import make_contamination
+from jaxscale.tools.corpus.curate.duplicates import make_near_sketch
+from jaxscale.tools.corpus.curate.hashes import ngram_hashes, word_hashes
+from jaxscale.tools.corpus.curate.substring import make_substring
+from jaxscale.tools.corpus.prepare.join import split_items, write_sketch
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
 C4 = CORPORA / "web_c4" / "c4-train-00000-of-01637.parquet"

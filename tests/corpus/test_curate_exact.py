@@ -6,10 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sketched import pairs_of
 
-from jaxscale.corpus.curate.config import ExactConfig, LineConfig
-from jaxscale.corpus.curate.duplicates import cut_lines, drop_documents, lines_at, make_exact_sketch, make_line_sketch
-from jaxscale.corpus.prepare.join import block_slice, split_items, write_sketch
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import ExactConfig, LineConfig
+from jaxscale.tools.corpus.curate.duplicates import (
+    cut_lines,
+    drop_documents,
+    lines_at,
+    make_exact_sketch,
+    make_line_sketch,
+)
+from jaxscale.tools.corpus.prepare.join import block_slice, split_items, write_sketch
 
 
 def documents_of(texts):

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate import hashes
-from jaxscale.corpus.curate.hashes import (
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate import hashes
+from jaxscale.tools.corpus.curate.hashes import (
     hash_words,
     line_hashes,
     ngram_hashes,
@@ -19,7 +20,6 @@ from jaxscale.corpus.curate.hashes import (
     word_hashes_of,
     word_spans,
 )
-from jaxscale.text.document import Document
 
 MIXED = st.text(
     st.sampled_from("abzAZ019 .,'\n\t_éÉßΣσςİı\u0301中文字ー한국кирилл\U0001d400\U0001f600\u00a0\u3000\x00")

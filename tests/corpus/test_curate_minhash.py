@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sketched import united
 
-from jaxscale.corpus.curate.config import NearConfig
-from jaxscale.corpus.curate.duplicates import (
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import NearConfig
+from jaxscale.tools.corpus.curate.duplicates import (
     bands_and_rows,
     choose_bands,
     detection_curve,
@@ -18,9 +19,8 @@ from jaxscale.corpus.curate.duplicates import (
     signatures,
     verification_curve,
 )
-from jaxscale.corpus.curate.hashes import word_hashes
-from jaxscale.corpus.prepare.join import split_items, write_sketch
-from jaxscale.text.document import Document
+from jaxscale.tools.corpus.curate.hashes import word_hashes
+from jaxscale.tools.corpus.prepare.join import split_items, write_sketch
 
 pytest.importorskip("rensa", reason="near duplicates need the extra jaxscale[prepare]")
 

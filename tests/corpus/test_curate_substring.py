@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.config import SubstringConfig
-from jaxscale.corpus.curate.substring import make_substring, repeated_passages
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import SubstringConfig
+from jaxscale.tools.corpus.curate.substring import make_substring, repeated_passages
 
 pytest.importorskip("pydivsufsort", reason="repeated passages need the extra jaxscale[prepare]")
 

@@ -9,13 +9,13 @@ import pytest
 from damage import DAMAGES, in_time
 
 from jaxscale import schema
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import MADE_FROM, make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.report import FACTS
-from jaxscale.data.manifest import NAME as MANIFEST
+from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import MADE_FROM, make_plan, prepare
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.preparation_page import FACTS
+from jaxscale.tools.corpus.prepare.progress import Progress
 
 pytestmark = pytest.mark.fault("F38")
 JSON_DAMAGES = {

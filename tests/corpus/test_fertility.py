@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxscale.corpus.prepare.fertility import measure, rows
-from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.config import TrainTokenizerConfig
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.train import train_tokenizer
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.train import train_tokenizer
+from jaxscale.tools.corpus.prepare.fertility import measure, rows
 
 DOCUMENTS = [
     Document("two words", source="web", language="en"),

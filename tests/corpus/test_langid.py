@@ -17,13 +17,13 @@ pytest.importorskip("py3langid", reason="py3langid (jaxscale[prepare]) is not in
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-from jaxscale.corpus.curate import langid
-from jaxscale.corpus.curate.config import LanguageConfig
-from jaxscale.corpus.curate.langid import DOUBT, REASON, identify, make_language
-from jaxscale.corpus.prepare.config import PrepareConfig, SourceConfig
-from jaxscale.text.document import Document
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import read_file
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.read import read_file
+from jaxscale.tools.corpus.curate import langid
+from jaxscale.tools.corpus.curate.config import LanguageConfig
+from jaxscale.tools.corpus.curate.langid import DOUBT, REASON, identify, make_language
+from jaxscale.tools.corpus.prepare.config import PrepareConfig, SourceConfig
 
 CORPORA = pathlib.Path(__file__).parents[2] / ".." / "shared" / "corpora"
 SAMPLES = {

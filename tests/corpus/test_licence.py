@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxscale.corpus.curate.config import LicenceConfig
-from jaxscale.corpus.curate.licence import DENIED, NOT_ALLOWED, UNKNOWN, make_licence
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import LicenceConfig
+from jaxscale.tools.corpus.curate.licence import DENIED, NOT_ALLOWED, UNKNOWN, make_licence
 
 
 def reason(licence, **settings):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.pii import FILE_ENDINGS, KINDS, PIIConfig, find_pii, make_pii
-from jaxscale.corpus.curate.pii_national import NATIONAL_IDS, find_national_ids, verhoeff
-from jaxscale.corpus.curate.pii_numbers import luhn
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.pii import FILE_ENDINGS, KINDS, PIIConfig, find_pii, make_pii
+from jaxscale.tools.corpus.curate.pii_national import NATIONAL_IDS, find_national_ids, verhoeff
+from jaxscale.tools.corpus.curate.pii_numbers import luhn
 
 EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}")  # not our own pattern
 

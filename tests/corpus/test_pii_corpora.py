@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from jaxscale.corpus.curate.pii import KINDS, Span, find_pii
+from jaxscale.tools.corpus.curate.pii import KINDS, Span, find_pii
 
 PRESIDIO_KINDS = {
     "EMAIL_ADDRESS": "email", "IP_ADDRESS": "ip", "IBAN_CODE": "iban", "CREDIT_CARD": "card", "US_SSN": "national_id",

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.hashes import Sketch, mix64
-from jaxscale.corpus.prepare import join
-from jaxscale.corpus.prepare.blocks import to_table, write_table
-from jaxscale.corpus.prepare.dedup import NEIGHBOURS, Join, find_pairs_by_shuffle, sketch_path, write_pairs
-from jaxscale.corpus.prepare.external_components import even_bounds, external_components
-from jaxscale.corpus.prepare.join import (
+from jaxscale.runtime.text.document import Document
+from jaxscale.system import digest
+from jaxscale.tools.corpus.curate.hashes import Sketch, mix64
+from jaxscale.tools.corpus.prepare import join
+from jaxscale.tools.corpus.prepare.block_files import to_table, write_table
+from jaxscale.tools.corpus.prepare.dedup import NEIGHBOURS, Join, find_pairs_by_shuffle, sketch_path, write_pairs
+from jaxscale.tools.corpus.prepare.external_components import even_bounds, external_components
+from jaxscale.tools.corpus.prepare.join import (
     MEMORY_BYTES,
     MEMORY_FACTOR,
     block_slice,
@@ -27,12 +29,10 @@ from jaxscale.corpus.prepare.join import (
     split_items,
     write_sketch,
 )
-from jaxscale.corpus.prepare.lookup import block_base, numbered_path, write_blocks
-from jaxscale.corpus.prepare.records import merge_runs, open_run
-from jaxscale.corpus.prepare.shuffle import Shuffle, ShuffleOutput, input_runs, merge_records, run_shuffle
-from jaxscale.corpus.prepare.tokens import write_merged
-from jaxscale.system import digest
-from jaxscale.text.document import Document
+from jaxscale.tools.corpus.prepare.lookup import block_base, numbered_path, write_blocks
+from jaxscale.tools.corpus.prepare.shuffle import Shuffle, ShuffleOutput, input_runs, merge_records, run_shuffle
+from jaxscale.tools.corpus.prepare.sorted_records import merge_runs, open_run
+from jaxscale.tools.corpus.prepare.tokens import write_merged
 
 BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=12), max_size=5)
 

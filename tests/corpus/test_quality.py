@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
-from jaxscale.corpus.curate.quality import make_c4, make_fineweb, make_gopher
-from jaxscale.corpus.curate.repetition import make_repetition
+from jaxscale.runtime.text.document import Document
 from jaxscale.schema import from_dict, to_dict
-from jaxscale.text.document import Document
+from jaxscale.tools.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
+from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher
+from jaxscale.tools.corpus.curate.repetition import make_repetition
 
 MAKERS = {
     C4Config: make_c4,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.config import RepairConfig
-from jaxscale.corpus.curate.repair import CONTROL, EMPTY, INVALID, TOO_LONG, make_repair, repair
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import RepairConfig
+from jaxscale.tools.corpus.curate.repair import CONTROL, EMPTY, INVALID, TOO_LONG, make_repair, repair
 
 PLAIN = RepairConfig(mojibake=False)
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.config import RepetitionConfig
-from jaxscale.corpus.curate.english import words_of
-from jaxscale.corpus.curate.repetition import count_repeats, make_repetition, ngram_keys, repeated_characters
-from jaxscale.corpus.curate.words import block_stats
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.config import RepetitionConfig
+from jaxscale.tools.corpus.curate.english import words_of
+from jaxscale.tools.corpus.curate.repetition import count_repeats, make_repetition, ngram_keys, repeated_characters
+from jaxscale.tools.corpus.curate.words import block_stats
 
 RULES = [field.name for field in dataclasses.fields(RepetitionConfig) if field.name != "words"]
 OFF = dataclasses.replace(RepetitionConfig(words="spacy"), **dict.fromkeys(RULES))

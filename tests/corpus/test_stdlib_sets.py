@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxscale.data import stdlib_sets
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus import stdlib_sets
 
 SOURCE = '''
 """A module."""

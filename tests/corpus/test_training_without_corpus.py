@@ -23,10 +23,12 @@ def closure(module):
     return {str(path.relative_to(ROOT)) for path in found}
 
 
-@pytest.mark.parametrize("module", ["jaxscale.main", "jaxscale.training.loop", "jaxscale.config", "jaxscale.api"])
+@pytest.mark.parametrize(
+    "module", ["jaxscale.main", "jaxscale.runtime.training.loop", "jaxscale.config", "jaxscale.api"]
+)
 def test_training_never_imports_the_corpus_builder(module):
-    assert not [name for name in closure(module) if name.startswith("jaxscale/corpus/")]
+    assert not [name for name in closure(module) if name.startswith("jaxscale/tools/corpus/")]
 
 
 def test_a_verb_that_prepares_a_corpus_does():
-    assert "jaxscale/corpus/prepare/engine.py" in closure("jaxscale.cli.prepare")
+    assert "jaxscale/tools/corpus/prepare/engine.py" in closure("jaxscale.cli.prepare")

@@ -4,9 +4,9 @@ import gzip
 
 import pytest
 
-from jaxscale.corpus.curate.filter_config import UrlConfig
-from jaxscale.corpus.curate.urls import LISTED, UNKNOWN, WORD, Blocklist, make_urls
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.filter_config import UrlConfig
+from jaxscale.tools.corpus.curate.urls import LISTED, UNKNOWN, WORD, Blocklist, make_urls
 
 
 def outcomes(urls, **settings):

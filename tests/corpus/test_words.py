@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate import words
-from jaxscale.corpus.curate.english import cut, words_of
-from jaxscale.corpus.curate.words import block_stats, hash_of, stats_of
-from jaxscale.text.document import Document
+from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate import words
+from jaxscale.tools.corpus.curate.english import cut, words_of
+from jaxscale.tools.corpus.curate.words import block_stats, hash_of, stats_of
 
 PIECES = (
     "cannot Mr. (a) :D word. Word.” x. 2014. (8) 10am don’t 'em “so” café. naïve, С.Ш.А. 漢字。 ... a.b £5 №5 ill. Ill."

@@ -6,8 +6,8 @@ import pytest
 from damage import MAKERS, OPENED, World, seen
 from gcs_emulator import BIG, Emulator
 
-from jaxscale.data import verified
-from jaxscale.data.pipeline import open_data
+from jaxscale.runtime.data import verified
+from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.bucket import Clock
 
 

@@ -11,17 +11,13 @@ from hypothesis import strategies as st
 pytest.importorskip("array_record", reason="array_record is not installed")
 
 from jaxscale import schema
-from jaxscale.data.array_record import (  # noqa: E402
-    export_array_record,
-    import_array_record,
-    read_records,
-)
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.shard_writer import ShardWriter  # noqa: E402
-from jaxscale.data.shards import open_shard  # noqa: E402
-from jaxscale.text.sources.array_record import load_package
-from jaxscale.text.sources.files import SourceFile
+from jaxscale.runtime.data.array_record import export_array_record, import_array_record, read_records  # noqa: E402
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.shard_writer import ShardWriter  # noqa: E402
+from jaxscale.runtime.data.shards import open_shard  # noqa: E402
+from jaxscale.runtime.text.sources.array_record_text import load_package
+from jaxscale.runtime.text.sources.files import SourceFile
 
 
 def write_shard(folder, name, documents, vocab_size):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from made_rows import make_rows, whole
 from twins import twins
 
-from jaxscale.data import array_folder, best_fit
-from jaxscale.data.bins import best_fit_decreasing, fill_by_pairs, pack_bins
-from jaxscale.data.row_plan import open_arrays, open_rows
+from jaxscale.runtime.data import array_folder, best_fit
+from jaxscale.runtime.data.bins import best_fit_decreasing, fill_by_pairs, pack_bins
+from jaxscale.runtime.data.row_plan import open_arrays, open_rows
 
 
 def first_tokens(lengths):

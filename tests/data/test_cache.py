@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.data.cache import index_raw, scan_raw
-from jaxscale.data.config import DataConfig
-from jaxscale.data.header import read_header
-from jaxscale.data.shard_writer import ShardWriter, dtype_for
-from jaxscale.data.shards import open_shard
-from jaxscale.data.tokenize import open_tokenised
-from jaxscale.text.sources.files import list_files
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.data.cache import index_raw, scan_raw
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.header import read_header
+from jaxscale.runtime.data.shard_writer import ShardWriter, dtype_for
+from jaxscale.runtime.data.shards import open_shard
+from jaxscale.runtime.data.tokenize import open_tokenised
+from jaxscale.runtime.text.sources.files import list_files
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 # Tokenises the files given on the command line, and waits as told at the second chunk (a folder is then half written).
 SLOW_WRITER = """
 import pathlib, sys, time
-from jaxscale.data.tokenize import open_tokenised
-from jaxscale.data.config import DataConfig
-from jaxscale.text.sources.files import list_files
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.data.tokenize import open_tokenised
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.text.sources.files import list_files
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 class Slow(ByteTokenizer):
     chunks = 0

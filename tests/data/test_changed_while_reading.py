@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from damage import DAMAGES, OPENED, in_time
 
-from jaxscale.data import verified
-from jaxscale.data.cache import open_or_rebuild
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.verified import FileWatch, snapshot_files
+from jaxscale.runtime.data import verified
+from jaxscale.runtime.data.cache import open_or_rebuild
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.verified import FileWatch, snapshot_files
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.foreign import Unreadable, cannot_read
 

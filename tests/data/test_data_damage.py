@@ -8,16 +8,16 @@ import pytest
 from damage import DAMAGES, OPENED, in_time, seen, text
 
 from jaxscale.cli.trace import line_of
-from jaxscale.data.config import DataConfig
-from jaxscale.data.header import encode_header
-from jaxscale.data.ledger import Ledger
-from jaxscale.data.lineage import lineage_table
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.run.resume_checks import open_same_data
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.document_lineage import lineage_table
+from jaxscale.runtime.data.header import encode_header
+from jaxscale.runtime.data.ledger import Ledger
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.run.resume_checks import open_same_data
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.load import ByteTokenizer
 
 pytestmark = pytest.mark.fault("F38")
 ANOTHER = "another fingerprint"

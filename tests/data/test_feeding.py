@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data import best_fit
-from jaxscale.data.config import DataConfig
-from jaxscale.data.order import batch_index, step_of
-from jaxscale.data.pipeline import open_data
+from jaxscale.runtime.data import best_fit
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.order import batch_index, step_of
+from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
 
 T = 32
@@ -179,7 +179,7 @@ def as_dict(batch, n, rows):
 def test_grain_is_imported_before_a_run_has_threads():
     """While it is imported no other thread's import works; a run once ended with "LazyModule is not callable"."""
     code = (
-        "import sys, threading, jaxscale.run.opening; "
+        "import sys, threading, jaxscale.runtime.run.opening; "
         "sys.exit('grain' not in sys.modules or threading.active_count() > 1)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

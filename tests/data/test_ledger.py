@@ -6,16 +6,16 @@ import random
 import numpy as np
 import pytest
 
-from jaxscale.data import array_folder
-from jaxscale.data.config import DataConfig
-from jaxscale.data.ledger import Ledger
-from jaxscale.data.lineage import lineage_table
-from jaxscale.data.names import publish_names
-from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.data import array_folder
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.document_lineage import lineage_table
+from jaxscale.runtime.data.ledger import Ledger
+from jaxscale.runtime.data.names import publish_names
+from jaxscale.runtime.data.objective_config import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 T, ROWS = 32, 6
 OBJECTIVES = {

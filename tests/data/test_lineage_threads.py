@@ -7,8 +7,8 @@ import sys
 SCRIPT = """
 import os
 import pyarrow.parquet
-from jaxscale.text.document import Document
-from jaxscale.data.lineage import lineage_bytes, lineage_table, parse_lineage
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.data.document_lineage import lineage_bytes, lineage_table, parse_lineage
 content = lineage_bytes(lineage_table([Document("a", file="f", offset=n) for n in range(9)]), 9)
 before = set(os.listdir("/proc/self/task"))
 assert parse_lineage(content, ["file", "offset"])["offset"].to_pylist() == list(range(9))

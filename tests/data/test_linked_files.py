@@ -3,16 +3,16 @@
 import pytest
 
 from jaxscale import schema
-from jaxscale.corpus.curate import contamination
-from jaxscale.corpus.curate.filter_config import UrlConfig
-from jaxscale.corpus.curate.urls import list_paths
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import make_plan
-from jaxscale.corpus.prepare.examples import example_files
-from jaxscale.data.checks import check_data
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
+from jaxscale.runtime.data.checks import check_data
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus.curate import contamination
+from jaxscale.tools.corpus.curate.filter_config import UrlConfig
+from jaxscale.tools.corpus.curate.urls import list_paths
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import make_plan
+from jaxscale.tools.corpus.prepare.examples import example_files
 
 
 @pytest.fixture

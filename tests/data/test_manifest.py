@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxscale.data.manifest import (
+from jaxscale.runtime.data.manifest import (
     check_manifest,
     is_manifest,
     manifest_problems,
@@ -16,7 +16,7 @@ from jaxscale.data.manifest import (
     verify_once,
     write_manifest,
 )
-from jaxscale.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shard_writer import ShardWriter
 
 TOKENIZER = {"name": "old.json", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 SOME_FILE = {"bytes": 1, "sha256": "0" * 64}

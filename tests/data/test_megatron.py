@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.config import DataConfig
-from jaxscale.data.megatron import (
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.megatron import (
     HEAD,
     TYPES,
     export_megatron,
@@ -18,11 +18,11 @@ from jaxscale.data.megatron import (
     megatron_shard,
     read_index,
 )
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.shards import open_shard
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shards import open_shard
+from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.files import SourceFile
 
 REAL = Path(__file__).parents[3] / "shared/corpora/web_openwebtext/meg-gpt2-openwebtext_text_document.bin"
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.config import check_mixture
-from jaxscale.data.mixture import from_record, pattern_of, plan_mixture, same_prefix, whole_counts, with_detours
+from jaxscale.runtime.data.config import check_mixture
+from jaxscale.runtime.data.mixture import from_record, pattern_of, plan_mixture, same_prefix, whole_counts, with_detours
 from jaxscale.units import BatchSizes
 
 NAMES = ("web", "code", "math")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxscale.data.objective_config import MaskedLmConfig, SpanCorruptionConfig, Ul2Config
-from jaxscale.data.objectives import find_ids
-from jaxscale.text.tokenizer.base import ObjectiveTokens
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.data.objective_config import MaskedLmConfig, SpanCorruptionConfig, Ul2Config
+from jaxscale.runtime.data.objectives import find_ids
+from jaxscale.runtime.text.tokenizer.base import ObjectiveTokens
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 BYTES, VOCAB = ByteTokenizer(), 1000
 

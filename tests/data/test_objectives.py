@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.batch import Batch, padding_row, stack_rows, tokens_hash
-from jaxscale.data.objective_config import (
+from jaxscale.core.batch import Batch, padding_row, stack_rows, tokens_hash
+from jaxscale.runtime.data.objective_config import (
     MaskedLmConfig,
     NextTokenConfig,
     PrefixLmConfig,
@@ -21,10 +21,10 @@ from jaxscale.data.objective_config import (
     noise_amount,
     row_lengths,
 )
-from jaxscale.data.objectives import apply_objective, apply_with_origin, find_ids
-from jaxscale.data.objectives.corrupt import join_shortest
-from jaxscale.data.objectives.packed_row import random_floats, random_integers, random_words
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, find_ids
+from jaxscale.runtime.data.objectives.corrupt import join_shortest
+from jaxscale.runtime.data.objectives.packed_row import random_floats, random_integers, random_words
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 BYTES, VOCAB, EOS, MASK, FIRST = ByteTokenizer(), 1000, 256, 257, 270
 MODES = {"R": 260, "S": 261, "X": 262}

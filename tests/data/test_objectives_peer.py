@@ -11,9 +11,9 @@ import subprocess
 import numpy as np
 import pytest
 
-from jaxscale.data.batch import Batch, stack_rows
-from jaxscale.data.objective_config import SpanCorruptionConfig
-from jaxscale.data.objectives import apply_objective, find_ids
+from jaxscale.core.batch import Batch, stack_rows
+from jaxscale.runtime.data.objective_config import SpanCorruptionConfig
+from jaxscale.runtime.data.objectives import apply_objective, find_ids
 
 PYTHON = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
 PACK = """

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.permutation import LARGEST, permuted, unpermuted
+from jaxscale.runtime.data.permutation import LARGEST, permuted, unpermuted
 
 
 @given(st.integers(1, 3000), st.text(max_size=5))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import check_data, evenly_spaced, open_data
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.split import file_holdout
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import check_data, evenly_spaced, open_data
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.split import file_holdout
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.system.exits import BadInput
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from gcs_emulator import BIG, Fault
 
-from jaxscale.corpus.publish import publish
-from jaxscale.data.manifest import read_manifest, write_manifest
-from jaxscale.data.remote import ShardCache, locator, map_ids, shard_cache
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.shards import fetch_indexes, read_lineage
-from jaxscale.data.token_files import open_remote_set
+from jaxscale.runtime.data.manifest import read_manifest, write_manifest
+from jaxscale.runtime.data.remote import ShardCache, locator, map_ids, shard_cache
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shards import fetch_indexes, read_lineage
+from jaxscale.runtime.data.token_files import open_remote_set
 from jaxscale.system.storage import open_bucket
+from jaxscale.tools.corpus.publish import publish
 
 PARTS = ["part-0", "part-1", "0/part-2"]  # as in a set of more shards than one folder should hold
 

@@ -7,10 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxscale.data.config import DataConfig
-from jaxscale.data.lineage import join_lineages, lineage_table
-from jaxscale.data.pipeline import open_data
-from jaxscale.text.document import Document
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.document_lineage import join_lineages, lineage_table
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.text.document import Document
 
 PAGE = (
     "<html><body><article><p>" + "The text of a page that is worth to be read. " * 20 + "</p></article></body></html>"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from gcs_emulator import BIG, Fault
 
-from jaxscale.data.remote import ShardCache
+from jaxscale.runtime.data.remote import ShardCache
 from jaxscale.system.bucket import Clock
 from jaxscale.system.storage import open_bucket
 
@@ -256,7 +256,7 @@ def test_many_threads_that_ask_for_one_file_fetch_it_once(cache, gcs):
 # Fetches a file and prints its sha256, then waits until it is told to end.
 FETCHER = """
 import hashlib, pathlib, sys
-from jaxscale.data.remote import ShardCache
+from jaxscale.runtime.data.remote import ShardCache
 folder, name, size, sha256 = sys.argv[1:]
 print("begun", flush=True)
 cache = ShardCache(pathlib.Path(folder), 1_000_000, say=lambda line: None)

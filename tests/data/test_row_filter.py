@@ -5,13 +5,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxscale.data.batch import Batch
-from jaxscale.data.config import (
-    DataConfig,
-    RowFilterConfig,  # fmt: skip
-)
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.row_filter import (
+from jaxscale.core.batch import Batch
+from jaxscale.runtime.data.config import DataConfig, RowFilterConfig  # fmt: skip
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.row_filter import (
     ReplacementTokens,
     degenerate_rows,
     find_replacement_tokens,
@@ -19,7 +16,7 @@ from jaxscale.data.row_filter import (
     num_damaged,
     repeated_share,
 )
-from jaxscale.text.tokenizer.load import ByteTokenizer, load_tokenizer
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer, load_tokenizer
 
 T = 2048
 ON = RowFilterConfig(on=True)

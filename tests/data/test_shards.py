@@ -11,10 +11,10 @@ from damage import verify_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.header import SUFFIXES
-from jaxscale.data.lineage import lineage_bytes, lineage_table
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.data.shards import open_shard, read_lineage
+from jaxscale.runtime.data.document_lineage import lineage_bytes, lineage_table
+from jaxscale.runtime.data.header import SUFFIXES
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shards import open_shard, read_lineage
 
 TOKENIZER = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 

@@ -7,12 +7,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxscale.data.config import DataConfig
-from jaxscale.data.ledger import Ledger
-from jaxscale.data.objective_config import PrefixLmConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.remote import map_ids
-from jaxscale.data.shards import read_lineage
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.ledger import Ledger
+from jaxscale.runtime.data.objective_config import PrefixLmConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.remote import map_ids
+from jaxscale.runtime.data.shards import read_lineage
 from jaxscale.system.exits import BadInput
 
 SEED = np.random.default_rng(0)

@@ -9,8 +9,9 @@ import tomllib
 
 from shell_blocks import ROOT
 
-from jaxscale import cli, config_file
+from jaxscale import cli
 from jaxscale.cli import prepare
+from jaxscale.settings import config_file
 
 STANDS_FOR_A_CONFIG = ("FILE", "CONFIG.py", "...")
 WITHOUT_SETTINGS = ("completion", "ckpt", "report", "watch", "trace", "supervise")

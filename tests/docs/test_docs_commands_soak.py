@@ -14,7 +14,7 @@ from doc_kinds import SOAK, kind_of
 from page_commands import changed, commands, of_kind
 from shell_blocks import ROOT
 
-from jaxscale import config_file
+from jaxscale.settings import config_file
 
 SECONDS = 1200  # for one command, where others keep the machine busy
 OTHER = """print('{"tok_s": 1000.0, "seconds": 1.0, "stages": ["c4"]}')"""

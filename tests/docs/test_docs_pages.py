@@ -8,15 +8,16 @@ import sys
 import pytest
 from shell_blocks import ROOT
 
-from jaxscale import cli, config_file, schema
+from jaxscale import cli, schema
 from jaxscale.config import RunConfig
-from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.settings import config_file
 from jaxscale.system.exits import ADVICE, Exit, may_start_again
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
 
 sys.path[:0] = [str(ROOT / "docs")]
 from generators import api, architecture, figures, nav, reading, recipes, words  # noqa: E402
 
-from jaxscale.hardware import CHIPS  # noqa: E402
+from jaxscale.core.hardware import CHIPS  # noqa: E402
 
 SPEC = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")  # `build` is others' name too
 build = importlib.util.module_from_spec(SPEC)
@@ -58,7 +59,7 @@ def test_every_setting_verb_code_chip_and_config_is_in_the_reference(made):
 
 def test_every_module_and_what_it_offers_is_in_the_reference(made):
     text = "".join(page for name, page in made.items() if name.startswith("reference/api/"))
-    assert "## jaxscale.training.step\n" in text and "### make\\_train\\_step" in text
+    assert "## jaxscale.core.step\n" in text and "### make\\_train\\_step" in text
     modules = [path for path in (ROOT / "jaxscale").rglob("*.py") if path.name != "__init__.py"]
     missing = [path.name for path in modules if f".{path.stem}\n" not in text]
     assert len(modules) > 300 and not missing
@@ -127,7 +128,7 @@ def test_a_slower_network_slows_a_step_down():
 def test_every_cited_paper_is_on_the_reading_list(monkeypatch):
     page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
     told = reading.with_places(page)
-    assert "`jaxscale/planning/loss_law.py`" in told and told.count("*In the code:*") > 30
+    assert "`jaxscale/tools/planning/loss_law.py`" in told and told.count("*In the code:*") > 30
     with pytest.raises(ValueError, match="docs/reading.md lacks arXiv:2203.15556, cited in jaxscale/"):
         reading.with_places(page.replace("arXiv:2203.15556", "arXiv:0000.00000"))
     assert "[arXiv:2001.08361](https://arxiv.org/abs/2001.08361))." in told
@@ -205,7 +206,7 @@ def test_the_way_to_add_a_model_names_all_that_a_model_may_answer_in_its_own_way
     asked = set(
         re.findall(
             r"    def ([a-z]\w+)\(self|^    (\w+): ClassVar",
-            (ROOT / "jaxscale/models/config.py")
+            (ROOT / "jaxscale/core/models/config.py")
             .read_text(encoding="utf-8")
             .partition("class ModelConfig")[2]
             .partition("\n\n\n")[0],
@@ -253,6 +254,6 @@ def test_settings_and_files_that_sentences_name_are_there():
     found = {path.name: strange_names(path.read_text(encoding="utf-8"), path.parent) for path in SENTENCES}
     assert not {page: names for page, names in found.items() if names}
     said = (
-        "`optim.peak_rl=1`, `train.guard`, `--config.optim.peak_lr`, `evals.mine.file`, data/batch.py, `train/stepp.py`"
+        "`optim.peak_rl=1`, `train.guard`, `--config.optim.peak_lr`, `evals.mine.file`, core/batch.py, `train/stepp.py`"
     )
     assert strange_names(said, ROOT) == ["optim.peak_rl", "train/stepp.py"]

@@ -77,7 +77,7 @@ def test_nothing_in_the_pages_is_fetched_from_elsewhere(site):
 @pytest.mark.parametrize(
     ("word", "page"),
     [
-        ("watchdog", "reference/api/hosts.html"),
+        ("watchdog", "reference/api/runtime.hosts.html"),
         ("peak_lr", "reference/settings.html"),
         ("interconnect", "explanation/"),
     ],

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from shell_blocks import ROOT
 
-from jaxscale.sharding.context_axis import ContextAxis
-from jaxscale.sharding.schedules import IDLE, make_schedule, simulated_seconds
+from jaxscale.core.axes.context_axis import ContextAxis
+from jaxscale.core.axes.pipeline_schedules import IDLE, make_schedule, simulated_seconds
 
 sys.path[:0] = [str(ROOT / "docs")]
 from generators import svg, timelines, zigzag  # noqa: E402

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from jaxscale import config_file
+from jaxscale.settings import config_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "monitor")]
 from generators import scaling as generated  # noqa: E402
 from headless import BROWSER, Browser  # noqa: E402
 
-from jaxscale.planning import cost, scaling  # noqa: E402
+from jaxscale.tools.planning import cost, scaling  # noqa: E402
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to open the page in")
 

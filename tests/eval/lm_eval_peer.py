@@ -24,11 +24,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from jaxscale.api.inference import make_generator, open_model
 from jaxscale.cli import evaluate
-from jaxscale.eval import lm_eval_adapter
-from jaxscale.eval.scorer import Scorer
-from jaxscale.eval.text import EvalReading
-from jaxscale.inference import make_generator, open_model
+from jaxscale.runtime.eval import lm_eval_adapter
+from jaxscale.runtime.eval.bits_per_byte import EvalReading
+from jaxscale.runtime.eval.scorer import Scorer
 
 CONTEXT, BATCH = 96, 4
 

@@ -8,22 +8,23 @@ import sys
 import numpy as np
 import pytest
 
-from jaxscale.corpus.curate import contamination
-from jaxscale.eval import choice, items, text
-from jaxscale.eval.choice import encode_items
-from jaxscale.eval.items import read_items
-from jaxscale.eval.text import EvalReading, TextSet
+from jaxscale.runtime.eval import bits_per_byte as text
+from jaxscale.runtime.eval import choice, items
+from jaxscale.runtime.eval.bits_per_byte import EvalReading, TextSet
+from jaxscale.runtime.eval.choice import encode_items
+from jaxscale.runtime.eval.items import read_items
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources import records
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources import records
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.tools.corpus.curate import contamination
 
 pytestmark = pytest.mark.fault("H17")
 LIMITED = """
 import pathlib, resource, sys
-from jaxscale.eval.items import read_items
-from jaxscale.corpus.curate import contamination
+from jaxscale.runtime.eval.items import read_items
+from jaxscale.tools.corpus.curate import contamination
 import pyarrow.parquet
 resource.setrlimit(resource.RLIMIT_AS, (5 << 29, 5 << 29))
 for path in map(pathlib.Path, sys.argv[1:]):

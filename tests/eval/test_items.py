@@ -12,12 +12,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jaxscale.eval.choice import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
-from jaxscale.eval.items import EvalItem, SkippedItems, check_item_files, read_items
-from jaxscale.eval.scorer import Scores
-from jaxscale.eval.text import EvalReading
+from jaxscale.runtime.eval.bits_per_byte import EvalReading
+from jaxscale.runtime.eval.choice import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
+from jaxscale.runtime.eval.items import EvalItem, SkippedItems, check_item_files, read_items
+from jaxscale.runtime.eval.scorer import Scores
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.load import load_tokenizer
 
 PIQA = {"goal": "Open a tin.", "sol1": "With an opener.", "sol2": "With a song.", "label": 0}
 SCIQ = {"support": " Ice floats.", "question": "What floats?", "correct_answer": "ice"}

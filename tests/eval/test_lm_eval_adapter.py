@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from no_packages import no_distribution
 
+from jaxscale.api.inference import make_generator, open_model
 from jaxscale.cli import evaluate
-from jaxscale.eval.choice import encode_pair
-from jaxscale.eval.lm_eval_adapter import (
+from jaxscale.runtime.eval.bits_per_byte import EvalReading
+from jaxscale.runtime.eval.choice import encode_pair
+from jaxscale.runtime.eval.lm_eval_adapter import (
     Served,
     WriteSettings,
     flattened,
@@ -19,16 +21,14 @@ from jaxscale.eval.lm_eval_adapter import (
     rolling_log_likelihoods,
     write_settings,
 )
-from jaxscale.eval.scorer import Scorer, TokenSpan
-from jaxscale.eval.text import EvalReading
-from jaxscale.inference import make_generator, open_model
-from jaxscale.sampling.config import GREEDY, Sampling
+from jaxscale.runtime.eval.scorer import Scorer, TokenSpan
+from jaxscale.runtime.sampling.config import GREEDY, Sampling
+from jaxscale.runtime.text.chat.prompts import open_prompts
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.prompts import open_prompts
-from jaxscale.text.chat.template import load_template
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.saved import save_tokenizer
 
 CONTEXT = 32
 

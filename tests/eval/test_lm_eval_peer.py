@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxscale.inference import open_model
-from jaxscale.interop import families
+from jaxscale.api.inference import open_model
+from jaxscale.tools.interop import families
 
 PYTHON = os.environ.get("JAXSCALE_LM_EVAL_PYTHON", "")
 HERE = pathlib.Path(__file__).parent

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.eval.config import EvalConfig
-from jaxscale.eval.perplexity import evaluate, make_eval_step, position_ranges, summarise
+from jaxscale.runtime.eval.config import EvalConfig
+from jaxscale.runtime.eval.perplexity import evaluate, make_eval_step, position_ranges, summarise
 
 
 def nats_are_tokens(params, batch):

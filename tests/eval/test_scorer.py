@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from token_losses import make_token_losses
 
-from jaxscale.data.batch import Batch
-from jaxscale.eval.scorer import Scorer, TokenSpan, pack_spans, row_length
-from jaxscale.inference import make_generator, open_model
-from jaxscale.sampling.config import GREEDY
-from jaxscale.sharding.config import MeshConfig
+from jaxscale.api.inference import make_generator, open_model
+from jaxscale.core.batch import Batch
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.runtime.eval.scorer import Scorer, TokenSpan, pack_spans, row_length
+from jaxscale.runtime.sampling.config import GREEDY
 
 QUIET = dict(say=lambda line: None)
 

@@ -9,20 +9,20 @@ import pytest
 import tiny
 
 from jaxscale import main, schema
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
-from jaxscale.config_file import load_config
-from jaxscale.data.manifest import write_manifest
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.shard_writer import ShardWriter
-from jaxscale.run import resume_checks as same_run
-from jaxscale.run.changes import record_changes
-from jaxscale.run.opening import open_run
-from jaxscale.run.options import allowed_names
-from jaxscale.run.resume_checks import check_same_run, version_changes
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.data.manifest import write_manifest
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.run import resume_checks as same_run
+from jaxscale.runtime.run.changes import record_changes
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.run.options import allowed_names
+from jaxscale.runtime.run.resume_checks import check_same_run, version_changes
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
+from jaxscale.settings.config_file import load_config
+from jaxscale.settings.unread import unread
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.text.tokenizer.load import ByteTokenizer
-from jaxscale.unread import unread
 
 VALUES = dict(
     seq_len=16,
@@ -287,7 +287,7 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
     assert same_run.describe_data_changes(text_corpus(tmp_path), {"parts": begun.parts}).endswith(
         "07.txt is another and 2 more"
     )
-    monkeypatch.setattr("jaxscale.data.pipeline.MOST_PARTS", 5)
+    monkeypatch.setattr("jaxscale.runtime.data.pipeline.MOST_PARTS", 5)
     changed = text_corpus(tmp_path)
     assert [name for name in changed.parts if name.startswith(("file", "source"))] == ["source text"]
 

@@ -13,10 +13,10 @@ import pytest
 import tiny
 
 from jaxscale import build, config, schema
-from jaxscale.data.pipeline import open_data
-from jaxscale.run.opening import open_run
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training import loop
 
 STEPS = 10
 LENGTHS = (32, 64, 128, 48, 50)  # tokens of the documents, their end among them, in rows of 64

@@ -11,9 +11,9 @@ import pytest
 import tiny
 from xla_flags import xla_flags
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.run.opening import open_run, train_to_completion
 
 VALUES = {
     "train_tokens": "40 steps", "train.num_microbatches": 4, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,
@@ -23,7 +23,7 @@ VALUES = {
 CHILD = """
 import json, sys
 import tiny
-from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.runtime.run.opening import open_run, train_to_completion
 train_to_completion(open_run(tiny.config(json.loads(sys.argv[2])), sys.argv[1], lambda line: None))
 """
 ANYWHERE = ("step:5", "save/folder:2", "save/arrays:2", "save/finalized:1", "save/renamed:2", "verify/before:1",

@@ -3,11 +3,11 @@
 import pytest
 import tiny
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.monitor.events import read_events
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.options import RunOptions
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.run.options import RunOptions
 from jaxscale.system.exits import Exit, Stop
 
 VALUES = {

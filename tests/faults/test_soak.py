@@ -163,8 +163,8 @@ def bucket_variables(gcs):
 
 PROBE = """
 import sys, numpy as np
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 checkpoints = Checkpoints("gs://bucket/probe/checkpoints", CheckpointConfig())
 state = {"w": np.arange(8.0, dtype="float32")}
 checkpoints.save(1, state, {}); checkpoints.close()

@@ -11,7 +11,7 @@ import tiny
 from gcs_emulator import Emulator
 from xla_flags import xla_flags
 
-from jaxscale.checkpoint.lock_stores import process_state
+from jaxscale.runtime.checkpoint.lock_stores import process_state
 from jaxscale.system.exits import Exit
 
 VALUES = dict(

@@ -16,7 +16,7 @@ def test_few_tests_replace_functions_of_ours():
     "call, seen",
     [
         ("patch.setattr(write, 'free_bytes', f)", 1),
-        ("patch.setattr('jaxscale.checkpoint.write.free_bytes', f)", 1),
+        ("patch.setattr('jaxscale.runtime.checkpoint.write.free_bytes', f)", 1),
         ("mock.patch.object(write, 'free_bytes')", 1),
         ("patch.setattr(found.rules[0], 'look', f)", 1),
         ("for name in ('MARGIN', 'room_text'):\n    patch.setattr(write, name, f)", 1),
@@ -29,4 +29,4 @@ def test_few_tests_replace_functions_of_ours():
     ],
 )
 def test_a_replaced_function_of_ours_is_seen(call, seen):
-    assert len(own_patches(f"import os\nfrom jaxscale.checkpoint import write\n{call}")) == seen
+    assert len(own_patches(f"import os\nfrom jaxscale.runtime.checkpoint import write\n{call}")) == seen

@@ -7,7 +7,7 @@ import json
 import pathlib
 
 from jaxscale import schema
-from jaxscale.config_file import load_config
+from jaxscale.settings.config_file import load_config
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS = HERE.parent.parent / "configs"

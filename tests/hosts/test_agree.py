@@ -7,7 +7,7 @@ import processes
 import pytest
 from jax._src.lib import _jax
 
-from jaxscale.hosts.agree import blocking_get
+from jaxscale.runtime.hosts.agree import blocking_get
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import processes
 import pytest
 import tiny
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.monitor.events import read_events
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.monitor.events import read_events
 from jaxscale.system.exits import Exit
 
 VALUES = tiny.VALUES | dict(

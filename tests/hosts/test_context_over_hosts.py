@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import trace
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Exit
 
 STEPS, ROWS, SEQ_LEN = 24, 16, 16

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from jaxscale.hosts.exchange import Exchange, get, put
+from jaxscale.runtime.hosts.exchange import Exchange, get, put
 
 NAME = "3/17-0123456789abcdef"
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxscale.hosts.discovery import expand_counts, expand_nodes, query_instance, resolve_process, tpu_metadata
+from jaxscale.runtime.hosts.discovery import expand_counts, expand_nodes, query_instance, resolve_process, tpu_metadata
 
 SLURM = dict(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_NODEID="1",
              SLURM_STEP_NODELIST="gpu[009-010],big1", SLURM_STEP_TASKS_PER_NODE="2,1(x2)")  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxscale.hosts.config import host_budgets
+from jaxscale.runtime.hosts.config import host_budgets
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from jaxscale.hosts.maintenance import Maintenance
-from jaxscale.training.stopping import StopRequest
+from jaxscale.runtime.hosts.maintenance import Maintenance
+from jaxscale.runtime.training.stopping import StopRequest
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):

@@ -8,8 +8,8 @@ import processes
 import pytest
 import tiny
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Exit
 
 VALUES = dict(

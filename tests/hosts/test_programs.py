@@ -11,14 +11,14 @@ import pytest
 from gcs_emulator import Emulator
 from xla_flags import xla_flags
 
-from jaxscale.hosts.programs import TwoLevelCache
+from jaxscale.runtime.hosts.programs import TwoLevelCache
 
 PROGRAM = """
 import sys
 from jaxscale.system.process import prepare
 prepare()
 import jax, jax.numpy as jnp
-from jaxscale.hosts.programs import enable_shared_cache
+from jaxscale.runtime.hosts.programs import enable_shared_cache
 
 port, number = sys.argv[1:]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -12,12 +12,12 @@ pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 PROGRAM = """
 import sys
 import jax, numpy as np
-from jaxscale import config_file
+from jaxscale.settings import config_file
 from jaxscale.build import make_program
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.budget import resolve_budget
-from jaxscale.hosts.agree import barrier
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.hosts.agree import barrier
 from jaxscale.system import paths
 
 config, port, count, number = sys.argv[1:]

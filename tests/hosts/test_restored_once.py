@@ -13,9 +13,9 @@ pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 PROGRAM = """
 import json, sys
 import jax, numpy as np
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.hosts.agree import barrier
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.hosts.agree import barrier
 from jaxscale.system import paths
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

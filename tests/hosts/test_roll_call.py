@@ -8,9 +8,9 @@ import time
 import processes
 import pytest
 
-from jaxscale.hosts import roll_call
-from jaxscale.hosts.discovery import ProcessInfo
-from jaxscale.hosts.roll_call import call_roll, interface
+from jaxscale.runtime.hosts import roll_call
+from jaxscale.runtime.hosts.discovery import ProcessInfo
+from jaxscale.runtime.hosts.roll_call import call_roll, interface
 from jaxscale.system.exits import Exit, Stop
 
 FACTS = {"jax": "1", "seed": 0}

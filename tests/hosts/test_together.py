@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import Exit
 
 STEPS = 40

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from jaxscale.hosts import watch
-from jaxscale.hosts.discovery import ProcessInfo
-from jaxscale.hosts.roll_call import Connection
-from jaxscale.hosts.watch import Watch
+from jaxscale.runtime.hosts import watch
+from jaxscale.runtime.hosts.discovery import ProcessInfo
+from jaxscale.runtime.hosts.roll_call import Connection
+from jaxscale.runtime.hosts.watch import Watch
 from jaxscale.system.exits import Exit
 
 COUNT = 3

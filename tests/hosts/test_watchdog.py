@@ -12,11 +12,11 @@ import time
 import pytest
 from twins import twins
 
-from jaxscale.hosts import watchdog as module
-from jaxscale.hosts.config import HangConfig
-from jaxscale.hosts.watchdog import UNWATCHED, Watchdog
+from jaxscale.runtime.hosts import watchdog as module
+from jaxscale.runtime.hosts.config import HangConfig
+from jaxscale.runtime.hosts.watchdog import UNWATCHED, Watchdog
 
-ROOT = pathlib.Path(module.__file__).parent.parent.parent
+ROOT = pathlib.Path(module.__file__).parents[3]
 NEVER = HangConfig(**{field.name: 0 for field in dataclasses.fields(HangConfig)})
 
 
@@ -167,7 +167,7 @@ STANDSTILLS = {
 def test_a_real_process_ends_with_code_15_wherever_it_stands_still(tmp_path, how):
     program = (
         "import ctypes, dataclasses, sys, time\n"
-        "from jaxscale.hosts.watchdog import HangConfig, Watchdog\n"
+        "from jaxscale.runtime.hosts.watchdog import HangConfig, Watchdog\n"
         "def standstill():\n"
         f"    {STANDSTILLS[how]}\n"
         "with Watchdog(sys.argv[1], HangConfig(step_seconds=1)) as watchdog, watchdog.phase('step', 4):\n"

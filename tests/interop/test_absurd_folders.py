@@ -8,10 +8,10 @@ from test_experts import SMALL_MIXTRAL
 from test_foreign_folders import SMALL, with_tokenizer
 
 from jaxscale.cli import convert
-from jaxscale.interop import tokenizer_files
+from jaxscale.runtime.text.tokenizer.saved import open_saved
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.saved import open_saved
+from jaxscale.tools.interop import tokenizer_files
 
 pytestmark = pytest.mark.fault("H17")
 ABSURD = 10**9

@@ -13,14 +13,14 @@ from hf_folders import LLAMA, make_folder
 
 from jaxscale import schema
 from jaxscale.cli import convert
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.progress import Progress
 
 PACKED = pathlib.Path(__file__).parent.parent / "text" / "added_tokens.json.gz"
 REFERENCE = json.loads(gzip.decompress(PACKED.read_bytes()))

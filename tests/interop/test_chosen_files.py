@@ -7,9 +7,9 @@ import pytest
 from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_file, shapes_of, values_of, write_file
 
 from jaxscale.cli import convert
-from jaxscale.interop import hub, tokenizer_files
-from jaxscale.interop.hf_checkpoint import INDEX, WEIGHTS, open_checkpoint
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop import hub, tokenizer_files
+from jaxscale.tools.interop.hf_checkpoint import INDEX, WEIGHTS, open_checkpoint
 
 SHARDS = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
 

@@ -6,8 +6,8 @@ import pytest
 from gcs_emulator import Emulator, Fault
 from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_folder
 
-from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import convert
+from jaxscale.runtime.checkpoint.verify import verify_folder
 from jaxscale.system.paths import as_path
 
 CONFIG = LLAMA | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 256}

@@ -15,19 +15,19 @@ from test_family_settings import MIXTRAL, QWEN3_MOE
 from test_peft import make_adapter
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.checkpoint.branch import branch_state
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import nest
 from jaxscale.cli import convert
-from jaxscale.interop import families
-from jaxscale.interop.adapters import adapter_of_run
-from jaxscale.interop.chunking import CHUNK_BYTES, array_shapes, chunk_shapes, plan_units
-from jaxscale.models.config import LoraConfig
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.lora import A, B
+from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.lora import A, B
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.branch import branch_state
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import nest
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.adapters import adapter_of_run
+from jaxscale.tools.interop.chunking import CHUNK_BYTES, array_shapes, chunk_shapes, plan_units
 
 SMALL_MIXTRAL = LLAMA | dict(
     model_type="mixtral", architectures=["MixtralForCausalLM"], intermediate_size=24, num_local_experts=3,

@@ -5,10 +5,10 @@ import pathlib
 
 import pytest
 
-from jaxscale.config_file import load_config
-from jaxscale.interop import families
-from jaxscale.interop.families.unsupported import UNSUPPORTED
-from jaxscale.ops.config import RopeScaling
+from jaxscale.kernels.config import RopeScaling
+from jaxscale.settings.config_file import load_config
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.families.unsupported import UNSUPPORTED
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"

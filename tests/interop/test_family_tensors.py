@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.interop import families
-from jaxscale.models.experts_config import ExpertsConfig
-from jaxscale.models.gpt2_config import Gpt2Config
-from jaxscale.models.latent_config import LatentConfig
-from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.latent_attention_config import LatentConfig
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.moe_config import ExpertsConfig
+from jaxscale.tools.interop import families
 
 DEEPSEEK_KIND = dict(
     num_kv_heads=4, head_dim=12, latent=LatentConfig(kv_rank=6, nope_dim=8, rope_dim=4, value_dim=10), norm_eps=1e-6,

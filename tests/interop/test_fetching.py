@@ -13,8 +13,8 @@ from hf_folders import FLOAT32, make_folder
 from no_packages import no_distribution
 
 from jaxscale.cli import convert
-from jaxscale.interop import hub
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop import hub
 
 SHA = "a1" * 20
 TOKEN = "hf_" + "abcdefgh" * 4  # of the form that a real one has

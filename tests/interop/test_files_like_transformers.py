@@ -9,11 +9,11 @@ import file_choices
 import numpy as np
 import pytest
 
-from jaxscale.interop import tokenizer_files
-from jaxscale.interop.source_model import open_source_model
+from jaxscale.runtime.text.tokenizer.load import find_template
+from jaxscale.runtime.text.tokenizer.saved import open_saved
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.load import find_template
-from jaxscale.text.tokenizer.saved import open_saved
+from jaxscale.tools.interop import tokenizer_files
+from jaxscale.tools.interop.source_model import open_source_model
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch, transformers, peft and sentencepiece
 HERE = pathlib.Path(__file__).parent

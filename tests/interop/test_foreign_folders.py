@@ -8,11 +8,11 @@ import pytest
 from hf_folders import make_folder
 
 from jaxscale.cli import convert
-from jaxscale.interop import tokenizer_files
+from jaxscale.runtime.text.tokenizer.load import find_template, load_tokenizer, read_settings
+from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.load import find_template, load_tokenizer, read_settings
-from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.tools.interop import tokenizer_files
 
 pytestmark = pytest.mark.fault("H15")
 SECRET = "the content of a file of this machine"

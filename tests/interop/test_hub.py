@@ -12,9 +12,9 @@ import pytest
 from hf_folders import FLOAT32, make_folder, read_folder
 
 from jaxscale.cli import convert
-from jaxscale.interop import hub
-from jaxscale.interop.exporting import is_finished
+from jaxscale.runtime.checkpoint.export_folder import is_finished
 from jaxscale.system.exits import Exit, Stop
+from jaxscale.tools.interop import hub
 
 TOKEN = "hf_" + "abcdefgh" * 4  # of the form that a real one has
 

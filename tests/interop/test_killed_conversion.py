@@ -9,7 +9,7 @@ import pytest
 from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_folder
 from test_experts import SMALL_MIXTRAL
 
-from jaxscale.interop.journal import Journal
+from jaxscale.tools.interop.journal import Journal
 
 CONFIG = LLAMA | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 256}
 EXPERTS = SMALL_MIXTRAL | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 64, "num_local_experts": 4}
@@ -32,9 +32,9 @@ CASES = [
 # Each crash in a process of its own, which is forked before TensorStore has threads: one start of Python for all.
 SCRIPT = """
 import os, sys
-from jaxscale.checkpoint import array_store
+from jaxscale.runtime.checkpoint import array_store
 from jaxscale.cli import convert
-from jaxscale.interop import chunking
+from jaxscale.tools.interop import chunking
 chunking.PIECE_BYTES = 32 << 10  # as if the model were larger
 array_store.COMMIT_BYTES = 64 << 10
 

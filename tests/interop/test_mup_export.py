@@ -9,13 +9,13 @@ import tiny
 from hf_folders import read_folder
 
 from jaxscale import schema
-from jaxscale.checkpoint.branch import branch_state
-from jaxscale.checkpoint.config import CheckpointConfig, InitConfig
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import convert
 from jaxscale.config import RunConfig
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import logits, make_model
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.runtime.checkpoint.branch import branch_state
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.system.exits import BadInput
 
 MUP = dict(base_dim=8, base_head_dim=4, base_layers=1)

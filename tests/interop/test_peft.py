@@ -14,19 +14,19 @@ from hf_folders import FLOAT32, GPT2, LLAMA, assert_same, make_folder, read_file
 from token_losses import make_token_losses
 
 from jaxscale import schema
-from jaxscale.checkpoint.branch import open_source
+from jaxscale.api.inference import LoadedModel, read_model_config, restore_params
 from jaxscale.cli import convert
-from jaxscale.data.batch import Batch
-from jaxscale.inference import LoadedModel, read_model_config, restore_params
-from jaxscale.interop import adapter_config, tokenizer_files
-from jaxscale.interop.adapters import A_SUFFIX, B_SUFFIX, PEFT_PREFIX
-from jaxscale.models.config import LoraConfig
-from jaxscale.models.plan import ParallelSettings, resolve_plan
-from jaxscale.models.sharded import shard_model
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
+from jaxscale.core.batch import Batch
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.sharded import shard_model
+from jaxscale.core.plan import ParallelSettings, resolve_plan
+from jaxscale.runtime.checkpoint.branch import open_source
+from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop import adapter_config, tokenizer_files
+from jaxscale.tools.interop.adapters import A_SUFFIX, B_SUFFIX, PEFT_PREFIX
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch, transformers and peft
 SIDE = pathlib.Path(__file__).parent / "peft_side.py"

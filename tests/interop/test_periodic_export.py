@@ -9,15 +9,15 @@ import pytest
 import tiny
 from hf_folders import make_folder, read_folder
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.retention import pinned_steps
 from jaxscale.cli import convert
-from jaxscale.interop.config import ExportConfig
-from jaxscale.interop.periodic import Exporter, periodic_exports
-from jaxscale.monitor.events import Events
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.training.services import Services
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.periodic_export import Exporter, periodic_exports
+from jaxscale.runtime.checkpoint.retention import pinned_steps
+from jaxscale.runtime.monitor.events import Events
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.training.loop_services import Services
 
 
 class Watched(Exporter):

@@ -7,7 +7,7 @@ import pytest
 from hf_folders import LLAMA, make_folder, shapes_of, values_of, write_file
 
 from jaxscale.cli import convert
-from jaxscale.interop.hf_checkpoint import open_checkpoint
+from jaxscale.tools.interop.hf_checkpoint import open_checkpoint
 
 INDEX = "model.safetensors.index.json"
 

@@ -9,8 +9,8 @@ import pytest
 import rope_cases
 from rope_cases import FULL, SLIDING, WORDS
 
-from jaxscale.interop import families
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop import families
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
 HERE = pathlib.Path(__file__).parent

@@ -10,17 +10,17 @@ from hf_folders import BFLOAT16, FLOAT32, GPT2, LLAMA, assert_same, make_folder,
 
 from jaxscale import config as run_config
 from jaxscale import schema
-from jaxscale.checkpoint.branch import InitSource, branch_state
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import nest
-from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import convert
-from jaxscale.interop import families
-from jaxscale.interop.chunking import array_shapes
-from jaxscale.interop.exporting import hf_origin
-from jaxscale.run.opening import open_run
+from jaxscale.runtime.checkpoint.branch import InitSource, branch_state
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import nest
+from jaxscale.runtime.checkpoint.verify import verify_folder
+from jaxscale.runtime.run.opening import open_run
 from jaxscale.system.exits import Exit, Stop
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.chunking import array_shapes
+from jaxscale.tools.interop.exporting import hf_origin
 
 FLOAT16 = np.dtype("<f2")
 

@@ -10,12 +10,12 @@ import pytest
 from hf_folders import make_folder
 from trained_tokenizers import SENTENCES, make_tokenizers
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import convert
-from jaxscale.interop import families
-from jaxscale.interop.families.settings import unread
-from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.families.settings import unread
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
 SIDE = pathlib.Path(__file__).parent / "transformers_side.py"

@@ -1,9 +1,9 @@
 """One tokenizer of each kind that can be trained here, trained on a few lines."""
 
-from jaxscale.text.tokenizer.bpe import train_bpe
-from jaxscale.text.tokenizer.config import TrainTokenizerConfig
-from jaxscale.text.tokenizer.sentencepiece import train_sentencepiece
-from jaxscale.text.tokenizer.wordpiece import train_wordpiece
+from jaxscale.runtime.text.tokenizer.bpe import train_bpe
+from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig
+from jaxscale.runtime.text.tokenizer.sentencepiece import train_sentencepiece
+from jaxscale.runtime.text.tokenizer.wordpiece import train_wordpiece
 
 SENTENCES = [
     "The mesh says where an axis lives, and the model what it means.",

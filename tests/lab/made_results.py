@@ -4,8 +4,8 @@ import zlib
 
 import numpy as np
 
-from jaxscale.lab.trial import Base, Result
-from jaxscale.reporting.history import History
+from jaxscale.runtime.monitor.history import History
+from jaxscale.tools.lab.trial import Base, Result
 
 BASE = Base.load("configs/lab.py", {})
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxscale.lab import estimate
+from jaxscale.tools.lab import estimate
 
 
 def test_the_interval_of_a_mean_holds_nine_times_in_ten():

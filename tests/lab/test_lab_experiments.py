@@ -6,11 +6,11 @@ import pytest
 
 from jaxscale import main as training
 from jaxscale.cli.lab import main
-from jaxscale.lab import vary
-from jaxscale.lab.experiment import Options
-from jaxscale.lab.experiments import EXPERIMENTS
-from jaxscale.lab.page import lab_page
-from jaxscale.lab.trial import Base, distinct, folder_of, read_result
+from jaxscale.tools.lab import vary
+from jaxscale.tools.lab.experiment import Options
+from jaxscale.tools.lab.experiment_page import lab_page
+from jaxscale.tools.lab.experiments import EXPERIMENTS
+from jaxscale.tools.lab.trial import Base, distinct, folder_of, read_result
 
 TINY = {
     "train_tokens": "4096", "seq_len": "32", "batch_tokens": "256", "eval.num_rows": "8", "model.num_layers": "1",

@@ -8,9 +8,9 @@ import pytest
 from made_results import BASE
 
 from jaxscale.cli.lab import main
-from jaxscale.lab import precision, running
-from jaxscale.lab.trial import Base, folder_of, outcome_of, read_result
 from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.tools.lab import precision, running
+from jaxscale.tools.lab.trial import Base, folder_of, outcome_of, read_result
 
 SMALL = ["--config=configs/lab.py", "--config.train_tokens=20 steps", "--config.eval.num_rows=8"]
 

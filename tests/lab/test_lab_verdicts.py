@@ -9,15 +9,15 @@ import pytest
 from headless import BROWSER, Browser
 from made_results import BASE, made, noisy
 
-from jaxscale.lab import batch, clipping, isoflop, ladder, optimizers, precision, rate, resume, shape, vary, width
-from jaxscale.lab.experiment import Options
-from jaxscale.lab.experiments import EXPERIMENTS
-from jaxscale.lab.page import lab_page
-from jaxscale.lab.sizes import inner_flops, wider
-from jaxscale.lab.trial import Base, seconds_of
-from jaxscale.planning.best_size import loss_law_text
-from jaxscale.planning.loss_law import Point, fit
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.lab import batch, clipping, isoflop, ladder, optimizers, precision, rate, resume, shape, vary, width
+from jaxscale.tools.lab.experiment import Options
+from jaxscale.tools.lab.experiment_page import lab_page
+from jaxscale.tools.lab.experiments import EXPERIMENTS
+from jaxscale.tools.lab.sizes import inner_flops, wider
+from jaxscale.tools.lab.trial import Base, seconds_of
+from jaxscale.tools.planning.best_size import loss_law_text
+from jaxscale.tools.planning.loss_law import Point, fit
 
 USUAL = BASE.cfg.optim.peak_lr
 

@@ -13,7 +13,7 @@ import pytest
 from scripts import LAUNCH, ROOT, printed, shell
 from xla_flags import xla_flags
 
-from jaxscale import config_file
+from jaxscale.settings import config_file
 
 STAGES = ["data", "tokenizer", "base", "chat", "evaluate", "card"]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.checkpoint.merge import with_adapter
-from jaxscale.models.config import lora_flops, lora_params
-from jaxscale.models.lora import A, Adapted, B, is_adapter, make_lora_grouped_project
-from jaxscale.ops.slots import ON_CPU, project_expert, run_in_slots
-from jaxscale.optim.groups import dotted
+from jaxscale.core.models.config import lora_flops, lora_params
+from jaxscale.core.models.lora import A, Adapted, B, is_adapter, make_lora_grouped_project
+from jaxscale.core.optim.groups import dotted
+from jaxscale.kernels.matmul.slots import ON_CPU, project_expert, run_in_slots
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.merge import with_adapter
 
 ALL = (r"attention\.w[qo]$", r"mlp\.(gate|up|down)$", r"shared\.up$")
 BASE = {

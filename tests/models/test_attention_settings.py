@@ -9,10 +9,10 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.model import logits, make_model
-from jaxscale.models.plan import single_device_plan
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.core.plan import single_device_plan
 
 
 def made(form, **settings):

@@ -10,15 +10,15 @@ import pytest
 import tiny
 from flax import nnx
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.models.experts import SparseMlp
-from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERTS_DROPPED, ExpertsConfig
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.model import token_losses
-from jaxscale.models.plan import UNSHARDED
-from jaxscale.ops.routing import capacity_mask
-from jaxscale.training.expert_load import ExpertLoad
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.model import token_losses
+from jaxscale.core.models.moe import SparseMlp
+from jaxscale.core.models.moe_config import EXPERT_COUNTS, EXPERTS_DROPPED, ExpertsConfig
+from jaxscale.core.plan import UNSHARDED
+from jaxscale.kernels.matmul.routing import capacity_mask
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.training.expert_load import ExpertLoad
 
 EXPERTS = dict(number=4, chosen=2, mlp_dim=8)
 BASE = {

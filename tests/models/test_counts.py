@@ -6,10 +6,10 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.models.gpt2_config import Gpt2Config
-from jaxscale.models.layers import split_model
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.model import make_model
+from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.layers import split_model
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.model import make_model
 
 GPT2_124M = dict(vocab_size=50_257, num_layers=12, embed_dim=768, num_heads=12, max_seq_len=1024)
 LLAMA2_7B = dict(

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.data.batch import EncoderInput
-from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.gpt2_config import Gpt2Config
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.model import hidden_states, logits, make_model
-from jaxscale.models.t5_config import T5Config
-from jaxscale.ops.attention.xla import MaskSpec
+from jaxscale.core.batch import EncoderInput
+from jaxscale.core.models.encoder_config import EncoderConfig
+from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.model import hidden_states, logits, make_model
+from jaxscale.core.models.t5_config import T5Config
+from jaxscale.kernels.attention.xla import MaskSpec
 
 T = 16
 DECODERS = {"llama": LlamaConfig(**tiny.LLAMA), "gpt2": Gpt2Config(**tiny.GPT2)}

@@ -12,15 +12,15 @@ import pytest
 import tiny
 from flax import nnx
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.models.latent import EPS, LatentAttention
-from jaxscale.models.layers import split_model
-from jaxscale.models.model import make_model
-from jaxscale.models.plan import UNSHARDED
-from jaxscale.ops.rope import make_rotation
-from jaxscale.planning.memory import activation_sizes
-from jaxscale.planning.speed import recomputed_flops
+from jaxscale.core.models.latent_attention import EPS, LatentAttention
+from jaxscale.core.models.layers import split_model
+from jaxscale.core.models.model import make_model
+from jaxscale.core.plan import UNSHARDED
+from jaxscale.kernels.rope import make_rotation
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.memory import activation_sizes
+from jaxscale.tools.planning.speed import recomputed_flops
 
 SIZES = dict(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10)
 YARN = dict(name="yarn", factor=4.0, original_max_len=8, mscale=1.0, mscale_all_dim=0.8)

@@ -8,17 +8,17 @@ import tiny
 from flax import nnx
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.models.config import LoraConfig, lora_flops, lora_params
-from jaxscale.models.layers import split_model
-from jaxscale.models.lora import Adapted, adapter_specs, add_adapter, add_adapters, is_adapter, make_lora_project
-from jaxscale.models.model import logits, make_model
-from jaxscale.models.plan import UNSHARDED
-from jaxscale.ops.project import cpu_project, einsum_project
-from jaxscale.training import statistics
-from jaxscale.training.replicas import make_replica_check
+from jaxscale.core import statistics
+from jaxscale.core.models.config import LoraConfig, lora_flops, lora_params
+from jaxscale.core.models.layers import split_model
+from jaxscale.core.models.lora import Adapted, adapter_specs, add_adapter, add_adapters, is_adapter, make_lora_project
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.core.plan import UNSHARDED
+from jaxscale.kernels.matmul.project import cpu_project, einsum_project
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.training.replicas import make_replica_check
 
 LORA = {"lora.rank": 4}
 SPECS = ("BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,DF->BTF")

@@ -10,14 +10,14 @@ import pytest
 import tiny
 from flax import nnx
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.models.experts import SparseMlp
-from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERT_ROUNDS, ROUTER_ENTROPY, ROUTER_SCORES
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.plan import UNSHARDED
-from jaxscale.optim.groups import dotted
-from jaxscale.training.balance import ROUTER_BIAS, is_balance_param
+from jaxscale.core.balance import ROUTER_BIAS, is_balance_param
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.moe import SparseMlp
+from jaxscale.core.models.moe_config import EXPERT_COUNTS, EXPERT_ROUNDS, ROUTER_ENTROPY, ROUTER_SCORES
+from jaxscale.core.optim.groups import dotted
+from jaxscale.core.plan import UNSHARDED
+from jaxscale.program.budget import resolve_budget
 
 EXPERTS = dict(number=8, chosen=2, mlp_dim=16)
 DEEPSEEK = EXPERTS | dict(

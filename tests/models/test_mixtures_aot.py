@@ -6,11 +6,11 @@ import importlib.util
 import pytest
 import tiny
 
-from jaxscale.ahead.hlo import read_hlo
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.links import make_torus
-from jaxscale.planning.topology import link_domains, open_topology
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.links import make_torus
+from jaxscale.tools.planning.topology import link_domains, open_topology
+from jaxscale.tools.preflight.hlo import read_hlo
 
 pytestmark = [
     pytest.mark.aot,

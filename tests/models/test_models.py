@@ -13,10 +13,10 @@ import pytest
 import tiny
 from twins import twins
 
-from jaxscale.models.gpt2_config import Gpt2Config
-from jaxscale.models.layers import dropout, merge_model, split_model
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.model import logits, make_model, summed_loss, token_losses, unembed
+from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.layers import dropout, merge_model, split_model
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.model import logits, make_model, summed_loss, token_losses, unembed
 
 T = 16
 MODELS = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2}

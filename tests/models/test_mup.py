@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program, make_updates
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import logits, make_model
-from jaxscale.models.mup_config import folding_factor, without_mup
-from jaxscale.optim.groups import dotted
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.core.models.mup_config import folding_factor, without_mup
+from jaxscale.core.optim.groups import dotted
+from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
 
 AT_BASE = dict(base_dim=16, base_head_dim=8, base_layers=2)  # the sizes of tiny.LLAMA

@@ -10,7 +10,7 @@ import pytest
 from xla_flags import xla_flags
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-LINE = '    "mine": ("jaxscale.models.mine:MineConfig", "jaxscale.models.mine:Mine"),\n'
+LINE = '    "mine": ("jaxscale.core.models.mine:MineConfig", "jaxscale.core.models.mine:Mine"),\n'
 MODEL = '''"""Attention and a ReLU MLP, each added to the residual stream."""
 
 import dataclasses
@@ -19,10 +19,10 @@ from typing import Literal
 import jax
 from flax import nnx
 
-from jaxscale.models.config import ModelConfig
-from jaxscale.models.layers import constant, make_stack, param, run_stack
-from jaxscale.ops.embed import lookup_sharded
-from jaxscale.ops.norm import rms_norm
+from jaxscale.core.models.config import ModelConfig
+from jaxscale.core.models.layers import constant, make_stack, param, run_stack
+from jaxscale.kernels.embed import lookup_sharded
+from jaxscale.kernels.norm import rms_norm
 from jaxscale.schema import setting
 
 
@@ -99,15 +99,16 @@ def get_config():
 
 def package_with_the_model(folder: pathlib.Path) -> None:
     """The package as it is, by links, but for one file more and one line more."""
-    models = folder / "jaxscale" / "models"
+    models = folder / "jaxscale" / "core" / "models"
     models.mkdir(parents=True)
-    for path in (ROOT / "jaxscale").iterdir():
-        if path.name != "models":
-            (folder / "jaxscale" / path.name).symlink_to(path)
-    for path in (ROOT / "jaxscale" / "models").glob("*.py"):
+    for parent, changed in (("jaxscale", "core"), ("jaxscale/core", "models")):
+        for path in (ROOT / parent).iterdir():
+            if path.name != changed:
+                (folder / parent / path.name).symlink_to(path)
+    for path in (ROOT / "jaxscale" / "core" / "models").glob("*.py"):
         if path.name != "__init__.py":
             (models / path.name).symlink_to(path)
-    registry = (ROOT / "jaxscale" / "models" / "__init__.py").read_text()
+    registry = (ROOT / "jaxscale" / "core" / "models" / "__init__.py").read_text()
     assert registry.count("MODELS = {\n") == 1
     (models / "__init__.py").write_text(registry.replace("MODELS = {\n", "MODELS = {\n" + LINE))
     (models / "mine.py").write_text(MODEL)

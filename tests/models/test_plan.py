@@ -5,9 +5,9 @@ import pytest
 import tiny
 
 from jaxscale.build import parallel_settings
-from jaxscale.models.plan import UNSHARDED, ParallelSettings, resolve_plan, without_stages
-from jaxscale.sharding.config import MeshConfig, PipelineConfig
-from jaxscale.sharding.mesh import make_mesh
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig, PipelineConfig
+from jaxscale.core.plan import UNSHARDED, ParallelSettings, resolve_plan, without_stages
 from jaxscale.system.exits import BadInput
 
 STAGES = {"mesh.pipeline": 2, "model.num_layers": 4, "model.remat": "full", "train.num_microbatches": 4}

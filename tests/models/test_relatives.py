@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.model import logits, make_model
-from jaxscale.models.plan import single_device_plan
-from jaxscale.ops.activation import geglu_tanh
-from jaxscale.ops.attention import windowed_or_full
-from jaxscale.ops.config import RopeScaling, WindowLayers
-from jaxscale.ops.norm import rms_norm, rms_norm_heads
-from jaxscale.ops.recorder import make_recorder
-from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS
+from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.core.plan import single_device_plan
+from jaxscale.core.recorder import make_recorder
+from jaxscale.kernels.activation import geglu_tanh
+from jaxscale.kernels.attention import windowed_or_full
+from jaxscale.kernels.config import RopeScaling, WindowLayers
+from jaxscale.kernels.norm import rms_norm, rms_norm_heads
 
 T = tiny.SEQ_LEN
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models.config import SAVED_NAMES
-from jaxscale.models.gpt2_config import Gpt2Config
-from jaxscale.models.latent_config import LatentConfig
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.model import make_model, summed_loss
+from jaxscale.core.models.config import SAVED_NAMES
+from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.latent_attention_config import LatentConfig
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.model import make_model, summed_loss
 
 ROWS, T = 4, 16
 LATENT = LatentConfig(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10)

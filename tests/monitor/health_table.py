@@ -19,8 +19,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import recorded_runs  # noqa: E402
 from curves import EVERY, FAULTS, NOISE, SCHEDULES, Fault, Kind, clean, faulty  # noqa: E402
 
-from jaxscale.monitor.config import RULES
-from jaxscale.monitor.health import Finding, Health, RunFacts  # noqa: E402
+from jaxscale.runtime.monitor.config import RULES
+from jaxscale.runtime.monitor.health import Finding, Health, RunFacts  # noqa: E402
 
 DOC = pathlib.Path(__file__).parents[2] / "docs" / "health_table.md"
 TUNED, SEEN, REPORTED = range(4), range(4, 8), range(8, 12)

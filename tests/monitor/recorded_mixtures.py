@@ -16,9 +16,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import tiny  # noqa: E402
 
-from jaxscale.monitor.health import RunFacts, facts_from_config  # noqa: E402
-from jaxscale.run.opening import open_run  # noqa: E402
-from jaxscale.training import loop  # noqa: E402
+from jaxscale.runtime.monitor.health import RunFacts, facts_from_config  # noqa: E402
+from jaxscale.runtime.run.opening import open_run  # noqa: E402
+from jaxscale.runtime.training import loop  # noqa: E402
 
 FILE = pathlib.Path(__file__).parent / "recorded_mixtures.json.gz"
 QUIET = {

@@ -31,9 +31,9 @@ import json
 import pathlib
 import sys
 
-from jaxscale.monitor.config import HealthConfig
-from jaxscale.monitor.health import Finding, Health, RunFacts
-from jaxscale.monitor.health.evidence import pair_with_events
+from jaxscale.runtime.monitor.config import HealthConfig
+from jaxscale.runtime.monitor.health import Finding, Health, RunFacts
+from jaxscale.runtime.monitor.health.evidence import pair_with_events
 
 FILE = pathlib.Path(__file__).parent / "recorded_runs.json.gz"
 COLUMNS = ("step", "loss", "step_seconds", "data_wait_seconds", "learning_rate", "grad_norm", "skipped_total",

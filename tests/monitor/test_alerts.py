@@ -10,12 +10,12 @@ import types
 
 import pytest
 
-from jaxscale.monitor.alerts import Alerts, Diagnosis, finding_to_json, format_line, format_message, read_facts
-from jaxscale.monitor.config import HealthConfig, MonitorConfig
-from jaxscale.monitor.events import Events, read_events
-from jaxscale.monitor.health import Cause, Finding, RunFacts
-from jaxscale.monitor.webhook import MAX_PENDING, MAX_WAIT, VARIABLE, Webhook, retry_after, webhook_url
-from jaxscale.monitor.writers import Writer
+from jaxscale.runtime.monitor.alerts import Alerts, Diagnosis, finding_to_json, format_line, format_message, read_facts
+from jaxscale.runtime.monitor.config import HealthConfig, MonitorConfig
+from jaxscale.runtime.monitor.events import Events, read_events
+from jaxscale.runtime.monitor.health import Cause, Finding, RunFacts
+from jaxscale.runtime.monitor.webhook import MAX_PENDING, MAX_WAIT, VARIABLE, Webhook, retry_after, webhook_url
+from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.system import redact
 
 SPIKE = Finding(

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from jaxscale.monitor.console import Console, choose_style, printable
+from jaxscale.runtime.monitor.console import Console, choose_style, printable
 
 
 class Terminal(io.StringIO):

@@ -8,8 +8,8 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.monitor.events import Events, read_events
-from jaxscale.monitor.records import abandon
+from jaxscale.runtime.monitor.events import Events, read_events
+from jaxscale.runtime.monitor.records import abandon
 from jaxscale.system.exits import Exit, Stop
 
 
@@ -131,7 +131,7 @@ def test_in_a_bucket_what_another_wrote_before_the_first_upload_stays(gcs):
 
 @pytest.mark.fault("F18")
 def test_the_end_of_a_run_waits_as_long_for_its_events_as_for_its_metrics(gcs, monkeypatch):
-    monkeypatch.setattr("jaxscale.monitor.events.LAST_SECONDS", 0.1)
+    monkeypatch.setattr("jaxscale.runtime.monitor.events.LAST_SECONDS", 0.1)
     events = Events("gs://b/run", primary=True)
     events.note("started", 0)
     assert events.sync(20)

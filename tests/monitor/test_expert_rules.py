@@ -7,9 +7,9 @@ import recorded_mixtures
 from recorded_mixtures import HEALTHY, MIXTURES, SICK
 from recorded_runs import replay
 
-from jaxscale.monitor.config import HealthConfig
-from jaxscale.monitor.health import Health, RunFacts, facts_from_config
-from jaxscale.monitor.health.expert_rules import DeadExperts, RouterBias, RouterCollapse, balance_steps
+from jaxscale.runtime.monitor.config import HealthConfig
+from jaxscale.runtime.monitor.health import Health, RunFacts, facts_from_config
+from jaxscale.runtime.monitor.health.expert_rules import DeadExperts, RouterBias, RouterCollapse, balance_steps
 
 KINDS = {rule.kind for rule in (RouterCollapse, DeadExperts, RouterBias)}
 TOLD = {  # what must be told of a sick run, and after how many steps at the latest

@@ -9,13 +9,13 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.hosts.config import HangConfig
-from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.monitor.events import read_events
-from jaxscale.monitor.goodput import KINDS, TimeLedger, iso_time, measure_goodput, process_age_seconds
-from jaxscale.monitor.records import abandon
-from jaxscale.monitor.writers import open_records
-from jaxscale.reporting.history import read_history
+from jaxscale.runtime.hosts.config import HangConfig
+from jaxscale.runtime.hosts.watchdog import Watchdog
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.monitor.goodput import KINDS, TimeLedger, iso_time, measure_goodput, process_age_seconds
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.monitor.records import abandon
+from jaxscale.runtime.monitor.writers import open_records
 
 
 class Clock:

@@ -8,13 +8,13 @@ import pytest
 from recorded_runs import replay
 
 from jaxscale import schema
-from jaxscale.monitor.alerts import finding_to_json, format_message
-from jaxscale.monitor.config import RULES, HealthConfig
-from jaxscale.monitor.health import ALL, Health, RunFacts, facts_from_config
-from jaxscale.monitor.health.course_rules import interpolate_band
-from jaxscale.monitor.health.explanations import EXPLANATIONS
-from jaxscale.monitor.health.finding import is_harmless, parse_forecast
-from jaxscale.monitor.health.robust import Baseline, BlockMeans, median, slope
+from jaxscale.runtime.monitor.alerts import finding_to_json, format_message
+from jaxscale.runtime.monitor.config import RULES, HealthConfig
+from jaxscale.runtime.monitor.health import ALL, Health, RunFacts, facts_from_config
+from jaxscale.runtime.monitor.health.course_rules import interpolate_band
+from jaxscale.runtime.monitor.health.explanations import EXPLANATIONS
+from jaxscale.runtime.monitor.health.finding import is_harmless, parse_forecast
+from jaxscale.runtime.monitor.health.robust import Baseline, BlockMeans, median, slope
 from jaxscale.system.exits import BadInput
 
 FACTS = RunFacts(workdir="runs/a", total_steps=10_000, warmup_steps=100, decay="constant", clip_norm=1.0, branched=True)

@@ -8,8 +8,8 @@ import recorded_runs
 from curves import FAULTS, NOISE, Kind, clean
 from recorded_runs import replay
 
-from jaxscale.monitor.config import HealthConfig
-from jaxscale.monitor.health import Health
+from jaxscale.runtime.monitor.config import HealthConfig
+from jaxscale.runtime.monitor.health import Health
 
 STRONGEST = {fault.name: fault for fault in FAULTS}.values()  # the last of each name
 

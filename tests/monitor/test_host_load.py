@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from jaxscale.monitor import machine
-from jaxscale.monitor.machine import CpuSeconds, HostLoad, processor_seconds, read_cpu_seconds
+from jaxscale.runtime.monitor import machine
+from jaxscale.runtime.monitor.machine import CpuSeconds, HostLoad, processor_seconds, read_cpu_seconds
 
 STAT = """cpu  900 90 90 900 90 9 9 9 90 0
 cpu0 100 10 20 300 40 1 2 3 50 0

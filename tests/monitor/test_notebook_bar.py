@@ -4,8 +4,8 @@ import io
 import sys
 import types
 
-from jaxscale.monitor import console as notebook
-from jaxscale.monitor.console import Console, choose_style
+from jaxscale.runtime.monitor import console as notebook
+from jaxscale.runtime.monitor.console import Console, choose_style
 
 
 class Cell:

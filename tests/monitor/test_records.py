@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxscale.monitor.records import Damage, Follower, abandon, append, read_records, tail_records
-from jaxscale.monitor.writers import open_records
+from jaxscale.runtime.monitor.records import Damage, Follower, abandon, append, read_records, tail_records
+from jaxscale.runtime.monitor.writers import open_records
 
 TEXT = b'{"step": 1, "a": "}"}\nrubbish\n[1]\n\n{"step": 2}\n{"step": 3, "b": {"c": [4]}}'
 PLACES = range(len(TEXT) + 1)

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from jaxscale.monitor.machine import host_bytes_in_use, host_peak_bytes, memory_metrics
-from jaxscale.monitor.runinfo import git_commit, run_info, versions
+from jaxscale.runtime.monitor.machine import host_bytes_in_use, host_peak_bytes, memory_metrics
+from jaxscale.runtime.monitor.runinfo import git_commit, run_info, versions
 
 
 def git(folder, *arguments):
@@ -23,7 +23,9 @@ def git(folder, *arguments):
 
 
 def test_versions_come_from_metadata_without_imports():
-    code = "import sys; from jaxscale.monitor.runinfo import versions; versions(); sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys; from jaxscale.runtime.monitor.runinfo import versions; versions(); sys.exit('jax' in sys.modules)"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
     found = versions()

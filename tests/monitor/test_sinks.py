@@ -15,9 +15,9 @@ import pytest
 from no_packages import no_distribution
 
 from jaxscale import schema
-from jaxscale.monitor.config import MonitorConfig
-from jaxscale.monitor.sinks import ServiceRun, Sink
-from jaxscale.monitor.writers import Writer
+from jaxscale.runtime.monitor.config import MonitorConfig
+from jaxscale.runtime.monitor.sinks import ServiceRun, Sink
+from jaxscale.runtime.monitor.writers import Writer
 
 PLAIN = MonitorConfig(tensorboard=False, progress="off")
 
@@ -134,8 +134,8 @@ def test_a_writer_that_is_not_there_is_refused(value, told):
 
 USE = """
 import json, sys
-from jaxscale.monitor.writers import Writer
-from jaxscale.monitor.config import MonitorConfig
+from jaxscale.runtime.monitor.writers import Writer
+from jaxscale.runtime.monitor.config import MonitorConfig
 name, folder = sys.argv[1:]
 cfg = MonitorConfig(tensorboard=False, progress="lines", writers=(name,))
 for start, steps in ((0, range(1, 8)), (5, range(6, 11))):
@@ -211,7 +211,7 @@ def test_wandb_without_a_login_asks_nobody(tmp_path):
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed: pip install 'jaxscale[wandb]'")
     code = (
-        "import sys\nfrom jaxscale.monitor.sinks import OPENERS, Sink\n"
+        "import sys\nfrom jaxscale.runtime.monitor.sinks import OPENERS, Sink\n"
         "sink = Sink('wandb', sys.argv[1], OPENERS['wandb'])\nsink.finished.wait(60)\nprint(sink.problem)"
     )
     keep = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}

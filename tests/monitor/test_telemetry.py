@@ -7,8 +7,15 @@ import types
 
 import pytest
 
-from jaxscale.monitor import telemetry
-from jaxscale.monitor.telemetry import Telemetry, combine_devices, make_reader, parse_duty, parse_nvidia, read_nvidia
+from jaxscale.runtime.monitor import telemetry
+from jaxscale.runtime.monitor.telemetry import (
+    Telemetry,
+    combine_devices,
+    make_reader,
+    parse_duty,
+    parse_nvidia,
+    read_nvidia,
+)
 
 # the form of nvidia-smi --query-gpu=index,uuid,utilization.gpu,power.draw,temperature.gpu --format=csv,noheader,nounits
 TWO = """\

@@ -7,10 +7,10 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.monitor import upload
-from jaxscale.monitor.config import MonitorConfig
-from jaxscale.monitor.upload import Uploader
-from jaxscale.monitor.writers import Writer
+from jaxscale.runtime.monitor import upload
+from jaxscale.runtime.monitor.config import MonitorConfig
+from jaxscale.runtime.monitor.upload import Uploader
+from jaxscale.runtime.monitor.writers import Writer
 
 SECONDS = 20  # longer than anything here takes
 
@@ -155,7 +155,7 @@ def test_metrics_of_a_run_in_a_bucket_are_there_after_close_and_a_resumed_run_ad
 
 @pytest.mark.fault("F18")
 def test_a_run_says_on_its_console_that_its_metrics_may_not_be_written(gcs, capsys, monkeypatch):
-    monkeypatch.setattr("jaxscale.monitor.writers.LAST_SECONDS", 0.1)
+    monkeypatch.setattr("jaxscale.runtime.monitor.writers.LAST_SECONDS", 0.1)
     gcs.put("bucket", "run/metrics.jsonl", b"")
     gcs.weather = Weather(lacks={"storage.objects.delete"})
     writer = Writer("gs://bucket/run", MonitorConfig(progress="off"), 10)

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from jaxscale.monitor.config import MonitorConfig
-from jaxscale.monitor.writers import Writer, json_record
+from jaxscale.runtime.monitor.config import MonitorConfig
+from jaxscale.runtime.monitor.writers import Writer, json_record
 
 PLAIN = MonitorConfig(tensorboard=False, progress="off")
 
@@ -164,7 +164,7 @@ def test_a_folder_that_was_removed_ends_no_run_and_its_loss_is_said(tmp_path):
 
 
 def test_what_waits_for_a_disk_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxscale.monitor.records.MAX_UNWRITTEN", 3)
+    monkeypatch.setattr("jaxscale.runtime.monitor.records.MAX_UNWRITTEN", 3)
     (tmp_path / "run").mkdir()
     stream = io.StringIO()
     writer = Writer(tmp_path / "run", PLAIN, 100, stream=stream)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import blockwise, flash, resolve_attention, splash, unsupported_reason, xla
-from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds
+from jaxscale.kernels.attention import blockwise, flash, resolve_attention, splash, unsupported_reason, xla
+from jaxscale.kernels.config import ATTENTION_OUT, AttentionNeeds
 
 SHAPES = {  # B, T, N, K, H, block
     "one block": (2, 16, 2, 2, 8, 16),

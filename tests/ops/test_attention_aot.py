@@ -13,23 +13,23 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxscale.ahead.hlo import read_hlo
-from jaxscale.ahead.hlo_text import parse_module, parse_shapes
-from jaxscale.ahead.overlap import collective_rows
-from jaxscale.ahead.roofline import roofline
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.models.plan import context_parallel_attend, single_device_plan
-from jaxscale.ops.attention import cudnn_packed, resolve_attention, splash
-from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.rope import make_rotation
-from jaxscale.planning.links import make_torus
-from jaxscale.planning.topology import link_domains, open_topology
-from jaxscale.sharding.choice import Choice
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.context_axis import make_context_axis
-from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.rules import RULES, partition_spec
+from jaxscale.core.axes.context_axis import make_context_axis
+from jaxscale.core.choice import Choice
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.plan import context_parallel_attend, single_device_plan
+from jaxscale.core.rules import RULES, partition_spec
+from jaxscale.kernels.attention import cudnn_packed, resolve_attention, splash
+from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.kernels.rope import make_rotation
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.links import make_torus
+from jaxscale.tools.planning.topology import link_domains, open_topology
+from jaxscale.tools.preflight.hlo import read_hlo
+from jaxscale.tools.preflight.hlo_text import parse_module, parse_shapes
+from jaxscale.tools.preflight.overlap_table import collective_rows
+from jaxscale.tools.preflight.roofline import roofline
 
 pytestmark = pytest.mark.aot
 COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"

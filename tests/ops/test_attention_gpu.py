@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
-from jaxscale.ops.attention import cudnn, xla
+from jaxscale.kernels.attention import cudnn, xla
 
 def run(attend, dtype, q, k, v, ids, dout):
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), q.astype(dtype), k.astype(dtype), v.astype(dtype))

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import assert_equal_to_plain
 
-from jaxscale.ops.attention import cudnn_packed, resolve_attention
-from jaxscale.ops.attention.cudnn_packed import CudnnCall, Kernel, document_numbers, find_spans
-from jaxscale.ops.config import AttentionNeeds
+from jaxscale.kernels.attention import cudnn_packed, resolve_attention
+from jaxscale.kernels.attention.cudnn_packed import CudnnCall, Kernel, document_numbers, find_spans
+from jaxscale.kernels.config import AttentionNeeds
 
 
 def plain_kernel(window=None):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import resolve_attention, xla
-from jaxscale.ops.attention.xla import MaskSpec
-from jaxscale.ops.config import AttentionNeeds
+from jaxscale.kernels.attention import resolve_attention, xla
+from jaxscale.kernels.attention.xla import MaskSpec
+from jaxscale.kernels.config import AttentionNeeds
 
 B, T, S, N, K, H = 2, 9, 7, 4, 2, 8
 IDS_BT = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 2, 2, 3, 3, 3, 3]], np.int32)

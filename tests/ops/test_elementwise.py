@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.ops.activation import gelu_tanh, swiglu
-from jaxscale.ops.config import RopeScaling
-from jaxscale.ops.norm import layer_norm, rms_norm
-from jaxscale.ops.rope import frequencies, make_rotation, rotate, rotate_on_tpu
+from jaxscale.kernels.activation import gelu_tanh, swiglu
+from jaxscale.kernels.config import RopeScaling
+from jaxscale.kernels.norm import layer_norm, rms_norm
+from jaxscale.kernels.rope import frequencies, make_rotation, rotate, rotate_on_tpu
 
 random = np.random.default_rng(0)
 x_BTD = jnp.asarray(random.standard_normal((2, 3, 8)) * 3 + 1, jnp.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.ops import grouped
+from jaxscale.kernels.matmul import grouped
 
 project = functools.partial(grouped.grouped_project, grouped.megablox_matmuls(interpret=True))
 ROWS, CONTRACTED, WIDTH = 250, 128, 128  # no multiple of a tile

@@ -16,15 +16,15 @@ import tiny
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.ops import grouped, grouped_hopper, slots
-from jaxscale.planning.topology import open_topology
-from jaxscale.sharding.compiler_options import SLICE_FUSION
+from jaxscale.core.compiler_options import SLICE_FUSION
+from jaxscale.kernels.matmul import grouped, grouped_hopper, slots
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.topology import open_topology
 
 PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
-from jaxscale.ops.grouped import hopper_matmuls, is_hopper
+from jaxscale.kernels.matmul.grouped import hopper_matmuls, is_hopper
 
 if not is_hopper(jax.devices()[0]):
     raise SystemExit(3)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.models.plan import UNSHARDED, single_device_plan
-from jaxscale.ops.activation import swiglu
-from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.norm import rms_norm
-from jaxscale.ops.rope import make_rotation
+from jaxscale.core.plan import UNSHARDED, single_device_plan
+from jaxscale.kernels.activation import swiglu
+from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.kernels.norm import rms_norm
+from jaxscale.kernels.rope import make_rotation
 
 B, T, D, N, H, F = 2, 20, 8, 2, 4, 12
 NEEDS = AttentionNeeds(head_dim=H, dtype="float32")

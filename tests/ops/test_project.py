@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.project import contracted_axes, cpu_project, einsum_project
+from jaxscale.kernels.matmul.project import contracted_axes, cpu_project, einsum_project
 
 CASES = [  # spec, shape of x, shape of w
     ("BTD,DNH->BTNH", (2, 5, 8), (8, 3, 4)),

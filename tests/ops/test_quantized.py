@@ -10,10 +10,10 @@ import pytest
 import tiny
 from no_packages import no_distribution
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.ops.project import einsum_project
-from jaxscale.ops.quantized import RECIPES, quantized_project
+from jaxscale.kernels.matmul.project import einsum_project
+from jaxscale.kernels.matmul.quantized import RECIPES, quantized_project
+from jaxscale.program.budget import resolve_budget
 
 SHAPES = {  # einsum spec: (x, w); sums over 64 entries
     "BTD,DNH->BTNH": ((2, 8, 64), (64, 4, 16)),

@@ -8,8 +8,8 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.ops.config import RouterConfig
-from jaxscale.ops.routing import (
+from jaxscale.kernels.config import RouterConfig
+from jaxscale.kernels.matmul.routing import (
     combine,
     dispatch,
     gather_scores,

@@ -14,9 +14,9 @@ import tiny
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from jaxscale.models.experts import run_experts
-from jaxscale.ops import slots
-from jaxscale.ops.activation import swiglu
+from jaxscale.core.models.moe import run_experts
+from jaxscale.kernels.activation import swiglu
+from jaxscale.kernels.matmul import slots
 
 ROWS, EMBED, WIDTH = 330, 8, 12  # no multiple of a tile: of 4 experts each has 96 slots, and visits are of 32 rows
 COUNTS = {

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.optim.config import GroupConfig, OptimConfig
-from jaxscale.optim.groups import assign_groups, group_table
-from jaxscale.optim.optimizers import make_optimizer, moment_axes
+from jaxscale.core.optim.config import GroupConfig, OptimConfig
+from jaxscale.core.optim.groups import assign_groups, group_table
+from jaxscale.core.optim.optimizer import make_optimizer, moment_axes
 
 AXES = {
     "embedding": ("vocab", "embed"),

@@ -10,11 +10,11 @@ import pytest
 import tiny
 from stacks import losses, on_mesh, trained
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.low_precision_moments import cast_moments, dequantize, quantize, random_bits, to_bfloat16
-from jaxscale.planning.memory import memory_need, memory_rows
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.low_precision_moments import cast_moments, dequantize, quantize, random_bits, to_bfloat16
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.tools.planning.memory import memory_need, memory_rows
 
 RUNS = 400
 

@@ -11,9 +11,9 @@ import optax
 import pytest
 from stacks import RATE, draw, losses, on_mesh, trained
 
-from jaxscale.optim import muon
-from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.muon import PUBLISHED, newton_schulz, polar, scaled_polar
+from jaxscale.core.optim import muon
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.muon import PUBLISHED, newton_schulz, polar, scaled_polar
 
 MATRICES = ("wq", "wo", "gate", "up", "experts")
 

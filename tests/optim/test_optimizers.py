@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.groups import assign_groups
-from jaxscale.optim.optimizers import make_optimizer
-from jaxscale.optim.schedules import make_schedule
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.groups import assign_groups
+from jaxscale.core.optim.optimizer import make_optimizer
+from jaxscale.core.optim.schedules import make_schedule
 
 AXES = {"wq": ("embed", "heads"), "up": ("embed", "mlp")}
 SCHEDULE = make_schedule(decay="cosine", peak_lr=1e-2, min_lr=1e-3, warmup_steps=3, total_steps=12, decay_fraction=0.2)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
-from jaxscale.optim.schedules import make_schedule
+from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
 
 PEAK, MIN = 3e-4, 3e-5

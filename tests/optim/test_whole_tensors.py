@@ -10,7 +10,7 @@ import tiny
 from stacks import AXES, RATE, draw, losses, on_mesh, trained
 from twins import twins
 
-from jaxscale.optim.config import OptimConfig
+from jaxscale.core.optim.config import OptimConfig
 
 REFERENCES = {
     "adafactor": {},

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.checkpoint.record import nest
-from jaxscale.data.batch import Batch
-from jaxscale.interop import families
-from jaxscale.interop.chunking import array_shapes
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import logits, make_model, summed_loss
-from jaxscale.models.plan import UNSHARDED
+from jaxscale.core.batch import Batch
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import logits, make_model, summed_loss
+from jaxscale.core.plan import UNSHARDED
+from jaxscale.runtime.checkpoint.record import nest
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.chunking import array_shapes
 
 HERE = pathlib.Path(__file__).parent
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.interop import families
-from jaxscale.interop.fused_experts import initial_router_load
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import logits, make_model
-from jaxscale.models.plan import single_device_plan
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.core.plan import single_device_plan
+from jaxscale.tools.interop import families
+from jaxscale.tools.interop.fused_experts import initial_router_load
 
 HERE = pathlib.Path(__file__).parent
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 from twins import twins
 
-from jaxscale.data.batch import Batch
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import logits, make_model, summed_loss
-from jaxscale.optim.config import OptimConfig
-from jaxscale.optim.groups import assign_groups
-from jaxscale.optim.optimizers import make_optimizer
-from jaxscale.optim.schedules import make_schedule
-from jaxscale.training.accumulate import accumulate
-from jaxscale.training.config import LossScaleConfig, TrainConfig
-from jaxscale.training.state import init_loss_scale, init_state
-from jaxscale.training.step import gradients_of_state, make_train_step
+from jaxscale.core.accumulate import accumulate
+from jaxscale.core.batch import Batch
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import logits, make_model, summed_loss
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.groups import assign_groups
+from jaxscale.core.optim.optimizer import make_optimizer
+from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.core.state import init_loss_scale, init_state
+from jaxscale.core.step import gradients_of_state, make_train_step
+from jaxscale.core.train_config import LossScaleConfig, TrainConfig
 
 
 def full_rows(tokens_BU):

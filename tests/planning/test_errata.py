@@ -9,24 +9,24 @@ import pytest
 import tiny
 import tokenizers
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.data.cache import raw_dtype
-from jaxscale.data.config import DataConfig
-from jaxscale.hardware import CHIPS
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.ops.attention.blockwise import make_attend
-from jaxscale.optim.schedules import make_schedule
-from jaxscale.planning import cost, scaling
-from jaxscale.planning.communication import communication_time
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.memory import memory_lower_bound
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.propose import find_shape, shape_params
-from jaxscale.planning.published_mfu import ROWS, published_mfu
-from jaxscale.planning.speed import recomputed_flops
-from jaxscale.training.config import LossScaleConfig
-from jaxscale.training.state import adjust_loss_scale, init_loss_scale
+from jaxscale.core.hardware import CHIPS
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.core.state import adjust_loss_scale, init_loss_scale
+from jaxscale.core.train_config import LossScaleConfig
+from jaxscale.kernels.attention.blockwise import make_attend
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.cache import raw_dtype
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.tools.planning import cost, scaling
+from jaxscale.tools.planning.communication import communication_time
+from jaxscale.tools.planning.memory import memory_lower_bound
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.propose import find_shape, shape_params
+from jaxscale.tools.planning.published_mfu import ROWS, published_mfu
+from jaxscale.tools.planning.speed import recomputed_flops
 
 A100 = CHIPS["NVIDIA A100-SXM4-80GB"]
 GB = 1e9

@@ -6,10 +6,10 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.fitting import UNCOUNTED, fitting_program
+from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.fitting_mesh import UNCOUNTED, fitting_program
 
 
 @pytest.mark.parametrize(

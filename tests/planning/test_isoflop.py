@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from jaxscale.planning import envelope, isoflop, scaling
-from jaxscale.planning.loss_law import Point
-from jaxscale.planning.scaling import BESIROGLU, lowest_params, predicted_loss, train_flops
+from jaxscale.tools.planning import envelope, isoflop, scaling
+from jaxscale.tools.planning.loss_law import Point
+from jaxscale.tools.planning.scaling import BESIROGLU, lowest_params, predicted_loss, train_flops
 
 OTHER = scaling.LossFit(1.5, 20.0, 40.0, 0.25, 0.21, "made up")
 LAWS = {"besiroglu": BESIROGLU, "other": OTHER}

@@ -5,8 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from jaxscale.hardware import CHIPS
-from jaxscale.planning.links import (
+from jaxscale.core.hardware import CHIPS
+from jaxscale.tools.planning.links import (
     Phase,
     collective_phases,
     concurrent_phases,

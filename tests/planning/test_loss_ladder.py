@@ -6,10 +6,10 @@ import made_ladder
 import numpy as np
 import pytest
 
-from jaxscale.budget import resolve_budget
-from jaxscale.planning.ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
-from jaxscale.planning.loss_curve import PARTS, coverage, curve_shape, fraction_inside, make_band
-from jaxscale.planning.loss_law import Prediction, fit
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.loss_curve import PARTS, coverage, curve_shape, fraction_inside, make_band
+from jaxscale.tools.planning.loss_law import Prediction, fit
+from jaxscale.tools.planning.scaling_ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
 
 TARGET = made_ladder.config(128, 1600)
 BUDGET = resolve_budget(TARGET, None)

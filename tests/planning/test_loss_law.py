@@ -9,9 +9,9 @@ import pytest
 import scipy.optimize
 import scipy.stats
 
-from jaxscale.planning.loss_fit import PULL_AT, Problem
-from jaxscale.planning.loss_law import INTERVAL, LossLaw, Noise, Point, Terms, check_enough, fit, write_forecast
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.loss_fit import PULL_AT, Problem
+from jaxscale.tools.planning.loss_law import INTERVAL, LossLaw, Noise, Point, Terms, check_enough, fit, write_forecast
 
 # arXiv:2203.15556, equation 10 with the numbers of appendix D.3; and their revision in arXiv:2404.10102, table 1
 CHINCHILLA = Terms(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)

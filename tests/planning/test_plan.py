@@ -10,16 +10,16 @@ import tiny
 
 from jaxscale import units
 from jaxscale.cli.plan import run_of
-from jaxscale.config_file import load_config
-from jaxscale.hardware import CHIPS
-from jaxscale.planning import cautions, cost, measured, scaling
-from jaxscale.planning.cost import Range
-from jaxscale.planning.machine import measured_machine, open_machine
-from jaxscale.planning.measured import CompiledStep, Measured
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.propose import config_text, propose_for_flops, propose_for_size, shape_params
-from jaxscale.planning.text import WIDTH, plan_lines
+from jaxscale.core.hardware import CHIPS
+from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning import cautions, cost, measured, scaling
+from jaxscale.tools.planning.cost import Range
+from jaxscale.tools.planning.measured import CompiledStep, Measured
+from jaxscale.tools.planning.placeholder_devices import measured_machine, open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.plan_text import WIDTH, plan_lines
+from jaxscale.tools.planning.propose import config_text, propose_for_flops, propose_for_size, shape_params
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 H100, T4, V5P = CHIPS["NVIDIA H100 80GB HBM3"], CHIPS["Tesla T4"], CHIPS["TPU v5"]

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from jaxscale import config_file
 from jaxscale.api import planning as api
-from jaxscale.hardware import CHIPS
-from jaxscale.planning import measured as kept
-from jaxscale.planning.plan import PlanOptions
-from jaxscale.planning.published_mfu import published_mfu
+from jaxscale.core.hardware import CHIPS
+from jaxscale.settings import config_file
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning import measured as kept
+from jaxscale.tools.planning.plan import PlanOptions
+from jaxscale.tools.planning.published_mfu import published_mfu
 
 SEVEN = config_file.load_config("configs/7b.py", {})
 H100 = "NVIDIA H100 80GB HBM3"

@@ -6,16 +6,16 @@ import pathlib
 import jax
 import pytest
 
-from jaxscale.ahead.preflight import ahead_program
-from jaxscale.budget import resolve_budget
-from jaxscale.config_file import load_config
-from jaxscale.optim.groups import dotted
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.memory import host_bytes, memory_need, padding_bytes, shard_bytes
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.residuals import residuals_by_stack, tiled_bytes
-from jaxscale.planning.topology import open_topology
-from jaxscale.training.balance import is_balance_param
+from jaxscale.core.balance import is_balance_param
+from jaxscale.core.optim.groups import dotted
+from jaxscale.program.budget import resolve_budget
+from jaxscale.settings.config_file import load_config
+from jaxscale.tools.planning.memory import host_bytes, memory_need, padding_bytes, shard_bytes
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.residuals import residuals_by_stack, tiled_bytes
+from jaxscale.tools.planning.topology import open_topology
+from jaxscale.tools.preflight.preflight import ahead_program
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ONE_OF_EACH = {f"mesh.{axis}": 1 for axis in ("data", "expert", "tensor")}
@@ -24,8 +24,8 @@ GIB = 2**30
 
 
 # (config, topology, settings, GiB of the compiler): docs/scale.json, jax 0.12.0.1, libtpu 0.0.51, 2026-11-24; of GPUs
-# jax 0.10.2, 2026-11-21. The factors of planning/memory.py were fitted to what was compiled of these on 2026-11-21, all
-# of them with remat, before weights were fetched ahead.
+# jax 0.10.2, 2026-11-21. The factors of tools/planning/memory.py were fitted to what was compiled of these on
+# 2026-11-21, all of them with remat, before weights were fetched ahead.
 CASES = [
     ("13b", "v5p:8x8x8", {}, 6.68),
     ("13b", "4*v6e:16x16", {"mesh.data": "4"}, 5.05),
@@ -63,7 +63,8 @@ HELD_OUT = [
 # The quick start when its programs were looked at, until 2026-11-25.
 THEN = {"train.num_microbatches": "2", "model.compute_dtype": "float32", "optim.name": "adamw", "seq_len": "256"}
 THEN |= {"batch_tokens": "8 rows"}
-# Without remat. From the buffer assignments of these planning/residuals.py was written; no further number was fitted.
+# Without remat. From the buffer assignments of these tools/planning/residuals.py was written; no further number was
+# fitted.
 WITHOUT_REMAT = [
     ("quickstart", "v5e:2x2", THEN, 51.76 / 1024),
     ("masked_lm", "v5e:2x2", {}, 65.76 / 1024),

@@ -12,19 +12,19 @@ import re
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config_file import load_config
-from jaxscale.planning.collectives import step_collectives
-from jaxscale.planning.communication import communication_time
-from jaxscale.planning.experts import rows_per_round
-from jaxscale.planning.ladder import read_ladder
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.memory import memory_need
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.speed import estimate_step, recomputed_row_flops
-from jaxscale.planning.text import WIDTH, plan_lines
+from jaxscale.program.budget import resolve_budget
+from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.collectives import step_collectives
+from jaxscale.tools.planning.communication import communication_time
+from jaxscale.tools.planning.expert_traffic import rows_per_round
+from jaxscale.tools.planning.memory import memory_need
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.plan_text import WIDTH, plan_lines
+from jaxscale.tools.planning.scaling_ladder import read_ladder
+from jaxscale.tools.planning.speed import estimate_step, recomputed_row_flops
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CONFIG = str(CONFIGS / "mixtral_8x7b.py")

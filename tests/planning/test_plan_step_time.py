@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxscale.planning.measured import from_record, interpolate_rate
+from jaxscale.tools.planning.measured import from_record, interpolate_rate
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ROUNDS = 3  # in turns: a program that starts beside us slows both

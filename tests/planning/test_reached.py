@@ -6,14 +6,14 @@ import re
 import pytest
 import tiny
 
-from jaxscale import config_file
-from jaxscale.hardware import CHIPS
-from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.planning import cost
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.published_mfu import ASSUMED, ROWS, published_mfu, published_rows
-from jaxscale.planning.scaling import train_flops
+from jaxscale.core.hardware import CHIPS
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.settings import config_file
+from jaxscale.tools.planning import cost
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.published_mfu import ASSUMED, ROWS, published_mfu, published_rows
+from jaxscale.tools.planning.scaling import train_flops
 
 CHIP = {chip.name: chip for chip in CHIPS.values()}
 PEAKS = {chip.name: chip.peak_flops * chip.devices_per_chip for chip in CHIPS.values()}

@@ -5,12 +5,12 @@ import pathlib
 
 import pytest
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.config_file import load_config
-from jaxscale.planning.communication import communication_time
-from jaxscale.planning.machine import open_machine
-from jaxscale.sharding.compiler_options import CompilerOptions
+from jaxscale.core.compiler_options import CompilerOptions
+from jaxscale.program.budget import resolve_budget
+from jaxscale.settings.config_file import load_config
+from jaxscale.tools.planning.communication import communication_time
+from jaxscale.tools.planning.placeholder_devices import open_machine
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "7b.py")
 

@@ -6,19 +6,19 @@ import re
 
 import pytest
 
-from jaxscale.ahead.preflight import ahead_program
-from jaxscale.config_file import load_config
-from jaxscale.planning import cautions
-from jaxscale.planning.collectives import step_collectives
-from jaxscale.planning.communication import communication_time, slice_crossing
-from jaxscale.planning.context import kv_bytes
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.memory import memory_need, memory_rows
-from jaxscale.planning.plan import PlanOptions, make_plan
-from jaxscale.planning.speed import estimate_step
-from jaxscale.planning.stages import Stages, hop_bytes, idle_ratio
-from jaxscale.planning.text import plan_lines
-from jaxscale.sharding.schedules import Costs, make_schedule, pass_seconds, simulated_seconds
+from jaxscale.core.axes.pipeline_schedules import Costs, make_schedule, pass_seconds, simulated_seconds
+from jaxscale.settings.config_file import load_config
+from jaxscale.tools.planning import cautions
+from jaxscale.tools.planning.collectives import step_collectives
+from jaxscale.tools.planning.communication import communication_time, slice_crossing
+from jaxscale.tools.planning.context import kv_bytes
+from jaxscale.tools.planning.memory import memory_need, memory_rows
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.planning.plan import PlanOptions, make_plan
+from jaxscale.tools.planning.plan_text import plan_lines
+from jaxscale.tools.planning.speed import estimate_step
+from jaxscale.tools.planning.stages import Stages, hop_bytes, idle_ratio
+from jaxscale.tools.preflight.preflight import ahead_program
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "llama3_8b.py")
 BLOCK, TABLES, NORM = 218_112_000, 2 * 128_256 * 4096, 4096  # parameters of Llama 3 8B: 32 blocks, two tables, a norm

@@ -4,10 +4,10 @@ import pathlib
 
 import pytest
 
-from jaxscale.hardware import CHIPS
-from jaxscale.planning import cost
-from jaxscale.planning.published_mfu import published_mfu, published_rows
-from jaxscale.planning.scaling import optimal_tokens, train_flops
+from jaxscale.core.hardware import CHIPS
+from jaxscale.tools.planning import cost
+from jaxscale.tools.planning.published_mfu import published_mfu, published_rows
+from jaxscale.tools.planning.scaling import optimal_tokens, train_flops
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 V100, A100, H100 = (CHIPS[kind] for kind in ("Tesla V100-SXM2-16GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"))

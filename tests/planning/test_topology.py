@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from no_packages import no_distribution
 
-from jaxscale.hardware import CHIPS
-from jaxscale.planning import topology
-from jaxscale.planning.gpu_target import CARDS, target_config
-from jaxscale.planning.topology import FAMILIES, legal_shapes, link_domains, open_topology, parse_topology
+from jaxscale.core.hardware import CHIPS
+from jaxscale.tools.planning import topology
+from jaxscale.tools.planning.gpu_target import CARDS, target_config
+from jaxscale.tools.planning.topology import FAMILIES, legal_shapes, link_domains, open_topology, parse_topology
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jaxscale[tpu]")
 needs_cuda = pytest.mark.skipif(

@@ -15,9 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from processes import free_ports
 
 from jaxscale.cli import bench
-from jaxscale.hardware import CHIPS
-from jaxscale.qualify import products
-from jaxscale.qualify.collectives import (
+from jaxscale.core.hardware import CHIPS
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.tools.qualify import products
+from jaxscale.tools.qualify.axis_bandwidth import (
     KINDS,
     MEASURES,
     collective_lines,
@@ -30,8 +32,6 @@ from jaxscale.qualify.collectives import (
     slow_ones,
     wire_bytes,
 )
-from jaxscale.sharding.config import MESH_AXES, MeshConfig
-from jaxscale.sharding.mesh import make_mesh
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.qualify import kernels
-from jaxscale.qualify.result import Floors, Machine
+from jaxscale.tools.qualify import kernels
+from jaxscale.tools.qualify.result import Floors, Machine
 
 CPU = Machine(tuple(jax.devices()), None, Floors(), None, None, 60.0)
 

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.qualify import overlap
-from jaxscale.qualify.overlap import Event, Roles, common, length, overlap_figures, read_overlap, roles_of, union
+from jaxscale.tools.qualify import overlap
+from jaxscale.tools.qualify.overlap import Event, Roles, common, length, overlap_figures, read_overlap, roles_of, union
 
 ROLES = Roles(
     frozenset({"dot.1"}), frozenset({"all-gather.1", "ag-start", "ag-done", "lone-done"}),

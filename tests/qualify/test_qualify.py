@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.cli import qualify as verb
-from jaxscale.hardware import CHIPS
-from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.measured import read_measured
-from jaxscale.qualify import model, products, run, storage
-from jaxscale.qualify.links import figure_of, meshes
-from jaxscale.qualify.page import make_page, summary_lines
-from jaxscale.qualify.products import DeviceTime, beside_median, measure_devices, product_seconds
-from jaxscale.qualify.result import Figure, Floors, Limits, Machine, Probe, amount, held
+from jaxscale.core.hardware import CHIPS
+from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.tools.planning.measured import read_measured
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.qualify import model, products, run, storage
+from jaxscale.tools.qualify.link_bandwidth import figure_of, meshes
+from jaxscale.tools.qualify.products import DeviceTime, beside_median, measure_devices, product_seconds
+from jaxscale.tools.qualify.qualification_page import make_page, summary_lines
+from jaxscale.tools.qualify.result import Figure, Floors, Limits, Machine, Probe, amount, held
 
 H100 = CHIPS["NVIDIA H100 80GB HBM3"]
 TINY = """

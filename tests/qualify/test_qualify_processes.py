@@ -16,7 +16,7 @@ from xla_flags import xla_flags
 PROGRAM = """
 import sys
 from jaxscale.cli import qualify
-from jaxscale.qualify import links, products
+from jaxscale.tools.qualify import link_bandwidth as links, products
 
 width, *flags, port, count, number = sys.argv[1:]
 products.CPU_WIDTH, products.CPU_MEMORY_BYTES = int(width) if number == "1" else 64, 2**20

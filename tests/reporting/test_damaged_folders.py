@@ -10,8 +10,9 @@ import pytest
 from made_run import BEGAN, make_run, written_at
 
 from jaxscale.cli.watch import RunReader, frame_text
-from jaxscale.reporting import make_card, make_page
-from jaxscale.reporting.history import read_history
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.tools.reporting.card import make_card
+from jaxscale.tools.reporting.page import make_page
 
 ODD = (
     None, True, -1, 0, 3.5, 1e300, 2**70, 10**400, float("nan"), float("-inf"), "x", "", "</script>", [], [1], {},

@@ -6,9 +6,9 @@ import math
 import pytest
 from gcs_emulator import Emulator
 
-from jaxscale.monitor import records
-from jaxscale.monitor.records import abandon
-from jaxscale.reporting.history import read_history
+from jaxscale.runtime.monitor import records
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.monitor.records import abandon
 
 
 def write(folder, rows, name="metrics.jsonl"):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jaxscale.reporting.local_server import MOST_CONNECTIONS, REQUEST_SECONDS, LocalHandler, LocalServer
+from jaxscale.system.local_server import MOST_CONNECTIONS, REQUEST_SECONDS, LocalHandler, LocalServer
 
 
 class Page(LocalHandler):

@@ -11,8 +11,8 @@ import pytest
 from headless import BROWSER, Browser
 from made_run import CANARY, make_run, written_at
 
-from jaxscale.reporting import make_page
-from jaxscale.reporting.history import read_history
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.tools.reporting.page import make_page
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to open the page in")
 TOO_WIDE = """[...document.querySelectorAll('body *')].filter(e => {

@@ -6,9 +6,8 @@ import re
 import markdown_it
 import pytest
 
-from jaxscale.reporting import make_card
-from jaxscale.reporting.card import table
-from jaxscale.reporting.history import History, Sample
+from jaxscale.runtime.monitor.history import History, Sample
+from jaxscale.tools.reporting.card import make_card, table
 
 READER = markdown_it.MarkdownIt().enable("table")
 NOW = 1_790_000_000.0

@@ -2,8 +2,8 @@
 
 import json
 
-from jaxscale.reporting import make_evals_page, make_page
-from jaxscale.reporting.history import History, read_history
+from jaxscale.runtime.monitor.history import History, read_history
+from jaxscale.tools.reporting.page import make_evals_page, make_page
 
 
 def write(folder, name, records):

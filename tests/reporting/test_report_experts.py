@@ -8,9 +8,9 @@ import pytest
 from headless import BROWSER, Browser
 
 from jaxscale.cli.watch_frame import frame
-from jaxscale.reporting.expert_counts import read_expert_counts
-from jaxscale.reporting.history import read_history
-from jaxscale.reporting.page import make_page
+from jaxscale.runtime.monitor.expert_counts import read_expert_counts
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.tools.reporting.page import make_page
 
 NAMES = ("experts_busiest", "experts_effective", "experts_idle", "router_entropy", "router_bias_to_scores",
          "expert_rounds")  # fmt: skip

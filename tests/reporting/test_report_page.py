@@ -11,18 +11,18 @@ import tomllib
 import pytest
 from made_run import BEGAN, CANARY, event, make_run, written_at
 
-from jaxscale.hardware import CHIPS
-from jaxscale.monitor.goodput import measure_goodput
-from jaxscale.reporting import make_page
-from jaxscale.reporting.axes import Axis, axis_over, linear_ticks, log_ticks, size_ticks, smooth, thin_columns
-from jaxscale.reporting.canvas import Canvas, step_axis
-from jaxscale.reporting.event_text import event_message, incidents, marks
-from jaxscale.reporting.history import History, read_history
-from jaxscale.reporting.plots import Line, Plot, draw
-from jaxscale.reporting.sections import sources
-from jaxscale.reporting.status import status_of
-from jaxscale.reporting.tables import goodput_table
-from jaxscale.reporting.text import escape, json_block, plain, tick_texts
+from jaxscale.core.hardware import CHIPS
+from jaxscale.runtime.monitor.goodput import measure_goodput
+from jaxscale.runtime.monitor.history import History, read_history
+from jaxscale.tools.reporting.axes import Axis, axis_over, linear_ticks, log_ticks, size_ticks, smooth, thin_columns
+from jaxscale.tools.reporting.canvas import Canvas, step_axis
+from jaxscale.tools.reporting.event_text import event_message, incidents, marks
+from jaxscale.tools.reporting.page import make_page
+from jaxscale.tools.reporting.page_tables import goodput_table
+from jaxscale.tools.reporting.page_text import escape, json_block, plain, tick_texts
+from jaxscale.tools.reporting.plots import Line, Plot, draw
+from jaxscale.tools.reporting.sections import sources
+from jaxscale.tools.reporting.status import status_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 V5P = CHIPS["TPU v5"].price

@@ -3,9 +3,9 @@
 import html
 import re
 
-from jaxscale.reporting.history import History
-from jaxscale.reporting.page import make_page
-from jaxscale.reporting.positions import name_of, positions_table, ranges_of
+from jaxscale.runtime.monitor.history import History
+from jaxscale.tools.reporting.page import make_page
+from jaxscale.tools.reporting.positions import name_of, positions_table, ranges_of
 
 RANGES = [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 300)]
 

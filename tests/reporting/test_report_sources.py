@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from jaxscale.data.mixture import plan_mixture
-from jaxscale.reporting.history import History
-from jaxscale.reporting.sources import rows_by_source, source_table, trained_ranges
+from jaxscale.runtime.data.mixture import plan_mixture
+from jaxscale.runtime.monitor.history import History
+from jaxscale.tools.reporting.sources import rows_by_source, source_table, trained_ranges
 
 NAMES, ROWS, SEQ_LEN = ("web", "code", "math"), 8, 16
 SETTING = {"0": {"web": 0.8, "code": 0.2}, "40%": {"web": 0.5, "code": 0.3, "math": 0.2}}

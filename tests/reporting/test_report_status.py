@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from jaxscale.reporting.history import History
-from jaxscale.reporting.serve import Pages
-from jaxscale.reporting.status import QUIET_SECONDS, STARTING_SECONDS, cost_fact, patience_seconds, status_of
+from jaxscale.runtime.monitor.history import History
+from jaxscale.tools.reporting.serve import Pages
+from jaxscale.tools.reporting.status import QUIET_SECONDS, STARTING_SECONDS, cost_fact, patience_seconds, status_of
 
 BEGAN = 1_790_000_000.0
 

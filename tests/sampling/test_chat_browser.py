@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from jaxscale.sampling.serve import open_chat
-from jaxscale.sampling.text import GeneratedText
+from jaxscale.runtime.sampling.chat_server import open_chat
+from jaxscale.runtime.sampling.text_stream import GeneratedText
 from jaxscale.system.exits import BadInput
 
 sys.path[:0] = [str(pathlib.Path(__file__).parents[1] / "monitor")]

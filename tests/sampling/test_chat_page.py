@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from jaxscale.sampling.page import SCRIPT, chat_page
-from jaxscale.sampling.serve import ChatHandler, check_messages, csp_source, open_chat
-from jaxscale.sampling.text import GeneratedText
+from jaxscale.runtime.sampling.chat_page import SCRIPT, chat_page
+from jaxscale.runtime.sampling.chat_server import ChatHandler, check_messages, csp_source, open_chat
+from jaxscale.runtime.sampling.text_stream import GeneratedText
 from jaxscale.system.exits import BadInput
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}

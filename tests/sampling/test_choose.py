@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.sampling.config import Sampling
-from jaxscale.sampling.generator import choose, filtered
+from jaxscale.runtime.sampling.config import Sampling
+from jaxscale.runtime.sampling.generator import choose, filtered
 
 V = 12
 

@@ -13,14 +13,15 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.models import AnyModelConfig
-from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.model import logits, make_model
-from jaxscale.models.plan import resolve_plan, single_device_plan
-from jaxscale.models.sharded import shard_model
-from jaxscale.sampling.cache import Cache
-from jaxscale.sampling.config import GREEDY, Sampling
-from jaxscale.sampling.generator import (
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import logits, make_model
+from jaxscale.core.models.sharded import shard_model
+from jaxscale.core.plan import resolve_plan, single_device_plan
+from jaxscale.runtime.sampling.config import GREEDY, Sampling
+from jaxscale.runtime.sampling.generator import (
     ENDED,
     NOT_FINITE,
     DecodeState,
@@ -30,8 +31,7 @@ from jaxscale.sampling.generator import (
     prompt_length,
     prompt_numbers,
 )
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
+from jaxscale.runtime.sampling.kv_cache import Cache
 
 LLAMA_KIND = dict(attention_window=5, attention_softcap=3.0, qk_norm=True, logit_softcap=8.0)
 LATENT = tiny.LLAMA | dict(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.run.startup_log import make_sample
-from jaxscale.sampling.config import SampleConfig
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.run.startup_log import make_sample
+from jaxscale.runtime.sampling.config import SampleConfig
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 
 class Letters(ByteTokenizer):

@@ -6,9 +6,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.sampling.text import TextStream, common_prefix, overlap
-from jaxscale.text.tokenizer.bpe import train_bpe
-from jaxscale.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.sampling.text_stream import TextStream, common_prefix, overlap
+from jaxscale.runtime.text.tokenizer.bpe import train_bpe
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

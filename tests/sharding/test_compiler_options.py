@@ -11,10 +11,7 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.build import parallel_settings
-from jaxscale.models.plan import resolve_plan
-from jaxscale.planning.machine import open_machine
-from jaxscale.planning.topology import open_topology
-from jaxscale.sharding.compiler_options import (
+from jaxscale.core.compiler_options import (
     OFFLOAD_TORUS,
     ON_BY_DEFAULT,
     OVERLAP,
@@ -25,8 +22,11 @@ from jaxscale.sharding.compiler_options import (
     check_options,
     compiler_options,
 )
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.plan import resolve_plan
+from jaxscale.tools.planning.placeholder_devices import open_machine
+from jaxscale.tools.planning.topology import open_topology
 
 GPU = [row for row in TABLE if row.devices == ("gpu",)]
 SCHEDULER, (GATHER, AHEAD) = "xla_gpu_enable_latency_hiding_scheduler", PIPELINED_GATHER

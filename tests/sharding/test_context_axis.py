@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.context_axis import (
+from jaxscale.core.axes.context_axis import (
     NO_CONTEXT_AXIS,
     ContextAxis,
     make_context_axis,
     to_device_order,
     to_row_order,
 )
-from jaxscale.sharding.mesh import make_mesh
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
 
 X_BT = np.arange(2 * 16).reshape(2, 16).astype(np.float32)
 

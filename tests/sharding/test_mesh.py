@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.planning.topology import open_topology
-from jaxscale.sharding.config import MESH_AXES, MeshConfig
-from jaxscale.sharding.mesh import arrange, make_mesh, mesh_layout, mesh_shape
+from jaxscale.core.mesh import arrange, make_mesh, mesh_layout, mesh_shape
+from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.tools.planning.topology import open_topology
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import optax
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.optim.groups import dotted
-from jaxscale.optim.offload import DEVICE, HOST, offload_moments
-from jaxscale.sampling.config import Sampling
-from jaxscale.sampling.generator import Engine, Generator
-from jaxscale.sharding.offload import check_host_memory
-from jaxscale.training.balance import is_balance_param
+from jaxscale.core.balance import is_balance_param
+from jaxscale.core.host_memory import check_host_memory
+from jaxscale.core.optim.groups import dotted
+from jaxscale.core.optim.offload import DEVICE, HOST, offload_moments
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.sampling.config import Sampling
+from jaxscale.runtime.sampling.generator import Engine, Generator
 
 
 def run(overrides, num_devices=8, num_steps=3):

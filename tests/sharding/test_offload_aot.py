@@ -5,11 +5,11 @@ import functools
 import pytest
 import tiny
 
-from jaxscale.ahead.compiled import read_memory
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.memory import memory_need
-from jaxscale.planning.topology import open_topology
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.memory import memory_need
+from jaxscale.tools.planning.topology import open_topology
+from jaxscale.tools.preflight.compiled import read_memory
 
 # Larger than the 128 MiB of a v5e's on-chip memory, where a small program's temporaries would be, and not be counted.
 # So many layers that the two or three whose arrays are under way at a time do not decide.

@@ -6,14 +6,14 @@ import importlib.util
 import pytest
 import tiny
 
-from jaxscale.ahead.hlo import read_hlo
-from jaxscale.ahead.overlap import collective_rows
-from jaxscale.ahead.roofline import roofline
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.links import make_torus
-from jaxscale.planning.stages import pipeline_stages
-from jaxscale.planning.topology import link_domains, open_topology
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.links import make_torus
+from jaxscale.tools.planning.stages import pipeline_stages
+from jaxscale.tools.planning.topology import link_domains, open_topology
+from jaxscale.tools.preflight.hlo import read_hlo
+from jaxscale.tools.preflight.overlap_table import collective_rows
+from jaxscale.tools.preflight.roofline import roofline
 
 pytestmark = [
     pytest.mark.aot,

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxscale.sharding.schedules import (
+from jaxscale.core.axes.pipeline_schedules import (
     IDLE,
     Costs,
     bubble_fraction,

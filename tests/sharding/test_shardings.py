@@ -9,16 +9,10 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.rules import FSDP_TENSOR, RULES, TENSOR, axis_size, partition_spec
-from jaxscale.sharding.shardings import (
-    batch_sharding,
-    check_divides,
-    local_rows,
-    put_rows,
-    tree_shardings,
-)
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.rules import FSDP_TENSOR, RULES, TENSOR, axis_size, partition_spec
+from jaxscale.core.shardings import batch_sharding, check_divides, local_rows, put_rows, tree_shardings
 
 
 def test_logical_axes_become_a_spec():

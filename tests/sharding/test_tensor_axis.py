@@ -14,15 +14,15 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats
-from jaxscale.ops.embed import lookup, lookup_sharded
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
-from jaxscale.sharding.torus import LinkStage
+from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
+from jaxscale.core.axes.torus import LinkStage
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.kernels.cross_entropy import LossSettings, summed_cross_entropy, token_nats
+from jaxscale.kernels.embed import lookup, lookup_sharded
+from jaxscale.program.budget import resolve_budget
 
 STAGES = (LinkStage(((0, 2), (1, 3))), LinkStage(((0, 1), (2, 3))))  # a line of 4 devices as 2 rows of 2
 RNG = np.random.default_rng(0)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.planning.machine import open_machine
-from jaxscale.sharding.batch_axes import (
+from jaxscale.core.axes.batch_axes import (
     LANES,
     has_equal_groups,
     make_batch_axes,
@@ -18,9 +17,10 @@ from jaxscale.sharding.batch_axes import (
     reduce_scatter,
     unpad,
 )
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.rules import RULES
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.rules import RULES
+from jaxscale.tools.planning.placeholder_devices import open_machine
 
 SHAPES = [  # and what is scattered
     ((16, 151_936), (16, 1200 * LANES)),  # Qwen: 1,187 tiles, a prime

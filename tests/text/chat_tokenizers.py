@@ -5,8 +5,8 @@ import json
 import tokenizers
 from tokenizers import decoders, models
 
-from jaxscale.text.tokenizer.bpe import make_pre_tokenizer
-from jaxscale.text.tokenizer.split import byte_alphabet
+from jaxscale.runtime.text.tokenizer.bpe import make_pre_tokenizer
+from jaxscale.runtime.text.tokenizer.pretokenize import byte_alphabet
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (

@@ -14,13 +14,13 @@ import re
 import pytest
 import tokenizers
 
+from jaxscale.runtime.text.chat.prompts import open_prompts
+from jaxscale.runtime.text.chat.special_tokens import Guard
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.tokenizer.load import bos_setting, find_template, load_tokenizer, naming_files, read_settings
+from jaxscale.runtime.text.tokenizer.saved import open_named, open_saved, save_tokenizer
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.guard import Guard
-from jaxscale.text.chat.prompts import open_prompts
-from jaxscale.text.chat.template import load_template
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import bos_setting, find_template, load_tokenizer, naming_files, read_settings
-from jaxscale.text.tokenizer.saved import open_named, open_saved, save_tokenizer
 
 CONTRADICTION = "fast, a prefix space in the config"
 MARKED = "fast, special in the config alone"  # <think> is special there, and so plain text in a message

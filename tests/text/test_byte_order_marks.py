@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 
 from jaxscale.cli.sample import read_prompts
-from jaxscale.corpus.curate import contamination
-from jaxscale.corpus.curate.quality import read_words
-from jaxscale.corpus.curate.urls import entries
-from jaxscale.eval.items import read_items
+from jaxscale.runtime.eval.items import read_items
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import read_file
+from jaxscale.tools.corpus.curate import contamination
+from jaxscale.tools.corpus.curate.quality import read_words
+from jaxscale.tools.corpus.curate.urls import entries
 
 MARK = b"\xef\xbb\xbf"  # as PowerShell and Notepad write it
 

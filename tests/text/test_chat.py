@@ -8,20 +8,20 @@ import chat_tokenizers
 import numpy as np
 import pytest
 
-from jaxscale.data.config import DataConfig
-from jaxscale.data.fields import FieldChoice
-from jaxscale.data.objective_config import PrefixLmConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.reading import make_reader
-from jaxscale.data.split import fitted_content
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.fields import FieldChoice
+from jaxscale.runtime.data.objective_config import PrefixLmConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.reading import make_reader
+from jaxscale.runtime.data.split import fitted_content
+from jaxscale.runtime.text.chat.chat_records import Conversation, PromptCompletion, parse_record
+from jaxscale.runtime.text.chat.spans import encode_rendered, render_conversation, render_pair
+from jaxscale.runtime.text.chat.special_tokens import GUARDS, Guard
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.guard import GUARDS, Guard
-from jaxscale.text.chat.records import Conversation, PromptCompletion, parse_record
-from jaxscale.text.chat.spans import encode_rendered, render_conversation, render_pair
-from jaxscale.text.chat.template import load_template
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.tokenizer.load import load_tokenizer
 
 USER, ASSISTANT = ({"role": role, "content": f"{role} says"} for role in ("user", "assistant"))
 

@@ -5,16 +5,16 @@ import pytest
 import tiny
 from test_chat import ASSISTANT, USER, encode, names
 
-from jaxscale.data.pipeline import open_data
-from jaxscale.eval.named import open_evaluators
-from jaxscale.eval.text import EvalReading
-from jaxscale.run.assembly import open_evals
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.eval.bits_per_byte import EvalReading
+from jaxscale.runtime.eval.named import open_evaluators
+from jaxscale.runtime.run.assembly import open_evals
+from jaxscale.runtime.text.chat.prompts import open_prompts
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.tokenizer.load import TokenizerFolder, load_tokenizer, read_settings
+from jaxscale.runtime.text.tokenizer.saved import SavedTokenizer, open_saved, read_folder, save_tokenizer
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.prompts import open_prompts
-from jaxscale.text.chat.template import load_template
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import TokenizerFolder, load_tokenizer, read_settings
-from jaxscale.text.tokenizer.saved import SavedTokenizer, open_saved, read_folder, save_tokenizer
 
 TODAY = "2026-11-22"
 LONG = {"role": "assistant", "content": "i there"}  # the tokenizer would join it to an h before it

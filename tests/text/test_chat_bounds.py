@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from jaxscale.runtime.text.chat import sandbox
+from jaxscale.runtime.text.chat.sandbox import TemplateProcess, compile_template
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat import sandbox
-from jaxscale.text.chat.sandbox import TemplateProcess, compile_template
 
 pytest.importorskip("jinja2", reason="the extra chat")
 pytestmark = pytest.mark.fault("H17")
@@ -79,7 +79,7 @@ def test_time_is_bounded_where_the_signal_is_not_wanted(how):
     ignored = "signal.signal(signal.SIGPROF, signal.SIG_IGN)"
     blocked = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})"
     code = f"import signal; {dict(ignored=ignored, blocked=blocked)[how]}\n"
-    code += "from jaxscale.text.chat import sandbox\nsandbox.SECONDS, sandbox.WAIT_SECONDS = 0.5, 20.0\n"
+    code += "from jaxscale.runtime.text.chat import sandbox\nsandbox.SECONDS, sandbox.WAIT_SECONDS = 0.5, 20.0\n"
     code += f"sandbox.compile_template({SLOW['loops in loops']!r}, 't.jinja', {{}}, {{}}, '')({MESSAGES!r}, None, True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (

@@ -11,7 +11,7 @@ import chat_tokenizers
 import pytest
 from test_chat import ASSISTANT, USER, encode
 
-from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")
 SCRIPT = """

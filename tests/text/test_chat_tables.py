@@ -8,12 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import read_lineage
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.shards import read_lineage
+from jaxscale.runtime.text.chat.chat_records import parse_record
+from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.records import parse_record
-from jaxscale.text.config import ChatConfig
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 ROWS = [

@@ -6,9 +6,9 @@ import chat_tokenizers
 import pytest
 from test_chat import ASSISTANT, USER, encode, learned_text, names
 
-from jaxscale.text.chat.template import load_template
-from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 
 pytest.importorskip("jinja2", reason="the extra chat")
 

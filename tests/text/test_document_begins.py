@@ -8,11 +8,11 @@ import pytest
 from test_document_ends import START, folder_of, open_corpus
 
 from jaxscale.cli import prepare
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
-from jaxscale.text.tokenizer.bpe import train_bpe
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.text.tokenizer.bpe import train_bpe
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
 
 NAME = "<|im_start|>"
 

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import read_file, split_file
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.read import read_file, split_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEQIO = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
@@ -110,9 +110,9 @@ seqio.TaskRegistry.add(
 """
 READ_TASKS = """
 from collections import Counter
-from jaxscale.text.sources.read import read_file
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.config import ReadConfig
+from jaxscale.runtime.text.sources.read import read_file
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.config import ReadConfig
 wanted = [f"text {i} \\u00e9" for i in range(5)]
 for name in ("seqio://raw?module=a_task", "seqio://ids?module=a_task", "seqio://ids?module=a_task&field=targets"):
     found = list(read_file(SourceFile(name, name, "s"), ReadConfig(), Counter()))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.array_record import example
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.jsonl import MISSING
-from jaxscale.text.sources.read import read_file, split_file
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.array_record_text import example
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.jsonl import MISSING
+from jaxscale.runtime.text.sources.read import read_file, split_file
 
 
 def read(path, part=None, **changes):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources import jsonl
+from jaxscale.runtime.text.sources import text as text_files
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.read import read_file, split_file
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources import jsonl
-from jaxscale.text.sources import text as text_files
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import read_file, split_file
 
 MIB = 1 << 20
 
@@ -86,10 +86,10 @@ def test_blocks_that_end_anywhere_give_the_same_lines(tmp_path, monkeypatch):
     path = write_json(tmp_path / "a.jsonl", *({"text": "é" * (i % 70) + "."} for i in range(200)))
     whole = read(path)
     for size in (1, 7, 64, 1000):
-        monkeypatch.setattr("jaxscale.text.sources.blocks.BLOCK_BYTES", size)
+        monkeypatch.setattr("jaxscale.runtime.text.sources.blocks.BLOCK_BYTES", size)
         assert read(path) == whole
         short = read(path, max_line_bytes=60)
-        monkeypatch.setattr("jaxscale.text.sources.blocks.BLOCK_BYTES", MIB)
+        monkeypatch.setattr("jaxscale.runtime.text.sources.blocks.BLOCK_BYTES", MIB)
         assert short == read(path, max_line_bytes=60) and short[1]["longer than max_line_bytes"] > 50
 
 

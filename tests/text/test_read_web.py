@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("resiliparse", reason="resiliparse is not installed")
 
-from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import read_file
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.read import read_file
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
 

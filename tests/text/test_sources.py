@@ -10,10 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxscale.data.config import DataConfig
-from jaxscale.text.sources import text as text_files
-from jaxscale.text.sources.files import SourceFile, list_files, stdlib_files
-from jaxscale.text.sources.read import read_file
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.text.sources import text as text_files
+from jaxscale.runtime.text.sources.files import SourceFile, list_files, stdlib_files
+from jaxscale.runtime.text.sources.read import read_file
 
 
 def read(path, text_field="text", invalid_utf8="skip"):

@@ -6,7 +6,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from jaxscale.text.tokenizer.load import load_tokenizer, tokenizer_problem
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, tokenizer_problem
 
 TEXTS = [
     "def f(x):\n\treturn x  + 1\n\n\n# done\r\n",

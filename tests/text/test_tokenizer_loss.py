@@ -8,16 +8,16 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxscale import schema
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.data.config import DataConfig
-from jaxscale.data.tokenize import open_tokenised
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.tokenize import open_tokenised
+from jaxscale.runtime.text.sources.files import list_files
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer, load_tokenizer
+from jaxscale.runtime.text.tokenizer.loss import compare, measure_loss
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.files import list_files
-from jaxscale.text.tokenizer.load import ByteTokenizer, load_tokenizer
-from jaxscale.text.tokenizer.loss import compare, measure_loss
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.progress import Progress
 
 ENGLISH = ["the mesh says where an axis lives"] * 5
 GERMAN = ["für über größe äußerst schön hübsch"] * 9

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.train import sample, train_tokenizer
+from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig, special_names
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.train import sample, train_tokenizer
 
 SYLLABLES = ["ka", "to", "mi", "ré", "lun", "dor", "ße", "ba", "qu", "el", "вод", "水", "ni", "sta", "for", "ing"]
 KINDS = {
@@ -63,7 +63,7 @@ def test_equal_texts_in_another_order_and_another_process_give_the_same_file(tra
     path = file_for(tmp_path, name)
     (tmp_path / "texts.json").write_text(json.dumps(shuffled))
     program = (
-        "import json, sys; from jaxscale.text.tokenizer.train import *; from jaxscale.schema import from_dict\n"
+        "import json, sys; from jaxscale.runtime.text.tokenizer.train import *; from jaxscale.schema import from_dict\n"
         "cfg = from_dict(TrainTokenizerConfig, json.loads(sys.argv[2]))\n"
         "train_tokenizer(json.load(open(sys.argv[1])), cfg, sys.argv[3])"
     )

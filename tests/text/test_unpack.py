@@ -8,11 +8,11 @@ from collections import Counter
 import pyarrow
 import pytest
 
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.left_out import BROKEN, TRAILING, summarize_losses
+from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.system.exits import BadInput
-from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.left_out import BROKEN, TRAILING, summarize_losses
-from jaxscale.text.sources.read import read_file
 
 TEXTS = [f"document {i}" for i in range(50)]
 LINES = "".join(json.dumps({"text": one}) + "\n" for one in TEXTS).encode()

@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.topology import open_topology
+from jaxscale.program.budget import resolve_budget
+from jaxscale.tools.planning.topology import open_topology
 
 pytestmark = [
     pytest.mark.aot,

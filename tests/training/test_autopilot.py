@@ -11,15 +11,16 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.monitor.events import read_events
-from jaxscale.run.opening import open_run, rewind
-from jaxscale.run.options import RunOptions
+from jaxscale.core import guard
+from jaxscale.core.train_config import GuardConfig, RecoveryConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.run.opening import open_run, rewind
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.training import loop
+from jaxscale.runtime.training.autopilot import Autopilot, AutopilotSpec, Rewound
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training import guard, loop
-from jaxscale.training.autopilot import Autopilot, AutopilotSpec, Rewound
-from jaxscale.training.config import GuardConfig, RecoveryConfig
 
 VALUES = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,

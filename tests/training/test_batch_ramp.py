@@ -11,17 +11,17 @@ import tiny
 
 from jaxscale import schema
 from jaxscale.api.tracing import trace
-from jaxscale.budget import batch_sizes, resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.data.batch import tokens_hash
-from jaxscale.data.order import Batches, RowOrder, batch_index, rows_trained
-from jaxscale.data.pipeline import open_data
-from jaxscale.data.rows import SyntheticRows
-from jaxscale.run.opening import open_run
-from jaxscale.run.options import RunOptions
+from jaxscale.core.batch import tokens_hash
+from jaxscale.program.budget import batch_sizes, resolve_budget
+from jaxscale.runtime.data.order import Batches, RowOrder, batch_index, rows_trained
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.rows import SyntheticRows
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.training import loop
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training import loop
 from jaxscale.units import BatchSizes
 
 ROW = tiny.SEQ_LEN

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
+from jaxscale.program.budget import resolve_budget
 
 STAGES = {"model.remat": "full", "train.num_microbatches": 2, "mesh.pipeline": 2, "mesh.context": 2, "mesh.fsdp": 1}
 LONGER = {"seq_len": 32, "batch_tokens": 16 * 32}

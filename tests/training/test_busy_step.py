@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.run.opening import open_run
-from jaxscale.training import loop
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 
 # a program of its own: jax compiles again under a transfer guard, and test_step.py counts compilations
 MESH = {"mesh.fsdp": 2, "seed": 2}

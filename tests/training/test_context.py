@@ -6,13 +6,13 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.sampling.config import Sampling
-from jaxscale.sampling.generator import Engine, Generator
+from jaxscale.core.statistics import flatten_statistics
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.sampling.config import Sampling
+from jaxscale.runtime.sampling.generator import Engine, Generator
 from jaxscale.system.exits import BadInput
-from jaxscale.training.statistics import flatten_statistics
 
 BATCH = tiny.packed_batch(0, seq_len=32)
 BASE = {"seq_len": 32, "batch_tokens": 16 * 32, "model.attention": "blockwise", "optim.name": "sgd", "optim.b1": 1e-30}

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import named_leaves
-from jaxscale.run.opening import open_run
-from jaxscale.run.startup_log import make_sample
-from jaxscale.text.tokenizer.load import ByteTokenizer
-from jaxscale.training import loop
-from jaxscale.training.ema import evaluate_with_ema
+from jaxscale.core.ema import evaluate_with_ema
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import named_leaves
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.run.startup_log import make_sample
+from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
+from jaxscale.runtime.training import loop
 
 DECAY = 0.75
 ON = {"train.ema.decay": DECAY}

@@ -7,10 +7,10 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.reporting.history import read_history
-from jaxscale.run.opening import open_run
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 from jaxscale.system.exits import Exit
-from jaxscale.training import loop
 
 QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows": 0, "checkpoint.save_every_steps": 0}
 MESH = {"mesh.data": 4, "mesh.tensor": 2, "train.num_microbatches": 2, "model.vocab_size": 258}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxscale.training.expert_load import DEAD_STEPS, MAX_RECORDS, ExpertLoad
+from jaxscale.runtime.training.expert_load import DEAD_STEPS, MAX_RECORDS, ExpertLoad
 
 
 def fetched(counts_LE, chosen=2, real_tokens=None, **more):

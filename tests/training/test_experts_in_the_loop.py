@@ -8,12 +8,12 @@ import pytest
 import tiny
 from test_health_live import EXPERTS
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.monitor.events import read_events
-from jaxscale.reporting.history import read_history
-from jaxscale.run.opening import open_run
-from jaxscale.training import loop
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 
 MIXTURE = {
     "model": tiny.LLAMA | {

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.rules import TENSOR
-from jaxscale.sharding.shardings import batch_sharding
-from jaxscale.training.feed import Feed
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.rules import TENSOR
+from jaxscale.core.shardings import batch_sharding
+from jaxscale.runtime.training.feed import Feed
 
 
 def make_feed(read, start=0, stop=5, batch_index=lambda step: step, transforms=()):
@@ -83,7 +83,7 @@ def test_what_ends_a_transform_ends_the_step_that_needs_its_batch(ends):
 
 
 def test_closing_leaves_a_read_that_is_stuck_behind(monkeypatch):
-    monkeypatch.setattr("jaxscale.training.feed.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("jaxscale.runtime.training.feed.CLOSE_SECONDS", 0.2)
     stuck, go_on = threading.Event(), threading.Event()
 
     def read(n, rows):

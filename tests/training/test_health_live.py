@@ -15,11 +15,11 @@ from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.cli import trace
 from jaxscale.config import RunConfig
-from jaxscale.monitor.events import Events, read_events
-from jaxscale.monitor.health import ALL, Health
-from jaxscale.run.opening import open_run
-from jaxscale.run.options import RunOptions
-from jaxscale.training import loop
+from jaxscale.runtime.monitor.events import Events, read_events
+from jaxscale.runtime.monitor.health import ALL, Health
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.training import loop
 
 QUIET = {
     "monitor.progress": "lines", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,

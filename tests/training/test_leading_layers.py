@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERT_ROUNDS
-from jaxscale.planning.stages import Stages, idle_ratio, pipeline_stages
-from jaxscale.sharding.schedules import IDLE, split_layers
+from jaxscale.core.axes.pipeline_schedules import IDLE, split_layers
+from jaxscale.core.models.moe_config import EXPERT_COUNTS, EXPERT_ROUNDS
+from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.stages import Stages, idle_ratio, pipeline_stages
 
 LOSSES = {"router_z_loss": 1e-2, "balance_loss": 1e-1, "row_balance_loss": 1e-1}
 MODEL = tiny.LLAMA | dict(

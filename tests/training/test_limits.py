@@ -12,19 +12,19 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.monitor.events import Events, read_events
-from jaxscale.monitor.goodput import iso_time
-from jaxscale.reporting.event_text import event_message
-from jaxscale.run.limiting import first_limit, hourly_dollars, overrun_advice
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.options import RunOptions
+from jaxscale.core.train_config import LimitConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.monitor.events import Events, read_events
+from jaxscale.runtime.monitor.goodput import iso_time
+from jaxscale.runtime.run.limiting import first_limit, hourly_dollars, overrun_advice
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.training.decisions import EarlyDecay, parse_decisions
+from jaxscale.runtime.training.limits import LimitMonitor, TimeLimit
+from jaxscale.runtime.training.loop_services import Services
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training.config import LimitConfig
-from jaxscale.training.decisions import EarlyDecay, parse_decisions
-from jaxscale.training.limits import LimitMonitor, TimeLimit
-from jaxscale.training.services import Services
+from jaxscale.tools.reporting.event_text import event_message
 
 LONG = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,

@@ -12,12 +12,12 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.data.batch import tokens_hash
-from jaxscale.data.pipeline import open_data
-from jaxscale.run.opening import open_run
+from jaxscale.core.batch import tokens_hash
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
+from jaxscale.runtime.training.stopping import StopRequest
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training import loop
-from jaxscale.training.stopping import StopRequest
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 

@@ -8,10 +8,10 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.training.replicas import make_replica_check
-from jaxscale.training.statistics import flatten_statistics
+from jaxscale.core.statistics import flatten_statistics
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.training.replicas import make_replica_check
 
 EXPERTS = dict(number=4, chosen=2, mlp_dim=8, bias=True)
 SHARED = {"mesh.expert": 2, "mesh.data": 2, "mesh.fsdp": 1}

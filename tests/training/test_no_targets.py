@@ -10,15 +10,15 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.eval.perplexity import evaluate, make_eval_step
-from jaxscale.monitor.events import read_events
-from jaxscale.run.opening import open_run
-from jaxscale.training import loop
-from jaxscale.training.config import GuardConfig
-from jaxscale.training.guard import GOOD, MIN_WINDOW_STEPS, NO_TARGETS, SKIP, check, init_guard
+from jaxscale.core.guard import GOOD, MIN_WINDOW_STEPS, NO_TARGETS, SKIP, check, init_guard
+from jaxscale.core.train_config import GuardConfig
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.eval.perplexity import evaluate, make_eval_step
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 
 EMPTY = tiny.packed_batch(0)._replace(weights=np.zeros((tiny.ROWS, tiny.SEQ_LEN), np.float32))
 EXPERTS = {

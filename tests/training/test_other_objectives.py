@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.data.batch import tokens_hash
-from jaxscale.data.pipeline import open_data
-from jaxscale.sharding.shardings import put_rows
-from jaxscale.training.step import hash_tokens
+from jaxscale.core.batch import tokens_hash
+from jaxscale.core.shardings import put_rows
+from jaxscale.core.step import hash_tokens
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.pipeline import open_data
 
 TEXT = "".join(f"{i} sheep and {i + 1} goats went up the hill. " for i in range(40))
 MASK, MODES, SENTINELS, VOCAB = 257, dict(R=258, S=259, X=260), 264, 296

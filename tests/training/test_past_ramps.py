@@ -12,16 +12,16 @@ import tiny
 
 from jaxscale.api import planning
 from jaxscale.api.tracing import trace
-from jaxscale.budget import Budget, Position, remaining_stages, resolve_budget
 from jaxscale.build import make_program
-from jaxscale.planning.check import check_machine
-from jaxscale.planning.fitting import fitting_program
-from jaxscale.run.branching import branch_settings
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.options import RunOptions
-from jaxscale.run.resume_checks import recorded_position
+from jaxscale.program.budget import Budget, Position, remaining_stages, resolve_budget
+from jaxscale.runtime.run.branching import branch_settings
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.run.resume_checks import recorded_position
+from jaxscale.runtime.training import loop
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training import loop
+from jaxscale.tools.planning.check import check_machine
+from jaxscale.tools.planning.fitting_mesh import fitting_program
 
 ROW = tiny.SEQ_LEN
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}

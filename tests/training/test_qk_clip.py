@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
+from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
 
 LATENT = tiny.LLAMA | dict(

@@ -2,10 +2,9 @@
 
 import pytest
 
-from jaxscale.system.exits import BadInput
-from jaxscale.training.config import GuardConfig, RecoveryConfig, ReplicaConfig
-from jaxscale.training.decisions import Decisions, LrCut, Rewind, parse_decisions
-from jaxscale.training.recovery import (
+from jaxscale.core.train_config import GuardConfig, RecoveryConfig, ReplicaConfig
+from jaxscale.runtime.training.decisions import Decisions, LrCut, Rewind, parse_decisions
+from jaxscale.runtime.training.recovery import (
     Action,
     AlarmState,
     RecoveryState,
@@ -15,6 +14,7 @@ from jaxscale.training.recovery import (
     rewind_before_step,
     update_alarms,
 )
+from jaxscale.system.exits import BadInput
 
 GUARD = GuardConfig(max_skipped_in_row=2, window_steps=20)
 

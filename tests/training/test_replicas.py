@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import named_leaves
-from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.sharding.rules import RULES
-from jaxscale.system import faults
-from jaxscale.system.exits import Exit, Stop
-from jaxscale.training.autopilot import Autopilot, AutopilotSpec
-from jaxscale.training.config import GuardConfig, RecoveryConfig, ReplicaConfig
-from jaxscale.training.replicas import (
+from jaxscale.core.rules import RULES
+from jaxscale.core.train_config import GuardConfig, RecoveryConfig, ReplicaConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import named_leaves
+from jaxscale.runtime.run.opening import open_run, train_to_completion
+from jaxscale.runtime.training.autopilot import Autopilot, AutopilotSpec
+from jaxscale.runtime.training.replicas import (
     ReplicaMonitor,
     find_difference,
     flip_bit,
@@ -26,6 +24,8 @@ from jaxscale.training.replicas import (
     replica_coverage,
     replica_devices,
 )
+from jaxscale.system import faults
+from jaxscale.system.exits import Exit, Stop
 
 pytestmark = pytest.mark.fault("F25")
 

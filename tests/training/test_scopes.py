@@ -7,8 +7,8 @@ import pytest
 import tiny
 from twins import twins
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
+from jaxscale.program.budget import resolve_budget
 
 SCOPES = "embedding attention mlp gather_weights loss reduce_gradients optimizer guard".split()
 MODELS = {

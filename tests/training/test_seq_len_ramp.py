@@ -10,14 +10,14 @@ import pytest
 import tiny
 
 from jaxscale.api.tracing import trace
-from jaxscale.budget import resolve_budget, train_flops
 from jaxscale.build import make_program
 from jaxscale.cli.trace import piece_line
-from jaxscale.data.batch import tokens_hash
-from jaxscale.data.pipeline import open_data
-from jaxscale.run.opening import open_run
+from jaxscale.core.batch import tokens_hash
+from jaxscale.program.budget import resolve_budget, train_flops
+from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training import loop
 from jaxscale.units import BatchSizes
 
 ROW = tiny.SEQ_LEN

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.budget import resolve_budget
 from jaxscale.build import make_program
-from jaxscale.data.pipeline import open_data
-from jaxscale.models.layers import merge_model
-from jaxscale.models.model import summed_loss
-from jaxscale.models.plan import UNSHARDED
-from jaxscale.ops.norm import rms_norm
-from jaxscale.ops.recorder import NO_RECORDER
-from jaxscale.ops.rope import make_rotation, rotate
-from jaxscale.training.statistics import EMBEDDING, HEAD, NORMS, flatten_statistics, outer_group, statistics_groups
+from jaxscale.core.models.layers import merge_model
+from jaxscale.core.models.model import summed_loss
+from jaxscale.core.plan import UNSHARDED
+from jaxscale.core.recorder import NO_RECORDER
+from jaxscale.core.statistics import EMBEDDING, HEAD, NORMS, flatten_statistics, outer_group, statistics_groups
+from jaxscale.kernels.norm import rms_norm
+from jaxscale.kernels.rope import make_rotation, rotate
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.pipeline import open_data
 
 BATCH = tiny.packed_batch(0)
 

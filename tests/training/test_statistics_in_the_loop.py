@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.run.opening import open_run
-from jaxscale.training import loop
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 
 QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows": 0, "checkpoint.save_every_steps": 0}
 MESH = {"mesh.data": 4, "mesh.fsdp": 2, "train.num_microbatches": 2}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models.config import RematName
-from jaxscale.optim.config import GroupConfig
+from jaxscale.core.models.config import RematName
+from jaxscale.core.optim.config import GroupConfig
 
 STEPS = 4
 MESHES = [

@@ -8,13 +8,13 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.interop.config import ExportConfig
-from jaxscale.interop.periodic import Exporter, periodic_exports
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.periodic_export import Exporter, periodic_exports
+from jaxscale.runtime.training.stopping import raise_on_sigterm
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop, Terminated, verdict
-from jaxscale.training.stopping import raise_on_sigterm
 
 STEPS = 8
 VALUES = tiny.VALUES | dict(

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.data.batch import format_hash, tokens_hash
-from jaxscale.sharding.config import MeshConfig
-from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.rules import RULES
-from jaxscale.sharding.shardings import batch_sharding
-from jaxscale.training.step import hash_tokens
+from jaxscale.core.batch import format_hash, tokens_hash
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.rules import RULES
+from jaxscale.core.shardings import batch_sharding
+from jaxscale.core.step import hash_tokens
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 1, "data": 8}], ids=str)

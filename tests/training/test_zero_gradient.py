@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxscale.monitor.events import read_events
-from jaxscale.run.opening import open_run
-from jaxscale.training import loop
-from jaxscale.training.statistics import flatten_statistics
+from jaxscale.core.statistics import flatten_statistics
+from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.run.opening import open_run
+from jaxscale.runtime.training import loop
 
 ZERO = "stats/zero_grad/"
 LORA = {"lora.rank": 3}

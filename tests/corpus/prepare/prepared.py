@@ -7,11 +7,11 @@ import json
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import make_plan, prepare
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.data.shards import open_shard, read_lineage
+from jaxscale.runtime.data.shards import open_shard, read_lineage
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.progress import Progress
 
 BYTES = {"tokenizer": {"name": "bytes"}, "block_bytes": 4096}
 

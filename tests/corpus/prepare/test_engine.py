@@ -18,15 +18,15 @@ from prepared import contents, documents_in, recipe, run
 
 from jaxscale import schema
 from jaxscale.cli import prepare as command
-from jaxscale.corpus.prepare import engine, lookup, tokens, work
-from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.engine import LOCK, make_plan
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.progress import read_running
-from jaxscale.data.manifest import check_manifest
+from jaxscale.runtime.data.manifest import check_manifest
+from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked
-from jaxscale.text.sources.read import read_file
+from jaxscale.tools.corpus.prepare import engine, lookup, tokens, work
+from jaxscale.tools.corpus.prepare.config import PrepareConfig
+from jaxscale.tools.corpus.prepare.engine import LOCK, make_plan
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.progress import read_running
 
 ROOT = pathlib.Path(command.__file__).parents[2]
 

@@ -14,8 +14,8 @@ import pytest
 from prepared import contents, recipe, run
 
 from jaxscale.cli import prepare as command
-from jaxscale.corpus.indexes import publish_indexes
-from jaxscale.data.manifest import check_manifest
+from jaxscale.runtime.data.manifest import check_manifest
+from jaxscale.tools.corpus.indexes import publish_indexes
 
 ROOT = pathlib.Path(command.__file__).parents[2]
 

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from jaxscale.corpus.curate.config import NearConfig
-from jaxscale.corpus.prepare.blocks import from_table, group_blocks, read_table, to_table, write_table
-from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.lookup import Pass, plan_passes
-from jaxscale.corpus.prepare.progress import Progress, RunningPiece
-from jaxscale.corpus.prepare.report import CONTENT_POLICY, report_page, threshold_sentence
-from jaxscale.corpus.prepare.tally import SAMPLES, Tally
-from jaxscale.corpus.prepare.tokens import shuffle_keys
-from jaxscale.text.document import Document, Outcome
+from jaxscale.runtime.text.document import Document, Outcome
+from jaxscale.tools.corpus.curate.config import NearConfig
+from jaxscale.tools.corpus.prepare.block_files import from_table, group_blocks, read_table, to_table, write_table
+from jaxscale.tools.corpus.prepare.local import LocalExecutor
+from jaxscale.tools.corpus.prepare.lookup import Pass, plan_passes
+from jaxscale.tools.corpus.prepare.preparation_page import CONTENT_POLICY, report_page, threshold_sentence
+from jaxscale.tools.corpus.prepare.progress import Progress, RunningPiece
+from jaxscale.tools.corpus.prepare.tally import SAMPLES, Tally
+from jaxscale.tools.corpus.prepare.tokens import shuffle_keys
 
 MANIFEST = {
     "num_documents": 1, "num_tokens": 10, "text_bytes": 40, "shards": [{}], "fingerprint": "f",

@@ -8,10 +8,10 @@ import pytest
 from prepared import documents_in, recipe, run
 
 from jaxscale import schema
-from jaxscale.corpus.prepare.engine import make_plan
-from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus.prepare.engine import make_plan
 
 TEXTS = [f"{i} the quick brown fox number {i} jumps over the lazy dog, and again {i * i}." for i in range(80)]
 

@@ -1,0 +1,1 @@
+"""Collectives per mesh axis, the links under them, and pipeline schedules."""

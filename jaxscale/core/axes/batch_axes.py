@@ -1,0 +1,280 @@
+"""Data and FSDP parallelism inside shard_map: all-gather weights, reduce-scatter and all-reduce gradients.
+
+Left alone, the SPMD partitioner all-reduces over the data axis once per microbatch; once per step is enough.
+
+TPU memory stores the last two dimensions of an array in tiles of 8 x 128 (openxla.org/xla/tiled_layout), and XLA:TPU
+reduce-scatters only some shapes efficiently. The rules here were read off compiled programs: jax 0.10.2 with libtpu
+0.0.42.1 and jax 0.12.0.1 with libtpu 0.0.50.1, v5e, v5p and v6e, 8 to 512 chips, 2026-11-22.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
+
+from jaxscale.core.axes import context_axis, tensor_axis
+from jaxscale.core.axes.expert_axis import EXPERTS
+from jaxscale.core.axes.torus import Axis, LinkStage, gather_along, link_stages, scatter_along
+from jaxscale.core.rules import MeshAxes, Rules, mesh_axis_names, weight_dtype
+from jaxscale.core.shardings import is_axes
+from jaxscale.units import divisors
+
+GATHERED = "gathered"  # checkpoint_name of gathered weights: remat policies never save them
+LANES, SUBLANES = 128, 8  # of a tile, to which the last two axes are padded
+# XLA:TPU seems to process equal groups of tiles in turn, if a divisor of medium size exists. It all-reduced groups of
+# at least 307 tiles on lines of 2 chips, 251 on lines of 4 and 167 on lines of 8; also of 113 to 131 on v5p:8x8x8,
+# which are not padded, since padding GPT-2's 3 x 131 tiles moves 4% more HBM bytes on v5e:2x4.
+SMALLEST_GROUP, LARGEST_GROUP = 16, 150  # multiples of 16 tiles: all on lines of 2 to 8, not all on lines of 16 v5e
+Partition = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes it is sharded over)
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """Settings of weight and gradient collectives.
+
+    dtype: in which gradients are summed. stages: for each mesh axis that spans several links, the devices that share
+    each link. tiled: arrays have a TPU's tiled memory layout.
+    """
+
+    dtype: Any
+    stages: tuple[tuple[str, tuple[LinkStage, ...]], ...]
+    tiled: bool
+
+    def collective_axes(self, names: tuple[str, ...]) -> tuple[Axis, ...]:
+        """Returns the axes of successive collectives: each mesh axis alone on TPUs, all together elsewhere.
+
+        NCCL gathers within a node last, after most data crossed the network: separately, an 8B model with fsdp over 8
+        nodes and context inside sent 54.4 GB over the network per step, together 6.8 (jax 0.12.0.1, 2026-11-24).
+        """
+        return names if self.tiled else (names,)
+
+    def stages_along(self, name: Axis) -> tuple[LinkStage, ...]:
+        """Returns the links of an axis that a collective uses one after the other; () for several axes together."""
+        return dict(self.stages).get(name, ()) if isinstance(name, str) else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchAxes:
+    """Mesh axes of more than one device over which weights are gathered and gradients summed: those that shard the rows
+    of a batch, and the context axis. With none, every method is the identity."""
+
+    mesh: Mesh
+    rules: Rules
+    axes: tuple[str, ...]  # that shard rows
+    reduce_axes: tuple[str, ...]  # these and the context axis
+    communication: Communication
+    ungathered: tuple[str, ...] = ()  # logical axes sharded over the mesh and never gathered (expert parallelism)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of a batch."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Returns jax.shard_map of f over the whole mesh; f itself on a single device."""
+        if self.mesh.size == 1:
+            return f
+        return jax.shard_map(
+            f,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,  # custom gradients hide from JAX which axes a result varies over
+        )
+
+    def batch_axes_in(self, mesh_axes: MeshAxes) -> tuple[str, ...]:
+        """Returns the mesh axes among these over which gradients are summed."""
+        return tuple(name for name in mesh_axis_names(mesh_axes) if name in self.reduce_axes)
+
+    def partition(self, axes: tuple[str, ...], rules: Mapping[str, MeshAxes]) -> Partition:
+        """Returns the dimensions of an array with these logical axes that the rules shard over the batch axes."""
+        gathered = ((d, rules[axis]) for d, axis in enumerate(axes) if axis not in self.ungathered)
+        return tuple((d, names) for d, mesh_axes in gathered if (names := self.batch_axes_in(mesh_axes)))
+
+    def gather(self, w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+        """Returns the weight cast to `dtype` and all-gathered; its gradient is reduce-scattered. Unchanged if not
+        sharded.
+
+        If the communication dtype is wider, the result has that dtype, with values rounded to `dtype`.
+        """
+        partition = self.partition(axes, self.rules.params)
+        if not partition:
+            return w
+        gather_dtype = jnp.dtype(weight_dtype(axes, dtype))
+        # XLA:TPU gathers expert matrices in place if their rows are sharded; sharded columns cost a copy.
+        transposed = axes[0] == EXPERTS and self.communication.tiled and any(d == 2 for d, _ in partition)
+        if transposed:
+            partition = tuple((1 if d == 2 else d, names) for d, names in partition)
+            w = w.swapaxes(1, 2)
+        full = cast(jax.Array, _gather(partition, gather_dtype, self.communication, w))
+        return checkpoint_name(full.swapaxes(1, 2) if transposed else full, GATHERED)
+
+    def cast_stacks(self, params: Any, axes: Any, dtype: Any) -> Any:
+        """Casts stacked shards to the dtype in which they are gathered, if their gradients are summed in it too.
+
+        A cast before the loop over layers makes the stack of gradients that dtype instead of float32, with the same
+        values: 0.8 GiB less for a 7B on v5p:2x2x4.
+        """
+        if self.communication.dtype != jnp.dtype(dtype):
+            return params
+        stacked = lambda a: a[:1] == ("layers",) and self.partition(a, self.rules.params)
+        return self.map(lambda w, a: w.astype(weight_dtype(a, dtype)) if stacked(a) else w, params, axes)
+
+    def reduce_microbatch(self, grads: Any, axes: Any) -> Any:
+        """Reduce-scatters float32 gradients of one microbatch where only gradients are sharded (ZeRO-2)."""
+        rules = self.rules
+        return self.map(lambda g, a: self.scatter(g, self.added_partition(a, rules.grads, rules.params)), grads, axes)
+
+    def reduce_accumulated(self, grads: Any, axes: Any) -> Any:
+        """Reduces float32 gradients of all microbatches over all devices, to the moments' sharding."""
+
+        def reduce(grad, a):
+            partition = self.added_partition(a, self.rules.moments, self.rules.grads)
+            return self.psum_remaining(self.scatter(grad, partition), a)
+
+        return self.map(reduce, grads, axes)
+
+    def reduce_full(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Reduces a float32 gradient of a gathered weight over all devices, to the moments' sharding."""
+        return self.psum_remaining(self.scatter(grad, self.partition(axes, self.rules.moments)), axes)
+
+    def psum_remaining(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Sums a gradient, scattered like the moments, over the devices over which it has not been summed yet."""
+        summed = {name for _, names in self.partition(axes, self.rules.moments) for name in names}
+        sharded = [self.rules.params[axis] for axis in axes if axis in self.ungathered]
+        summed |= {name for mesh_axes in sharded for name in mesh_axis_names(mesh_axes)}
+        remaining = tuple(name for name in self.reduce_axes if name not in summed)
+        if not any(tensor_axis.AXIS in mesh_axis_names(self.rules.params[axis]) for axis in axes):
+            remaining += (tensor_axis.AXIS,)  # replicated weights: each device used other positions or heads
+        remaining = tuple(name for name in remaining if self.mesh.shape[name] > 1)
+        return lax.psum(grad.astype(self.communication.dtype), remaining).astype(jnp.float32) if remaining else grad
+
+    def added_partition(
+        self, axes: tuple[str, ...], rules: Mapping[str, MeshAxes], done: Mapping[str, MeshAxes]
+    ) -> Partition:
+        """Returns what `rules` shard beyond `done`: per dimension, the mesh axes after those already used."""
+        done_names = dict(self.partition(axes, done))
+        found = [(d, names, done_names.get(d, ())) for d, names in self.partition(axes, rules)]
+        assert all(names[: len(first)] == first for _, names, first in found), f"mesh axes differ in order: {found}"
+        return tuple((d, names[len(first) :]) for d, names, first in found if names != first)
+
+    def scatter(self, grad: jax.Array, partition: Partition) -> jax.Array:
+        """Returns the device's shard of the sum over the axes of the partition."""
+        return reduce_scatter(grad, partition, self.communication).astype(jnp.float32) if partition else grad
+
+    def map(self, f: Callable, grads: Any, axes: Any) -> Any:
+        """Returns f(gradient, its logical axes) over two trees; empty subtrees without gradients are unchanged."""
+        one = lambda a, g: f(g, a) if jax.tree.leaves(g) else g
+        return jax.tree.map(one, axes, grads, is_leaf=is_axes) if self.mesh.size > 1 else grads
+
+    def sum(self, tree: Any) -> Any:
+        """Sums over the devices that have other rows or other positions."""
+        return lax.psum(tree, self.reduce_axes) if self.reduce_axes else tree
+
+    def max(self, tree: Any) -> Any:
+        """Returns the maximum over the devices that have other rows or other positions."""
+        return lax.pmax(tree, self.reduce_axes) if self.reduce_axes else tree
+
+    def first_row(self, num_rows: int) -> jax.Array | int:
+        """Returns the index in the batch of this device's first row."""
+        return lax.axis_index(self.axes) * num_rows if self.axes else 0
+
+
+def make_batch_axes(
+    mesh: Mesh,
+    rules: Rules,
+    reduce_dtype: Any = jnp.float32,
+    *,
+    torus_at_once: bool = False,
+    ungathered: tuple[str, ...] = (),
+) -> BatchAxes:
+    """Returns the axes of this mesh that shard rows. torus_at_once: as in link_stages. ungathered: as in BatchAxes."""
+    axes = tuple(name for name in mesh_axis_names(rules.params["act_batch"]) if mesh.shape[name] > 1)
+    context = tuple(name for name in (context_axis.AXIS,) if mesh.shape[name] > 1)
+    stages = tuple((name, link_stages(mesh, name, torus_at_once=torus_at_once)) for name in axes + context)
+    communication = Communication(jnp.dtype(reduce_dtype), stages, on_tpu(mesh))
+    return BatchAxes(mesh, rules, axes, axes + context, communication, ungathered)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(partition: Partition, dtype: Any, communication: Communication, w: jax.Array) -> jax.Array:
+    w = w.astype(dtype)
+    for dimension, names in partition:
+        for name in reversed(communication.collective_axes(names)):
+            w = gather_along(w, name, dimension, communication.stages_along(name))
+    return w.astype(jnp.promote_types(dtype, communication.dtype))
+
+
+def _gather_forward(partition, dtype, communication, w):
+    return _gather(partition, dtype, communication, w), jnp.zeros((), w.dtype)
+
+
+def _gather_backward(partition, dtype, communication, like_w, grad):
+    return (reduce_scatter(grad, partition, communication).astype(like_w.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def reduce_scatter(x: jax.Array, partition: Partition, communication: Communication) -> jax.Array:
+    """Returns this device's shard of the sum of x over the axes of the partition, in the communication dtype.
+
+    The sharded dimension is made outermost in memory first: along the innermost dimension XLA:TPU pads the parts to 128
+    lanes, and sums the last stage in full on every device (libtpu 0.0.51 for v5e, 2026-11-21). The rows of a stack of
+    matrices are scattered in place (v5p:4x4x4, v6e:8x8 and v5e:8x8, libtpu 0.0.51, 2026-11-24).
+    """
+    x = x.astype(communication.dtype)
+    for dimension, names in partition:
+        if communication.tiled and x.ndim == 3 and dimension == 1:
+            x = with_layout_constraint(x, Layout((0, 1, 2)))
+            for name in communication.collective_axes(names):
+                x = scatter_along(x, name, 1, communication.stages_along(name))
+            continue
+        x = jnp.moveaxis(x, dimension, 0)
+        shape = x.shape[1:]
+        x = pad_for_scatter(x) if communication.tiled else x
+        x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+        for name in communication.collective_axes(names):
+            x = scatter_along(x, name, 0, communication.stages_along(name))
+        x = jnp.moveaxis(unpad(x, shape), 0, dimension)
+    return x
+
+
+def on_tpu(mesh: Mesh) -> bool:
+    """True if the devices are TPUs."""
+    return mesh.devices.flat[0].platform == "tpu"
+
+
+def pad_for_scatter(x: jax.Array) -> jax.Array:
+    """Returns x in a shape that XLA:TPU reduce-scatters along the first dimension; `unpad` reverts the shape of a
+    shard.
+
+    XLA:TPU all-reduces some shapes instead, which sends twice the bytes. One is a matrix whose column tiles cannot be
+    divided into equal groups of 16 to 150: 151,936 columns are 1,187 tiles, a prime. It is padded by at most 15 tiles.
+    Another is a second-last dimension below the 8 rows of a tile, such as 4 heads: it is merged with the last. (With
+    one head the compiler fails on v5e:8x8: "not implemented for 2nd-minor compaction".)
+    """
+    if x.ndim > 2 and x.shape[-2] < SUBLANES:
+        x = x.reshape(len(x), -1)
+    if x.ndim == 2 and not has_equal_groups(-(-x.shape[1] // LANES)):
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (SMALLEST_GROUP * LANES))))
+    return x
+
+
+def unpad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a shard of the result of `pad_for_scatter`, with the original trailing dimensions."""
+    return x if x.shape[1:] == shape else x[:, : math.prod(shape)].reshape(-1, *shape)
+
+
+def has_equal_groups(tiles: int) -> bool:
+    """True if that many tiles fit in one group, or divide into equal groups."""
+    fits = lambda group: SMALLEST_GROUP <= group <= LARGEST_GROUP
+    return tiles <= LARGEST_GROUP or any(map(fits, divisors(tiles)))

@@ -1,0 +1,141 @@
+"""Context parallelism inside shard_map: devices shard the positions of a row, with their queries, keys and values.
+
+A causal query attends to all keys before it, so contiguous shards would do unequal work. In zigzag order a row is
+divided into twice as many chunks as devices; each device has one early and one late chunk (first and last, second and
+second to last, ...), so that all attend to equally many keys (arXiv:2407.21783, section 3.3.2). If each device computes
+whole rows of some heads (Ulysses), shards are contiguous.
+
+B batch  T position of a whole row  t local position
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxscale.core.axes.torus import LinkStage, gather_along, link_stages, scatter_along
+
+AXIS = "context"
+POSITIONS = 1  # the sharded dimension of [B, T, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextAxis:
+    """The devices that shard a row. With one device every method is the identity.
+
+    zigzag: order of positions. stages: devices that share each link, if the axis spans several. in_pipeline: the
+    devices belong to one of several pipeline stages, which call these methods at different times.
+    """
+
+    size: int = 1
+    zigzag: bool = True
+    stages: tuple[LinkStage, ...] = ()
+    in_pipeline: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Number of contiguous chunks per device."""
+        return 2 if self.zigzag and self.size > 1 else 1
+
+    @property
+    def multiple(self) -> int:
+        """Required divisor of the row length."""
+        return self.size * self.chunks
+
+    def chunk_starts(self, chunk: int) -> np.ndarray:
+        """int32[devices, chunks]: the position in the row of each device's chunks."""
+        device = np.arange(self.size, dtype=np.int32)
+        columns = [device] if self.chunks == 1 else [device, 2 * self.size - 1 - device]
+        return np.stack(columns, axis=1) * np.int32(chunk)
+
+    def index(self) -> jax.Array | int:
+        """Returns the index of the device along the axis."""
+        return 0 if self.size == 1 else lax.axis_index(AXIS)
+
+    def local(self, tree: Any) -> Any:
+        """Returns the device's positions of replicated arrays [B, T, ...]."""
+        return tree if self.size == 1 else jax.tree.map(self.local_array, tree)
+
+    def local_array(self, x_BT: jax.Array) -> jax.Array:
+        """Returns the device's positions of one array."""
+        chunk = x_BT.shape[POSITIONS] // self.multiple
+        starts = jnp.asarray(self.chunk_starts(chunk))[self.index()]
+        chunks = [lax.dynamic_slice_in_dim(x_BT, starts[n], chunk, POSITIONS) for n in range(self.chunks)]
+        return jnp.concatenate(chunks, POSITIONS)
+
+    def all_gather(self, tree: Any) -> Any:
+        """Returns all positions in row order. The backward pass reduce-scatters."""
+        return tree if self.size == 1 else jax.tree.map(functools.partial(_all_gather, self), tree)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Sums over the devices. Not differentiable."""
+        return x if self.size == 1 else lax.psum(x, AXIS)
+
+    def ppermute_next(self, tree: Any) -> Any:
+        """Returns the previous device's values; the first gets the last one's."""
+        return self.ppermute(tree, [(device, (device + 1) % self.size) for device in range(self.size)])
+
+    def ppermute(self, tree: Any, pairs: list[tuple[int, int]]) -> Any:
+        """Sends along these (source, destination) pairs; devices that receive nothing get zeros."""
+        if not self.in_pipeline:
+            return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
+        # A ppermute would wait for devices of all stages, some of which are idle; a gather waits for its group only.
+        senders = {receiver: sender for sender, receiver in pairs}
+        sender = jnp.asarray([senders.get(device, -1) for device in range(self.size)])[self.index()]
+        received = lambda x: lax.dynamic_index_in_dim(lax.all_gather(x, AXIS), sender, keepdims=False)
+        return jax.tree.map(lambda x: jnp.where(sender >= 0, received(x), jnp.zeros_like(x)), tree)
+
+    def shard_heads(self, x_BtNH: jax.Array) -> jax.Array:
+        """All-to-all from local positions of all heads to all positions of local heads. Not with zigzag."""
+        return lax.all_to_all(x_BtNH, AXIS, split_axis=2, concat_axis=POSITIONS, tiled=True)
+
+    def shard_positions(self, x_BTNH: jax.Array) -> jax.Array:
+        """Inverse of shard_heads."""
+        return lax.all_to_all(x_BTNH, AXIS, split_axis=POSITIONS, concat_axis=2, tiled=True)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Returns the maximum over the devices. Not differentiable."""
+        return x if self.size == 1 else lax.pmax(x, AXIS)
+
+
+NO_CONTEXT_AXIS = ContextAxis()
+
+
+def make_context_axis(mesh: Mesh, *, zigzag: bool = True, torus_at_once: bool = False) -> ContextAxis:
+    """Returns the context axis of this mesh. torus_at_once: as in link_stages."""
+    stages = link_stages(mesh, AXIS, torus_at_once=torus_at_once)
+    return ContextAxis(mesh.shape[AXIS], zigzag, stages, in_pipeline=mesh.shape["pipeline"] > 1)
+
+
+def to_row_order(context: ContextAxis, x_BT: jax.Array) -> jax.Array:
+    """Reorders positions from device order to row order."""
+    if context.chunks == 1:
+        return x_BT
+    x = x_BT.reshape(x_BT.shape[0], context.size, 2, -1, *x_BT.shape[2:])
+    return jnp.concatenate([x[:, :, 0], x[:, ::-1, 1]], POSITIONS).reshape(x_BT.shape)
+
+
+def to_device_order(context: ContextAxis, x_BT: jax.Array) -> jax.Array:
+    """Inverse of to_row_order."""
+    if context.chunks == 1:
+        return x_BT
+    early, late = jnp.split(x_BT.reshape(x_BT.shape[0], 2 * context.size, -1, *x_BT.shape[2:]), 2, POSITIONS)
+    return jnp.stack([early, late[:, ::-1]], 2).reshape(x_BT.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_gather(context: ContextAxis, x_Bt: jax.Array) -> jax.Array:
+    # Gather and reordering are one function, so that remat policies see a gather and save neither result.
+    return to_row_order(context, gather_along(x_Bt, AXIS, POSITIONS, context.stages))
+
+
+def _all_gather_backward(context: ContextAxis, _: None, dx_BT: jax.Array) -> tuple[jax.Array]:
+    return (scatter_along(to_device_order(context, dx_BT), AXIS, POSITIONS, context.stages),)
+
+
+_all_gather.defvjp(lambda context, x_Bt: (_all_gather(context, x_Bt), None), _all_gather_backward)

@@ -1,0 +1,211 @@
+"""Pipeline parallelism inside shard_map: each stage has some of the layers and sends activations to the next.
+
+If the layers divide evenly and each stage has one chunk, each stage stores its own layers. Otherwise every array with a
+residual dimension is sharded there over fsdp and pipeline, and once per step the stages exchange what each needs: any
+depth fits any number of stages, and checkpoints hold the same arrays. The same applies if leading layers precede those
+split over stages: the first stage runs them and gets fewer others.
+
+P stages  V chunks of a stage  L layers  B batch  T position  D embed
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxscale.core.axes.pipeline_schedules import IDLE, Schedule, make_schedule, split_layers
+from jaxscale.core.axes.tensor_axis import TensorAxis
+from jaxscale.core.mesh_config import PipelineConfig
+from jaxscale.core.rules import MeshAxes, Rules, mesh_axis_names
+
+AXIS = "pipeline"
+LAYERS, VOCAB, BATCH = "layers", "vocab", "act_batch"  # logical axes
+RESIDUAL_AXES = ("embed", "expert_embed", "latent")  # along the residual stream, or a latent of attention
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineAxis:
+    """The stages of a run. layers: int32[P, V, layers of a chunk] from split_layers."""
+
+    layers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1, 1), np.int32), compare=False)
+    shards_vocab: bool = False
+    has_leading: bool = False  # other layers precede these
+
+    @property
+    def size(self) -> int:
+        """Number of stages."""
+        return self.layers.shape[0]
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks per stage."""
+        return self.layers.shape[1]
+
+    @property
+    def has_local_layers(self) -> bool:
+        """True if each stage stores its own layers between steps."""
+        return self.num_chunks == 1 and not self.has_leading and bool((self.layers != IDLE).all())
+
+    @property
+    def stage(self) -> jax.Array:
+        """Stage of this device."""
+        return lax.axis_index(AXIS)
+
+    @property
+    def first(self) -> jax.Array:
+        """True on devices of the first stage."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> jax.Array:
+        """True on devices of the last stage."""
+        return self.stage == self.size - 1
+
+    def to_next_stage(self, x_BTD: jax.Array) -> jax.Array:
+        """Sends to the next stage; the first gets the last one's, for its next chunk."""
+        return lax.ppermute(x_BTD, AXIS, self.neighbours)
+
+    def to_previous_stage(self, x_BTD: jax.Array) -> jax.Array:
+        """Sends to the previous stage; the last gets the first one's."""
+        return lax.ppermute(x_BTD, AXIS, [(target, source) for source, target in self.neighbours])
+
+    @property
+    def neighbours(self) -> list[tuple[int, int]]:
+        """Pairs (stage, next stage). With one chunk per stage the last sends nothing and the first gets zeros."""
+        pairs = [(stage, (stage + 1) % self.size) for stage in range(self.size)]
+        return pairs if self.num_chunks > 1 else pairs[:-1]
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Sums over the stages. Not differentiable."""
+        return lax.psum(x, AXIS)
+
+    def broadcast_last(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the last stage's value on every stage. Not differentiable."""
+        return self.sum(jnp.where(self.last, x_BTD, jnp.zeros_like(x_BTD)))
+
+    def rules(self, rules: Rules) -> Rules:
+        """Returns rule tables for these stages; with one stage, for a mesh whose pipeline axis shards rows."""
+        # Gradients are sharded like parameters, then like moments.
+        first = rules.params["embed"] != rules.moments["embed"]
+        row_rules = functools.partial(self.row_rules, first=first)
+        change = row_rules if self.size == 1 else self.local_rules if self.has_local_layers else self.residual_rules
+        return Rules(*(change(table) for table in (rules.params, rules.grads, rules.moments)))
+
+    def local_rules(self, table: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
+        """Shards layers, and a sharded vocabulary, over the stages that use them."""
+        vocab = {VOCAB: (*mesh_axis_names(table[VOCAB]), AXIS)} if self.shards_vocab else {}
+        return dict(table) | {LAYERS: AXIS} | vocab
+
+    def row_rules(self, table: Mapping[str, MeshAxes], *, first: bool) -> dict[str, MeshAxes]:
+        """Shards rows and residual dimensions over the pipeline axis, as over data and fsdp.
+
+        first: as the first of a residual dimension's mesh axes instead of the last, as in residual_rules.
+        """
+        added = lambda names: (AXIS, *names) if first else (*names, AXIS)
+        residual = {axis: added(mesh_axis_names(table[axis])) for axis in RESIDUAL_AXES}
+        return dict(table) | residual | {BATCH: (AXIS, *mesh_axis_names(table[BATCH]))}
+
+    def residual_rules(self, table: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
+        """Shards residual dimensions over the stages as well."""
+        return dict(table) | {axis: (*mesh_axis_names(table[axis]), AXIS) for axis in RESIDUAL_AXES}
+
+    def schedule(self, name: str, num_microbatches: int) -> Schedule:
+        """Returns the tables of a schedule for these stages."""
+        return make_schedule(name, self.size, self.num_chunks, num_microbatches)
+
+    def to_stage(self, w: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
+        """Returns a stored weight as the device's stage uses it: [V * layers of a chunk, ...] of a stack.
+
+        Padding of shorter chunks is arbitrary. stacked: the weight is of the layers that are split over stages.
+        """
+        vocab = self.shards_vocab and VOCAB in axes
+        residual = residual_dimension(axes)
+        if self.has_local_layers and (stacked or vocab):
+            return w
+        layers_PL = jnp.asarray(np.maximum(self.layers, 0).reshape(self.size, -1))
+        if stacked and residual is None:
+            return jnp.take(w, layers_PL[self.stage], axis=0)
+        if vocab and residual is None:
+            size = w.shape[axes.index(VOCAB)] // self.size
+            return lax.dynamic_slice_in_dim(w, self.stage * size, size, axes.index(VOCAB))
+        if self.has_local_layers or residual is None:
+            return w
+        if stacked:
+            w = jnp.take(w, layers_PL.reshape(-1), axis=0)
+            return lax.all_to_all(w, AXIS, split_axis=0, concat_axis=residual, tiled=True)
+        if vocab:
+            return lax.all_to_all(w, AXIS, split_axis=axes.index(VOCAB), concat_axis=residual, tiled=True)
+        return lax.all_gather(w, AXIS, axis=residual, tiled=True)
+
+    def from_stage(self, grad: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
+        """Returns the gradient of to_stage()'s result, summed over the stages and sharded like the stored weight."""
+        vocab = self.shards_vocab and VOCAB in axes
+        residual = residual_dimension(axes)
+        if self.has_local_layers and (stacked or vocab):
+            return grad
+        if stacked and residual is None:
+            layers_PL = jnp.asarray(self.layers.reshape(self.size, -1))
+            full = jnp.zeros((self.layers.max() + 1, *grad.shape[1:]), grad.dtype)
+            return self.sum(full.at[layers_PL[self.stage]].set(grad, mode="drop", wrap_negative_indices=False))
+        if vocab and residual is None:
+            return lax.all_gather(grad, AXIS, axis=axes.index(VOCAB), tiled=True)  # each stage has the sum of its shard
+        if self.has_local_layers or residual is None:
+            return self.sum(grad)
+        if stacked:
+            grad = lax.all_to_all(grad, AXIS, split_axis=residual, concat_axis=0, tiled=True)
+            order = np.argsort(np.where(self.layers == IDLE, self.layers.size, self.layers).reshape(-1), kind="stable")
+            return jnp.take(grad, jnp.asarray(order[: self.layers.max() + 1]), axis=0)
+        if vocab:
+            return lax.all_to_all(grad, AXIS, split_axis=residual, concat_axis=axes.index(VOCAB), tiled=True)
+        return lax.psum_scatter(grad, AXIS, scatter_dimension=residual, tiled=True)
+
+
+def residual_dimension(axes: tuple[str, ...]) -> int | None:
+    """Returns the dimension of an array that is along the residual stream, or None."""
+    return next((d for d, axis in enumerate(axes) if axis in RESIDUAL_AXES), None)
+
+
+NO_PIPELINE_AXIS = PipelineAxis()
+
+
+@dataclasses.dataclass(frozen=True)
+class StageVocabTensorAxis(TensorAxis):
+    """A tensor axis whose vocabulary is also sharded over pipeline stages, with tensor devices outermost."""
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        """Mesh axes that shard the vocabulary."""
+        return (*super().vocab_axes, AXIS)
+
+    def reduce_scatter_lookup(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the device's positions of the sum over all these devices. The gradient is the first stage's."""
+        return self.reduce_scatter(_sum_of_stages(x_BTD))
+
+
+@jax.custom_vjp
+def _sum_of_stages(x: jax.Array) -> jax.Array:
+    return lax.psum(x, AXIS)
+
+
+_sum_of_stages.defvjp(lambda x: (_sum_of_stages(x), None), lambda _, dy: (lax.psum(dy, AXIS),))
+
+
+def make_pipeline_axis(
+    size: int, cfg: PipelineConfig, num_layers: int, head_layers: float, leading_layers: float = 0.0
+) -> PipelineAxis:
+    """Returns the stages of a model. head_layers, leading_layers: the work of the output projection and of layers
+    before the split ones, in units of one layer."""
+    if size == 1:
+        return NO_PIPELINE_AXIS
+    shards_vocab = cfg.head == "cut"
+    layers = split_layers(num_layers, size, cfg.chunks, 0.0 if shards_vocab else head_layers, leading_layers)
+    return PipelineAxis(layers, shards_vocab, leading_layers > 0)
+
+
+def share_vocab_with_stages(tensor: TensorAxis, pipeline: PipelineAxis) -> TensorAxis:
+    """Returns the tensor axis of a model whose stages shard the vocabulary, if they do."""
+    return StageVocabTensorAxis(tensor.size, tensor.stages, tensor.context) if pipeline.shards_vocab else tensor

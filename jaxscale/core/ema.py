@@ -1,0 +1,45 @@
+"""Exponential moving average (EMA) of the parameters, which often has a lower validation loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.core.optim.groups import is_masked
+from jaxscale.core.optim.optimizer import combine
+from jaxscale.core.state import TrainState
+from jaxscale.core.train_config import EmaConfig
+
+Evaluate = Callable[[Any], dict[str, float]]
+
+
+def init_ema(cfg: EmaConfig, params: Any) -> Any:
+    """Returns the EMA before the first step, equal to the parameters; None, a tree without arrays, if it is off."""
+    return params if cfg.on else None
+
+
+def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
+    """Returns the EMA after step number `step` (from 0) with these new parameters; None if it is off.
+
+    An average equal to its parameter stays so bit for bit, because the difference is scaled.
+    """
+    if ema is None:
+        return None
+    started = step >= cfg.start_step
+    update = lambda new, old: jnp.where(started, old + (1 - cfg.decay) * (new - old), new)
+    return jax.tree.map(lambda new, old: old if is_masked(old) else update(new, old), params, ema)
+
+
+def ema_params(state: TrainState) -> Any:
+    """Returns all parameters, with the average of those that have one."""
+    return combine(state.ema, state.params)
+
+
+def evaluate_with_ema(evaluate: Evaluate, state: TrainState, group: str = "validation") -> dict[str, float]:
+    """Returns metrics of the parameters and of their EMA if any: 'validation/loss', 'validation_ema/loss'."""
+    metrics = evaluate(state.params)
+    if state.ema is None:
+        return metrics
+    ema_metrics = evaluate(ema_params(state))
+    return metrics | {name.replace(group, f"{group}_ema", 1): v for name, v in ema_metrics.items()}

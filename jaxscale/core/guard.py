@@ -1,0 +1,148 @@
+"""Decides in the compiled step which gradients are applied, from a window of losses and norms of earlier good steps.
+
+NaN compares False with everything, so `norm > limit` alone would accept it: the loss and norm must also be finite.
+Rejected steps do not enter the window, so they cannot raise later limits. A loss that stays above the limits, as after
+a change of the data, is accepted as a new level after max_spikes_in_row steps.
+
+W steps of the window
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.core.spikes import ratio_limit, sigma_limit
+from jaxscale.core.train_config import MIN_WINDOW_STEPS, GuardConfig
+
+CHECK, SKIP, APPLY = range(3)  # orders from the host; APPLY still rejects what is not finite
+
+# Indexed by the verdict of a step.
+VERDICTS = (
+    "good", "not finite", "absurd norm", "loss by median", "loss by sigmas", "norm by sigmas", "norm by clip",
+    "ordered", "new level", "loss scale", "no targets"
+)  # fmt: skip
+(
+    GOOD, NOT_FINITE, ABSURD_NORM, LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS, NORM_RATIO, ORDERED, NEW_LEVEL, LOSS_SCALE,
+    NO_TARGETS,
+) = range(len(VERDICTS))  # fmt: skip
+BY_WINDOW = (LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS)  # verdicts that a new level of the loss can overrule
+
+# The setting of train.guard behind a verdict.
+SETTINGS = {
+    ABSURD_NORM: "max_grad_norm",
+    LOSS_RATIO: "spike_ratio",
+    LOSS_SIGMAS: "spike_sigma",
+    NORM_SIGMAS: "spike_sigma",
+    NORM_RATIO: "grad_ratio",
+}
+
+
+class GuardState(NamedTuple):
+    """Counts, the window, and the host's order. Field names are part of checkpoint paths."""
+
+    skipped: jax.Array  # int32[]
+    skipped_in_row: jax.Array  # int32[]
+    spikes_in_row: jax.Array  # int32[]: the latest of them whose verdict is one of BY_WINDOW
+    losses: jax.Array  # float32[W], a ring buffer
+    norms: jax.Array  # float32[W], a ring buffer
+    seen: jax.Array  # int32[]: good steps since the window was started
+    lr_factor: jax.Array  # float32[]: of the learning rate while step < cut_until
+    cut_until: jax.Array  # int32[]
+    order: jax.Array  # int32[]: CHECK, SKIP or APPLY the next step
+
+
+def init_guard(window_steps: int = 100) -> GuardState:
+    """Returns a state with an empty window."""
+    zero, zeros_W = jnp.zeros((), jnp.int32), jnp.zeros(window_steps, jnp.float32)
+    return GuardState(zero, zero, zero, zeros_W, zeros_W, zero, jnp.ones((), jnp.float32), zero, zero)
+
+
+@jax.named_scope("guard")
+def check(
+    cfg: GuardConfig,
+    state: GuardState,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    excused: jax.Array | bool = False,
+    clip_norm: float = 0.0,
+    no_targets: jax.Array | bool = False,
+) -> tuple[jax.Array, jax.Array, GuardState]:
+    """Returns (ok, verdict, state): ok is bool[], True if the step may be applied; verdict int32[] indexes VERDICTS.
+
+    excused: bool[], True if a loss scale that can still fall explains a non-finite gradient; such a step is not counted
+    in skipped_in_row. no_targets: bool[], True if no token of the batch has weight; such a step changes neither the
+    parameters nor the window.
+    """
+    window_ready, median = state.seen >= MIN_WINDOW_STEPS, loss_median(state)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    failures = {NOT_FINITE: ~finite, ABSURD_NORM: grad_norm > cfg.max_grad_norm}
+    if cfg.spike_ratio:
+        failures[LOSS_RATIO] = window_ready & (loss > ratio_limit(cfg.spike_ratio, median, jnp.maximum))
+    if cfg.spike_sigma:
+        failures[LOSS_SIGMAS] = window_ready & (loss > sigma_threshold(cfg.spike_sigma, state.losses, state.seen))
+        failures[NORM_SIGMAS] = window_ready & (grad_norm > sigma_threshold(cfg.spike_sigma, state.norms, state.seen))
+    if cfg.grad_ratio and clip_norm:
+        failures[NORM_RATIO] = window_ready & (grad_norm > cfg.grad_ratio * clip_norm)
+    verdict = jnp.select(list(failures.values()), [jnp.int32(number) for number in failures], jnp.int32(GOOD))
+
+    # Independent of the order, so that a replay restarts its window at the same step as the original run.
+    certain = jnp.any(jnp.stack([failed for number, failed in failures.items() if number not in BY_WINDOW]))
+    spike = (verdict != GOOD) & ~certain & ~jnp.asarray(no_targets)
+    new_level = spike & (state.spikes_in_row >= cfg.max_spikes_in_row) & (state.order != SKIP)
+    verdict = jnp.where(finite, jnp.where(state.order == APPLY, GOOD, verdict), NOT_FINITE)
+    verdict = jnp.where(excused & ~finite, LOSS_SCALE, jnp.where(new_level, NEW_LEVEL, verdict))
+    verdict = jnp.where(no_targets & finite, NO_TARGETS, verdict)
+    verdict = jnp.where(state.order == SKIP, ORDERED, verdict).astype(jnp.int32)
+    ok = (verdict == GOOD) | new_level
+    counted = (verdict != LOSS_SCALE) & (verdict != NO_TARGETS)
+    index = jnp.where(new_level, 0, state.seen % state.losses.size)
+    push = lambda ring_W, value: ring_W.at[index].set(jnp.where(ok, value, ring_W[index]))
+    return (
+        ok,
+        verdict,
+        state._replace(
+            skipped=state.skipped + (~ok & (verdict != NO_TARGETS)),
+            skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + counted),
+            spikes_in_row=jnp.where(ok | (counted & ~spike), 0, state.spikes_in_row + spike),
+            losses=push(state.losses, loss),
+            norms=push(state.norms, grad_norm),
+            seen=jnp.where(new_level, 1, state.seen + ok),
+            order=jnp.full_like(state.order, CHECK),  # an order is for one step and never saved
+        ),
+    )
+
+
+def guard_metrics(before: GuardState, after: GuardState, ok: jax.Array, verdict: jax.Array) -> dict[str, jax.Array]:
+    """Returns the guard's metrics of a step."""
+    return {
+        "loss_median": loss_median(before),
+        "verdict": verdict,
+        "skipped": ~ok & (verdict != NO_TARGETS),
+        "skipped_total": after.skipped,
+        "skipped_in_row": after.skipped_in_row,
+    }
+
+
+def loss_median(state: GuardState) -> jax.Array:
+    """Median loss of the window, float32[]; undefined before the first good step."""
+    return ring_median(state.losses, state.seen)
+
+
+def sigma_threshold(sigmas: float, ring_W: jax.Array, seen: jax.Array) -> jax.Array:
+    """Returns the median plus a number of robust standard deviations, float32[]."""
+    median = ring_median(ring_W, seen)
+    return sigma_limit(sigmas, median, ring_median(jnp.abs(ring_W - median), seen), jnp.maximum)
+
+
+def ring_median(values_W: jax.Array, seen: jax.Array) -> jax.Array:
+    """Median of the filled part of a ring buffer, float32[]."""
+    W = values_W.size
+    count = jnp.clip(seen, 1, W)
+    sorted_W = jnp.sort(jnp.where(jnp.arange(W) < count, values_W, jnp.inf))
+    return (sorted_W[(count - 1) // 2] + sorted_W[count // 2]) / 2
+
+
+def lr_factor(state: GuardState, step: jax.Array) -> jax.Array:
+    """Factor of the learning rate of a step, float32[]; below 1 after recovery has cut it."""
+    return jnp.where(step < state.cut_until, state.lr_factor, 1.0)

@@ -1,0 +1,82 @@
+"""Arrays in host memory between steps: their shardings, and copies to the device inside a step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxscale.core.shardings import Gather
+from jaxscale.system.exits import BadInput
+
+HOST = "pinned_host"  # JAX's name for host memory with DMA access from the device
+
+
+def check_host_memory(setting: str, mesh: Mesh) -> None:
+    """Raises BadInput naming the setting if the devices of the mesh cannot address host memory.
+
+    GPUs of an ahead-of-time topology list no memories, and jax 0.10.2 treats all their arrays as on the device.
+    """
+    device = mesh.devices.flat[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST not in kinds:
+        raise BadInput(
+            f"{setting} needs devices with {HOST} memory, and {device.device_kind} has "
+            f"{', '.join(kinds) or 'none in an ahead-of-time topology'}; leave it out"
+        )
+
+
+def on_host(shardings: Any, exclude: Callable[[str], bool] = lambda name: False) -> Any:
+    """Returns the same shardings in host memory, except scalars and leaves whose dotted names match `exclude`."""
+    dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    move = lambda path, one: one.with_memory_kind(HOST) if len(one.spec) and not exclude(dotted(path)) else one
+    return jax.tree_util.tree_map_with_path(move, shardings)
+
+
+def is_on_host(x: Any) -> bool:
+    """True for an array in host memory, inside a jitted function."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Offloaded:
+    """A weight in host memory, and device-side zeros that receive its gradient.
+
+    JAX requires the gradient of an array to be in the array's memory space.
+    """
+
+    weight: jax.Array
+    zeros: jax.Array
+
+
+def device_zeros(params: Any) -> Any:
+    """Returns device-side zeros to differentiate in place of offloaded parameters; XLA removes them."""
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), params)
+
+
+def fetch_outside_blocks(params: dict, zeros: dict, stacks: Collection[str]) -> dict:
+    """Returns parameters for a model whose gather is make_fetching_gather(...): these stacks of blocks stay offloaded,
+    all others are fetched."""
+    offloaded = jax.tree.map(Offloaded, params, zeros)
+    is_offloaded = lambda leaf: isinstance(leaf, Offloaded)
+    fetched = lambda tree: jax.tree.map(lambda leaf: fetch(leaf.weight, leaf.zeros), tree, is_leaf=is_offloaded)
+    return {name: tree if name in stacks else fetched(tree) for name, tree in offloaded.items()}
+
+
+def make_fetching_gather(gather: Gather) -> Gather:
+    """Returns `gather` for weights that may be offloaded: each is fetched just before."""
+    fetched = lambda w: fetch(w.weight, w.zeros) if isinstance(w, Offloaded) else w
+    return lambda w, axes, dtype: gather(fetched(w), axes, dtype)
+
+
+@jax.custom_vjp
+def fetch(weight: jax.Array, zeros: jax.Array) -> jax.Array:
+    """Copies the weight to the device. Its gradient goes to the zeros."""
+    return jax.device_put(weight, jax.memory.Space.Device)
+
+
+fetch.defvjp(lambda weight, zeros: (fetch(weight, zeros), None), lambda _, grad: (None, grad))

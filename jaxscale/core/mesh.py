@@ -1,0 +1,133 @@
+"""The named device mesh. It always has all six axes, so that any PartitionSpec is valid on any machine.
+
+The chips of a TPU slice or GPU node are connected by a fast network (ICI, NVLink), and slices or nodes by a slow one
+(DCN). Only DCN_AXES may cross slices or nodes: each slice or node holds one block of the mesh.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from jaxscale.core.axes.torus import most_links_outermost
+from jaxscale.core.hardware import Device
+from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.system.exits import BadInput
+from jaxscale.units import divisors, or_list
+
+DCN_AXES = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does
+
+
+def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Returns {axis: size} with -1 resolved. Raises BadInput if the sizes do not multiply to the number of devices."""
+    shape = {axis: getattr(cfg, axis) for axis in MESH_AXES}
+    fixed = math.prod(size for size in shape.values() if size != -1)
+    used = {axis: size for axis, size in shape.items() if size != 1}
+    if -1 in shape.values():
+        if num_devices % fixed:
+            raise BadInput(
+                f"mesh={used} needs a multiple of {fixed} devices, and there are {num_devices}; "
+                f"{nearest_size({axis: size for axis, size in used.items() if size != -1}, num_devices)}"
+            )
+        return {axis: num_devices // fixed if size == -1 else size for axis, size in shape.items()}
+    if fixed != num_devices:
+        raise BadInput(
+            f"mesh={used or 'all 1'} multiplies to {fixed} devices, and there are {num_devices}; make one axis -1"
+        )
+    return shape
+
+
+def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
+    """Returns 'use tensor=4': the change of one axis, innermost first, with which all sizes divide the devices."""
+    for axis in reversed(fixed):
+        share, remainder = divmod(num_devices, math.prod(size for other, size in fixed.items() if other != axis))
+        if not remainder:
+            return f"use {axis}={min(divisors(share), key=lambda part: abs(part - fixed[axis]))}"
+    return f"sizes that divide are {or_list(divisors(num_devices))}"
+
+
+def make_mesh(cfg: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
+    """Returns the mesh over `devices` (default: all), with axes in MESH_AXES order, each of type Auto.
+
+    Raises BadInput if the sizes do not multiply to the devices, or if an axis within a slice or node is longer than it.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    shape = mesh_shape(cfg, len(devices))
+    return Mesh(most_links_outermost(arrange(shape, devices)), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def arrange(shape: dict[str, int], devices: Sequence[Device]) -> np.ndarray:
+    """Returns the devices as an array of this mesh shape, with neighbours on the network adjacent if possible.
+
+    A torus dimension is split between two mesh axes only if no whole dimensions multiply to their sizes.
+    """
+    sizes = tuple(shape.values())
+    kind, number, group_of = device_groups(devices)
+    if len(set(group_of)) == 1:
+        if max(sizes) == len(devices) and devices[0].platform == "tpu":
+            # row by row: XLA:TPU reduce-scatters along a torus dimension, but not along the snake order in which
+            # mesh_utils arranges 8 or 16 chips of v5e and v6e
+            in_rows = sorted(devices, key=lambda device: (*device.coords, device.core_on_chip))
+            return np.array(in_rows, dtype=object).reshape(sizes)
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    outer = dcn_shape(shape, kind, group_of)
+    inner = tuple(size // outer[axis] for axis, size in shape.items())
+    return mesh_utils.create_hybrid_device_mesh(
+        inner,
+        tuple(outer.values()),
+        devices,
+        process_is_granule=number == "process_index",
+        allow_split_physical_axes=True,
+    )
+
+
+def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
+    """Returns ("slice" or "node", the attribute that numbers them, the slice or node of each device).
+
+    Devices of several TPU slices have slice_index, and so do running GPUs of several nodes (the runtime numbers NVLink
+    domains). GPUs of an ahead-of-time topology are all in slice 0, with one process per node.
+    """
+    kind = "node" if devices[0].platform == "gpu" else "slice"
+    slices = [getattr(device, "slice_index", 0) for device in devices]
+    processes = [device.process_index for device in devices]
+    if kind == "node" and len(set(slices)) == 1 and len(set(processes)) > 1 == jax.process_count():
+        return kind, "process_index", processes
+    return kind, "slice_index", slices
+
+
+def dcn_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict[str, int]:
+    """Returns {axis: slices or nodes along it}, the outermost DCN_AXES first. Raises BadInput if none fits."""
+    counts = [group_of.count(group) for group in sorted(set(group_of))]
+    if len(set(counts)) != 1:
+        raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need as many")
+    left, outer = len(counts), dict.fromkeys(shape, 1)
+    for axis in DCN_AXES:
+        outer[axis] = math.gcd(shape[axis], left)
+        left //= outer[axis]
+    if left != 1:  # the axes within a group do not divide its devices
+        inside = {axis: size for axis, size in shape.items() if size > 1 and axis not in DCN_AXES}
+        raise BadInput(
+            f"mesh={inside} does not divide the {counts[0]} devices of a {kind}, and only {or_list(DCN_AXES)} may "
+            f"cross between {kind}s; {nearest_size(inside, counts[0])} and let fsdp=-1 take the remaining devices"
+        )
+    return outer
+
+
+def crossed_groups(mesh: Mesh) -> tuple[str, dict[str, int]]:
+    """Returns ("slice" or "node", {axis: how many of them it crosses; 1 within one})."""
+    kind, _, group_of = device_groups(list(mesh.devices.flat))
+    return kind, dcn_shape(dict(mesh.shape), kind, group_of)
+
+
+def mesh_layout(mesh: Mesh) -> str:
+    """Describes the mesh: 'data=2 (over 2 slices), fsdp=64, tensor=4'; 'one device' for a mesh of one."""
+    kind, outer = crossed_groups(mesh)
+    words = [
+        f"{axis}={size}" + (f" (over {outer[axis]} {kind}s)" if outer[axis] > 1 else "")
+        for axis, size in mesh.shape.items()
+        if size > 1
+    ]
+    return ", ".join(words) or "one device"

@@ -1,0 +1,36 @@
+"""Models by name. A new model is one file, or two with separate settings, and one line of MODELS; see
+docs/howto/add_model.md.
+
+Importing this package loads settings only, neither JAX nor Flax; a model's module is imported when it is made.
+"""
+
+import functools
+import operator
+import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from jaxscale.core.models.config import ModelConfig, ModelKind
+
+# name: (its settings, its module)
+MODELS = {
+    "llama": ("jaxscale.core.models.llama_config:LlamaConfig", "jaxscale.core.models.llama:Llama"),
+    "gpt2": ("jaxscale.core.models.gpt2_config:Gpt2Config", "jaxscale.core.models.gpt2:Gpt2"),
+    "encoder": ("jaxscale.core.models.encoder_config:EncoderConfig", "jaxscale.core.models.encoder:Encoder"),
+    "t5": ("jaxscale.core.models.t5_config:T5Config", "jaxscale.core.models.t5:T5"),
+}
+SETTINGS: dict[str, type[ModelConfig]] = {name: pkgutil.resolve_name(cls) for name, (cls, _) in MODELS.items()}
+if TYPE_CHECKING:  # a type checker cannot read MODELS; ModelConfig declares what all models offer
+    AnyModelConfig: TypeAlias = ModelConfig
+else:
+    AnyModelConfig = functools.reduce(operator.or_, SETTINGS.values())
+
+
+def model_class(cfg: ModelConfig) -> Callable[..., Any]:
+    """Returns the module class of these settings; see core.models.model.Model."""
+    return pkgutil.resolve_name(MODELS[cfg.name][1])
+
+
+def names_of(kind: ModelKind) -> list[str]:
+    """Returns the names of models of this kind."""
+    return [name for name, settings in SETTINGS.items() if settings.kind == kind]

@@ -1,0 +1,130 @@
+"""BERT encoder for masked language modelling (arXiv:1810.04805): learned positions, post-norms, GELU.
+
+B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.core.models.config import BLOCK_INPUT
+from jaxscale.core.models.encoder_config import EncoderConfig
+from jaxscale.core.models.layers import (
+    STD,
+    BiasedAttention,
+    BiasedMlp,
+    StackedModel,
+    constant,
+    dropout,
+    dropout_embeddings,
+    dropout_keys,
+    grad_barrier,
+    make_stack,
+    param,
+    split_keys,
+    with_bias,
+)
+from jaxscale.core.plan import ParallelPlan
+from jaxscale.core.recorder import ATTENTION, MLP
+from jaxscale.kernels.activation import gelu
+from jaxscale.kernels.embed import lookup, lookup_sharded
+from jaxscale.kernels.norm import layer_norm
+
+
+class EncoderBlock(nnx.Module):
+    """Post-norm attention and MLP."""
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
+        D = cfg.embed_dim
+        self.cfg, self.plan = cfg, plan
+        self.attention = BiasedAttention(cfg, causal=False, out_std=STD, rngs=rngs, plan=plan)
+        self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+        self.mlp = BiasedMlp(cfg, gelu, out_std=STD, rngs=rngs, plan=plan)
+        self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+
+    def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
+        cfg, sow = self.cfg, self.plan.recorder.sow
+        key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
+        x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
+        added_BTD = sow(ATTENTION, self.attention(x_BTD, segment_ids_BT))
+        x_BTD = x_BTD + dropout(added_BTD, cfg.dropout, key_attention, self.plan.tensor)
+        x_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
+        x_BTD = x_BTD + dropout(sow(MLP, self.mlp(x_BTD)), cfg.dropout, key_mlp, self.plan.tensor)
+        return layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
+
+
+class MlmHead(nnx.Module):
+    """Matmul, GELU and norm between the last hidden states and the embedding table.
+
+    Replicated, and applied to local positions.
+    """
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
+        D = cfg.embed_dim
+        self.cfg, self.plan = cfg, plan
+        self.dense = param(rngs, (D, D), ("embed", "channels"), std=STD)
+        self.bias_dense = constant((D,), ("norm",), 0.0)
+        self.scale, self.bias = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+
+    def __call__(self, h_BTD):
+        dense_DD = self.plan.gather(self.dense[...], ("embed", "channels"), self.cfg.compute_dtype)
+        h_BTD = gelu(with_bias(self.plan.project("BTD,DE->BTE", h_BTD, dense_DD), self.bias_dense[...]))
+        return layer_norm(h_BTD, self.scale[...], self.bias[...], self.cfg.norm_eps)
+
+
+class Encoder(StackedModel):
+    """BERT encoder."""
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
+        D, V = cfg.embed_dim, cfg.vocab_size
+        self.cfg, self.plan = cfg, plan
+        self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=STD)
+        self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=STD)
+        types = cfg.num_token_types
+        self.type_embedding = param(rngs, (types, D), ("position", "embed"), std=STD) if types else None
+        self.scale_embedding, self.bias_embedding = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+        make_block = lambda rngs: EncoderBlock(cfg, rngs=rngs, plan=plan)
+        self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
+        self.head = MlmHead(cfg, rngs=rngs, plan=plan)
+        self.bias_vocab = constant((V,), ("vocab",), 0.0)
+
+    def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """Returns the residual stream before the first block. keys_B: for dropout."""
+        return dropout_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.plan.tensor)
+
+    def layer_inputs(self, keys_B: jax.Array | None):
+        """Returns the dropout keys of each block."""
+        return dropout_keys(keys_B, self.cfg)
+
+    def make_layer(self, positions_BT, segment_ids_BT):
+        """Returns a function that applies a block to the residual stream of these rows."""
+        return lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
+
+    def last_hidden(self, x_BTD):
+        """Returns x_BTD unchanged: each block ends in a norm."""
+        return x_BTD
+
+    @jax.named_scope("embedding")
+    def embed(self, tokens_BT, positions_BT):
+        """Returns normalized token, position and type embeddings of the device's positions."""
+        cfg = self.cfg
+        table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        positions_PD = self.plan.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
+        x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.plan.tensor)
+        x_BTD = x_BTD + lookup(positions_PD, self.plan.tensor.local(positions_BT), cfg.embed_dtype)
+        if self.type_embedding is not None:
+            types_2D = self.plan.gather(self.type_embedding[...], ("position", "embed"), cfg.embed_dtype)
+            x_BTD = with_bias(x_BTD, types_2D[0])
+        x_BTD = layer_norm(x_BTD, self.scale_embedding[...], self.bias_embedding[...], cfg.norm_eps)
+        return x_BTD.astype(cfg.compute_dtype)
+
+    def unembedding(self, h_BTD):
+        """Returns (hidden states of the head with a 1 appended, the embedding table [D, V] with the logits' bias as
+        last row): their product includes the bias, so the loss needs no bias argument."""
+        h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
+        h_BTD = self.head(h_BTD).astype(self.cfg.embed_dtype)
+        ones = jnp.ones((*h_BTD.shape[:-1], 1), h_BTD.dtype)
+        w_DV = self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
+        bias_1V = self.bias_vocab[...].astype(w_DV.dtype)[None]
+        return jnp.concatenate([h_BTD, ones], axis=-1), jnp.concatenate([w_DV, bias_1V])

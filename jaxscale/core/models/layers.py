@@ -1,0 +1,388 @@
+"""Layers that all models share: parameters with logical axes, scanned or unrolled stacks of blocks, and remat.
+
+Models mark activations with jax.ad_checkpoint.checkpoint_name under the names of core/models/config.py; a remat policy
+saves some on the device, offloads some to host memory, and has the others recomputed.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.core.axes.batch_axes import GATHERED
+from jaxscale.core.axes.tensor_axis import AXIS, NO_TENSOR_AXIS, TensorAxis, concat_row_parts
+from jaxscale.core.host_memory import HOST
+from jaxscale.core.models.config import (
+    ATTENTION_ADDED,
+    DENSE,
+    KEY,
+    MLP_UP,
+    QUERY,
+    SAVED_NAMES,
+    VALUE,
+    BiasedConfig,
+    ModelConfig,
+    RematName,
+)
+from jaxscale.core.models.lora import join_adapters
+from jaxscale.core.plan import ParallelPlan
+from jaxscale.core.shardings import Gather, no_gather
+from jaxscale.kernels.config import ATTENTION_OUT
+from jaxscale.kernels.gradient import custom_vjp
+from jaxscale.kernels.matmul.project import PRODUCT
+
+STD = 0.02  # of matrices and embeddings in GPT-2 and BERT
+M = TypeVar("M")  # a model
+Stack: TypeAlias = nnx.Module | nnx.List[nnx.Module]  # one module of stacked parameters, or a list of modules
+
+
+def param(
+    rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str, ...], *, fan_in: int | None = None, std: float | None = None
+) -> nnx.Param:
+    """Returns a float32 parameter with its logical axes: normal with std, by default 1 / sqrt(fan_in)."""
+    assert len(shape) == len(axes), f"{shape} has not the axes {axes}"
+    if std is None:
+        assert fan_in is not None, "a parameter needs fan_in or std"
+        std = math.pow(fan_in, -0.5)
+    return nnx.Param(std * jax.random.normal(rngs.params(), tuple(shape), jnp.float32), axes=axes)
+
+
+def constant(shape: Sequence[int], axes: tuple[str, ...], value: float) -> nnx.Param:
+    """Returns a float32 parameter initialized to a constant: 1 for scales, 0 for biases."""
+    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), axes=axes)
+
+
+def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> Stack:
+    """Returns blocks with independent random keys: one module of stacked parameters, or a list with equal values."""
+    keys = jax.random.split(rngs.params(), num_layers)
+    if not scan:
+        return nnx.List([make_block(nnx.Rngs(params=key)) for key in keys])
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=0))))
+    stacked = jax.vmap(lambda key: nnx.state(make_block(nnx.Rngs(params=key)), nnx.Param))(keys)
+    boxed = jax.tree.map(
+        lambda leaf: nnx.Param(leaf.get_value(), axes=("layers", *leaf.axes)),
+        stacked,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    return nnx.merge(graphdef, boxed)
+
+
+def run_stack(
+    blocks: Stack,
+    apply: Callable,
+    x: jax.Array,
+    layer_inputs: Any,
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+) -> tuple[jax.Array, Any]:
+    """Returns (x after all blocks, their metrics with a leading axis of layers, or None).
+
+    apply(block, x, layer_input) returns x or (x, metrics); it runs under the config's remat policy.
+
+    layer_inputs: a tree with a leading axis of num_layers (random keys, for example), or None. plan: gathers the
+    weights of a block before its forward pass and again before its backward pass, and decides if layers are a loop; its
+    recorder receives each layer's intermediates, and may give inputs to each layer.
+    """
+    gather, recorder, looped = plan.gather, plan.recorder, cfg.scan_layers and plan.scan_layers
+
+    def wrap(f: Callable) -> Callable:
+        if cfg.remat == "none" and gather is no_gather:
+            return f
+        policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
+        return jax.checkpoint(f, policy=policy, prevent_cse=not looped)
+
+    def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, recorder_input: Any) -> tuple:
+        recorder.begin_layer(recorder_input)
+        gathered = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
+        result = apply(nnx.merge(graphdef, gathered), x, extra)
+        x, metrics = result if isinstance(result, tuple) else (result, None)
+        return x, (recorder.end_layer(x), metrics)
+
+    recorder_inputs = recorder.layer_inputs()
+    if isinstance(blocks, nnx.List):
+        outputs = []
+        for layer, block in enumerate(blocks):
+            graphdef, params = nnx.split(block)
+            run = wrap(functools.partial(run_layer, graphdef))
+            x, output = run(params, x, *jax.tree.map(operator.itemgetter(layer), (layer_inputs, recorder_inputs)))
+            outputs.append(output)
+        recorded, metrics = jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
+        recorder.end_stack(recorded)
+        return x, metrics
+    graphdef, params = nnx.split(blocks)
+    run = wrap(functools.partial(run_layer, graphdef))
+    layers = params, layer_inputs, recorder_inputs
+    x, (recorded, metrics) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, layers, unroll=not looped)
+    recorder.end_stack(recorded)
+    return x, metrics
+
+
+class StackedModel(nnx.Module):
+    """A model with one stack of blocks, in parts: embed_tokens(), make_layer() and layer_inputs(), last_hidden().
+
+    Blocks of another kind may precede it, in a stack named DENSE that make_layer() and layer_inputs() support too.
+    """
+
+    cfg: ModelConfig
+    plan: ParallelPlan
+    blocks: Stack
+
+    def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None) -> jax.Array:
+        """Returns the residual stream before the first block. keys_B: for dropout."""
+        raise NotImplementedError
+
+    def layer_inputs(self, keys_B: jax.Array | None, **stack: str) -> Any:
+        """Returns inputs of each layer, with a leading axis of layers, or None.
+
+        stack: name of the stack, for a model with several.
+        """
+        raise NotImplementedError
+
+    def make_layer(self, positions_BT, segment_ids_BT) -> Callable:
+        """Returns a function (block, x_BTD, layer_input) -> x_BTD or (x_BTD, metrics), for these rows."""
+        raise NotImplementedError
+
+    def last_hidden(self, x_BTD) -> jax.Array:
+        """Returns the last hidden states from the residual stream after the last block."""
+        raise NotImplementedError
+
+    def unembedding(self, h_BTD) -> tuple[jax.Array, jax.Array]:
+        """Returns (h_BTD, the output projection [D, V])."""
+        raise NotImplementedError
+
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """Returns the last hidden states, compute_dtype[B, T, D], of local positions, so that a loss can chunk the
+        logits.
+
+        keys_B: for dropout.
+        """
+        return self.hidden_and_metrics(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
+
+    def hidden_and_metrics(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """Returns (hidden(), metrics of the blocks with a leading axis of layers)."""
+        x_BTD = self.embed_tokens(tokens_BT, positions_BT, segment_ids_BT, keys_B)
+        if (dense := getattr(self, DENSE, None)) is not None:
+            dense_inputs = self.layer_inputs(keys_B, stack=DENSE)
+            x_BTD, _ = self.run_blocks(dense, x_BTD, positions_BT, segment_ids_BT, dense_inputs)
+        x_BTD, metrics = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.layer_inputs(keys_B))
+        return self.last_hidden(x_BTD), metrics
+
+    def run_blocks(self, blocks: Stack, x_BTD, positions_BT, segment_ids_BT, layer_inputs: Any):
+        """Returns run_stack() of these blocks."""
+        run = self.make_layer(positions_BT, segment_ids_BT)
+        return run_stack(blocks, run, x_BTD, layer_inputs, self.cfg, self.plan)
+
+
+def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """A jax.checkpoint policy that saves everything except gathered or fetched weights and their casts."""
+    if any(getattr(x, "memory_space", None) == jax.memory.Space.Host for x in inputs):
+        return False
+    eqns = getattr(params.get("call_jaxpr"), "eqns", ())  # of a custom_vjp
+    gathers = any(gathers_weight(eqn.primitive, eqn.params) for eqn in eqns) or gathers_weight(primitive, params)
+    return not gathers and primitive is not lax.convert_element_type_p and params.get("name") != GATHERED
+
+
+def gathers_weight(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """True for an all-gather over the batch axes; the tensor axis gathers activations."""
+    return primitive is lax.all_gather_p and params["axis_name"] != (AXIS,)
+
+
+def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable[..., Any]:
+    """Returns the policy of jax.checkpoint.
+
+    Names in `offload` go to host memory, even if the policy saves them on the device. No policy saves gathered weights:
+    those of all layers would not fit.
+    """
+    if remat == "none":
+        return save_all_but_gathered
+    if remat == "dots":
+        return jax.checkpoint_policies.save_only_these_names(PRODUCT)
+    saved = [name for name in (save if remat == "save" else SAVED_NAMES[remat]) if name not in offload]
+    if offload:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=saved,
+            names_which_can_be_offloaded=list(offload),
+            offload_src="device",
+            offload_dst=HOST,
+        )
+    else:
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    if ATTENTION_OUT not in saved:
+        return policy
+    return lambda primitive, *args, **params: is_cudnn_forward(primitive) or policy(primitive, *args, **params)
+
+
+def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
+    """True for cuDNN's attention forward pass, whose two results cannot be marked with checkpoint_name."""
+    return primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+def run_row_parts(f: Callable[..., Any], cfg: ModelConfig, *inputs: Any) -> Any:
+    """Returns f(*inputs), computed on cfg.row_parts parts of the rows one after the other; f must not mix rows.
+
+    The backward pass recomputes a part after the gradients of the next one, so that activations of one part exist at a
+    time. Weight gradients accumulate in the weights' dtype. With remat='none' rows are not split; rows that row_parts
+    does not divide are split into fewer parts.
+    """
+    rows = len(jax.tree.leaves(inputs)[0])
+    parts = 1 if cfg.remat == "none" else math.gcd(cfg.row_parts, rows)
+    if parts == 1:
+        return f(*inputs)
+    f = jax.checkpoint(f, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # keeps prevent_cse
+    leaves, treedef = jax.tree.flatten(inputs)
+    results: list[Any] = []
+    for part in zip(*(jnp.split(leaf, parts) for leaf in leaves)):
+        x, *others = jax.tree.unflatten(treedef, part)
+        if results and isinstance(results[-1], tuple):
+            x, previous = grad_barrier(x, results[-1][0])
+            results[-1] = (previous, *results[-1][1:])
+        elif results:
+            x, results[-1] = grad_barrier(x, results[-1])
+        results.append(f(x, *others))
+    return concat_row_parts(results)
+
+
+@jax.named_scope("gather_weights")
+def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> Any:
+    """Gathers a block's parameters and joins adapters. stacked: logical axes still begin with the axis of layers."""
+    gathered = lambda leaf: leaf.replace(gather(leaf.get_value(), leaf.axes[stacked:], dtype))
+    return join_adapters(jax.tree.map(gathered, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+
+
+@custom_vjp
+def grad_barrier(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (x, w) unchanged; an optimization barrier in the backward pass makes both gradients available together.
+
+    For a weight whose gradient has no early use: XLA would reduce it over the devices at the end of the backward pass,
+    and keep it unreduced until then (0.5 GiB for the output projection of a 7B, libtpu 0.0.51 for v5e, 2026-11-21).
+    """
+    return x, w
+
+
+grad_barrier.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
+
+
+def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:
+    """Returns (graphdef, params, axes): nested dicts of arrays and of tuples of logical axes, with the same structure.
+
+    nnx.merge(graphdef, params) is the model; checkpoints and optax see only dicts.
+    """
+    graphdef, state = nnx.split(model, nnx.Param)
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    axes = jax.tree.map(lambda leaf: tuple(leaf.axes), state, is_leaf=is_variable)
+    return graphdef, string_keys(nnx.to_pure_dict(state)), string_keys(nnx.to_pure_dict(axes))
+
+
+def merge_model(graphdef: nnx.GraphDef[M], params: dict) -> M:
+    """Returns the model with these parameters: the inverse of split_model."""
+    return nnx.merge(graphdef, integer_keys(params))
+
+
+def string_keys(tree: Any) -> Any:
+    """Converts layer numbers of unrolled blocks to strings, as names in checkpoints are."""
+    return {str(key): string_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def integer_keys(tree: Any) -> Any:
+    """Inverse of string_keys."""
+    if not isinstance(tree, dict):
+        return tree
+    return {int(key) if key.isdigit() else key: integer_keys(value) for key, value in tree.items()}
+
+
+def split_keys(keys_B: jax.Array, number: int) -> jax.Array:
+    """Returns `number` new random keys for each row, [number, B]."""
+    return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, number))(keys_B), 0, 1)
+
+
+def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorAxis = NO_TENSOR_AXIS) -> jax.Array:
+    """Zeroes a fraction `rate` of x [B, T, ...] and scales the rest up; x unchanged without keys or at rate 0.
+
+    Each row has its own key, so that masks depend neither on the device or microbatch of a row nor on how positions are
+    sharded.
+    """
+    if keys_B is None or rate == 0.0:
+        return x
+    shape = (tensor.row_length(x), *x.shape[2:])
+    mask = tensor.local_from_row(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
+    return jnp.where(mask, x / (1 - rate), jnp.zeros_like(x))
+
+
+def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns x plus a bias along its last axes, in x's dtype."""
+    return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+
+
+class BiasedAttention(nnx.Module):
+    """Attention within each packed document, with biases, as in GPT-2 and BERT. out_std: of the output projection."""
+
+    def __init__(self, cfg: BiasedConfig, *, causal: bool, out_std: float, rngs: nnx.Rngs, plan: ParallelPlan):
+        D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_dim
+        self.plan, self.causal = plan, causal
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.bias_q = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_k = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_v = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=out_std)
+        self.bias_o = constant((D,), ("norm",), 0.0)
+
+    @jax.named_scope("attention")
+    def __call__(self, x_BTD, segment_ids_BT):
+        project = self.plan.project
+        x_BTD = self.plan.tensor.all_gather(x_BTD)
+        q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
+        k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
+        v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
+        causal = {} if self.causal else {"causal": False}  # some kernels lack this argument
+        out_BTNH = self.plan.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **causal)  # named ATTENTION_OUT within
+        added_BTD = self.plan.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        return checkpoint_name(with_bias(added_BTD, self.bias_o[...]), ATTENTION_ADDED)
+
+
+class BiasedMlp(nnx.Module):
+    """MLP with biases. out_std: of the second matrix."""
+
+    def __init__(
+        self,
+        cfg: BiasedConfig,
+        activate: Callable[[jax.Array], jax.Array],
+        *,
+        out_std: float,
+        rngs: nnx.Rngs,
+        plan: ParallelPlan,
+    ):
+        D, F = cfg.embed_dim, cfg.mlp_dim
+        self.plan, self.activate = plan, activate
+        self.up = param(rngs, (D, F), ("embed", "mlp"), std=STD)
+        self.bias_up = constant((F,), ("mlp",), 0.0)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), std=out_std)
+        self.bias_down = constant((D,), ("norm",), 0.0)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x_BTD):
+        project = self.plan.project
+        h_BTF = with_bias(project("BTD,DF->BTF", self.plan.tensor.all_gather(x_BTD), self.up[...]), self.bias_up[...])
+        h_BTF = self.activate(checkpoint_name(h_BTF, MLP_UP))
+        added_BTD = self.plan.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
+        return with_bias(added_BTD, self.bias_down[...])
+
+
+def dropout_embeddings(x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis) -> jax.Array:
+    """Returns the embeddings after dropout; unchanged without keys or at rate 0."""
+    if keys_B is None or not cfg.dropout:
+        return x_BTD
+    return dropout(x_BTD, cfg.dropout, split_keys(keys_B, cfg.num_layers + 1)[0], tensor)
+
+
+def dropout_keys(keys_B: jax.Array | None, cfg: ModelConfig) -> jax.Array | None:
+    """Returns a key for each layer and row, [L, B], independent of dropout_embeddings(); None without dropout."""
+    return None if keys_B is None or not cfg.dropout else split_keys(keys_B, cfg.num_layers + 1)[1:]

@@ -1,0 +1,143 @@
+"""Settings of muP, the maximal update parametrisation: hyperparameters tuned on a narrow model transfer to a wide one.
+
+Rules: arXiv:2203.03466, tables 3 and 8; for depth, arXiv:2505.01618. docs/explanation/mup.md has them in one table. All
+factors are 1 at the base model's sizes.
+"""
+
+import dataclasses
+import re
+
+from jaxscale.core.models.config import ModelConfig
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.units import or_list
+
+STACKED = re.compile(r"(dense_)?blocks\.(\d+\.)?")  # prefix of a block's parameters
+# Adam and Lion update every entry by about the rate; SGD by the rate times the gradient, which shrinks with the width.
+# Other optimizers would need other rules.
+ENTRYWISE = ("adamw", "lion")
+OPTIMIZERS = (*ENTRYWISE, "sgd")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MupConfig:
+    """Sizes of the base model, where rates were tuned (arXiv:2203.03466). All other widths must scale with
+    embed_dim."""
+
+    base_dim: int = setting(help="embed_dim of the base; mlp_dim, and num_heads or head_dim, must scale with it")
+    base_head_dim: int | None = setting(None, "head_dim of the base; none: the same as here, with more heads")
+    base_layers: int | None = setting(
+        None, "num_layers of the base; scales blocks' outputs by depth (arXiv:2505.01618); none: no depth rule"
+    )
+
+    def __post_init__(self):
+        for name in ("base_dim", "base_head_dim", "base_layers"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(f"{name}={value} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class MupScales:
+    """Size ratios of the model to the base, 1 without muP, and the multipliers derived from them."""
+
+    width: float = 1.0  # embed_dim over that of the base
+    head: float = 1.0  # the same of head_dim
+    depth: float = 1.0  # the same of num_layers, or 1 without the depth rule
+
+    @property
+    def output(self) -> float:
+        """Multiplier of logits: their sum over the width has correlated terms after training."""
+        return 1 / self.width
+
+    @property
+    def scores(self) -> float:
+        """Multiplier of attention scores besides 1 / sqrt(head_dim): together sqrt(base_head_dim) / head_dim."""
+        return self.head**-0.5
+
+    @property
+    def residual(self) -> float:
+        """Multiplier of a block's additions to the residual stream."""
+        return 1 / self.depth
+
+    @property
+    def router_std(self) -> float:
+        """Multiplier of a router's initial std besides 1 / sqrt(embed_dim): like output weights it maps the width to
+        a fixed size."""
+        return self.width**-0.5
+
+    @property
+    def eps(self) -> float:
+        """Multiplier of Adam's eps, which must shrink as gradients do (arXiv:2505.01618, table 1)."""
+        return 1 / (self.width * self.depth)
+
+
+def mup_scales(model: ModelConfig) -> MupScales:
+    """Returns the model's scales, all 1 without muP."""
+    mup: MupConfig | None = getattr(model, "mup", None)
+    if mup is None:
+        return MupScales()
+    return MupScales(
+        width=model.embed_dim / mup.base_dim,
+        head=model.head_dim / (mup.base_head_dim or model.head_dim),
+        depth=model.num_layers / (mup.base_layers or model.num_layers),
+    )
+
+
+def learning_rate_multiplier(model: ModelConfig, optimizer: str, name: str) -> float:
+    """Returns muP's factor of the learning rate of the parameter with this name ('blocks.attention.wq').
+
+    Matrices whose fan-in grows have a smaller rate with Adam (table 8); with SGD, whose updates are proportional to
+    gradients, embeddings, norms, biases and the head have a larger one.
+    """
+    scales, inner = mup_scales(model), STACKED.sub("", name, count=1)
+    matrices = model.matrices() | model.expert_matrices()
+    if optimizer in ENTRYWISE:
+        return 1 / scales.width if inner in matrices else 1.0
+    if inner in matrices:
+        return 1 / scales.width if inner == "mlp.router" else 1.0
+    per_head = inner in ("attention.q_norm", "attention.k_norm") and getattr(model, "qk_norm_over", "") == "head"
+    return scales.head if per_head else scales.width
+
+
+def check_mup(model: ModelConfig, optimizer: str, adapters: bool) -> None:
+    """Raises BadInput for settings without a muP rule here."""
+    mup: MupConfig | None = getattr(model, "mup", None)
+    if mup is None:
+        return
+    if optimizer not in OPTIMIZERS:
+        raise BadInput(
+            f"model.mup has no learning rates for optim.name={optimizer!r}; use {or_list(OPTIMIZERS)}, or leave it out"
+        )
+    if optimizer == "sgd" and mup.base_layers is not None:
+        raise BadInput("model.mup.base_layers: its rule is for AdamW, and optim.name='sgd'; leave base_layers out")
+    if adapters:
+        raise BadInput(
+            "lora.rank cannot go with model.mup, which has no rule for adapters; export the model with jaxscale "
+            "convert, import it again without muP, and train adapters on that"
+        )
+
+
+def folding_factors(model: ModelConfig) -> dict[str, float]:
+    """Returns {parameter, relative to its layer: factor of its weights} that give the same model without muP.
+    Factors of 1 are omitted."""
+    if getattr(model, "mup", None) is None:
+        return {}
+    scales = mup_scales(model)
+    factors = {"final_norm": scales.output}
+    query = ("q_norm",) if model.qk_norm else ("wq", "bias_q")
+    factors |= {f"attention.{name}": scales.scores for name in query}
+    outputs = ("attention_out_norm", "mlp_out_norm")
+    if getattr(model, "norm_placement", "before") == "before":
+        outputs = ("attention.wo", "attention.bias_o", "mlp.down", "mlp.shared.down")
+    factors |= {name: scales.residual for name in outputs}
+    return {name: factor for name, factor in factors.items() if factor != 1.0}
+
+
+def without_mup(model: ModelConfig) -> ModelConfig:
+    """Returns the config of the model whose weights are multiplied by folding_factor()."""
+    return model if getattr(model, "mup", None) is None else dataclasses.replace(model, mup=None)
+
+
+def folding_factor(model: ModelConfig, name: str) -> float:
+    """Returns the factor of a parameter ('blocks/attention/wq') that gives the same model without muP."""
+    return folding_factors(model).get(STACKED.sub("", name.replace("/", "."), count=1), 1.0)

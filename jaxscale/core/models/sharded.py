@@ -1,0 +1,185 @@
+"""A model sharded over a mesh: parameter shardings, construction and losses. B batch  T position"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxscale.core.axes.stage_weights import stage_gradients, stage_weights
+from jaxscale.core.axes.tensor_axis import TensorAxis
+from jaxscale.core.batch import Batch
+from jaxscale.core.host_memory import device_zeros, fetch_outside_blocks, make_fetching_gather
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.config import BLOCKS, NO_LORA, LoraConfig
+from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.model import Model, make_model, target_scores, token_losses
+from jaxscale.core.models.stage_functions import StageFunctions
+from jaxscale.core.plan import ParallelPlan, without_stages
+from jaxscale.core.recorder import NO_RECORDER, Recorder
+from jaxscale.core.shardings import batch_sharding, check_divides, no_gather, tree_shardings
+from jaxscale.kernels.matmul.project import with_matmul_precision
+from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedModel:
+    """A model without its parameter values: their shapes, axes and shardings, and the plan of their layout."""
+
+    cfg: AnyModelConfig
+    plan: ParallelPlan
+    lora: LoraConfig = NO_LORA  # adapters among the parameters
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+        return self.plan.mesh
+
+    @property
+    def offloaded(self) -> bool:
+        """True if parameters are in host memory; those of blocks are fetched layer by layer."""
+        return self.plan.settings.offload_params
+
+    @functools.cached_property
+    def unstaged(self) -> "ShardedModel":
+        """The model without pipeline stages, for everything except training."""
+        plan = without_stages(self.cfg, self.plan)
+        return self if plan is self.plan else shard_model(self.cfg, plan, self.lora)
+
+    def init(
+        self,
+        key: jax.Array,
+        *,
+        tensor: TensorAxis | None = None,
+        recorder: Recorder = NO_RECORDER,
+        gathered: bool = False,
+        training: bool = False,
+    ) -> Model:
+        """Returns a new model. tensor: axis of a model whose context devices are replicas; None: as in training.
+        gathered: it will be merged with gathered weights. training: with expert capacities."""
+        plan = self.plan if tensor is None else self.plan.for_whole_rows(tensor)
+        gather = plan.batch_axes.gather if plan.batch_axes.reduce_axes and not gathered else no_gather
+        gather = make_fetching_gather(gather) if self.offloaded else gather
+        plan = plan.replace(gather=gather, use_capacity=training).with_recorder(recorder)
+        return make_model(self.cfg, key=key, plan=plan, lora=self.lora)
+
+    @functools.cached_property
+    def graphdef(self) -> nnx.GraphDef[Model]:
+        """The model's definition, to merge with parameters."""
+        return split_model(jax.eval_shape(self.init, jax.random.key(0)))[0]
+
+    @property
+    def shapes(self) -> Any:
+        """The jax.ShapeDtypeStruct of each parameter."""
+        return abstract_params(self.cfg, self.lora)[0]
+
+    @property
+    def axes(self) -> Any:
+        """The logical axes of each parameter."""
+        return abstract_params(self.cfg, self.lora)[1]
+
+    @functools.cached_property
+    def shardings(self) -> Any:
+        """The sharding of each parameter."""
+        return tree_shardings(self.mesh, self.axes, self.plan.rules.params)
+
+    @property
+    def specs(self) -> Any:
+        """The PartitionSpec of each parameter."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
+
+    @property
+    def rows_sharding(self) -> NamedSharding:
+        """The sharding of a [rows, T] array of a batch."""
+        return batch_sharding(self.mesh, self.plan.rules.params)
+
+    def stage_weights(self, params: Any) -> Any:
+        """Returns the parameters of the device's stage, gathered."""
+        dtype = jnp.promote_types(self.cfg.compute_dtype, self.cfg.embed_dtype)
+        return stage_weights(params, self.axes, self.plan.batch_axes, self.plan.pipeline, dtype, chunked=BLOCKS)
+
+    def stage_gradients(self, grads: Any) -> Any:
+        """Sums gradients of stage_weights() over all devices."""
+        return stage_gradients(grads, self.axes, self.plan.batch_axes, self.plan.pipeline, chunked=BLOCKS)
+
+    def stage_functions(self, aux_weights: Mapping[str, float], num_sources: int) -> StageFunctions:
+        """Returns the functions that a stage runs on the result of stage_weights()."""
+        init = functools.partial(self.init, gathered=True, training=True)
+        graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
+        stacks = {name: self.shapes[name] for name in self.cfg.layer_stacks}
+        return StageFunctions(graphdef, stacks, self.cfg.compute_dtype, aux_weights, num_sources)
+
+    def differentiable(self, params: Any) -> Any:
+        """Returns the values to differentiate: parameters, or device-side zeros for offloaded ones."""
+        return device_zeros(params) if self.offloaded else params
+
+    def merge(
+        self,
+        params: Any,
+        variables: Any = None,
+        *,
+        tensor: TensorAxis | None = None,
+        recorder: Recorder = NO_RECORDER,
+        training: bool = False,
+    ) -> Model:
+        """Returns the model with these parameters, inside shard_map.
+
+        variables: differentiable(params), when taking a gradient. tensor, recorder, training: as for init.
+        """
+        training = training and self.cfg.experts is not None and self.cfg.experts.capacity_factor > 0
+        if tensor is not None or recorder is not NO_RECORDER or training:
+            init = functools.partial(self.init, tensor=tensor, recorder=recorder, training=training)
+            graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
+        else:
+            graphdef = self.graphdef
+        variables = self.differentiable(params) if variables is None else variables
+        if self.offloaded:
+            return merge_model(graphdef, fetch_outside_blocks(params, variables, self.cfg.layer_stacks))
+        return merge_model(graphdef, self.plan.batch_axes.cast_stacks(variables, self.axes, self.cfg.compute_dtype))
+
+    @property
+    def token_losses(self) -> Callable[[Any, Batch], jax.Array]:
+        """(params, batch) -> nats_BT of a global batch."""
+        rows = self.rows_sharding.spec
+        return self.plan.batch_axes.shard_map(self.with_model(token_losses), (self.specs, rows), rows)
+
+    @property
+    def target_scores(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+        """(params, batch) -> (nats_BT, True if no token is likelier) of a global batch."""
+        rows = self.rows_sharding.spec
+        return self.plan.batch_axes.shard_map(self.with_model(target_scores), (self.specs, rows), (rows, rows))
+
+    def with_model(self, f: Callable) -> Callable:
+        """Returns f(model, batch) as a function of (params, batch) that gathers all positions of the result."""
+        run = lambda params, batch: self.plan.context.all_gather(f(self.merge(params), self.plan.context.local(batch)))
+        return with_matmul_precision(self.cfg.matmul_precision, run)
+
+
+@functools.lru_cache(maxsize=16)
+def abstract_params(cfg: AnyModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
+    """Returns (shapes, logical axes) of the parameters, independent of mesh and kernels."""
+    make = lambda key: make_model(cfg, key=key, lora=lora)
+    return split_model(jax.eval_shape(make, jax.random.key(0)))[1:]
+
+
+def shard_model(cfg: AnyModelConfig, plan: ParallelPlan, lora: LoraConfig = NO_LORA) -> ShardedModel:
+    """Returns the model with this plan. Raises BadInput if the mesh does not divide its parameters.
+
+    lora: adapters, part of the parameters until they are merged.
+    """
+    model = ShardedModel(cfg, plan, lora)
+    check_fits(model, plan.rules.params)
+    return model
+
+
+def check_fits(model: ShardedModel, *tables: Any) -> None:
+    """Raises BadInput unless the mesh divides every parameter under each of these rule tables."""
+    uneven = [line for table in tables for line in check_divides(model.shapes, model.axes, table, model.mesh.shape)]
+    if uneven:
+        raise BadInput(
+            f"model and mesh do not fit: {'; '.join(dict.fromkeys(uneven))}; choose a mesh axis that divides"
+        )

@@ -1,0 +1,105 @@
+"""Settings of T5, and quantities derived from them."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from jaxscale.core.models.config import (
+    GATED_ACTIVATIONS,
+    INSIDE_GELU,
+    ModelConfig,
+    ModelKind,
+    ResidualDtype,
+    check_positive,
+)
+from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(ModelConfig):
+    """Settings of T5. The small model: 6 and 6 layers, width 512, 8 heads of 64, 32128 tokens."""
+
+    name: Literal["t5"] = setting("t5", "which model this is")
+    num_decoder_layers: int | None = setting(None, "blocks of the decoder; none: num_layers, those of the encoder")
+    head_dim: int = setting(help="size of one head")
+    mlp_dim: int = setting(help="width of the MLP")
+    mlp: Literal["relu", "gated_gelu"] = setting("gated_gelu", "relu: T5 1.0; gated_gelu: T5 1.1")
+    tied_embeddings: bool = setting(
+        False, "true: the embedding table is also the output projection, of states times embed_dim**-0.5 (T5 1.0)"
+    )
+    num_buckets: int = setting(32, "of relative positions")
+    max_distance: int = setting(128, "relative positions of at least this distance share a bucket")
+    dropout: float = setting(0.0, "rate for embeddings, attention and MLP outputs, and last states; T5 1.0 had 0.1")
+    norm_eps: float = setting(1e-6, "added to the mean square in norms")
+
+    kind: ClassVar[ModelKind] = "encoder_decoder"
+    activation_names: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
+
+    @property
+    def decoder_layers(self) -> int:
+        """Number of decoder blocks."""
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "head_dim", "mlp_dim")
+        if self.decoder_layers < 1:
+            raise BadInput(f"num_decoder_layers={self.num_decoder_layers} must be at least 1, or none")
+        if self.num_buckets < 4 or self.num_buckets % 2:
+            raise BadInput(f"num_buckets={self.num_buckets} must be even and at least 4")
+        if self.max_distance <= self.num_buckets // 2:
+            raise BadInput(
+                f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}: "
+                "nearer positions have one bucket each"
+            )
+
+    @property
+    def gated_mlp(self) -> bool:
+        """True if the MLP has a gate."""
+        return self.mlp == "gated_gelu"
+
+    @property
+    def layer_stacks(self) -> dict[str, int]:
+        """{name of a stack of blocks: number of layers}."""
+        return {"encoder_blocks": self.num_layers, "decoder_blocks": self.decoder_layers}
+
+    @property
+    def block_params(self) -> tuple[int, int]:
+        """Matrix parameters of a block of (the encoder, the decoder, cross-attention included)."""
+        return self.block_matrix_params, self.block_matrix_params + 4 * self.embed_dim * self.query_width
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, embeddings included."""
+        D, layers = self.embed_dim, tuple(self.layer_stacks.values())
+        matrices = sum(count * params for count, params in zip(layers, self.block_params))
+        norms, tables = (2 * layers[0] + 3 * layers[1] + 2) * D, 2 * self.num_buckets * self.num_heads
+        return matrices + norms + tables + self.vocab_size * D * (1 if self.tied_embeddings else 2)
+
+    def flops_per_token(self, seq_len: int, encoder_len: int | None = None) -> float:
+        """Returns the FLOPs of one training step per token of the decoder's row of seq_len tokens.
+
+        Includes the encoder's row of encoder_len tokens: 6 per matrix parameter and token that it is applied to
+        (cross-attention keys and values: the encoder's tokens), and attention's matmuls over the visible keys.
+        """
+        assert encoder_len is not None, "encoder_len is missing"
+        D, width, layers = self.embed_dim, self.query_width, self.decoder_layers
+        encoder_block, decoder_block = self.block_params
+        cross_kv = 2 * D * width  # keys and values of cross-attention
+        encoded = encoder_len * (self.num_layers * encoder_block + layers * cross_kv)
+        decoded = seq_len * (layers * (decoder_block - cross_kv) + self.vocab_size * D)
+        pairs = self.num_layers * encoder_len**2 + layers * seq_len * (seq_len / 2 + encoder_len)
+        return (6 * (encoded + decoded) + 12 * width * pairs) / seq_len
+
+    def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
+        """Returns the features that an attention kernel must support, with or without a prefix."""
+        return dataclasses.replace(super().attention_needs(), bidirectional=True, bias=True)
+
+    @property
+    def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
+        """Arrays saved by the MLP: for ReLU its input, for a gated tanh GELU more."""
+        if not self.gated_mlp:
+            return super().mlp_residuals
+        factor: tuple[str, ResidualDtype] = ("factor of the gate", "compute")
+        return *super().mlp_residuals, *[INSIDE_GELU] * 4, *[factor] * 2

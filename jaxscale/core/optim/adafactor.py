@@ -1,0 +1,102 @@
+"""Adafactor (arXiv:1804.04235): the second moment of a matrix as its row means and column means.
+
+Each matrix of a stack is factored separately; optax.adafactor factors the two longest axes of the whole stack.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.core.optim.groups import is_masked
+from jaxscale.core.optim.matrices import Dims, matrix_dims
+
+DECAY_EXPONENT = 0.8  # second-moment decay rate 1 - step**-0.8, section 7.2
+MAX_UPDATE_RMS = 1.0  # clipping threshold d, section 6
+EPS_SQUARES, EPS_PARAM_RMS = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 4
+
+
+FACTORED_FIELDS = ("rows", "cols", "full")
+
+
+class FactoredState(NamedTuple):
+    """Second moments, trees like the parameters; MaskedNode in the fields that do not apply to a parameter."""
+
+    count: jax.Array  # int32[]
+    rows: Any  # matrices: means over the columns
+    cols: Any  # matrices: means over the rows
+    full: Any  # other parameters: the unfactored moment
+
+
+def scale_by_factored(dims_tree: Any, scale_by_parameter: bool) -> optax.GradientTransformation:
+    """Divides gradients by the root of their second moment and clips the RMS of each tensor's update to 1.
+
+    dims_tree: a tree of Dims like the parameters. scale_by_parameter: multiply by the RMS of the parameter.
+    """
+
+    def init(params):
+        count = jnp.zeros((), jnp.int32)
+        if not jax.tree.leaves(params):  # optax's placeholder for parameters
+            return FactoredState(count, params, params, params)
+        zeros = lambda field: lambda p, dims: init_moment(p, dims, field)
+        trees = [jax.tree.map(zeros(field), params, dims_tree, is_leaf=is_masked) for field in FACTORED_FIELDS]
+        return FactoredState(count, *trees)
+
+    def update(updates, state, params=None):
+        decay_rate = 1.0 - (state.count + 1.0) ** -DECAY_EXPONENT
+
+        def update_leaf(grad, rows, cols, full, param, dims):
+            if is_masked(grad):
+                return grad, rows, cols, full
+            squares = jnp.square(grad) + EPS_SQUARES
+            ema = lambda old, new: decay_rate * old + (1 - decay_rate) * new
+            if dims.is_matrix:
+                rows, cols = ema(rows, squares.mean(dims.cols)), ema(cols, squares.mean(dims.rows))
+                new = grad * inverse_root(rows, cols, dims)
+            else:
+                full = ema(full, squares)
+                new = grad * jax.lax.rsqrt(full)
+            new = new / jnp.maximum(1.0, rms(new, dims) / MAX_UPDATE_RMS)
+            if scale_by_parameter:
+                new = new * jnp.maximum(EPS_PARAM_RMS, rms(param, dims))
+            return new, rows, cols, full
+
+        flat = lambda tree: jax.tree.leaves(tree, is_leaf=is_masked)
+        trees = (updates, state.rows, state.cols, state.full, params, dims_tree)
+        results = [update_leaf(*leaves) for leaves in zip(*map(flat, trees), strict=True)]
+        structure = jax.tree.structure(updates, is_leaf=is_masked)
+        new, *moments = [structure.unflatten(leaves) for leaves in zip(*results)]
+        return new, FactoredState(jnp.asarray(optax.safe_increment(state.count)), *moments)
+
+    return optax.GradientTransformation(init, update)
+
+
+def init_moment(param: Any, dims: Dims, field: str) -> Any:
+    """Returns zeros for a field of FactoredState, or a MaskedNode if the field does not apply to the parameter."""
+    if is_masked(param) or dims.is_matrix == (field == "full"):
+        return optax.MaskedNode()
+    reduced = reduced_dims(dims, field)
+    return jnp.zeros([size for d, size in enumerate(param.shape) if d not in reduced], param.dtype)
+
+
+def inverse_root(rows: jax.Array, cols: jax.Array, dims: Dims) -> jax.Array:
+    """Returns 1 / sqrt(rows x cols / mean(rows)), the inverse root of the factored second moment."""
+    rows, cols = jnp.expand_dims(rows, dims.cols), jnp.expand_dims(cols, dims.rows)
+    return jax.lax.rsqrt(rows / rows.mean(dims.rows, keepdims=True)) * jax.lax.rsqrt(cols)
+
+
+def rms(x: jax.Array, dims: Dims) -> jax.Array:
+    """Root mean square of each tensor of a stack, with reduced dimensions of size 1."""
+    return jnp.sqrt(jnp.square(x).mean(dims.unstacked, keepdims=True))
+
+
+def reduced_dims(dims: Dims, field: str) -> tuple[int, ...]:
+    """Dimensions of the parameter over which a field of FactoredState is a mean."""
+    return {"rows": dims.cols, "cols": dims.rows, "full": ()}[field]
+
+
+def factored_axes(axes: tuple[str, ...], field: str) -> tuple[str, ...]:
+    """Logical axes of a field of FactoredState, for a parameter with these axes."""
+    reduced = reduced_dims(matrix_dims(axes), field)
+    return tuple(axis for d, axis in enumerate(axes) if d not in reduced)

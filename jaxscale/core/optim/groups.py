@@ -1,0 +1,115 @@
+"""Parameter groups: learning-rate multiplier, weight decay or frozen, assigned by parameter name before the run."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jaxscale.core.optim.config import GroupConfig
+from jaxscale.system.exits import BadInput
+
+FROZEN_BASE = "base"  # the weights that adapters are added to
+DEFAULT_GROUPS = ("decay", "no decay", FROZEN_BASE)
+NO_DECAY_AXES = {"norm", "position"}  # norm scales and biases, learned positions
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamGroup:
+    """Update settings of one parameter. A leaf of a pytree."""
+
+    name: str
+    lr_multiplier: float
+    weight_decay: float
+    frozen: bool
+
+
+def dotted(path: tuple) -> str:
+    """Formats a jax key path as 'blocks.attention.wq'."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def assign_groups(
+    axes_tree: Any,
+    groups: tuple[GroupConfig, ...],
+    weight_decay: float,
+    weight_decay_all: bool,
+    is_trainable: Callable[[str], bool] = lambda name: True,
+    base_multiplier: Callable[[str], float] = lambda name: 1.0,
+) -> Any:
+    """Returns a tree of ParamGroup, one for each leaf of axes_tree (leaves: tuples of logical axes).
+
+    By default matrices decay; norms, biases and embeddings do so only with weight_decay_all. Parameters for which
+    is_trainable(name) is False are frozen in every group. base_multiplier(name) multiplies the learning rate and
+    divides the decay, so that decay per step is unchanged (muP). Raises BadInput for a pattern that matches nothing.
+    """
+    is_axes = lambda leaf: isinstance(leaf, tuple)
+    matched = {index: False for index in range(len(groups))}
+
+    def assign(path: tuple, axes: tuple[str, ...]) -> ParamGroup:
+        name = dotted(path)
+        if not is_trainable(name):
+            return ParamGroup(FROZEN_BASE, 1.0, 0.0, True)
+        decays = weight_decay_all or not is_exempt(name, axes)
+        default, multiplier = weight_decay if decays else 0.0, base_multiplier(name)
+        for index, group in enumerate(groups):
+            if re.search(group.pattern, name):
+                matched[index] = True
+                decay = default if group.weight_decay is None else group.weight_decay
+                return ParamGroup(group.pattern, multiplier * group.lr_multiplier, decay / multiplier, group.frozen)
+        return ParamGroup(DEFAULT_GROUPS[0 if default else 1], multiplier, default / multiplier, False)
+
+    assigned = jax.tree_util.tree_map_with_path(assign, axes_tree, is_leaf=is_axes)
+    names = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes)]
+    names = [name for name in names if is_trainable(name)]
+    for index, found in matched.items():
+        pattern = groups[index].pattern
+        if not found and not any(re.search(pattern, name) for name in names):
+            raise BadInput(
+                f"optim.groups[{index}].pattern={pattern!r} matches no parameter; there are {', '.join(names)}"
+            )
+        if not found:
+            raise BadInput(
+                f"optim.groups[{index}].pattern={pattern!r} only matches what earlier groups took; move it up"
+            )
+    return assigned
+
+
+def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
+    """True for norms, biases and embedding tables, which do not decay by default."""
+    inner = [axis for axis in axes if axis != "layers"]
+    leaf = name.rsplit(".", 1)[-1]
+    return (
+        NO_DECAY_AXES & set(inner) != set()
+        or len(inner) < 2
+        or leaf.startswith(("embedding", "bias", "scale"))
+        or leaf.endswith("_norm")
+    )
+
+
+def frozen_mask(assigned: Any) -> Any:
+    """Returns a tree of bools, True where the parameter is frozen."""
+    return jax.tree.map(lambda group: group.frozen, assigned)
+
+
+def is_masked(leaf: Any) -> bool:
+    """True for optax's placeholder for a parameter that a transformation does not apply to."""
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def group_table(shapes: Mapping, specs: Mapping, assigned: Any) -> list[tuple[str, str, str, str, str]]:
+    """Returns rows (parameter, shape, dtype, sharding, group), logged at startup."""
+    rows = []
+    leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), jax.tree.leaves(assigned))
+    for (path, shape), sharding, group in leaves:
+        axes = tuple(sharding.spec)
+        spec = ", ".join("-" if axis is None else axis if isinstance(axis, str) else "*".join(axis) for axis in axes)
+        summary = "frozen" if group.frozen else f"decay {group.weight_decay:g}"
+        if group.lr_multiplier != 1 and not group.frozen:
+            summary += f", lr x{group.lr_multiplier:g}"
+        if group.name not in DEFAULT_GROUPS:
+            summary += f" ({group.name})"
+        rows.append((dotted(path), "x".join(map(str, shape.shape)) or "scalar", str(shape.dtype), spec or "-", summary))
+    return rows

@@ -1,0 +1,210 @@
+"""The optimizer as one optax transformation: clip, moments, decoupled decay, learning rate.
+
+The learning rate follows the step of the train state (attempted steps), passed as `step=`, because optax's own count
+does not advance on a skipped step.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from jaxscale.core.optim.adafactor import FACTORED_FIELDS, FactoredState, factored_axes, scale_by_factored
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.groups import ParamGroup, dotted, frozen_mask, is_masked
+from jaxscale.core.optim.lamb import scale_by_trust
+from jaxscale.core.optim.low_precision_moments import QuantizedMoment, cast_moments, is_quantized, scale_axes
+from jaxscale.core.optim.matrices import is_hidden_matrix, tree_dims
+from jaxscale.core.optim.muon import orthogonalize
+from jaxscale.core.optim.offload import offload_moments, offload_params
+from jaxscale.core.optim.schedules import Schedule, make_schedule
+from jaxscale.core.optim.whole_matrices import stack_sharding
+
+UNSHARDED = "norm"  # a logical axis that is never sharded
+
+
+def optim_schedule(
+    cfg: OptimConfig,
+    *,
+    warmup_steps: int,
+    total_steps: int,
+    decay_start: int | None = None,
+    factors: Sequence[tuple[int, float]] = (),
+) -> Schedule:
+    """Returns make_schedule() with the settings of cfg."""
+    return make_schedule(
+        decay=cfg.decay,
+        peak_lr=cfg.peak_lr,
+        min_lr=cfg.min_lr,
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        decay_fraction=cfg.decay_fraction,
+        decay_shape=cfg.decay_shape,
+        decay_start=decay_start,
+        factors=factors,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamLayout:
+    """Sharding of parameters and moments, for update rules that need whole tensors.
+
+    axes, specs: trees like the parameters, of logical axes and of the moments' PartitionSpecs. slow: mesh axes along
+    which work is replicated because their network is slow.
+    """
+
+    axes: Any
+    specs: Any
+    mesh: jax.sharding.Mesh
+    slow: tuple[str, ...] = ()
+
+
+def make_optimizer(
+    cfg: OptimConfig, schedule: Schedule, groups: Any, is_stacked: Any = None, layout: ParamLayout | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the transformation; update(grads, state, params, step=..., ok=..., lr_factor=1.0) -> (updates, state).
+
+    Args: groups: a tree of ParamGroup like the parameters. is_stacked: as in offload_moments(). layout: for rules that
+    need whole tensors. ok: read only with offloading; if False, offloaded moments and parameters do not change. Updates
+    of offloaded parameters are the new parameters (see offload_params()); of frozen ones, zeros.
+    """
+    cast = lambda tx: tx if cfg.moment_dtype == "float32" else cast_moments(tx, cfg.moment_dtype, required(layout).axes)
+    adam = lambda: cast(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps))
+    moments = {
+        "adamw": adam,
+        "lion": lambda: cast(optax.scale_by_lion(cfg.b1, cfg.b2)),
+        "sgd": lambda: cast(optax.trace(cfg.b1)) if cfg.b1 else optax.identity(),
+        "muon": lambda: muon(cfg, required(layout), cast(optax.trace(cfg.muon_momentum, nesterov=True)), adam()),
+        "adafactor": lambda: scale_by_factored(tree_dims(required(layout).axes), cfg.scale_by_parameter),
+        "lamb": adam,
+    }[cfg.name]()
+    if cfg.offload_moments:
+        moments = offload_moments(moments, is_stacked)
+    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
+    last = lambda groups: (add_decay(groups), scale_by_lr(schedule, groups))
+    if cfg.offload_params:  # the chain keeps its length, so that checkpoints have the same tree
+        tail = (
+            optax.identity(),
+            offload_params(lambda group: optax.chain(*last(group)), groups, is_stacked),
+        )
+    else:
+        tail = last(groups)
+    if cfg.name == "lamb":
+        tail = (tail[0], scale_by_trust(tree_dims(required(layout).axes)), tail[1])
+    tx = optax.chain(clip, moments, *tail)
+    frozen = frozen_mask(groups)
+    if not any(jax.tree.leaves(frozen)):
+        return tx
+    labels = jax.tree.map(lambda is_frozen: "frozen" if is_frozen else "learns", frozen)
+    return optax.multi_transform({"learns": tx, "frozen": optax.set_to_zero()}, labels)
+
+
+def required(layout: ParamLayout | None) -> ParamLayout:
+    """Returns the layout of a rule that needs it."""
+    assert layout is not None, "this optimizer needs whole tensors: pass their layout"
+    return layout
+
+
+def muon(
+    cfg: OptimConfig, layout: ParamLayout, momentum: optax.GradientTransformation, adam: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Orthogonalized momentum for the matrices of the blocks, Adam's updates for all other parameters."""
+    label = lambda path, axes: "muon" if is_hidden_matrix(dotted(path), axes) else "adamw"
+    labels = jax.tree_util.tree_map_with_path(label, layout.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    dims = jax.tree.leaves(tree_dims(layout.axes, each_head=cfg.muon_heads == "each"))
+    sharding = lambda dims, spec: stack_sharding(dims, spec, layout.mesh, layout.slow)
+    shardings = [sharding(*pair) for pair in zip(dims, jax.tree.leaves(layout.specs), strict=True)]
+    matrices = optax.chain(momentum, orthogonalize(shardings, layout.mesh, cfg.muon_dtype, cfg.muon_steps))
+    return optax.multi_transform({"muon": matrices, "adamw": adam}, labels)
+
+
+def add_decay(groups: Any) -> optax.GradientTransformation:
+    """Adds each parameter times its group's weight decay, decoupled: after the moments (arXiv:1711.05101)."""
+
+    def update(updates, state, params=None):
+        return map_with_groups(lambda u, p, group: u + group.weight_decay * p, groups, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_lr(schedule: Schedule, groups: Any) -> optax.GradientTransformationExtraArgs:
+    """Multiplies by -schedule(step) * lr_factor and the group's multiplier."""
+
+    def update(updates, state, params=None, *, step: Any = None, lr_factor: Any = 1.0, **extra):
+        lr = schedule(step) * lr_factor
+        return map_with_groups(lambda u, group: -lr * group.lr_multiplier * u, groups, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
+    """Maps f(leaf, ..., group) over trees of parameters; leaves masked by optax are returned unchanged."""
+
+    def map_leaf(group: ParamGroup, *leaves):
+        return leaves[0] if is_masked(leaves[0]) else f(*leaves, group)
+
+    flat_groups, treedef = jax.tree.flatten(groups)
+    flat = [jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees]
+    return jax.tree.unflatten(treedef, [map_leaf(*leaves) for leaves in zip(flat_groups, *flat, strict=True)])
+
+
+def trainable(tree: Any, groups: Any) -> Any:
+    """Returns a tree like the parameters with frozen ones, which have no gradients, replaced by MaskedNodes."""
+    return jax.tree.map(lambda group, leaf: optax.MaskedNode() if group.frozen else leaf, groups, tree)
+
+
+def combine(trained: Any, params: Any) -> Any:
+    """Returns the trained parameters, with the frozen ones of `params`."""
+    return jax.tree.map(lambda frozen, leaf: frozen if is_masked(leaf) else leaf, params, trained)
+
+
+def moment_axes(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    axes_tree: Any,
+    axis_size: Callable[[str], int] = lambda axis: 1,
+) -> Any:
+    """Returns logical axes for each leaf of the optimizer state.
+
+    Moments have the axes of their parameter, counts have (), and factored moments lack the reduced axes.
+    params: shapes (from jax.eval_shape) of the parameters. axis_size: number of shards of a logical axis.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    flat_axes, _ = jax.tree.flatten(axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    param_axes = jax.tree.unflatten(jax.tree.structure(params), [AxesLeaf(axes) for axes in flat_axes])
+
+    def leaf_axes(leaf: Any, axes: Any) -> Any:
+        if is_masked(leaf):  # a frozen parameter has no moments, hence no axes
+            return leaf
+        if not is_quantized(leaf):
+            return axes
+        scales: Any = AxesLeaf(scale_axes(axes.axes, leaf.codes, leaf.scales, axis_size, UNSHARDED))
+        return QuantizedMoment(axes, scales)
+
+    state_axes = optax.tree_utils.tree_map_params(
+        optimizer,
+        leaf_axes,
+        state,
+        param_axes,
+        transform_non_params=lambda _: AxesLeaf(()),
+        is_leaf=lambda leaf: is_masked(leaf) or is_quantized(leaf),
+    )
+    state_axes = jax.tree.map(drop_reduced_axes, state_axes, is_leaf=lambda part: isinstance(part, FactoredState))
+    return jax.tree.map(lambda leaf: leaf.axes, state_axes)
+
+
+def drop_reduced_axes(part: Any) -> Any:
+    """Removes from each field of a FactoredState of AxesLeaf the axes that it is a mean over."""
+    if not isinstance(part, FactoredState):
+        return part
+    drop = lambda field: jax.tree.map(lambda leaf: AxesLeaf(factored_axes(leaf.axes, field)), getattr(part, field))
+    return part._replace(**{field: drop(field) for field in FACTORED_FIELDS})
+
+
+@dataclasses.dataclass(frozen=True)
+class AxesLeaf:
+    """A tuple of logical axes as one leaf of a pytree."""
+
+    axes: tuple[str, ...]

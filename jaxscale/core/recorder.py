@@ -1,0 +1,182 @@
+"""Recorders of a model's intermediates, for the statistics program. The training step has none, except of the largest
+attention logits with optim.qk_clip.
+
+A model passes each array to sow(), which returns it unchanged. Since a layer may be scanned or rematerialised, its
+records are outputs of the layer next to the residual stream: run_stack() of core.models.layers takes them from
+end_layer() and passes those of all layers to end_stack(). Inputs of each layer, such as a KV cache
+(runtime/sampling/kv_cache.py), come from layer_inputs() in the same way.
+
+B batch  T position  D embed  L layers of a stack
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis
+from jaxscale.core.axes.tensor_axis import TensorAxis
+from jaxscale.kernels.attention import windowed_or_full
+from jaxscale.kernels.attention.context_parallel import over_all_keys
+from jaxscale.kernels.attention.logit_max import EXACT, attention_logit_bound, attention_logit_max
+from jaxscale.kernels.attention.xla import MaskSpec, as_mask_spec
+from jaxscale.kernels.config import AttentionNeeds
+
+ATTENTION, CROSS_ATTENTION, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # records of a layer
+POSITIONS = "positions"  # number of non-padding positions, the denominator of the sums
+MAX_LOGITS = "scores"  # largest logit of each head
+SOWN = "sown"  # key of the intermediates among the sums that a loss returns
+
+
+class Intermediates(NamedTuple):
+    """Records of a layer on this device, float32[]; of a stack of layers, float32[L]."""
+
+    sums: dict[str, jax.Array]  # over non-padding positions, of an array's mean square
+    maxima: dict[str, jax.Array]  # largest attention logits; float32[L, N] if per head
+
+
+class Recorder:
+    """Records nothing."""
+
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Returns `attend`, which also records its queries and keys."""
+        return attend
+
+    def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Wraps the attention of latent keys and values, before their expansion (core/models/latent_attention.py)."""
+        return attend
+
+    def sow(self, name: str, x_BTD: jax.Array) -> jax.Array:
+        """Records x_BTD, of local positions, and returns it."""
+        return x_BTD
+
+    def layer_inputs(self) -> Any:
+        """Returns inputs of the layers of the next stack: a tree with a leading axis of layers, or None."""
+        return None
+
+    def begin_layer(self, layer_input: Any) -> None:
+        """Receives the slice of layer_inputs() of the layer that begins."""
+
+    def end_layer(self, x_BTD: jax.Array) -> Any:
+        """Returns the records of the layer. x_BTD: the residual stream after it."""
+        return None
+
+    def end_stack(self, stacked: Any) -> None:
+        """Receives the records of all layers of a stack."""
+
+    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Returns the records of all stacks, in order, under the key SOWN; {} if nothing is recorded."""
+        return {}
+
+
+NO_RECORDER = Recorder()
+
+
+class StatisticsRecorder(Recorder):
+    """Records one trace of one model, without gradients. Padding, known from attention's segments, is excluded.
+
+    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[], of local rows and heads; name: of its metric.
+    """
+
+    def __init__(self, name: str, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
+        self.name, self.logit_stat, self.tensor = name, logit_stat, tensor
+        self.layer, self.stacks = Intermediates({}, {}), []
+        self.mask_BT: jax.Array | None = None
+
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Returns `attend`, which also records its queries and keys."""
+
+        def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
+            self.mask_BT = self.tensor.local(as_mask_spec(segments).segment_ids_BT > 0)
+            logit_stat = self.logit_stat(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **kwargs)
+            self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), logit_stat)
+            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **kwargs)
+
+        return recorded_attend
+
+    def sow(self, name: str, x_BTD: jax.Array) -> jax.Array:
+        """Records x_BTD, of local positions, and returns it."""
+        assert self.mask_BT is not None, "attention must be recorded before the other arrays of a layer"
+        mean_BT = jnp.mean(jnp.square(lax.stop_gradient(x_BTD).astype(jnp.float32)), axis=-1)
+        self.layer.sums[name] = jnp.sum(mean_BT, where=self.mask_BT)
+        return x_BTD
+
+    def end_layer(self, x_BTD: jax.Array) -> Intermediates:
+        """Returns the records of the layer. x_BTD: the residual stream after it."""
+        self.sow(ACTIVATION, x_BTD)
+        assert self.mask_BT is not None  # checked by sow()
+        self.layer.sums[POSITIONS] = jnp.sum(self.mask_BT, dtype=jnp.float32)
+        layer, self.layer, self.mask_BT = self.layer, Intermediates({}, {}), None
+        return layer
+
+    def end_stack(self, stacked: Intermediates) -> None:
+        """Receives the records of all layers of a stack."""
+        self.stacks.append(stacked)
+
+    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Returns the records of all stacks, in order, under the key SOWN."""
+        return {SOWN: tuple(self.stacks)}
+
+
+class MaxLogitRecorder(Recorder):
+    """Records only the largest logit of each head, without a gradient.
+
+    logit_stat: (q, k, segments, causal=, scale=) -> float32[N], of local rows and heads.
+    """
+
+    def __init__(self, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
+        self.logit_stat, self.tensor = logit_stat, tensor
+        self.layer_N: jax.Array | None = None
+        self.stacks: list[Intermediates] = []
+
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Returns `attend`, which also records its queries and keys."""
+
+        def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
+            self.layer_N = self.logit_stat(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **kwargs)
+            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **kwargs)
+
+        return recorded_attend
+
+    def end_layer(self, x_BTD: jax.Array) -> Intermediates:
+        """Returns the largest logit of each head, -inf for heads of other devices."""
+        logit_max_N, self.layer_N = self.layer_N, None
+        assert logit_max_N is not None, "layer without attention"
+        return Intermediates({}, {MAX_LOGITS: self.tensor.pad_remote(logit_max_N, -jnp.inf)})
+
+    def end_stack(self, stacked: Intermediates) -> None:
+        """Receives the records of all layers of a stack."""
+        self.stacks.append(stacked)
+
+    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Returns the records of all stacks, in order, under the key SOWN."""
+        return {SOWN: tuple(self.stacks)}
+
+
+def make_recorder(
+    attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
+) -> StatisticsRecorder:
+    """Returns a recorder for one trace of a model, of the largest attention logit or a bound on it.
+
+    attention: name of the kernel.
+    """
+    if attention in EXACT:
+        logit_max = functools.partial(attention_logit_max, window=needs.window)
+        if needs.window_layers is not None:
+            logit_max = windowed_or_full(logit_max, attention_logit_max, needs.window_layers)
+        return StatisticsRecorder("attention_logit_max", over_all_keys(logit_max, context), tensor)
+    return StatisticsRecorder("attention_logit_bound", over_all_keys(attention_logit_bound, context), tensor)
+
+
+def make_max_logit_recorder(
+    attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
+) -> MaxLogitRecorder:
+    """Returns a recorder of the largest logit of each head, computed in addition to any attention kernel."""
+    by_head = functools.partial(attention_logit_max, by_head=True)
+    logit_max = functools.partial(by_head, window=needs.window)
+    if needs.window_layers is not None:
+        logit_max = windowed_or_full(logit_max, by_head, needs.window_layers)
+    return MaxLogitRecorder(over_all_keys(logit_max, context), tensor)

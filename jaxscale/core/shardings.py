@@ -1,0 +1,101 @@
+"""Shardings of trees and batches, and placement of a batch's rows on the devices."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.core.rules import MeshAxes, axis_size, mesh_axis_names, partition_spec
+
+Gather = Callable[[jax.Array, tuple[str, ...], Any], jax.Array]  # gather(weight, logical_axes, dtype) -> full weight
+
+
+def no_gather(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+    """Returns w unchanged: the gather of a model whose weights are replicated."""
+    return w
+
+
+def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, MeshAxes]) -> Any:
+    """Returns NamedShardings for a tree whose leaves are tuples of logical axes; () is a replicated scalar."""
+    sharding = lambda axes: NamedSharding(mesh, without_idle_axes(partition_spec(axes, rules), mesh))
+    return jax.tree.map(sharding, axes_tree, is_leaf=is_axes)
+
+
+def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """Removes mesh axes of one device from dimensions with several, except the first if all have one device."""
+
+    def used(mesh_axes: MeshAxes) -> MeshAxes:
+        if not (names := mesh_axis_names(mesh_axes)):
+            return None
+        others = [name for name in names[1:] if mesh.shape[name] > 1]
+        return (names[0], *others) if others else names[0]
+
+    return PartitionSpec(*map(used, spec))
+
+
+def is_axes(leaf: Any) -> bool:
+    """True for a tuple of logical axes; optax's named tuples hold states."""
+    return isinstance(leaf, tuple) and not hasattr(leaf, "_fields") and all(isinstance(axis, str) for axis in leaf)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of a replicated value."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh, rules: Mapping[str, MeshAxes]) -> NamedSharding:
+    """Returns the sharding of a [rows, T] array of a batch."""
+    return NamedSharding(mesh, partition_spec(("act_batch", "act_seq"), rules))
+
+
+def check_divides(
+    params: Any, axes_tree: Any, rules: Mapping[str, MeshAxes], mesh_shape: Mapping[str, int]
+) -> list[str]:
+    """Returns one line for each logical axis that the mesh does not divide: axis, length, devices."""
+    found: dict[tuple[str, int], str] = {}
+    for path, axes in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes):
+        for axis, length in zip(axes, leaf_at(params, path).shape, strict=True):
+            parts = axis_size(axis, rules, mesh_shape)
+            if length % parts:
+                names = " x ".join(name for name in mesh_axis_names(rules[axis]) if mesh_shape[name] > 1)
+                found[axis, length] = f"{axis}={length} is not a multiple of the {parts} devices of mesh {names}"
+    return list(found.values())
+
+
+def leaf_at(tree: Any, path: tuple) -> Any:
+    """Returns the leaf of a nested dict at a jax key path."""
+    for key in path:
+        tree = tree[key.key]
+    return tree
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Returns a tree of jax.ShapeDtypeStruct with these shardings."""
+    struct = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(struct, shapes, shardings)
+
+
+def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
+    """Returns the sorted rows of a [rows, T] array on this process's devices."""
+    rows: set[int] = set()
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        assert index is not None  # every addressable device holds a shard
+        rows.update(range(*index[0].indices(shape[0])))
+    return sorted(rows)
+
+
+def put_rows(tree: Any, rows: list[int], num_rows: int, sharding: NamedSharding) -> Any:
+    """Returns global arrays [num_rows, T] from this process's rows (numpy, in the order of `rows`) of each leaf."""
+    if len(rows) == num_rows and jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    index_of = {row: index for index, row in enumerate(rows)}
+
+    def put(leaf):
+        def read(index):
+            indices = [index_of[row] for row in range(*index[0].indices(num_rows))]
+            return leaf[indices][:, index[1]]
+
+        return jax.make_array_from_callback((num_rows, leaf.shape[1]), sharding, read)
+
+    return jax.tree.map(put, tree)

@@ -1,0 +1,255 @@
+"""Statistics of layers and groups of parameters, from a separate program that runs every few steps.
+
+It recomputes the gradients of the step's batch while recording activations, and computes the update without applying
+it. The training step does not contain it, so training is the same to the bit with or without it.
+
+L layers of all stacks, in forward order
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxscale.core import guard
+from jaxscale.core.axes.batch_axes import BatchAxes
+from jaxscale.core.axes.tensor_axis import TensorAxis
+from jaxscale.core.batch import Batch
+from jaxscale.core.host_memory import is_on_host
+from jaxscale.core.optim.groups import is_masked
+from jaxscale.core.recorder import POSITIONS, SOWN, Intermediates
+from jaxscale.core.shardings import is_axes
+from jaxscale.core.state import TrainState
+from jaxscale.core.step import Gradients
+
+DEVICE = jax.memory.Space.Device
+EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"  # groups of the parameters outside of blocks
+ZERO_GRAD = "zero_grad"
+BLOCK = re.compile(r"(\w*blocks)/(?:(\d+)/)?")  # prefix of the path of a block's parameter
+
+# {name: {index of a stack's first layer: float32[its layers], or a group: float32[]}}, and under ZERO_GRAD
+# {path of a parameter: bool[], or bool[layers] if stacked}
+Statistics = dict[str, dict[str, jax.Array]]
+StatisticsStep = Callable[[TrainState, Batch], Statistics]
+
+
+class StatisticsGroups(NamedTuple):
+    """Index of the group of each parameter: the layers come first, then the groups outside of blocks."""
+
+    num_layers: int
+    outer_names: tuple[str, ...]
+    indices: tuple[np.ndarray | int, ...]  # of each parameter; an array, [layers], if stacked
+    paths: tuple[str, ...]  # of each parameter
+
+
+def statistics_groups(axes: Any, stacks: Mapping[str, int]) -> StatisticsGroups:
+    """Groups parameters by layer, and outside of blocks by EMBEDDING (of tokens and positions), HEAD and NORMS.
+
+    axes: logical axes of the parameters. stacks: from layer_stacks().
+    """
+    starts, num_layers = {}, 0
+    for name, layers in stacks.items():
+        starts[name], num_layers = num_layers, num_layers + layers
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
+    params = [(jax.tree_util.keystr(path, simple=True, separator="/"), names) for path, names in leaves]
+    present = {outer_group(path, names) for path, names in params if not BLOCK.match(path)}
+    outer_names = tuple(name for name in (EMBEDDING, HEAD, NORMS) if name in present)
+
+    def index(path: str, names: tuple[str, ...]) -> np.ndarray | int:
+        block = BLOCK.match(path)
+        if not block:
+            return num_layers + outer_names.index(outer_group(path, names))
+        stack, layer = block.groups()
+        return starts[stack] + (int(layer) if layer else np.arange(stacks[stack]))
+
+    indices = tuple(index(path, names) for path, names in params)
+    return StatisticsGroups(num_layers, outer_names, indices, tuple(path for path, _ in params))
+
+
+def outer_group(path: str, axes: tuple[str, ...]) -> str:
+    """Returns the group of a parameter outside of blocks."""
+    if path.partition("/")[0] in ("head", "bias_vocab"):
+        return HEAD
+    return EMBEDDING if {"vocab", "position"} & set(axes) else NORMS
+
+
+def make_statistics_step(
+    gradients: Gradients, optimizer: optax.GradientTransformationExtraArgs, groups: StatisticsGroups
+) -> StatisticsStep:
+    """Returns the pure function (state, batch) -> Statistics of the next step of this state on this batch.
+
+    gradients: its means have intermediates under SOWN, from reduce_intermediates(). The update is that of an accepted
+    step. Norms are L2.
+    """
+
+    def statistics_step(state: TrainState, batch: Batch) -> Statistics:
+        means, grads = gradients(state, batch)
+        lr_factor = guard.lr_factor(state.guard, state.step)
+        updates, _ = optimizer.update(
+            grads, state.opt_state, state.params, step=state.step, ok=jnp.bool(True), lr_factor=lr_factor
+        )
+        norms = {
+            "grad_norm": group_norms(groups, grads),
+            "update_norm": group_norms(groups, updates, state.params),
+            "weight_norm": group_norms(groups, state.params),
+        }
+        norms["update_ratio"] = norms["update_norm"] / norms["weight_norm"]
+        layers = groups.num_layers
+        by_group = lambda values: {"0": values[:layers]} | dict(zip(groups.outer_names, values[layers:]))
+        grouped = {name: by_group(values) for name, values in norms.items()}
+        return layer_statistics(means[SOWN]) | grouped | {ZERO_GRAD: zero_gradients(groups, grads)}
+
+    return statistics_step
+
+
+def group_norms(groups: StatisticsGroups, tree: Any, before: Any = None) -> jax.Array:
+    """Returns float32[groups], the L2 norm of each group of a tree like the parameters.
+
+    before: the parameters if the tree is updates, because the update of a parameter on the host is the new parameter.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=is_masked)
+    olds = [None] * len(leaves) if before is None else jax.tree.leaves(before)
+    squares = jnp.zeros(groups.num_layers + len(groups.outer_names), jnp.float32)
+    for leaf, old, index in zip(leaves, olds, groups.indices, strict=True):
+        if is_masked(leaf):  # frozen: it has neither gradient nor update
+            continue
+        squares = squares.at[index].add(reduce_leaf(sum_of_squares, leaf, old, stacked=isinstance(index, np.ndarray)))
+    return jnp.sqrt(squares)
+
+
+def zero_gradients(groups: StatisticsGroups, grads: Any) -> dict[str, jax.Array]:
+    """Returns {path: True if the gradient is exactly zero} of the trained parameters, per layer if stacked.
+
+    Entries are compared, not their squares: the square of a small one underflows.
+    """
+    leaves = zip(groups.paths, groups.indices, jax.tree.leaves(grads, is_leaf=is_masked), strict=True)
+    return {
+        path: reduce_leaf(lambda x: jnp.all(x == 0), leaf, stacked=isinstance(index, np.ndarray))
+        for path, index, leaf in leaves
+        if not is_masked(leaf)
+    }
+
+
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """Sum of the squared entries, float32[]."""
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def reduce_leaf(
+    reduction: Callable[[jax.Array], jax.Array], leaf: jax.Array, old: jax.Array | None = None, *, stacked: bool
+) -> jax.Array:
+    """Reduces a leaf to a scalar, or to [layers] if stacked.
+
+    `old` is subtracted from a leaf on the host, which is copied to the device layer by layer if stacked.
+    """
+    if not is_on_host(leaf):
+        return jax.vmap(reduction)(leaf) if stacked else reduction(leaf)
+    pair = [leaf] if old is None else [leaf, old]
+
+    def reduce_on_device(pair):
+        copied = jax.device_put(pair, DEVICE)
+        return reduction(copied[0] - copied[1] if len(copied) > 1 else copied[0])
+
+    if not stacked:
+        return reduce_on_device(pair)
+    at = lambda i: [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in pair]
+    return jax.lax.map(lambda i: reduce_on_device(at(i)), jnp.arange(leaf.shape[0]))
+
+
+def reduce_intermediates(means: dict[str, Any], batch_axes: BatchAxes, tensor: TensorAxis) -> dict[str, Any]:
+    """Reduces intermediates of accumulate() over devices and microbatches, from [microbatches, layers] to [layers]."""
+    if SOWN not in means:
+        return means
+    sums = lambda x: tensor.sum(batch_axes.sum(jnp.sum(x, axis=0)))
+    maxima = lambda x: tensor.max(batch_axes.max(jnp.max(x, axis=0)))
+    reduce = lambda stack: Intermediates(jax.tree.map(sums, stack.sums), jax.tree.map(maxima, stack.maxima))
+    return means | {SOWN: tuple(map(reduce, means[SOWN]))}
+
+
+def layer_statistics(stacks: Sequence[Intermediates]) -> Statistics:
+    """Returns root mean squares over the entries of all positions with text, and the largest attention scores."""
+    statistics: Statistics = {}
+    start = 0
+    for stack in stacks:
+        positions = stack.sums[POSITIONS]
+        for name, total in stack.sums.items():
+            if name != POSITIONS:
+                statistics.setdefault(f"{name}_rms", {})[str(start)] = jnp.sqrt(total / positions)
+        for name, maxima in stack.maxima.items():
+            statistics.setdefault(name, {})[str(start)] = maxima
+        start += positions.shape[0]
+    return statistics
+
+
+def flatten_statistics(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Returns {'stats/activation_rms/00': number, ..., 'stats/grad_norm/embedding': number} of fetched Statistics.
+
+    Layer indices are zero-padded to two digits or more, so that names sort by layer. ZERO_GRAD has only parameters
+    whose gradient is zero: 'stats/zero_grad/blocks/1/mlp/up' is 1.0.
+    """
+    zero = statistics.get(ZERO_GRAD, {})
+    statistics = {name: parts for name, parts in statistics.items() if name != ZERO_GRAD}
+    starts = [(int(key), values) for parts in statistics.values() for key, values in parts.items() if key.isdigit()]
+    last = max(start + len(values) for start, values in starts) - 1
+    digits = max(2, len(str(last)))
+    metrics = {}
+    for name, parts in statistics.items():
+        for key, values in parts.items():
+            if key.isdigit():
+                layers = enumerate(values.tolist(), int(key))
+                metrics |= {f"stats/{name}/{layer:0{digits}}": value for layer, value in layers}
+            else:
+                metrics[f"stats/{name}/{key}"] = float(values)
+    metrics |= {f"stats/{ZERO_GRAD}/{name}": 1.0 for path, flags in zero.items() for name in flagged_paths(path, flags)}
+    return dict(sorted(metrics.items()))
+
+
+def flagged_paths(path: str, flags: np.ndarray) -> list[str]:
+    """Returns the path if its flag is set; for a stacked parameter, the path of each layer whose flag is set."""
+    if not flags.ndim:
+        return [path] * bool(flags)
+    stack, _, name = path.partition("/")
+    return [f"{stack}/{layer}/{name}" for layer in np.flatnonzero(flags)]
+
+
+class StatisticsRunner:
+    """Runs the statistics program when it is due, and excludes its time from the throughput."""
+
+    def __init__(
+        self, step: StatisticsStep | None, every_steps: int, exclude: Callable[[float], None], phase: Callable
+    ):
+        """exclude: subtracts seconds from the time of the throughput."""
+        self.step, self.every_steps, self.exclude, self.phase = step, every_steps, exclude, phase
+
+    def dispatch(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
+        """Dispatches the program if statistics of this step are due; the first call compiles.
+
+        To be called before the training step, which donates the state.
+        """
+        if self.step is None or not self.every_steps or step % self.every_steps:
+            return None
+        with self.phase("statistics", step), self.excluded():
+            return self.step(state, batch)
+
+    def fetch(self, step: int, statistics: Statistics | None) -> dict[str, float]:
+        """Returns metrics by name, {} if they were not due. Blocks until they are computed.
+
+        To be called when the previous step is done, so that the time waited is that of this program.
+        """
+        if statistics is None:
+            return {}
+        with self.phase("statistics", step), self.excluded():
+            return flatten_statistics(jax.device_get(statistics))
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Excludes the time of the block from the throughput."""
+        began = time.monotonic()
+        yield
+        self.exclude(time.monotonic() - began)

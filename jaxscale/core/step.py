@@ -1,0 +1,168 @@
+"""The training step, a pure function that is compiled once. B batch  T position"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.core import guard
+from jaxscale.core.balance import bias_range
+from jaxscale.core.batch import HASH_SALTS, Batch, hashed_token_arrays, mix_tokens, reshape_rows
+from jaxscale.core.ema import update_ema
+from jaxscale.core.host_memory import is_on_host
+from jaxscale.core.optim.schedules import Schedule
+from jaxscale.core.recorder import SOWN
+from jaxscale.core.state import TrainState, adjust_loss_scale
+from jaxscale.core.train_config import TrainConfig
+
+Metrics = dict[str, Any]  # from Gradients: means of each named loss, and intermediates under SOWN
+Gradients = Callable[[TrainState, Batch], tuple[Metrics, Any]]  # gradients of the mean loss
+UpdateBalance = Callable[[Any, Metrics], Any]  # (parameters, means) -> parameters
+QkClip = Callable[[Any, Any], tuple[Any, Metrics]]  # (parameters, intermediates) -> (parameters, metrics)
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_train_step(
+    gradients: Gradients,
+    optimizer: optax.GradientTransformationExtraArgs,
+    schedule: Schedule,
+    cfg: TrainConfig,
+    *,
+    dynamic_scale: bool = False,
+    clip_norm: float = 0.0,
+    count_gated: bool = False,
+    update_balance: UpdateBalance | None = None,
+    data_row: int | None = None,
+    qk_clip: QkClip | None = None,
+) -> TrainStep:
+    """Returns the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
+
+    clip_norm: the optimizer's, for the guard. count_gated: report gated_rows. update_balance: applied to the updated
+    parameters, sets router loads and biases. data_row: tokens in a row of the data if the batch has shorter rows cut
+    from those. qk_clip: applied last, scales query and key weights of heads with large scores.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        means, grads = gradients(state, batch)
+        intermediates = means.pop(SOWN, None)
+        grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
+        finite = jnp.isfinite(grad_norm)
+        excused = ~finite & (state.loss_scale.value > cfg.loss_scale.min) if dynamic_scale else False
+        ok, verdict, guard_state = guard.check(
+            cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm, means["real_tokens"] == 0
+        )
+
+        lr_factor = guard.lr_factor(state.guard, state.step)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(
+                grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
+            )
+            params = jax.tree.map(apply_update, state.params, updates)
+            params = params if update_balance is None else update_balance(params, means)
+            params, clip_metrics = (params, {}) if qk_clip is None else qk_clip(params, intermediates)
+        new_state = next_state(cfg, state, params, opt_state, guard_state, ok, finite if dynamic_scale else None)
+        rows = batch if data_row is None else reshape_rows(batch, data_row)  # hash and row filter need whole rows
+        metrics = means | {
+            "grad_norm": grad_norm,
+            "lr": schedule(state.step) * lr_factor,
+            "loss_scale": state.loss_scale.value,
+            "tokens_seen": hash_tokens(rows),
+            **guard.guard_metrics(state.guard, guard_state, ok, verdict),
+            **clip_metrics,
+        }
+        if count_gated:
+            metrics["gated_rows"] = gated_rows(rows)
+        if update_balance is not None:
+            metrics |= bias_range(new_state.params)
+        return new_state, metrics
+
+    return train_step
+
+
+def next_state(
+    cfg: TrainConfig,
+    state: TrainState,
+    params: Any,
+    opt_state: Any,
+    guard_state: guard.GuardState,
+    ok: jax.Array,
+    finite: jax.Array | None,
+) -> TrainState:
+    """Returns the state after a step. A bad step changes only its number, the guard and the loss scale.
+
+    finite: bool[], True for finite gradients; None if the loss scale is constant.
+    """
+    # the optimizer has already applied `ok` to arrays on the host
+    select_leaf = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
+    select = lambda new, old: jax.tree.map(select_leaf, new, old)
+    return state._replace(
+        step=state.step + 1,
+        params=select(params, state.params),
+        opt_state=select(opt_state, state.opt_state),
+        loss_scale=state.loss_scale if finite is None else adjust_loss_scale(cfg.loss_scale, state.loss_scale, finite),
+        guard=guard_state,
+        ema=select(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
+    )
+
+
+def gradients_of_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Metrics, Any]]) -> Gradients:
+    """Returns (state, batch) -> gradients(params, batch, key, scale) with those of the state."""
+
+    def from_state(state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        return gradients(state.params, batch, key, state.loss_scale.value)
+
+    return from_state
+
+
+def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
+    """Returns (state, batch) -> norm of each gradient by parameter name."""
+
+    def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+        _, grads = gradients(state, batch)
+        return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
+
+    return gradient_norms
+
+
+def gated_rows(batch: Batch) -> jax.Array:
+    """Number of rows of the global batch with text and zero weight, int32[].
+
+    These are rows rejected by the row filter, and the few without targets (documents of one token, nothing to mask).
+    """
+    return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
+
+
+def apply_update(param: jax.Array, update: Any) -> Any:
+    """Returns param + update; param if it is frozen; the update itself for a parameter on the host."""
+    if isinstance(update, optax.MaskedNode):
+        return param
+    if is_on_host(param):
+        return update if is_on_host(update) else param
+    return optax.apply_updates(param, update)
+
+
+def leaf_name(path: Any) -> str:
+    """Formats a key path as 'blocks/mlp/up', the name in checkpoints after 'params/'."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def hash_tokens(batch: Batch) -> jax.Array:
+    """Returns core.batch.tokens_hash of the global batch, uint32[2], the same on any mesh.
+
+    Words are added modulo 2**32, so the sum does not depend on sharding or order. A process could only hash the rows
+    that it has read.
+    """
+    sums = [sum_hash_words(words_BT, first_column) for words_BT, first_column in hashed_token_arrays(batch)]
+    return sum(sums[1:], sums[0])
+
+
+def sum_hash_words(tokens_BT: jax.Array, first_column: int) -> jax.Array:
+    """Returns the sums, uint32[2], for ids whose columns are numbered from first_column."""
+    row_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 0)
+    column_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 1) + jnp.uint32(first_column)
+    words_BT = tokens_BT.astype(jnp.uint32)
+    sums = [jnp.sum(mix_tokens(words_BT, row_BT, column_BT, salt), dtype=jnp.uint32) for salt in HASH_SALTS]
+    return jnp.stack(sums)

@@ -1,0 +1,205 @@
+"""Exact causal attention in unrolled blocks, fast on XLA:CPU.
+
+Each query block attends to the keys up to its end, so the masked half is not computed. The backward pass reads only
+q, k, v, the output and the logsumexp of the scores; it computes transposed scores, so that no matmul needs a transposed
+operand. The batch is processed a few rows at a time, whose scores fit into the cache.
+
+B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
+R = T * G: the queries of a key-value head; r and s are the queries and the keys of one block
+Values and outputs may have another head dim than H.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale import units
+from jaxscale.kernels.attention.xla import MASK_VALUE
+from jaxscale.kernels.config import ATTENTION_OUT
+
+F32 = jnp.float32
+MIN_BLOCK = 128  # 64 and 256 were slower at T=512, H=64 in both dtypes (2 cores, 2026-11-20)
+# Float32 scores of one block, for all rows processed at once. One row of 256 at a time is many small dependent
+# operations: a step takes 1.17 times as long (T of `bench step`, 2 cores, jax 0.10.2, 2026-11-24).
+SCORE_BYTES = 2 << 20
+MAX_BLOCKS = 8  # each block is unrolled; longer rows get longer blocks
+
+
+def make_attend(*, softcap: float | None = None, window: int | None = None, block_size: int | None = None):
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+
+    For unsharded rows: the loop over the batch would all-gather a sharded one.
+    """
+
+    @jax.custom_vjp
+    def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+        return forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)[0]
+
+    def forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+        q_BKTGH, k_BKSH, v_BKSH = group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+        cfg = BlockSettings(block_size or default_block(q_BTNH.shape[1]), softcap, window)
+        masks = query_block_masks(cfg, segment_ids_BT)
+        run = functools.partial(forward_blocks, cfg)
+        results = map_batch_chunks(run, cfg.block_size, q_BKTGH, k_BKSH, v_BKSH, masks)
+        out_BKTGH, lse_BKTG = (checkpoint_name(result, ATTENTION_OUT) for result in results)
+        return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, out_BKTGH, lse_BKTG, segment_ids_BT)
+
+    def backward(saved, dout_BTNH):
+        *arrays, segment_ids_BT = saved
+        cfg = BlockSettings(block_size or default_block(dout_BTNH.shape[1]), softcap, window)
+        dout_BKTGH = group_heads(dout_BTNH, arrays[1].shape[1])
+        masks = key_block_masks(cfg, segment_ids_BT)
+        run = functools.partial(backward_blocks, cfg)
+        dq_BKTGH, dk_BKSH, dv_BKSH = map_batch_chunks(run, cfg.block_size, *arrays, dout_BKTGH, masks)
+        return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSettings:
+    """Static settings of an attention in blocks."""
+
+    block_size: int  # positions
+    softcap: float | None
+    window: int | None
+
+    def key_range(self, begin: int, end: int) -> tuple[int, int]:
+        """(begin, end) of the keys visible to these queries."""
+        return 0 if self.window is None else max(0, begin - self.window + 1), end
+
+    def query_range(self, begin: int, end: int, length: int) -> tuple[int, int]:
+        """(begin, end), in whole blocks, of the queries that attend to these keys."""
+        if self.window is None:
+            return begin, length
+        return begin, min(length, begin + self.block_size * -(-(end - begin + self.window - 1) // self.block_size))
+
+
+def forward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, masks):
+    """Returns (out_BKTGH in v.dtype, logsumexp_BKTG float32). masks: from query_block_masks()."""
+    B, K, T, G, H = q_BKTGH.shape
+    outs, lses = [], []
+    for (begin, end), mask_Brs in zip(block_ranges(T, cfg.block_size), masks, strict=True):
+        first_key, _ = cfg.key_range(begin, end)
+        q_BKrH = q_BKTGH[:, :, begin:end].reshape(B, K, -1, H)
+        qk_BKrs = lax.optimization_barrier(einsum_f32("BKrH,BKsH->BKrs", q_BKrH, k_BKSH[:, :, first_key:end]))
+        mask_BKrs = jnp.repeat(mask_Brs, G, axis=1)[:, None]
+        score_BKrs = jnp.where(mask_BKrs, scale_and_cap(qk_BKrs, H, cfg.softcap)[0], MASK_VALUE)
+        max_BKr1 = jnp.max(score_BKrs, axis=-1, keepdims=True)
+        # The barrier writes it once in v.dtype; without it XLA computes exp for the sum and again for the matmul.
+        prob_BKrs = lax.optimization_barrier(jnp.exp(score_BKrs - max_BKr1).astype(v_BKSH.dtype))
+        sum_BKr1 = jnp.sum(prob_BKrs, axis=-1, keepdims=True, dtype=F32)
+        out_BKrH = einsum_f32("BKrs,BKsH->BKrH", prob_BKrs, v_BKSH[:, :, first_key:end]) / sum_BKr1
+        outs.append(out_BKrH.astype(v_BKSH.dtype).reshape(B, K, end - begin, G, -1))
+        lses.append((max_BKr1 + jnp.log(sum_BKr1)).reshape(B, K, end - begin, G))
+    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=2)
+
+
+def backward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, out_BKTGH, lse_BKTG, dout_BKTGH, masks):
+    """Returns (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v. masks: from key_block_masks()."""
+    B, K, T, G, H = q_BKTGH.shape
+    ranges = block_ranges(T, cfg.block_size)
+    q_BKRH, dout_BKRH = (x.reshape(B, K, -1, x.shape[-1]) for x in (q_BKTGH, dout_BKTGH))
+    lse_BK1R = lse_BKTG.reshape(B, K, 1, -1)
+    delta_BK1R = jnp.sum(dout_BKTGH.astype(F32) * out_BKTGH.astype(F32), axis=-1).reshape(B, K, 1, -1)
+    k_BKHS = lax.optimization_barrier(k_BKSH.swapaxes(2, 3))
+    dks, dvs, dq_parts = [], [], [[] for _ in ranges]
+    for (begin, end), mask_Bsr in zip(ranges, masks, strict=True):
+        _, query_end = cfg.query_range(begin, end, T)
+        first, stop = begin * G, query_end * G
+        q_BKrH, dout_BKrH = q_BKRH[:, :, first:stop], dout_BKRH[:, :, first:stop]
+        qk_BKsr = lax.optimization_barrier(einsum_f32("BKsH,BKrH->BKsr", k_BKSH[:, :, begin:end], q_BKrH))
+        score_BKsr, dscore_dqk_BKsr = scale_and_cap(qk_BKsr, H, cfg.softcap)
+        mask_BKsr = jnp.repeat(mask_Bsr, G, axis=2)[:, None]
+        masked_BKsr = jnp.where(mask_BKsr, score_BKsr - lse_BK1R[..., first:stop], MASK_VALUE)
+        prob_BKsr = lax.optimization_barrier(jnp.exp(masked_BKsr).astype(q_BKTGH.dtype))
+        dvs.append(einsum_f32("BKsr,BKrH->BKsH", prob_BKsr, dout_BKrH).astype(v_BKSH.dtype))
+        dprob_BKsr = einsum_f32("BKsH,BKrH->BKsr", v_BKSH[:, :, begin:end], dout_BKrH)
+        dqk_BKsr = prob_BKsr.astype(F32) * (dprob_BKsr - delta_BK1R[..., first:stop]) * dscore_dqk_BKsr
+        dqk_BKsr = lax.optimization_barrier(dqk_BKsr.astype(q_BKTGH.dtype))
+        dks.append(einsum_f32("BKsr,BKrH->BKsH", dqk_BKsr, q_BKrH).astype(k_BKSH.dtype))
+        dq_BKHr = einsum_f32("BKHs,BKsr->BKHr", k_BKHS[..., begin:end], dqk_BKsr)
+        for i in range(begin // cfg.block_size, -(-query_end // cfg.block_size)):
+            block_begin, block_end = ranges[i]
+            dq_parts[i].append(dq_BKHr[..., block_begin * G - first : block_end * G - first])
+    dq_BKHR = jnp.concatenate([functools.reduce(jnp.add, part) for part in dq_parts], axis=-1)
+    dq_BKTGH = dq_BKHR.swapaxes(2, 3).astype(q_BKTGH.dtype).reshape(q_BKTGH.shape)
+    return dq_BKTGH, jnp.concatenate(dks, axis=2), jnp.concatenate(dvs, axis=2)
+
+
+def einsum_f32(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Einsum with a float32 result: for a bfloat16 result XLA:CPU would first convert both operands to float32."""
+    return jnp.einsum(spec, left, right, preferred_element_type=F32)
+
+
+def scale_and_cap(qk: jax.Array, head_dim: int, softcap: float | None) -> tuple[jax.Array, jax.Array | float]:
+    """Returns (score, d score / d qk): scaled, with a softcap if one is set."""
+    scale = head_dim**-0.5
+    if softcap is None:
+        return qk * scale, scale
+    tanh = jnp.tanh(qk * (scale / softcap))
+    return softcap * tanh, scale * (1 - tanh * tanh)
+
+
+def query_block_masks(cfg: BlockSettings, segment_ids_BT: jax.Array) -> list[jax.Array]:
+    """Returns the mask of each block of queries, bool [B, queries, keys].
+
+    Computed before the loop over rows: inside it XLA:CPU does not vectorise the comparisons, and an attention of 512
+    positions takes 1.4 times as long in float32, 1.8 times in bfloat16 (2 cores, jax 0.10.2, 2026-11-25).
+    """
+    spans = block_ranges(segment_ids_BT.shape[1], cfg.block_size)
+    return [block_mask(cfg, segment_ids_BT, span, cfg.key_range(*span)) for span in spans]
+
+
+def key_block_masks(cfg: BlockSettings, segment_ids_BT: jax.Array) -> list[jax.Array]:
+    """Returns the mask of each block of keys, bool [B, keys, queries]."""
+    length = segment_ids_BT.shape[1]
+    spans = block_ranges(length, cfg.block_size)
+    return [block_mask(cfg, segment_ids_BT, cfg.query_range(*span, length), span).swapaxes(1, 2) for span in spans]
+
+
+def block_mask(cfg: BlockSettings, segment_ids_BT: jax.Array, queries: tuple[int, int], keys: tuple[int, int]):
+    """bool [B, queries, keys]: True where a query attends to a key. queries, keys: (begin, end)."""
+    distance = np.arange(*queries)[:, None] - np.arange(*keys)[None, :]
+    in_window = (distance >= 0) & (distance < (cfg.window or segment_ids_BT.shape[1]))
+    return (segment_ids_BT[:, slice(*queries), None] == segment_ids_BT[:, None, slice(*keys)]) & in_window[None]
+
+
+def block_ranges(length: int, block_size: int) -> list[tuple[int, int]]:
+    """Returns (begin, end) of each block; the last may be shorter."""
+    return [(begin, min(begin + block_size, length)) for begin in range(0, length, block_size)]
+
+
+def default_block(length: int) -> int:
+    """Positions per block: a multiple of MIN_BLOCK, with at most MAX_BLOCKS blocks."""
+    return MIN_BLOCK * max(1, -(-length // (MIN_BLOCK * MAX_BLOCKS)))
+
+
+def map_batch_chunks(function, block_size: int, *arrays: Any):
+    """Maps function(*arrays) over equal chunks of the batch, of at most SCORE_BYTES of scores a block or one row."""
+    B, K, T, G, _ = arrays[0].shape
+    size = max(size for size in units.divisors(B) if size == 1 or size * K * G * block_size * T * 4 <= SCORE_BYTES)
+    if size == B:
+        return function(*arrays)
+    grouped = jax.tree.map(lambda array: array.reshape(B // size, size, *array.shape[1:]), arrays)
+    results = lax.map(lambda group: function(*group), grouped)
+    return jax.tree.map(lambda array: array.reshape(B, *array.shape[2:]), results)
+
+
+def group_heads(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Returns x_BKTGH: query heads grouped by their key-value head."""
+    B, T, N, H = x_BTNH.shape
+    return x_BTNH.reshape(B, T, num_kv_heads, N // num_kv_heads, H).swapaxes(1, 2)
+
+
+def ungroup_heads(x_BKTGH: jax.Array) -> jax.Array:
+    """The inverse of group_heads."""
+    B, K, T, G, H = x_BKTGH.shape
+    return x_BKTGH.swapaxes(1, 2).reshape(B, T, K * G, H)

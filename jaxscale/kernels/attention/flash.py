@@ -1,0 +1,225 @@
+"""FlashAttention (arXiv:2205.14135) in plain JAX: exact causal attention on any platform, with memory linear in T.
+
+A scan over the visible pairs of blocks: scores exist for one pair at a time, forward and backward, and the program does
+not grow with T. Queries and keys have explicit positions, so that a device may have some of a row's queries and attend
+to its keys in any order.
+
+B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
+R = T * G: the queries of a key-value head; r and s are the queries and the keys of one block
+Values and outputs may have another head dim than H: FlashAttention.value_dim.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.kernels.attention.blockwise import F32, einsum_f32, group_heads, scale_and_cap, ungroup_heads
+from jaxscale.kernels.attention.xla import MASK_VALUE
+from jaxscale.kernels.config import ATTENTION_OUT
+from jaxscale.kernels.gradient import custom_vjp
+
+BLOCK = 512  # positions: scores of a pair of blocks are 1 MiB per row and head
+
+
+class BlockMask(NamedTuple):
+    """The pairs of blocks to compute, and what masks a pair: segments and positions."""
+
+    pairs_P2: jax.Array  # visible (query block, key block); the diagonal block is the last of each query block
+    query_segments_BT: jax.Array
+    key_segments_BS: jax.Array
+    query_positions_T: jax.Array
+    key_positions_S: jax.Array
+
+
+def make_attend(*, softcap: float | None = None, window: int | None = None, block: int = BLOCK):
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend."""
+    masked_attend = make_masked_attend(softcap=softcap, window=window, block=block)
+
+    def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+        T = q_BTNH.shape[1]
+        pad = lambda x: jnp.pad(x, [(0, 0), (0, -T % block)] + [(0, 0)] * (x.ndim - 2))
+        ids_BT = pad(segment_ids_BT)
+        length = ids_BT.shape[1]
+        positions_T = jnp.arange(length, dtype=jnp.int32)
+        pairs_P2 = jnp.asarray(visible_pairs(length, block, window))
+        block_mask = BlockMask(pairs_P2, ids_BT, ids_BT, positions_T, positions_T)
+        return masked_attend(pad(q_BTNH), pad(k_BSKH), pad(v_BSKH), block_mask)[:, :T]
+
+    return attend
+
+
+def make_masked_attend(*, softcap: float | None, window: int | None, block: int):
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, block_mask) -> out_BTNH, for lengths that are multiples of the block."""
+
+    def make_flash(q_BKTGH, v_BKSH) -> FlashAttention:
+        return FlashAttention(q_BKTGH.shape[3], v_BKSH.shape[3], block, softcap, window)
+
+    @custom_vjp
+    def attend(q_BTNH, k_BSKH, v_BSKH, block_mask):
+        return forward(q_BTNH, k_BSKH, v_BSKH, block_mask)[0]
+
+    def forward(q_BTNH, k_BSKH, v_BSKH, block_mask):
+        q_BKTGH, k_BKSH, v_BKSH = group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+        results = make_flash(q_BKTGH, v_BKSH).forward(q_BKTGH, k_BKSH, v_BKSH, block_mask)
+        out_BKTGH, lse_BKR = (checkpoint_name(result, ATTENTION_OUT) for result in results)
+        return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, block_mask, out_BKTGH, lse_BKR)
+
+    def backward(saved, dout_BTNH):
+        q_BKTGH, k_BKSH, v_BKSH, block_mask, out_BKTGH, lse_BKR = saved
+        dout_BKTGH = group_heads(dout_BTNH, k_BKSH.shape[1])
+        flash = make_flash(q_BKTGH, v_BKSH)
+        grads = flash.backward(q_BKTGH, k_BKSH, v_BKSH, block_mask, out_BKTGH, lse_BKR, dout_BKTGH)
+        dq_BKTGH, dk_BKSH, dv_BKSH = grads
+        return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def visible_pairs(length: int, block: int, window: int | None, begin: int = 0) -> np.ndarray:
+    """int32[P, 2]: visible (query block, key block), sorted.
+
+    begin: position among the keys of the first of `length` queries, a multiple of the block.
+    """
+    distance = begin + length if window is None else window - 1  # to the first visible key
+    first = begin // block
+    first_key_block = lambda i: max(0, i * block - distance) // block
+    return np.array(
+        [(i - first, j) for i in range(first, first + length // block) for j in range(first_key_block(i), i + 1)],
+        np.int32,
+    )
+
+
+class OnlineSoftmax(NamedTuple):
+    """Online softmax over the keys so far, float32."""
+
+    acc_BKRH: jax.Array  # sum of exp(score - max) * value
+    sum_BKR: jax.Array  # sum of exp(score - max)
+    max_BKR: jax.Array  # of scores
+
+
+class Gradients(NamedTuple):
+    """Gradients of the pairs of blocks so far, float32."""
+
+    dq_BKRH: jax.Array
+    dk_BKSH: jax.Array
+    dv_BKSH: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttention:
+    """The scans over pairs of blocks, forward and backward."""
+
+    groups: int  # G
+    value_dim: int  # of values and outputs
+    block: int
+    softcap: float | None
+    window: int | None
+
+    def block_at(self, x: jax.Array, i: jax.Array, size: int) -> jax.Array:
+        """Block i of x along its third axis."""
+        return lax.dynamic_slice_in_dim(x, i * size, size, axis=2)
+
+    def set_block(self, x: jax.Array, i: jax.Array, part: jax.Array) -> jax.Array:
+        """x with its block i along the third axis replaced."""
+        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[2], axis=2)
+
+    def mask(self, block_mask: BlockMask, i: jax.Array, j: jax.Array) -> jax.Array:
+        """bool [B, 1, r, s]: True where a query of block i attends to a key of block j."""
+        block_n = lambda x, n: lax.dynamic_slice_in_dim(x, n * self.block, self.block, axis=-1)
+        q_Bb, k_Bb = block_n(block_mask.query_segments_BT, i), block_n(block_mask.key_segments_BS, j)
+        distance = block_n(block_mask.query_positions_T, i)[:, None] - block_n(block_mask.key_positions_S, j)[None, :]
+        in_window = distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
+        return jnp.repeat((q_Bb[:, :, None] == k_Bb[:, None, :]) & in_window[None], self.groups, axis=1)[:, None]
+
+    def forward(self, q_BKTGH, k_BKSH, v_BKSH, block_mask: BlockMask):
+        """Returns (out_BKTGH in v.dtype, logsumexp_BKR float32)."""
+        softmax = self.accumulate(self.init(q_BKTGH), q_BKTGH, k_BKSH, v_BKSH, block_mask)
+        return self.finalize(softmax, q_BKTGH, v_BKSH.dtype)
+
+    def init(self, q_BKTGH) -> OnlineSoftmax:
+        """Returns the softmax before the first key."""
+        B, K, T, G, _ = q_BKTGH.shape
+        zeros_BKR = jnp.zeros((B, K, T * G), F32)
+        acc_BKRH = jnp.zeros((B, K, T * G, self.value_dim), F32)
+        return OnlineSoftmax(acc_BKRH, zeros_BKR, jnp.full_like(zeros_BKR, MASK_VALUE))
+
+    def finalize(self, softmax: OnlineSoftmax, q_BKTGH, dtype):
+        """Returns (out_BKTGH, logsumexp_BKR float32) from the softmax over all keys."""
+        out_BKRH = (softmax.acc_BKRH / softmax.sum_BKR[..., None]).astype(dtype)
+        return out_BKRH.reshape(*q_BKTGH.shape[:4], self.value_dim), softmax.max_BKR + jnp.log(softmax.sum_BKR)
+
+    def accumulate(self, softmax: OnlineSoftmax, q_BKTGH, k_BKSH, v_BKSH, block_mask: BlockMask) -> OnlineSoftmax:
+        """Returns the softmax with these keys added."""
+        (G, H), q_BKRH = q_BKTGH.shape[3:], self.rows(q_BKTGH)
+        size = self.block * G
+
+        def one_pair(softmax, pair):
+            i, j = pair
+            k_BKsH, v_BKsH = self.block_at(k_BKSH, j, self.block), self.block_at(v_BKSH, j, self.block)
+            qk_BKrs = einsum_f32("BKrH,BKsH->BKrs", self.block_at(q_BKRH, i, size), k_BKsH)
+            score_BKrs = jnp.where(self.mask(block_mask, i, j), scale_and_cap(qk_BKrs, H, self.softcap)[0], MASK_VALUE)
+            old_max_BKr = self.block_at(softmax.max_BKR, i, size)
+            max_BKr = jnp.maximum(old_max_BKr, jnp.max(score_BKrs, axis=-1))
+            # For a query without a visible key so far these are ones; the rescale by its own key's block makes them 0.
+            prob_BKrs = jnp.exp(score_BKrs - max_BKr[..., None]).astype(v_BKSH.dtype)
+            rescale_BKr = jnp.exp(old_max_BKr - max_BKr)
+            sum_BKr = self.block_at(softmax.sum_BKR, i, size) * rescale_BKr + jnp.sum(prob_BKrs, axis=-1, dtype=F32)
+            acc_BKrH = self.block_at(softmax.acc_BKRH, i, size) * rescale_BKr[..., None]
+            acc_BKrH += einsum_f32("BKrs,BKsH->BKrH", prob_BKrs, v_BKsH)
+            return OnlineSoftmax(
+                self.set_block(softmax.acc_BKRH, i, acc_BKrH),
+                self.set_block(softmax.sum_BKR, i, sum_BKr),
+                self.set_block(softmax.max_BKR, i, max_BKr),
+            ), None
+
+        return lax.scan(one_pair, softmax, (block_mask.pairs_P2[:, 0], block_mask.pairs_P2[:, 1]))[0]
+
+    def backward(self, q_BKTGH, k_BKSH, v_BKSH, block_mask: BlockMask, out_BKTGH, lse_BKR, dout_BKTGH):
+        """Returns (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v."""
+        zeros = Gradients(*(jnp.zeros(x.shape, F32) for x in (self.rows(q_BKTGH), k_BKSH, v_BKSH)))
+        delta_BKR = self.delta(out_BKTGH, dout_BKTGH)
+        grads = self.accumulate_grads(zeros, q_BKTGH, k_BKSH, v_BKSH, block_mask, lse_BKR, delta_BKR, dout_BKTGH)
+        dq_BKTGH = grads.dq_BKRH.astype(q_BKTGH.dtype).reshape(q_BKTGH.shape)
+        return dq_BKTGH, grads.dk_BKSH.astype(k_BKSH.dtype), grads.dv_BKSH.astype(v_BKSH.dtype)
+
+    def rows(self, q_BKTGH):
+        """q_BKRH"""
+        B, K, T, G, H = q_BKTGH.shape
+        return q_BKTGH.reshape(B, K, T * G, H)
+
+    def delta(self, out_BKTGH, dout_BKTGH):
+        """float32[B, K, R]: sum(out * dout) of each query, the D of the FlashAttention backward pass."""
+        return jnp.sum(self.rows(dout_BKTGH).astype(F32) * self.rows(out_BKTGH).astype(F32), axis=-1)
+
+    def accumulate_grads(self, grads: Gradients, q_BKTGH, k_BKSH, v_BKSH, block_mask, lse_BKR, delta_BKR, dout_BKTGH):
+        """Returns the gradients with those of these keys added. lse_BKR: over all keys."""
+        G, H = q_BKTGH.shape[3:]
+        q_BKRH, dout_BKRH = self.rows(q_BKTGH), self.rows(dout_BKTGH)
+        size = self.block * G
+
+        def one_pair(grads, pair):
+            i, j = pair
+            q_BKrH, dout_BKrH = self.block_at(q_BKRH, i, size), self.block_at(dout_BKRH, i, size)
+            k_BKsH, v_BKsH = self.block_at(k_BKSH, j, self.block), self.block_at(v_BKSH, j, self.block)
+            score_BKrs, dscore_dqk_BKrs = scale_and_cap(einsum_f32("BKrH,BKsH->BKrs", q_BKrH, k_BKsH), H, self.softcap)
+            masked_BKrs = score_BKrs - self.block_at(lse_BKR, i, size)[..., None]
+            prob_BKrs = jnp.exp(jnp.where(self.mask(block_mask, i, j), masked_BKrs, MASK_VALUE)).astype(q_BKTGH.dtype)
+            dprob_BKrs = einsum_f32("BKrH,BKsH->BKrs", dout_BKrH, v_BKsH)
+            delta_BKr1 = self.block_at(delta_BKR, i, size)[..., None]
+            dqk_BKrs = (prob_BKrs.astype(F32) * (dprob_BKrs - delta_BKr1) * dscore_dqk_BKrs).astype(q_BKTGH.dtype)
+            dq_BKrH = self.block_at(grads.dq_BKRH, i, size) + einsum_f32("BKrs,BKsH->BKrH", dqk_BKrs, k_BKsH)
+            dk_BKsH = self.block_at(grads.dk_BKSH, j, self.block) + einsum_f32("BKrs,BKrH->BKsH", dqk_BKrs, q_BKrH)
+            dv_BKsH = self.block_at(grads.dv_BKSH, j, self.block) + einsum_f32("BKrs,BKrH->BKsH", prob_BKrs, dout_BKrH)
+            return Gradients(
+                self.set_block(grads.dq_BKRH, i, dq_BKrH),
+                self.set_block(grads.dk_BKSH, j, dk_BKsH),
+                self.set_block(grads.dv_BKSH, j, dv_BKsH),
+            ), None
+
+        return lax.scan(one_pair, grads, (block_mask.pairs_P2[:, 0], block_mask.pairs_P2[:, 1]))[0]

@@ -1,0 +1,172 @@
+"""Splash attention, JAX's Pallas kernel for TPUs: scores stay in VMEM.
+
+Fully masked blocks are skipped: the upper half, and keys before a window. Queries may be chunks of a row; the kernel
+masks by their positions.
+
+B batch  T position of a query  S of a key  N query heads  K key-value heads  H head dim
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
+
+from jaxscale.kernels.attention.context_parallel import PositionedAttend, QueryPositions
+from jaxscale.kernels.attention.splash_tables import KernelTables, make_tables
+from jaxscale.kernels.attention.xla import MaskSpec
+from jaxscale.kernels.config import ATTENTION_OUT
+
+LANES = 128  # block sizes are multiples
+# Any head_dim compiles, 8 to 256; float16 does not (libtpu 0.0.42 and 0.0.51, 2026-11-21).
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Largest (query, key) block of each kernel. Larger blocks need fewer steps and compute more masked scores."""
+
+    fwd: tuple[int, int]
+    dkv: tuple[int, int]  # backward, for keys and values
+    dq: tuple[int, int]  # backward, for queries
+
+
+# MaxText's default (base.yml). It compiles within the default VMEM limit of a kernel on any chip.
+DEFAULT_BLOCKS = Blocks((512, 512), (512, 512), (512, 512))
+# By the compiler's own schedule of each kernel, as docs/attention_blocks.py reads it: bundles of instructions for a
+# causal head of 4,096 positions, the least of 512, 1024 and 2048 each way (libtpu 0.0.51, 2026-11-24; none timed).
+# Forward, dkv and dq kernels, in thousands, DEFAULT_BLOCKS in brackets: v5p 54.9 79.3 61.8 (61.4 87.2 69.0), v6e 39.7
+# 50.3 41.7 (42.1 55.6 44.0). On v5e DEFAULT_BLOCKS is within 1% of the best, also at 2,048 positions.
+BLOCKS = {
+    "TPU v5": Blocks((1024, 1024), (1024, 1024), (1024, 1024)),
+    "TPU v6 lite": Blocks((1024, 512), (1024, 1024), (1024, 512)),
+}
+MIN_BLOCKS = 4  # per row or window; with fewer, DEFAULT_BLOCKS compute fewer masked scores
+
+
+def blocks_for(device_kind: str | None) -> Blocks:
+    """Returns the row of BLOCKS for a JAX device kind."""
+    return BLOCKS.get(device_kind or "", DEFAULT_BLOCKS)
+
+
+def make_attend(
+    *, softcap: float | None = None, window: int | None = None, blocks: Blocks = DEFAULT_BLOCKS, interpret: bool = False
+):
+    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+
+    interpret: runs without a TPU, slowly.
+    """
+    positioned_attend = make_positioned_attend(softcap=softcap, window=window, blocks=blocks, interpret=interpret)
+
+    def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+        positions = QueryPositions(np.zeros((1, 1), np.int32), q_BTNH.shape[1], 0)
+        spec = MaskSpec(segment_ids_BT, key_segment_ids_BS=segment_ids_BT)
+        return positioned_attend(q_BTNH, k_BTKH, v_BTKH, spec, positions)
+
+    return attend
+
+
+def make_positioned_attend(
+    *, softcap: float | None, window: int | None, blocks: Blocks = DEFAULT_BLOCKS, interpret: bool = False
+) -> PositionedAttend:
+    """Returns splash attention for queries at given positions.
+
+    Chunks and keys are padded to whole blocks. interpret: as for make_attend.
+    """
+
+    def positioned_attend(q_BTNH, k_BSKH, v_BSKH, spec: MaskSpec, positions: QueryPositions):
+        chunks, chunk = positions.starts_Cc.shape[1], positions.chunk
+        padded_chunk, S = padded_length(chunk), k_BSKH.shape[1]
+        by_chunk = lambda x: x.reshape(x.shape[0] * chunks, chunk, *x.shape[2:])
+        pad = lambda x, length: jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        pad_queries = lambda x: pad(by_chunk(x), padded_chunk).reshape(x.shape[0], chunks * padded_chunk, *x.shape[2:])
+        pad_keys = lambda x: pad(x, padded_length(S))
+        scaled_BTNH = (q_BTNH.astype(jnp.float32) * q_BTNH.shape[3] ** -0.5).astype(q_BTNH.dtype)
+        q_BNTH = pad_queries(scaled_BTNH).swapaxes(1, 2)
+        k_BKSH, v_BKSH = (pad_keys(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
+        segments = kernel_lib.SegmentIds(q=pad_queries(spec.segment_ids_BT), kv=pad_keys(spec.key_segment_ids_BS))
+        sizes = block_sizes(padded_chunk, blocks, q_BTNH.dtype.itemsize, q_BTNH.shape[3], window, keys=padded_length(S))
+        padded_positions = QueryPositions(positions.starts_Cc, padded_chunk, positions.device)
+        tables = make_tables(positions.starts_Cc, padded_chunk, padded_length(S), window, sizes)
+        kernel: Any = make_kernel(tables, padded_positions, sizes, softcap=softcap, window=window, interpret=interpret)
+        with jax.named_scope(tables.scope):
+            out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKSH, v_BKSH, segments)
+        out = out_BNTH.swapaxes(1, 2).reshape(-1, padded_chunk, q_BTNH.shape[2], v_BSKH.shape[3])[:, :chunk]
+        return out.reshape(*q_BTNH.shape[:3], -1)
+
+    return positioned_attend
+
+
+def make_kernel(
+    tables: KernelTables,
+    positions: QueryPositions,
+    sizes: kernel_lib.BlockSizes,
+    *,
+    softcap: float | None,
+    window: int | None,
+    interpret: bool,
+) -> kernel_lib.SplashAttentionKernel:
+    """Returns the kernel of this device."""
+    local_table = lambda table: jnp.asarray(table)[positions.device]
+    positions_T: Any = positions.positions_T  # typed as a numpy array, but the kernel accepts a jax.Array
+    mask_info = lambda t: info_lib.MaskInfo(local_table(t.block), None, local_table(t.active), None, positions_T)
+    return kernel_lib.SplashAttentionKernel(
+        *map(mask_info, tables),
+        block_sizes=sizes,
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=kernel_lib.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=ATTENTION_OUT,
+        mask_function=causal_mask_function(window),
+        interpret=interpret,
+    )
+
+
+@functools.cache  # jit caches by the identity of this function
+def causal_mask_function(window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns mask(query positions, key positions) -> bool."""
+    if window is None:
+        return lambda queries, keys: queries >= keys
+    return lambda queries, keys: (queries >= keys) & (queries - keys < window)
+
+
+def block_sizes(
+    length: int, limits: Blocks, itemsize: int, head_dim: int, window: int | None = None, keys: int | None = None
+) -> kernel_lib.BlockSizes:
+    """Returns the block sizes for `length` queries. keys: number of keys, if different.
+
+    Float32 values and heads wider than LANES use DEFAULT_BLOCKS to fit into VMEM (a head_dim of 256 needs 18 MiB with
+    blocks of 1024; v5p's default limit is 16). So do short rows and windows: large blocks compute more masked scores.
+    """
+    largest = max(max(sizes) for sizes in dataclasses.astuple(limits))
+    if itemsize > 2 or head_dim > LANES or min(length, window or length) < MIN_BLOCKS * largest:
+        limits = DEFAULT_BLOCKS
+    lengths = (length, keys or length)
+    fwd, dkv, dq = (tuple(map(block_size, lengths, sizes)) for sizes in dataclasses.astuple(limits))
+    return kernel_lib.BlockSizes(
+        block_q=fwd[0],
+        block_kv=fwd[1],
+        block_kv_compute=fwd[1],
+        block_q_dkv=dkv[0],
+        block_kv_dkv=dkv[1],
+        block_kv_dkv_compute=dkv[1],
+        block_q_dq=dq[0],
+        block_kv_dq=dq[1],
+    )
+
+
+def padded_length(length: int) -> int:
+    """Rounds up to a multiple of 128, above 512 positions of 256, so that large blocks divide it."""
+    step = LANES if length <= 4 * LANES else 2 * LANES
+    return -(-length // step) * step
+
+
+def block_size(length: int, limit: int) -> int:
+    """Returns the largest multiple of 128 up to `limit` that divides the length."""
+    return max(size for size in range(LANES, min(limit, length) + 1, LANES) if length % size == 0)

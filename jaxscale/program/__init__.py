@@ -1,0 +1,1 @@
+"""Parts of a Program that need the whole RunConfig: budget, dtypes, checks, first state."""

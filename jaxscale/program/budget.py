@@ -1,0 +1,247 @@
+"""Amounts of a run as numbers: tokens, steps, batch sizes, and the steps of its learning-rate schedule."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import units
+from jaxscale.config import RunConfig
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.system.exits import BadInput
+
+
+class Position(NamedTuple):
+    """Position at which a run resumes, from runtime.run.resume_checks.recorded_position."""
+
+    steps_done: int = 0
+    next_batch: int = 0
+    finished: Mapping[str, tuple[tuple[int, int], ...]] = {}  # stages of each completed ramp, by field of Budget
+    begun: Mapping[str, int] = {}  # first batch of each started stage of data.mixture, by its start as in the config
+
+
+BEGINNING = Position()
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Amounts of a run as numbers. Fields are written to run records."""
+
+    batch_tokens: int  # of the largest batch, the only size without a ramp
+    train_tokens: int  # as requested; a run takes whole steps
+    total_steps: int
+    warmup_steps: int
+    decay_start: int | None = None  # first step of the decay; None: from optim.decay_fraction
+    factors: tuple[tuple[int, float], ...] = ()  # (step, factor) of optim.decay=piecewise
+    ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens) of each batch size; () for one size
+    seq_len_ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens in a row), as ramp
+
+    @property
+    def schedule_steps(self) -> dict[str, Any]:
+        """Arguments of optim_schedule() besides the settings."""
+        return schedule_steps(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        sizes = f"{self.batch_tokens} tokens"
+        if self.ramp:
+            sizes = ", ".join(f"{tokens} tokens from batch {first}" for first, tokens in self.ramp)
+        rows = ", ".join(f"{length} from batch {first}" for first, length in self.seq_len_ramp)
+        sizes += f" (tokens in a row: {rows})" if rows else ""
+        rates = f", decay from step {self.decay_start} on" if self.decay_start is not None else ""
+        rates += "".join(f", rate x{factor:g} from step {step} on" for step, factor in self.factors)
+        return (
+            f"{self.total_steps} steps of {sizes}, {units.count(self.tokens_of(self.total_steps))} in all; "
+            f"warmup {self.warmup_steps} steps{rates}"
+        )
+
+    def batches(self, row_tokens: int) -> units.BatchSizes:
+        """Returns the number of rows of row_tokens tokens of each batch."""
+        return units.recorded_sizes(dataclasses.asdict(self), row_tokens)
+
+    def row_tokens(self, seq_len: int) -> units.BatchSizes:
+        """Returns the tokens in a row of each batch, for rows of the data of seq_len tokens."""
+        return recorded_rows(dataclasses.asdict(self), seq_len)
+
+    @property
+    def without_ramps(self) -> "Budget":
+        """The budget with all batches as in the last stage."""
+        return dataclasses.replace(self, ramp=(), seq_len_ramp=())
+
+    def tokens_of(self, steps: int) -> int:
+        """Returns the tokens of the first steps if no batch is skipped."""
+        return self.batches(1).begin(steps)
+
+
+def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position = BEGINNING) -> Budget:
+    """Returns the amounts as numbers. Raises BadInput for contradictory amounts.
+
+    epoch_tokens: tokens of one pass over the data, None if unknown.
+    """
+    finished = position.finished
+    batch = cfg.tokens_per_step
+    known: dict[str, Any] = dict(seq_len=cfg.seq_len, batch_tokens=batch, epoch_tokens=epoch_tokens)
+    train_tokens = units.resolve("train_tokens", cfg.train_tokens, **known)
+    warmup = units.resolve("optim.warmup_tokens", cfg.optim.warmup_tokens, train_tokens=train_tokens, **known)
+    if "ramp" in finished:
+        sizes = units.BatchSizes(finished["ramp"])
+    else:
+        sizes = resolve_sizes(cfg, train_tokens=train_tokens, **known)
+    total_steps, warmup_steps = sizes.holding(train_tokens), sizes.holding(warmup)
+    number, unit = units.parse("optim.warmup_tokens", cfg.optim.warmup_tokens)
+    if unit == "steps":
+        warmup_steps = math.ceil(number)
+    if total_steps < 1:
+        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
+    if warmup_steps > max(total_steps, position.steps_done):
+        raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
+    known |= dict(train_tokens=train_tokens)
+    return Budget(
+        batch,
+        train_tokens,
+        total_steps,
+        warmup_steps,
+        resolve_decay_start(cfg.optim, sizes, total_steps, **known),
+        resolve_factors(cfg.optim, sizes, position.steps_done, **known),
+        sizes.stages if sizes.vary else (),
+        finished.get("seq_len_ramp") or resolve_rows(cfg, sizes, **known),
+    )
+
+
+def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
+    """Returns the sizes of all batches in tokens. Raises BadInput for a size of batch_ramp that no batch would have."""
+    ends = [units.resolve("batch_ramp", until, **known) for _, until in cfg.batch_ramp]
+    try:
+        return units.BatchSizes.growing(list(zip(cfg.ramp_tokens, ends)), cfg.tokens_per_step)
+    except BadInput as error:
+        raise BadInput(f"batch_ramp, in tokens: {error}; write later ends, or leave that size out") from None
+
+
+def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
+    """Returns (first batch, tokens in a row) of each length of seq_len_ramp, rounded up to whole batches.
+
+    sizes: of batches, in tokens. Raises BadInput for a length that no batch would have.
+    """
+    ends = [units.resolve("seq_len_ramp", until, **known) for _, until in cfg.seq_len_ramp]
+    begins = [0, *map(sizes.holding, ends)]
+    for (length, until), begin, end in zip(cfg.seq_len_ramp, begins, begins[1:]):
+        if end <= begin:
+            raise BadInput(
+                f"seq_len_ramp: no batch has rows of {length} tokens until {until}, which batch {end} begins with, and "
+                f"those before them end at batch {begin}; write a later end, or leave that length out"
+            )
+    return tuple(zip(begins, (*(length for length, _ in cfg.seq_len_ramp), cfg.seq_len))) if ends else ()
+
+
+def recorded_rows(budget: Mapping[str, Any], seq_len: int) -> units.BatchSizes:
+    """Returns the tokens in a row of each batch, from the "budget" of a run record; seq_len: of rows of the data."""
+    stages = tuple((int(first), int(length)) for first, length in budget.get("seq_len_ramp") or ())
+    return units.BatchSizes(stages or ((0, seq_len),))
+
+
+class BatchStage(NamedTuple):
+    """A range of batches of one size and row length, between changes by batch_ramp and seq_len_ramp."""
+
+    first: int  # batch
+    stop: int | None  # the first batch of the next stage; None for the last
+    tokens: int  # of a batch
+    row_tokens: int
+
+
+def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
+    """Returns all stages of a run, in order. The last has the largest batches and the longest rows."""
+    sizes, rows = budget.batches(1), budget.row_tokens(seq_len)
+    firsts = sorted({first for first, _ in (*sizes.stages, *rows.stages)})
+    stops = [*firsts[1:], None]
+    return [BatchStage(first, stop, sizes.size(first), rows.size(first)) for first, stop in zip(firsts, stops)]
+
+
+def remaining_stages(
+    budget: Budget, seq_len: int, next_batch: int = 0, skipped: Sequence[tuple[int, int]] = ()
+) -> list[BatchStage]:
+    """Returns the stages with batches left to train on from `next_batch`. skipped: ranges of skipped batches."""
+
+    def remains(stage: BatchStage) -> bool:
+        batch = max(stage.first, next_batch)
+        for first, stop in sorted(skipped):
+            batch = stop if first <= batch < stop else batch
+        return stage.stop is None or batch < stage.stop
+
+    return [stage for stage in batch_stages(budget, seq_len) if remains(stage)]
+
+
+def batch_sizes(configs: Sequence[RunConfig]) -> str:
+    """Describes several programs: '2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in ...'.
+
+    configs: of the programs of a run, in the order of its stages.
+    """
+    sizes = [
+        f"{cfg.rows_per_step} rows of {cfg.seq_len} tokens in {units.plural(cfg.train.num_microbatches, 'microbatch')}"
+        for cfg in configs
+    ]
+    return f"{len(sizes)} programs, each compiled when the run reaches it: {', '.join(sizes)}" if sizes[1:] else ""
+
+
+def train_flops(cfg: RunConfig, budget: Budget) -> float:
+    """Floating-point operations of the run, with the row length of each batch."""
+    stages = batch_stages(budget, cfg.seq_len)
+    begins = [budget.tokens_of(min(stage.first, budget.total_steps)) for stage in stages]
+    begins.append(budget.tokens_of(budget.total_steps))
+    flops = [cfg.with_batch(stage.tokens, stage.row_tokens).flops_per_token for stage in stages]
+    return sum(each * (end - begin) for each, begin, end in zip(flops, begins, begins[1:]))
+
+
+def schedule_steps(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of optim_schedule() from a budget, which may be one recorded by an earlier version."""
+    return {name: budget[name] for name in SCHEDULE_STEPS if name in budget}
+
+
+def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps: int, **known: Any) -> int | None:
+    """Returns the first step of a decay of optim.decay_tokens. Raises BadInput if the run is shorter."""
+    if optim.decay != "wsd" or optim.decay_tokens is None:
+        return None
+    tokens = units.resolve("optim.decay_tokens", optim.decay_tokens, **known)
+    before = sizes.begin(total_steps) - tokens
+    start = sizes.find(before)[0] if before >= 0 else -1
+    if not 0 <= start < total_steps:
+        raise BadInput(
+            f"optim.decay_tokens={optim.decay_tokens} must be above 0, and at most the {total_steps} steps of "
+            "train_tokens"
+        )
+    return start
+
+
+def decay_steps(optim: OptimConfig, total_steps: int, **known: Any) -> int:
+    """Returns the number of decay steps of a run of total_steps."""
+    if optim.decay_tokens is None:
+        return round(optim.decay_fraction * total_steps)
+    return units.steps(units.resolve("optim.decay_tokens", optim.decay_tokens, **known), known["batch_tokens"])
+
+
+def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -> int | None:
+    """Returns the first step of the decay of a stable rate; None without a decay. decay_start: of the budget."""
+    if decay_start is not None or optim.decay != "wsd":
+        return decay_start
+    return total_steps - round(optim.decay_fraction * total_steps)
+
+
+def resolve_factors(
+    optim: OptimConfig, sizes: units.BatchSizes, steps_done: int, **known: Any
+) -> tuple[tuple[int, float], ...]:
+    """Returns optim.factors of a piecewise schedule as (first step, factor).
+
+    Raises BadInput unless the steps after `steps_done` increase; of earlier ones, the last counts.
+    """
+    if optim.decay != "piecewise":
+        return ()
+    when = [units.resolve("optim.factors", amount, **known) for amount, _ in optim.parse_factors()]
+    begins = [sizes.holding(tokens) for tokens in when]
+    ahead = begins[next((at for at, begin in enumerate(begins) if begin > steps_done), len(begins)) :]
+    if ahead != sorted(set(ahead)):
+        raise BadInput(
+            f"optim.factors={', '.join(optim.factors)} begin after {', '.join(map(str, begins))} steps of this run, "
+            "and each must begin after the one before; put them in order, or leave one out"
+        )
+    return tuple((begin, factor) for begin, (_, factor) in zip(begins, optim.parse_factors()))
+
+
+SCHEDULE_STEPS = ("warmup_steps", "total_steps", "decay_start", "factors")  # fields of Budget

@@ -1,0 +1,132 @@
+"""Checks of a config against its devices, before anything is compiled.
+
+Checks without devices are in config.CHECKS; shard_model checks that the mesh divides the parameters.
+"""
+
+import math
+
+from jaxscale import units
+from jaxscale.config import RunConfig
+from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS
+from jaxscale.core.compiler_options import check_options
+from jaxscale.core.host_memory import check_host_memory
+from jaxscale.core.models.sharded import ShardedModel, check_fits
+from jaxscale.core.rules import RULES, axis_size
+from jaxscale.core.shardings import check_divides
+from jaxscale.system.exits import BadInput
+
+OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
+
+
+def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for an option that XLA does not know."""
+    check_options(cfg.compiler, model.mesh.devices.flat[0])
+
+
+def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the mesh divides every array of the optimizer; shard_model checks the parameters."""
+    check_fits(model, model.plan.rules.moments)
+
+
+def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput if the config offloads and the devices have no host memory space."""
+    for setting in OFFLOADED:
+        if getattr(cfg.optim, setting):
+            check_host_memory(f"optim.{setting}=true", model.mesh)
+
+
+def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the mesh divides the positions of a row."""
+    multiple, lengths = model.plan.position_multiple, cfg.row_lengths
+    sharing = " and ".join(
+        f"{'twice ' * (number > size)}mesh.{axis}={size}"
+        for axis, size, number in (
+            ("context", model.plan.context.size, model.plan.context.multiple),
+            ("tensor", model.plan.tensor.size, model.plan.tensor.size),
+        )
+        if size > 1
+    )
+    if " and " in sharing:
+        sharing = f"{multiple}, of {sharing}"
+    made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
+    if made_rows and any((length or 0) % multiple for length in lengths[:2]):
+        raise BadInput(
+            f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
+            f"multiples of {sharing}, which shares the positions of a row; use data.objective.multiple_of="
+            f"{multiple}, or another mesh"
+        )
+    if not made_rows and cfg.seq_len % multiple:
+        fitting = cfg.seq_len // multiple * multiple
+        raise BadInput(
+            f"seq_len={cfg.seq_len} is not a multiple of {sharing}, which shares the positions of a row; "
+            f"use seq_len={fitting or multiple}, or another mesh"
+        )
+
+
+def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the mesh divides the rows of each microbatch.
+
+    XLA would compile uneven rows, with copies of whole activations between devices at every layer.
+    """
+    rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
+    shards = axis_size("act_batch", model.plan.rules.params, model.mesh.shape)
+    if rows // parts % shards:
+        valid = [part for part in units.divisors(rows) if rows // part % shards == 0]
+        fix = f"use {units.or_list(valid)}" if valid else "use fewer devices on data and fsdp"
+        raise BadInput(
+            f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
+            f"{fix}, or a batch of {parts * shards} rows ({parts * shards * cfg.seq_len} tokens)"
+        )
+
+
+def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the stages divide the vocabulary that they share; check_fits checks stored shards."""
+    parts = model.plan.pipeline.size * model.plan.tensor.size
+    if model.plan.pipeline.shards_vocab and cfg.model.vocab_size % parts:
+        raise BadInput(
+            f"model.vocab_size={cfg.model.vocab_size} is not a multiple of the {parts} devices of tensor x pipeline, "
+            "which share it; use pipeline.head='whole', or a larger vocabulary"
+        )
+
+
+def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for an expert capacity with context parallelism, where no device has a whole row."""
+    factor = getattr(getattr(cfg.model, "experts", None), "capacity_factor", 0.0)
+    if factor and model.plan.context.size > 1:
+        raise BadInput(
+            f"mesh.context={model.plan.context.size} cannot go with model.experts.capacity_factor={factor}: which "
+            "tokens of a row an expert takes is counted along the whole row; set the factor to 0, or use another axis"
+        )
+
+
+def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput if the non-pipelined statistics program cannot shard the batch or the optimizer state."""
+    if not cfg.monitor.statistics_every_steps:
+        return
+    shards = math.prod(model.mesh.shape[axis] for axis in ("pipeline", "data", "fsdp"))
+    if cfg.rows_per_step % shards:
+        raise BadInput(
+            f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, and a "
+            f"batch has {cfg.rows_per_step}; use a batch of {shards} rows or a multiple, or set it to 0"
+        )
+    moments = NO_PIPELINE_AXIS.rules(RULES[cfg.rules]).moments
+    if uneven := check_divides(model.shapes, model.axes, moments, model.mesh.shape):
+        raise BadInput(
+            f"monitor.statistics_every_steps needs arrays that all devices can share, and {'; '.join(uneven)}; choose "
+            "a mesh axis that divides, or set it to 0"
+        )
+
+
+def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for optim.qk_clip with ring attention, where no device has all keys of a row."""
+    if cfg.optim.qk_clip is not None and model.plan.context_exchange.name == "ring":
+        raise BadInput(
+            f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, and with mesh.context="
+            f"{model.plan.context.size} they go round in a ring; use context.attention='gather' or 'ulysses', or null"
+        )
+
+
+DEVICE_CHECKS = (
+    check_options_known, check_moments, check_positions, check_microbatches, check_offload, check_statistics,
+    check_vocabulary, check_capacity, check_ring,
+)  # fmt: skip

@@ -1,0 +1,47 @@
+"""Numerical faults of system/faults.py, injected for tests by environment variables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.core.batch import Batch, ReadRows
+from jaxscale.core.state import TrainState
+from jaxscale.core.step import Gradients, leaf_name
+from jaxscale.system import faults
+
+
+def corrupt_gradients(gradients: Gradients) -> Gradients:
+    """Sets a gradient to NaN at the step that JAXSCALE_SPOIL_GRADIENT names."""
+    if (fault := faults.corrupt_gradient()) is None:
+        return gradients
+
+    def corrupted(state: TrainState, batch: Batch) -> tuple[dict[str, jax.Array], Any]:
+        means, grads = gradients(state, batch)
+        at = lambda path, grad: (
+            jnp.where(state.step + 1 == fault.step, jnp.nan, grad) if leaf_name(path) == fault.leaf else grad
+        )
+        return means, jax.tree_util.tree_map_with_path(at, grads)
+
+    return corrupted
+
+
+def corrupt_batches(read: ReadRows) -> ReadRows:
+    """Sets NaN weights or random tokens in the batches that JAXSCALE_SPOIL_BATCHES names."""
+    if (fault := faults.corrupt_batches()) is None:
+        return read
+
+    def corrupted(n: int, rows: Sequence[int]) -> Batch:
+        batch = read(n, rows)
+        if not fault.start <= n < fault.stop:
+            return batch
+        if fault.kind == "nan":
+            return batch._replace(weights=batch.weights * np.float32(np.nan))
+        vocab_size, width = int(batch.tokens.max()) + 1, batch.tokens.shape[1]
+        noise = [np.random.default_rng((n, row)).integers(0, vocab_size, (2, width), np.int32) for row in rows]
+        tokens_BT, targets_BT = np.stack(noise, axis=1)
+        return batch._replace(tokens=tokens_BT, targets=targets_BT)
+
+    return corrupted

@@ -1,0 +1,332 @@
+"""Reads and writes the arrays of a step in their files, chunk by chunk and without a device.
+
+TensorStore stores each array as the chunks in which it was written, one per device that held a part, below an OCDBT
+index (a B-tree with checksums) of byte ranges in files. Training reads saved steps back with this module, `ckpt verify`
+checks them, and `ckpt average` and `convert` write with it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
+from jaxscale.runtime.checkpoint.folders import files_under
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
+
+READ_AHEAD_BYTES = 64 << 20  # in flight: hides the latency of a bucket, and bounds the memory of a read
+CACHE_BYTES = 16 << 20  # for the index; without it every chunk requests the index from a bucket again
+STATE, TREE_METADATA = "state", "state/_METADATA"
+DIFFERS = "its bits differ from those that were saved"
+PYTHON_SCALARS = {"int": int, "float": float, "bool": bool, "complex": complex}  # Python scalars: saved as 0-d arrays
+KEY_DTYPE_PREFIX = "key<"  # prefix of the dtype of random keys, which are saved as words along one more axis
+COMMIT_BYTES = 64 << 20  # per transaction: each commit rewrites the index, and buffers this much memory
+# Size of an index node. A commit rewrites the nodes that it changes, and all their versions stay in the files;
+# TensorStore's default of 8 MB would put the whole index of 10,000 chunks into one node.
+NODE_BYTES = 128 << 10
+DICT_KEY = 2  # Orbax's key type for a dict level of the tree
+MANIFEST = "manifest.ocdbt"
+DATA_FILE = re.compile(r"(?:ocdbt\.process_\d+/)?(?:d/[0-9a-f]{16,}|manifest\.ocdbt)")
+ARRAY_METADATA = (".zarray", "zarr.json")  # metadata of an array; all other entries below it are its chunks
+
+
+def compare_leaf(arrays: "ArrayReader", name: str, shape: list[int], dtype: str, fingerprint: int) -> tuple[str, int]:
+    """Returns ('' or how the leaf differs from its record, bytes read)."""
+    array = arrays.open(name)
+    if wrong := format_mismatch(array, shape, dtype):
+        return wrong, 0
+    total, size, value = 0, 0, None
+    for box, value in read_boxes(array, chunk_boxes(array)):
+        total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
+        size += value.nbytes
+    found = {total % 2**32}
+    if dtype in PYTHON_SCALARS and value is not None and not shape:
+        number = PYTHON_SCALARS[dtype](value.item())
+        # numpy's bool and Python's have the same dtype in the record
+        found = {zlib.crc32(repr(number).encode())} | (found if dtype == array.dtype.name else set())
+    return ("" if fingerprint in found else DIFFERS), size
+
+
+def format_mismatch(array: Any, shape: list[int], dtype: str) -> str:
+    """Returns how an array in the files differs from a recorded shape and dtype, '' if it does not."""
+    is_key, found = dtype.startswith(KEY_DTYPE_PREFIX), list(array.shape)
+    if (found[:-1] if is_key else found) != shape:
+        return f"its shape is {found}, and {shape} was saved"
+    if dtype not in PYTHON_SCALARS and not is_key and array.dtype.name != dtype:
+        return f"its dtype is {array.dtype.name}, and {dtype} was saved"
+    return ""
+
+
+class ArrayReader:
+    """The arrays of one step, opened by name and read by chunk."""
+
+    def __init__(self, folder: Any):
+        self.folder = folder
+        self.driver = "zarr"
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # callers that need the tree report it
+            self.driver = "zarr3" if paths.read_json(folder / TREE_METADATA).get("use_zarr3") else "zarr"
+        self.context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+
+    def open(self, name: str) -> Any:
+        """Returns the leaf as a tensorstore.TensorStore. Raises ValueError (several lines) if it is missing."""
+        return self.open_async(name).result()
+
+    def open_async(self, name: str) -> Any:
+        """Returns the future of `open`, so that many leaves of a bucket are opened concurrently."""
+        store = {"driver": "ocdbt", "base": kvstore_spec(self.folder / STATE), "path": f"{stored_name(name)}/"}
+        spec = {"driver": self.driver, "kvstore": store, "recheck_cached_data": False}
+        return tensorstore.open(spec, open=True, read=True, context=self.context)
+
+
+def stored_name(leaf: str) -> str:
+    """Returns Orbax's name of a leaf: 'params/w' -> 'params.w'."""
+    return leaf.replace("/", ".")
+
+
+def kvstore_spec(folder: Any) -> dict[str, str]:
+    """Returns TensorStore's spec of a folder, safe for any name."""
+    if paths.is_remote(folder):
+        bucket, _, path = os.fspath(folder).removeprefix("gs://").partition("/")
+        return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+    return {"driver": "file", "path": f"{os.path.abspath(folder)}/"}
+
+
+Box = tuple[slice, ...]
+
+
+def chunk_boxes(array: Any) -> list[Box]:
+    """Returns the chunks in which the array was written, as slices that cover it."""
+    return grid_boxes(array.shape, array.chunk_layout.read_chunk.shape or array.shape)
+
+
+def grid_boxes(shape: Sequence[int], sizes: Sequence[int]) -> list[Box]:
+    """Returns boxes of these sizes, clipped at the ends, that cover an array."""
+    ranges = [
+        [slice(begin, min(begin + size, length)) for begin in range(0, length, max(size, 1))]
+        for length, size in zip(shape, sizes, strict=True)
+    ]
+    return list(itertools.product(*ranges))
+
+
+def box_bytes(array: Any, box: Box) -> int:
+    """Returns the bytes of a box in memory."""
+    return math.prod(part.stop - part.start for part in box) * array.dtype.numpy_dtype.itemsize
+
+
+def read_ahead(requests: Iterable[tuple[Any, Box]], limit: int = READ_AHEAD_BYTES) -> Iterator[np.ndarray]:
+    """Yields the values of the boxes in order, with at most `limit` bytes in flight, or one box that is larger."""
+    pending: collections.deque = collections.deque()
+    in_flight = 0
+    for array, box in requests:
+        size = box_bytes(array, box)
+        while pending and in_flight + size > limit:
+            future, read_bytes = pending.popleft()
+            yield future.result()
+            in_flight -= read_bytes
+        pending.append((array[box].read(), size))
+        in_flight += size
+    while pending:
+        future, _ = pending.popleft()
+        yield future.result()
+
+
+def read_boxes(array: Any, wanted_boxes: Sequence[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    """Yields (piece, its values) of one array, read ahead."""
+    return zip(wanted_boxes, read_ahead((array, box) for box in wanted_boxes))
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayFormat:
+    """TensorStore's driver of an array, the driver's metadata, and the settings of the index."""
+
+    driver: str
+    metadata: Mapping[str, Any]
+    index: Mapping[str, Any]
+
+
+def array_format(array: Any) -> ArrayFormat:
+    """Returns the format of an existing array."""
+    spec = array.spec().to_json()
+    index = {key: value for key, value in spec["kvstore"].get("config", {}).items() if key != "uuid"}
+    return ArrayFormat(spec["driver"], spec["metadata"], index)
+
+
+def orbax_array_format(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype) -> ArrayFormat:
+    """Returns the format in which Orbax creates an array: zarr 2, uncompressed."""
+    metadata = {"zarr_format": 2, "shape": list(shape), "chunks": list(chunks), "dtype": np.dtype(dtype).str}
+    metadata |= {"compressor": None, "fill_value": None, "filters": None, "order": "C", "dimension_separator": "."}
+    return ArrayFormat("zarr", metadata, {"max_decoded_node_bytes": NODE_BYTES})
+
+
+def orbax_tree_metadata(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Returns Orbax's `_METADATA` of a tree of nested dicts, for arrays of these names and shapes."""
+    entries = {}
+    for name, shape in shapes.items():
+        keys = name.split("/")
+        entries[repr(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": DICT_KEY} for key in keys],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)},
+        }
+    return {
+        "tree_metadata": entries,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+class StepArrayWriter:
+    """Writes arrays below a step's folder, many boxes per transaction."""
+
+    def __init__(self, folder: Any):
+        self.folder = folder
+        self.transaction, self.pending, self.bytes = None, [], 0
+        self.context = tensorstore.Context()
+
+    def create(self, formats: Mapping[str, ArrayFormat]) -> list[Any]:
+        """Returns the arrays of these names and formats, in order; the index is written once for all.
+
+        An existing array of the same format is opened. Raises Stop (STORAGE).
+        """
+        transaction = tensorstore.Transaction()
+        options: dict[str, Any] = dict(open=True, create=True, context=self.context, transaction=transaction)
+        try:
+            futures = [tensorstore.open(self.spec(name, fmt), **options) for name, fmt in formats.items()]
+            arrays = [future.result() for future in futures]
+            transaction.commit_sync()
+        except ValueError as error:
+            raise self.failure(error) from None
+        return [array.with_transaction(None) for array in arrays]
+
+    def spec(self, name: str, fmt: ArrayFormat) -> dict[str, Any]:
+        """Returns TensorStore's spec of a new array."""
+        base = kvstore_spec(self.folder / STATE)
+        store = {"driver": "ocdbt", "base": base, "config": dict(fmt.index), "path": f"{stored_name(name)}/"}
+        spec = {"driver": fmt.driver, "kvstore": store, "metadata": dict(fmt.metadata)}
+        # otherwise a chunk of zeros is not stored, and a lost chunk reads as zeros
+        return spec | {"store_data_equal_to_fill_value": True}
+
+    def write(self, array: Any, box: Box, value: np.ndarray) -> bool:
+        """Queues a box, stored at the latest by `commit`; True if it and all before it are stored now."""
+        if self.transaction is None:
+            self.transaction = tensorstore.Transaction()
+        self.pending.append(array.with_transaction(self.transaction)[box].write(value))
+        self.bytes += box_bytes(array, box)
+        if self.bytes >= COMMIT_BYTES:
+            self.commit()
+        return self.transaction is None
+
+    def commit(self) -> None:
+        """Returns when all queued boxes are stored. Raises Stop (STORAGE)."""
+        if self.transaction is None:
+            return
+        try:
+            for future in self.pending:
+                future.copy.result()  # commit_sync waits for the rest of the write
+            self.transaction.commit_sync()
+        except ValueError as error:
+            raise self.failure(error) from None
+        self.transaction, self.pending, self.bytes = None, [], 0
+
+    def failure(self, error: BaseException) -> Stop:
+        """Returns the error for a failed write."""
+        return Stop(Exit.STORAGE, f"{self.folder} cannot be written: {short_reason(error)}; run it again")
+
+
+class LeafFiles:
+    """The data files of each leaf, read from the index at the first request."""
+
+    def __init__(self, folder: Any):
+        self.folder, self.found = folder, None
+
+    def files(self, leaf: str) -> tuple[str, ...]:
+        """Returns the files of a leaf below the step's folder; none if the index itself cannot be read."""
+        if self.found is None:
+            self.found = {}
+            with contextlib.suppress(Exception):  # the index itself may be damaged
+                base = open_kvstore(self.folder / STATE)
+                newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
+                for key, location in index_entries(base, newest["root"].get("location")):
+                    name, _, piece = key.decode().rpartition("/")
+                    if piece not in ARRAY_METADATA:
+                        self.found.setdefault(name, set()).add(location_file(location))
+        return tuple(sorted(self.found.get(stored_name(leaf), ())))
+
+
+def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yields (file, cause, files in the error) of each index below a step's folder that has an unreadable version.
+
+    Each process writes an index with all of its versions. A restore reads the last version of the merged index only,
+    but a disk that has damaged the others may damage that one next.
+    """
+    for name in files_under(folder / STATE):
+        if name.rpartition("/")[2] == MANIFEST:
+            subfolder = name.removesuffix(MANIFEST).rstrip("/")
+            try:
+                base = open_kvstore(folder / STATE / subfolder if subfolder else folder / STATE)
+                manifest = tensorstore.ocdbt.dump(base).result()
+                seen: set[str] = set()
+                for root in index_roots(base, manifest):
+                    for _ in index_entries(base, root, seen=seen):
+                        pass
+            except Exception as error:  # TensorStore raises several types for corrupt bytes
+                if is_storage_error(error):
+                    raise
+                yield f"{STATE}/{name}", short_reason(error), named_files(str(error))
+
+
+def open_kvstore(folder: Any) -> Any:
+    """Opens the folder of an index."""
+    return tensorstore.KvStore.open(kvstore_spec(folder)).result()
+
+
+def index_roots(base: Any, node: dict[str, Any]) -> Iterator[str | None]:
+    """Yields the root location of every version that a manifest, or a node of its version tree, refers to."""
+    for version in node["versions"] if "versions" in node else node["entries"]:
+        if "root" in version:
+            yield version["root"].get("location")
+        else:
+            yield from index_roots(base, tensorstore.ocdbt.dump(base, version["location"]).result())
+    for older in node.get("version_tree_nodes", ()):
+        yield from index_roots(base, tensorstore.ocdbt.dump(base, older["location"]).result())
+
+
+def index_entries(
+    base: Any, location: str | None, prefix: bytes = b"", seen: set[str] | None = None
+) -> Iterator[tuple[bytes, str]]:
+    """Yields (key, location of its value) below a node whose keys begin with `prefix`. Each node has a checksum.
+
+    Args: seen: locations to skip, to which visited ones are added.
+    """
+    if location is None or seen is not None and location in seen:
+        return
+    if seen is not None:
+        seen.add(location)
+    for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
+        if "location" in entry:
+            yield from index_entries(base, entry["location"], prefix + entry["subtree_common_prefix"], seen)
+        else:
+            yield prefix + entry["key"], entry.get("indirect_value", location)
+
+
+def location_file(location: str) -> str:
+    """Converts 'value:ocdbt.process_0/:d/12ab:0:64' to 'state/ocdbt.process_0/d/12ab'."""
+    _, *file, _, _ = location.split(":")
+    return f"{STATE}/{''.join(file)}"
+
+
+def named_files(text: str) -> tuple[str, ...]:
+    """Returns the data files that an error of TensorStore names."""
+    return tuple(sorted({f"{STATE}/{name}" for name in DATA_FILE.findall(text)}))

@@ -1,0 +1,300 @@
+"""Writes the mean of the weights of several steps as a checkpoint of weights, chunk by chunk.
+
+The result has the arrays and chunks of its sources, a `_METADATA` with the weights' entries of the newest source, and a
+sealed record. The record and config.json list the sources under "average". merge.py writes with the same functions.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from jaxscale.runtime.checkpoint import array_store
+from jaxscale.runtime.checkpoint.array_store import (
+    ArrayReader,
+    Box,
+    StepArrayWriter,
+    array_format,
+    chunk_boxes,
+    read_ahead,
+)
+from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
+from jaxscale.runtime.checkpoint.folders import COMMITTED, commit, recreate_folder
+from jaxscale.runtime.checkpoint.lock_stores import folder_lock
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import require_step, seal, weight_leaves
+from jaxscale.runtime.checkpoint.storage_errors import read_optional, short_reason
+from jaxscale.runtime.checkpoint.verify import require_reachable, verify_folder, write_main_list
+from jaxscale.runtime.checkpoint.write import write_step_metadata
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
+
+UNFINISHED_PREFIX = "averaging-"  # prefix of the unfinished folder, which is not a number and so never counts as a step
+WEIGHTS = "params"  # group of the written leaves, as a run that starts from them expects
+AVERAGE = "average"  # key of the sources in the record and config.json
+
+LEAVE_OUT = "leave it out"
+
+Combine = Callable[[Box, Iterator[np.ndarray]], np.ndarray]  # (box, its values in each source) -> the value to write
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenWeights:
+    """The step, leaves and bytes that were written."""
+
+    step: int
+    num_leaves: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRecipe:
+    """Weights to compute from steps of a run, and to write as the newest of them into a new run folder."""
+
+    source: Checkpoints
+    records: Mapping[int, Mapping[str, Any]]  # by step
+    what: str  # group of the sources' leaves, as for record.weight_leaves
+    leaves: Mapping[str, list]  # {'w' for 'params/w': [shape, dtype]}
+    combine: Callable[[str], Combine]  # by leaf
+    sources_key: str  # key of the sources in config.json
+    record: Mapping[str, Any]  # sealed together with the written leaves
+    config: Mapping[str, Any] | None  # content of config.json; None: not written
+    copied: tuple[str, ...] = ()  # folders of the run to copy, if it has them
+
+    @property
+    def step(self) -> int:
+        """The newest source step."""
+        return max(self.records)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the written arrays."""
+        return sum(leaf_bytes(described) for described in self.leaves.values())
+
+
+def average_steps(
+    source: Checkpoints,
+    steps: Sequence[int],
+    workdir: Any,
+    what: str = WEIGHTS,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> WrittenWeights:
+    """Writes the mean of the leaves below `what` into a new run folder, as the step of the newest source.
+
+    The sum is taken in float64 in the order of the steps and rounded once to the leaves' dtype. Integer leaves must be
+    equal in all steps. Sources are checked while they are read, and the result once it is written.
+    Args: what: 'params', or another group of the state with the same leaves, such as 'ema': frozen leaves have no
+    average, and the mean of the parameters replaces it.
+    Raises: BadInput if the steps do not match or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
+    damaged source, (STORAGE) if it cannot be written.
+    """
+    records = {step: require_step(source.directory / str(step), LEAVE_OUT) for step in sorted(set(steps))}
+    leaves, newest, run = common_leaves(records, what), records[max(records)], source.directory.parent
+    sources = {"of": os.fspath(run), "what": what, "steps": list(records)}
+    sources["records"] = [record["sha256"] for record in records.values()]
+    record = {**newest, "run": newest["run"] | {AVERAGE: sources}}
+    if "metrics" in record:  # the average has not been evaluated
+        record["metrics"] = {}
+    config = run / "config.json"
+    config = paths.read_json(config) | {AVERAGE: sources} if config.exists() else None
+    combine = lambda name: lambda box, pieces: mean(pieces, f"{what}/{name}")
+    recipe = WeightRecipe(source, records, what, leaves, combine, AVERAGE, record, config)
+    return write_weights(recipe, workdir, on_bytes)
+
+
+def mean(pieces: Iterator[np.ndarray], name: str) -> np.ndarray:
+    """Returns the mean in the dtype of the pieces, read one at a time. Raises BadInput for integers that differ."""
+    total, dtype, exact, count = None, None, True, 0
+    for count, piece in enumerate(pieces, 1):
+        dtype, exact = piece.dtype, piece.dtype.kind in "iub"
+        if total is None:
+            total = piece if exact else piece.astype(np.complex128 if piece.dtype.kind == "c" else np.float64)
+        elif not exact:
+            total += piece
+        elif not np.array_equal(total, piece):
+            raise BadInput(f"{name} is {piece.dtype} and not the same in all steps: whole numbers have no mean")
+    assert total is not None and dtype is not None, "there is a piece of each step"
+    if not exact:
+        total /= count
+    return total.astype(dtype, copy=False)
+
+
+def write_weights(recipe: WeightRecipe, workdir: Any, on_bytes: Callable[[int, int], None]) -> WrittenWeights:
+    """Writes the run folder: the arrays, which are verified, then config.json, and last the commit of the step.
+
+    Raises as average_steps does.
+    """
+    run, destination = recipe.source.directory.parent, prepare_folder(workdir, recipe.sources_key, recipe.copied)
+    final = destination / str(recipe.step)
+    unfinished = final if paths.is_remote(destination) else destination / f"{UNFINISHED_PREFIX}{recipe.step}"
+    try:
+        with folder_lock(destination, "writing into"):
+            recreate_folder(unfinished)
+            fingerprints = write_leaves(recipe, unfinished, on_bytes)
+            write_metadata(recipe, unfinished, final, fingerprints)
+            for name in recipe.copied:
+                copy_folder(run / name, destination.parent / name)
+            write_main_list(unfinished)
+            if damages := verify_folder(unfinished, finished=False).damages:
+                raise Stop(
+                    Exit.STORAGE, f"what was written to {unfinished} reads back otherwise: {damages[0]}; run it again"
+                )
+            if recipe.config is not None:
+                paths.write_json(destination.parent / "config.json", recipe.config)
+            crash_point("average.commit")
+            commit(unfinished, final)
+    except OSError as error:
+        raise Stop(Exit.STORAGE, f"{unfinished} cannot be written: {error.strerror or error}; run it again") from None
+    return WrittenWeights(recipe.step, len(recipe.leaves), recipe.num_bytes)
+
+
+def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[str, list]:
+    """Returns {'w' for 'params/w': [shape, dtype]}. Raises BadInput if steps differ in them, or have none."""
+    newest = max(records)
+    below = {step: weight_formats(record, what) for step, record in records.items()}
+    if not below[newest]:
+        tops = sorted({name.partition("/")[0] for name in records[newest]["leaves"]})
+        raise BadInput(f"--what={what}: step {newest} has no such leaves; it has {', '.join(tops)}")
+    for step, leaves in below.items():
+        if wrong := sorted(name for name in leaves | below[newest] if leaves.get(name) != below[newest].get(name)):
+            raise BadInput(
+                f"steps {step} and {newest} differ in the shape or dtype of {what}/{wrong[0]}; leave one out"
+            )
+    return below[newest]
+
+
+def weight_formats(record: Mapping[str, Any], what: str) -> dict[str, list]:
+    """Returns [shape, dtype] of the leaves of a group of the state, by their name in it."""
+    leaves = record["leaves"]
+    return {name: leaves[leaf][:2] for name, leaf in weight_leaves(leaves, what).items()}
+
+
+def leaf_bytes(described: Sequence[Any]) -> int:
+    """Returns the bytes of an array of this shape and dtype."""
+    shape, dtype = described
+    return int(np.prod(shape, dtype=np.int64)) * tensorstore.dtype(dtype).numpy_dtype.itemsize
+
+
+def prepare_folder(workdir: Any, sources_key: str, copied: Sequence[str]) -> Any:
+    """Returns the folder of checkpoints of a new run. Raises BadInput if it holds anything but an unfinished one.
+
+    Args: sources_key: of config.json. copied: other entries that a killed attempt may have left.
+    """
+    folder = paths.as_path(workdir)
+    folder = folder if paths.is_remote(workdir) else folder.absolute()
+    if used := foreign_entry(folder, sources_key, copied):
+        raise BadInput(f"--to={workdir} is in use, it holds {used}; name a new folder")
+    paths.make_run_dir(folder)
+    paths.make_run_dir(folder / "checkpoints")
+    return folder / "checkpoints"
+
+
+def foreign_entry(folder: Any, sources_key: str, copied: Sequence[str]) -> str | None:
+    """Returns the name of an entry of the folder that a killed attempt would not have left, or None."""
+    checkpoints, config = folder / "checkpoints", folder / "config.json"
+    if not folder.exists():
+        return None
+    if others := sorted({path.name for path in folder.iterdir()} - {checkpoints.name, config.name, *copied}):
+        return others[0]
+    if config.exists() and sources_key not in read_optional(config):
+        return config.name
+    for path in checkpoints.iterdir() if checkpoints.exists() else ():
+        unfinished = path.name.isdecimal() if paths.is_remote(path) else path.name.startswith(UNFINISHED_PREFIX)
+        if not unfinished or (path / COMMITTED).exists() and path.name.isdecimal():
+            return f"{checkpoints.name}/{path.name}"
+    return None
+
+
+def copy_folder(source: Any, target: Any) -> None:
+    """Copies the files of a folder, if it exists."""
+    if source.exists():
+        paths.make_run_dir(target)
+        for path in source.iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+def write_leaves(recipe: WeightRecipe, folder: Any, on_bytes: Callable[[int, int], None]) -> dict[str, int]:
+    """Writes the combined leaves; returns {leaf: fingerprint}. Raises as average_steps does."""
+    inputs = {step: ArrayReader(recipe.source.directory / str(step)) for step in recipe.records}
+    named = {step: weight_leaves(record["leaves"], recipe.what) for step, record in recipe.records.items()}
+    newest = {name: open_leaf(inputs[recipe.step], recipe.step, named[recipe.step][name]) for name in recipe.leaves}
+    output = StepArrayWriter(folder)
+    targets = output.create({f"{WEIGHTS}/{name}": array_format(array) for name, array in newest.items()})
+    fingerprints, done, total = {}, 0, recipe.num_bytes
+    for name, target in zip(newest, targets):
+        arrays = {step: open_leaf(inputs[step], step, leaves[name]) for step, leaves in named.items()}
+        combine, parts = recipe.combine(name), chunk_boxes(target)
+        pieces = read_ahead((array, box) for box in parts for array in arrays.values())
+        sums, fingerprints[name] = dict.fromkeys(recipe.records, 0), 0
+        for box in parts:
+            position = dict(start=[part.start for part in box], shape=target.shape)
+            value = combine(box, add_fingerprints(pieces, sums, named[recipe.step][name], position))
+            fingerprints[name] = (fingerprints[name] + host_fingerprint(value, **position)) % 2**32
+            output.write(target, box, value)
+            done += value.nbytes
+            on_bytes(done, total)
+        for step, record in recipe.records.items():
+            check_fingerprint(sums[step], record, step, named[step][name])
+    output.commit()
+    return fingerprints
+
+
+def add_fingerprints(
+    pieces: Iterator[np.ndarray], sums: dict[int, int], name: str, position: Mapping[str, Any]
+) -> Iterator[np.ndarray]:
+    """Yields the piece of each step, and adds its fingerprint at this position to the step's sum."""
+    for step in sums:
+        piece = read_source(lambda: next(pieces), step, name)
+        sums[step] += host_fingerprint(piece, **position)
+        yield piece
+
+
+def open_leaf(arrays: ArrayReader, step: int, name: str) -> tensorstore.TensorStore:
+    """Returns the array of a leaf. Raises Stop (CHECKPOINT_CORRUPT)."""
+    return read_source(lambda: arrays.open(name), step, name)
+
+
+def read_source(read: Callable[[], Any], step: int, name: str) -> Any:
+    """Returns read(). Raises Stop: CHECKPOINT_CORRUPT, or STORAGE if the storage does not answer."""
+    try:
+        return read()
+    except Exception as error:  # TensorStore raises several types for corrupt bytes
+        require_reachable(error, f"step {step}")
+        raise damaged_source_error(step, name, short_reason(error)) from None
+
+
+def check_fingerprint(found: int, record: Mapping[str, Any], step: int, name: str) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) if a leaf's fingerprint differs from its record."""
+    if found % 2**32 != record["leaves"][name][2]:
+        raise damaged_source_error(step, name, "its bits differ from those that were saved")
+
+
+def damaged_source_error(step: int, name: str, cause: str) -> Stop:
+    """Returns the error for a damaged source."""
+    return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} is damaged: {name}: {cause}; leave that step out")
+
+
+def write_metadata(recipe: WeightRecipe, folder: Any, final: Any, fingerprints: Mapping[str, int]) -> None:
+    """Writes the metadata of a step, all but its arrays, into the folder that will be renamed to `final`."""
+    newest = recipe.source.directory / str(recipe.step)
+    named = weight_leaves(recipe.records[recipe.step]["leaves"], recipe.what)
+    sources = {named[name]: name.count("/") + 1 for name in recipe.leaves}  # leaf -> number of keys in its name
+    tree = paths.read_json(newest / array_store.TREE_METADATA)
+    entries = {}
+    for entry in tree["tree_metadata"].values():
+        keys = [str(part["key"]) for part in entry["key_metadata"]]
+        if count := sources.get("/".join(keys)):
+            renamed = [WEIGHTS, *keys[-count:]]
+            parts = entry["key_metadata"][-len(renamed) :]
+            entries[repr(tuple(renamed))] = entry | {
+                "key_metadata": [part | {"key": key} for part, key in zip(parts, renamed, strict=True)]
+            }
+    paths.write_json(folder / array_store.TREE_METADATA, tree | {"tree_metadata": entries})
+    leaves = {f"{WEIGHTS}/{name}": [*described, fingerprints[name]] for name, described in recipe.leaves.items()}
+    content = {key: value for key, value in recipe.record.items() if key != "sha256"}
+    write_step_metadata(folder, seal(content | {"leaves": leaves}), final, time.time())

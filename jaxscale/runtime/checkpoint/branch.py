@@ -1,0 +1,384 @@
+"""Starts a new run with the weights of another: selects, renames and resizes leaves of its checkpoint."""
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale import units
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.lora import is_adapter
+from jaxscale.core.models.mup_config import folding_factors
+from jaxscale.runtime.checkpoint.config import ARROW, CheckpointConfig, InitConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import describe_leaf, leaf_text, named_leaves, weight_leaves
+from jaxscale.runtime.checkpoint.restore import newest_readable_step
+from jaxscale.runtime.checkpoint.upcycle import Origin, Upcycling, is_dense_mlp, plan_upcycling
+from jaxscale.runtime.hosts.agree import agreed
+from jaxscale.schema import convert, from_dict
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, print_stderr
+
+SHOWN_PROBLEMS = 4
+# files of a Hugging Face folder that a work folder does not have
+HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+# leaf groups by init.what; 'run' restores the whole state instead (resume_branch)
+LEAF_GROUPS = {"params": ("params",), "ema": ("ema",), "state": ("params", "opt_state", "ema")}
+
+
+@dataclasses.dataclass(frozen=True)
+class InitSource:
+    """A checkpoint of another run, with whose weights this one starts."""
+
+    checkpoints: Checkpoints
+    step: int
+    record: Mapping[str, Any]
+    experts: str = "none"  # init.experts of the new run
+    whole: bool = False  # init.what=run: the new run resumes the whole state
+
+    def __str__(self) -> str:
+        return str(self.checkpoints.directory / str(self.step))
+
+    @property
+    def ancestry(self) -> list[dict[str, Any]]:
+        """Checkpoints from which its weights derive, itself first, as recorded in a branch."""
+        run = self.record["run"]
+        entry = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
+        converted = run.get("converted") or {}  # fields of the imported config.json, for exporting a descendant
+        entry |= {name: converted[name] for name in ("model_type", "kept", "from") if converted.get(name)}
+        if self.experts != "none":
+            entry["upcycled"] = self.experts
+        if self.whole:
+            entry["what"] = "run"
+        return [entry, *run.get("ancestry", ())]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding table in its config."""
+        return self.record["run"].get("config", {}).get("model", {}).get("vocab_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchPlan:
+    """The checkpoint's leaf for each leaf of the new state."""
+
+    loaded: dict[str, str]  # new name -> name in the checkpoint
+    resized: dict[str, int]  # new name -> vocabulary axis; a subset of `loaded`
+    fresh: tuple[str, ...]
+    left_out: tuple[str, ...]  # names in the checkpoint
+    upcycled: dict[str, Origin] = dataclasses.field(default_factory=dict)  # experts; in `loaded`
+    upcycling: Upcycling | None = None
+
+
+def open_source(
+    path: str,
+    ancestor: Mapping[str, Any] | None = None,
+    *,
+    wanted: int | None = None,
+    named: str = "init.from_path",
+    log: Callable[[str], None] = print_stderr,
+) -> InitSource:
+    """Returns the checkpoint at `path`: that step, or the newest of a work folder. The same in all processes.
+
+    Args: ancestor: the checkpoint with which the run started before, which this must equal in step and content.
+    wanted: the step, if the path names none. named: the setting or flag that gave the path, for errors. log: receives
+    warnings about unreadable newer steps and changed files.
+    Raises: BadInput if there is none, Stop (CHECKPOINT_CORRUPT) if it cannot be read.
+    """
+    folder, step = parse_checkpoint_path(path)
+    step = wanted if step is None else step
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    steps = agreed(checkpoints.all_steps)
+    if not steps:
+        foreign = any((folder.parent / name).exists() for name in HUGGING_FACE)
+        how = f"; for a Hugging Face model: jaxscale convert --from={path} --workdir=NEW, then NEW" if foreign else ""
+        raise BadInput(f"{named}={path} holds no checkpoint: {folder} has none that was completed{how}")
+    if step is not None and step not in steps:
+        near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
+        raise BadInput(f"{named}={path}: step {step} is not a checkpoint; {folder} has {units.or_list(near)}")
+    if step is None:
+        step = ancestor["step"] if ancestor else newest_readable_step(checkpoints, log)
+        if step is None or step not in steps:
+            raise BadInput(f"{named}={path}: this run began with its step {step}, which no longer exists")
+    source = InitSource(checkpoints, step, checkpoints.read_record(step))
+    if ancestor and ancestor["sha256"] != source.record["sha256"]:
+        raise BadInput(
+            f"{named}={path}: step {step} is not the checkpoint this run began with "
+            f"({source.record['sha256'][:16]} now, {ancestor['sha256'][:16]} then); use another --workdir"
+        )
+    checkpoints.log_changed_files(step, log, small=True)
+    return source
+
+
+def parse_checkpoint_path(path: str) -> tuple[Any, int | None]:
+    """Returns (the folder of checkpoints for `path`, the step that it names or None). Uses no device."""
+    folder = paths.as_path(path)
+    if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a work folder may be named 2026
+        return folder.parent, int(folder.name)
+    return folder if folder.name == "checkpoints" else folder / "checkpoints", None
+
+
+def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], source: InitSource | None = None) -> Any:
+    """Returns the state before step 0 of a run that starts with another's weights, sharded as the program requires.
+
+    Each array is read straight into its sharding, and the random one that it replaces is freed first, so that at most
+    one state is in memory. step, random key, guard and loss scale are those of a new run.
+    Args: program: from build.py (init, abstract_state, cfg.model, cfg.lora). source: from open_source, if already open.
+    Raises: BadInput with one line for all mismatches, Stop (CHECKPOINT_CORRUPT) if a bit of the checkpoint has changed.
+    """
+    assert source or cfg.from_path, "a run that begins with another one's weights names it"
+    source = source or open_source(str(cfg.from_path))
+    targets = named_leaves(program.abstract_state)
+    plan = plan_branch(cfg, source, targets, program.cfg.model)
+    check_lora_scale(source, plan, program.cfg.lora)
+    check_mup_scales(source, program.cfg.model)
+    state = program.init()
+    leaves = named_leaves(state)
+    for name in plan.loaded:
+        if name not in plan.resized:
+            leaves[name].delete()
+    converted = plan.resized | plan.upcycled
+    unchanged = {name: old for name, old in plan.loaded.items() if name not in converted}
+    wanted = {old: targets[name] for name, old in unchanged.items()}
+    found = source.checkpoints.restore(source.step, wanted, partial=True) if wanted else {}
+    leaves |= {name: found[old] for name, old in unchanged.items()}
+    for name, axis in plan.resized.items():  # one at a time: each is briefly in memory twice
+        leaves[name] = resize_leaf(source, plan.loaded[name], leaves[name], targets[name], axis, cfg.new_rows)
+    for name, origin in plan.upcycled.items():  # one at a time, for the same reason
+        assert plan.upcycling is not None, "upcycled leaves have a plan"
+        read = functools.partial(read_leaf, source, plan.loaded[name], targets[name].dtype)
+        leaves[name] = plan.upcycling.make(origin, read, targets[name])
+    if plan.upcycling:
+        fresh = [name for name in plan.fresh if leaf_group(name) == "params"]
+        leaves |= {name: plan.upcycling.init_leaf(name, leaves[name], targets[name]) for name in fresh}
+    if state.ema is not None and not any(name.startswith("ema/") for name in plan.loaded):
+        init_ema(leaves, targets)
+    for line in describe_plan(cfg, source, plan, targets):
+        log(line)
+    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+
+
+def resume_branch(program: Any, source: InitSource, log: Callable[[str], None]) -> Any:
+    """Returns the whole state of the source, with its step, random key and guard, for init.what=run.
+
+    Raises: Stop (CHECKPOINT_CORRUPT) if a bit has changed, and as restore does if the arrays do not fit.
+    """
+    state = source.checkpoints.restore(source.step, program.abstract_state)
+    if int(state.step) != source.step:
+        raise source.checkpoints.corrupt(source.step, "state", f"it has done {int(state.step)} steps")
+    health = source.record.get("health", "clean")
+    marked = "" if health == "clean" else f", a checkpoint marked {health!r}"
+    log(f"init: a branch of {source}{marked}: continues from step {source.step}, with its state and its data")
+    return state
+
+
+def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any], model: Any) -> BranchPlan:
+    """Matches leaves. Raises BadInput, one line, if a leaf on either side is neither used nor skipped."""
+    leaves = source.record["leaves"]
+    saved = {leaf: leaves[leaf] for part in LEAF_GROUPS[cfg.what] for leaf in weight_leaves(leaves, part).values()}
+    check_rules(cfg, source, saved, targets)
+    is_skipped = lambda name: any(re.search(pattern, name) for pattern in cfg.skip)
+    renamed = {name: renamed_leaf(cfg, name) for name in saved}
+    if clash := [name for name, number in Counter(renamed.values()).items() if number > 1]:
+        raise BadInput(f"init.rename gives several arrays of {source} the name {clash[0]}")
+    available = {new: old for old, new in renamed.items() if not is_skipped(new) and not is_skipped(old)}
+    wanted = [name for name in targets if leaf_group(name) in target_groups(cfg, available) and not is_skipped(name)]
+    upcycling = None
+    if cfg.experts != "none":
+        upcycling = plan_upcycling(cfg.experts, model, {new: saved[old][0] for new, old in available.items()}, source)
+    loaded, resized, upcycled, problems = {}, {}, {}, []
+    for name in wanted:
+        origin = upcycling.origin(name) if upcycling else Origin(name)
+        if origin is None or (origin.name not in available and is_adapter(name)):
+            continue  # initialized as in a new model
+        if origin.name not in available:
+            near = nearest(origin.name, [old for new, old in available.items() if new not in targets] or available)
+            problems.append(f"{name} is not in the checkpoint (nearest: {near})")
+            continue
+        (shape, dtype), new = saved[available[origin.name]][:2], describe_leaf(targets[name])
+        old = [upcycling.shape(origin, shape) if upcycling else shape, dtype]
+        axis = vocab_axis(old[0], new[0], source.vocab_size, model.vocab_size)
+        loaded[name] = available[origin.name]
+        if old == new:
+            upcycled |= {} if origin.is_whole else {name: origin}
+            continue
+        if old[1] == new[1] and axis is not None and cfg.resize_vocab:
+            resized[name] = axis
+            continue
+        way_out = " (init.resize_vocab=true resizes it)" if old[1] == new[1] and axis is not None else ""
+        if not upcycling and is_dense_mlp(old[0], new[0], name):
+            way_out = " (init.experts='copy' makes experts of it, or 'split' narrower ones)"
+        found = leaf_text([shape, dtype])
+        problems.append(f"{name} is {found} in the checkpoint and {leaf_text(new)} in this config{way_out}")
+    has_average = any(leaf_group(name) == "ema" for name in targets)  # otherwise the checkpoint's may stay unused
+    used = set(loaded.values())
+    unused = [old for new, old in available.items() if old not in used and (has_average or leaf_group(new) != "ema")]
+    merge = "; jaxscale ckpt merge_lora makes plain weights of it"
+    for name in unused:
+        near = f"(nearest: {nearest(name, targets)}){merge * is_adapter(name)}"
+        problems.append(f"{name} is in the checkpoint and not in this config {near}")
+    if problems:
+        more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+        raise BadInput(
+            f"init.from_path: {source} does not fit this config: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}; "
+            "use init.rename or init.skip, or the model it was trained with"
+        )
+    return BranchPlan(
+        loaded,
+        resized,
+        fresh=tuple(name for name in targets if name not in loaded),
+        left_out=tuple(name for name in saved if name not in used),
+        upcycled=upcycled,
+        upcycling=upcycling,
+    )
+
+
+def check_lora_scale(source: InitSource, plan: BranchPlan, lora: LoraConfig) -> None:
+    """Raises BadInput if the adapters' scale differs between the checkpoint and this config."""
+    saved = from_dict(LoraConfig, source.record["run"].get("config", {}).get("lora") or {}, f"{source}: lora")
+    if any(map(is_adapter, plan.loaded)) and saved.scale != lora.scale:
+        raise BadInput(
+            f"init.from_path: the adapters of {source} are multiplied by alpha / rank = {saved.scale:g} in that run "
+            f"and by {lora.scale:g} in this config; set lora.alpha={saved.alpha:g} and lora.rank={saved.rank}"
+        )
+
+
+def check_mup_scales(source: InitSource, model: Any) -> None:
+    """Raises BadInput if the muP factors of the weights differ between the checkpoint and this config."""
+    recorded = source.record["run"].get("config", {}).get("model") or {}
+    saved = folding_factors(convert(recorded, AnyModelConfig, f"{source}: model")) if recorded.get("mup") else {}
+    if saved != folding_factors(model):
+        raise BadInput(
+            f"init.from_path: the weights of {source} were trained with factors of model.mup other than those of this "
+            "config; set model.mup as in that run, or leave it out if that run has none"
+        )
+
+
+def check_rules(cfg: InitConfig, source: InitSource, saved: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """Raises BadInput for a rule that matches nothing, and for a group of leaves that the checkpoint lacks."""
+    first = LEAF_GROUPS[cfg.what][0]
+    if not any(leaf_group(name) == first for name in saved):
+        has = sorted({leaf_group(name) for name in source.record["leaves"]})
+        raise BadInput(f"init.what={cfg.what!r}: {source} has no {first}, only {', '.join(has)}")
+    for rule in cfg.rename:
+        pattern = rule.partition(ARROW)[0]
+        if not any(re.search(pattern, name) for name in saved):
+            raise BadInput(f"init.rename={rule!r} matches nothing in {source}; nearest: {nearest(pattern, saved)}")
+    for pattern in cfg.skip:
+        if not any(re.search(pattern, name) for name in (*saved, *targets)):
+            near = nearest(pattern, targets)
+            raise BadInput(f"init.skip={pattern!r} matches no leaf of the checkpoint or this config; nearest: {near}")
+
+
+def leaf_group(name: str) -> str:
+    """'params' of 'params/head'."""
+    return name.partition("/")[0]
+
+
+def renamed_leaf(cfg: InitConfig, name: str) -> str:
+    """Returns the new name of a leaf of the checkpoint."""
+    if cfg.what == "ema" and leaf_group(name) == "ema":
+        name = "params" + name.removeprefix("ema")
+    for rule in cfg.rename:
+        pattern, _, replacement = rule.partition(ARROW)
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def target_groups(cfg: InitConfig, available: Iterable[str]) -> tuple[str, ...]:
+    """Returns the groups of our leaves that must be loaded. An average that is missing starts as the weights."""
+    has_average = any(leaf_group(name) == "ema" for name in available)
+    return {"state": ("params", "opt_state", *(["ema"] * has_average))}.get(cfg.what, ("params",))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns up to two of the names that are most similar to this one."""
+    return " or ".join(difflib.get_close_matches(name, list(names), n=2, cutoff=0.3)) or "none"
+
+
+def vocab_axis(old: list[int], new: list[int], old_size: int | None, new_size: int) -> int | None:
+    """Returns the axis in which two shapes differ, if it is the only one and that of the vocabulary; else None."""
+    if len(old) != len(new):
+        return None
+    axes = [axis for axis, (a, b) in enumerate(zip(old, new)) if a != b]
+    return axes[0] if len(axes) == 1 and (old[axes[0]], new[axes[0]]) == (old_size, new_size) else None
+
+
+def resize_leaf(source: InitSource, name: str, fresh: jax.Array, target: Any, axis: int, new_rows: str) -> jax.Array:
+    """Returns the checkpoint's leaf `name` with as many rows as `target` has along the vocabulary axis."""
+    shape = source.record["leaves"][name][0]
+    spec = list(target.sharding.spec) + [None] * (len(shape) - len(target.sharding.spec))
+    spec[axis] = None  # the old vocabulary size need not be divisible by the devices that shard it
+    whole = NamedSharding(target.sharding.mesh, PartitionSpec(*spec), memory_kind=target.sharding.memory_kind)
+    old = read_leaf(source, name, target.dtype, whole)
+
+    @functools.partial(jax.jit, out_shardings=target.sharding)
+    def resize(old: jax.Array, fresh: jax.Array) -> jax.Array:
+        old, fresh = (jax.device_put(array, jax.memory.Space.Device) for array in (old, fresh))
+        old_rows = jax.lax.slice_in_dim(old, 0, min(old.shape[axis], fresh.shape[axis]), axis=axis)
+        added = jax.lax.slice_in_dim(fresh, old_rows.shape[axis], fresh.shape[axis], axis=axis)
+        if new_rows == "mean":
+            added = jnp.broadcast_to(jnp.mean(old, axis=axis, keepdims=True, dtype=jnp.float32), added.shape)
+        return jnp.concatenate([old_rows, added.astype(old_rows.dtype)], axis=axis)
+
+    return resize(old, fresh)
+
+
+def read_leaf(source: InitSource, name: str, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns one leaf of the checkpoint."""
+    wanted = {name: jax.ShapeDtypeStruct(tuple(source.record["leaves"][name][0]), dtype, sharding=sharding)}
+    return source.checkpoints.restore(source.step, wanted, partial=True)[name]
+
+
+def init_ema(leaves: dict[str, Any], targets: Mapping[str, Any]) -> None:
+    """Sets the average in `leaves` to a copy of the parameters: a copy, because both are donated."""
+    names = [name for name in targets if leaf_group(name) == "ema"]
+    params = [leaves["params" + name.removeprefix("ema")] for name in names]
+    shardings = [targets[name].sharding for name in names]
+    copy = jax.jit(lambda arrays: [jnp.copy(array) for array in arrays], out_shardings=shardings)
+    leaves |= dict(zip(names, copy(params)))
+
+
+def describe_plan(cfg: InitConfig, source: InitSource, plan: BranchPlan, targets: Mapping[str, Any]) -> list[str]:
+    """Returns log lines: what was loaded, resized and initialized, by group, and what was left out."""
+    health = source.record.get("health", "clean")
+    lines = [f"init: {cfg.what} of {source}" + ("" if health == "clean" else f", a checkpoint marked {health!r}")]
+    lines += [f"init: loaded   {line}" for line in summarize_leaves(plan.loaded, targets)]
+    for name, axis in plan.resized.items():
+        old, new = source.record["leaves"][plan.loaded[name]][0][axis], targets[name].shape[axis]
+        how = {"mean": "the mean of the old ones", "init": "initialized as in a new model"}[cfg.new_rows]
+        added = f"the {new - old} added rows are {how}" if new > old else f"the last {old - new} rows are cut off"
+        lines.append(f"init: resized  {name}: {old} -> {new}; {added}")
+    lines += plan.upcycling.describe() if plan.upcycling else []
+    fresh = [name for name in plan.fresh if leaf_group(name) in ("params", "opt_state")]
+    lines += [f"init: fresh    {line}" for line in summarize_leaves(fresh, targets)]
+    if any(name.startswith("ema/") for name in plan.fresh):
+        lines.append("init: fresh    ema: starts as the weights")
+    if plan.left_out:
+        lines.append(f"init: left out {', '.join(plan.left_out)}")
+    return lines
+
+
+def summarize_leaves(names: Iterable[str], targets: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each folder of arrays: 'params/blocks/mlp: down, gate, up; 12.6M numbers'.
+
+    Numbered layers are one folder, params/blocks/*/mlp, and a whole optimizer state is one line.
+    """
+    names, folders = list(names), {}
+    whole = {group for group in ("opt_state", "ema") if all(n in names for n in targets if leaf_group(n) == group)}
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        if leaf_group(name) in whole:
+            folder, last = leaf_group(name), "all of it"
+        folder = re.sub(r"(?<=/)[0-9]+(?=/|$)", "*", folder)
+        members, size = folders.get(folder, ((), 0))
+        folders[folder] = (*members, *(() if last in members else (last,))), size + targets[name].size
+    return [f"{folder}: {', '.join(found)}; {units.count(size)} numbers" for folder, (found, size) in folders.items()]

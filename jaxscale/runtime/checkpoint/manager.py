@@ -1,0 +1,401 @@
+"""Checkpoints of a run: saved in the background, found again after any crash, and verified before use.
+
+A folder per step has two items: `state`, the arrays as nested dicts of plain names that stock Orbax can read too, and
+`run`, a JSON object with the rest of a run (resolved config, data position) and with the name, shape, dtype and
+fingerprint of every array, sealed by a sha256. Orbax is the only heavy import that the first save alone requires, so it
+is imported at first use; `prepare()` starts that in the background once the first step runs.
+
+The step thread only hands over a copy of the state (snapshot.py); a thread writes it, commits it, reads it back and
+applies the retention policy (saver.py). A failed save is reported to the loop one step later, and retried.
+"""
+
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxscale.runtime.checkpoint import folders, restore, write
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.record import named_leaves, read_last_good, remove_last_good
+from jaxscale.runtime.checkpoint.restore import warn_if_last_good_lost
+from jaxscale.runtime.checkpoint.retention import CLEAN, read_facts
+from jaxscale.runtime.checkpoint.saver import SaveFailures, SaveJob, Saver
+from jaxscale.runtime.checkpoint.snapshot import array_formats, copy_program, take_snapshot
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason
+from jaxscale.runtime.checkpoint.write import import_orbax
+from jaxscale.runtime.hosts.agree import agreed, next_key
+from jaxscale.runtime.hosts.failure_reports import SharedReports
+from jaxscale.runtime.hosts.watchdog import UNWATCHED
+from jaxscale.runtime.monitor.events import Note, ignore
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+
+RETRY_SECONDS = 0.5  # between two attempts at the last save of a run
+ASIDE_SECONDS = 3600.0  # for moving a step aside: in a bucket every object of it is copied
+
+
+class Checkpoints:
+    """The checkpoints in a folder. The constructor touches no file and imports nothing heavy.
+
+    Raises (all methods): Stop with code STORAGE if saves fail repeatedly, CHECKPOINT_CORRUPT if a step differs from
+    what was saved, CONFIG_MISMATCH if it does not fit the abstract state.
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        cfg: CheckpointConfig,
+        *,
+        note: Note = ignore,
+        may_commit: Callable[[], None] = lambda: None,
+        reports: SharedReports | None = None,
+        phase: Callable[..., Any] = UNWATCHED.phase,
+    ):
+        """Args:
+        note: receives every event. may_commit: raises Stop if the run's lock is lost. reports: makes poll() report a
+        failure after the same step in all processes; None for a single process, and without polling, where wait()
+        raises in all processes. phase: the watchdog's, for the saving thread.
+        """
+        self.directory, self.cfg, self.note = paths.absolute(directory), cfg, note
+        self.reports = reports or SaveFailures()
+        self.saver = Saver(self.directory, cfg, note, may_commit, self.reports, phase)
+        self.preparing: threading.Thread | None = None
+        self.due, self.postponed = False, False
+        self.failed_in_row, self.last_failed = 0, -1
+        self.reported: set[int] = set()  # steps whose failure was reported here
+
+    def prepare(self, state: Any = None) -> None:
+        """Starts a thread that imports Orbax (0.5 to 2 s) and compiles the copy of `state` for the first save."""
+        arrays = [leaf for leaf in named_leaves(state).values() if isinstance(leaf, jax.Array)]
+        described = array_formats(arrays)  # the arrays themselves may be donated before the thread runs
+
+        def work() -> None:
+            import_orbax()
+            if described:
+                copy_program(described)
+
+        self.preparing = threading.Thread(target=work, name="prepare-saving", daemon=True)
+        self.preparing.start()
+
+    def wait_prepared(self) -> None:
+        """Returns when the thread of prepare() has ended."""
+        if self.preparing is not None:
+            self.preparing.join()
+
+    # Listing and restoring.
+
+    def latest_step(self) -> int | None:
+        """Returns the newest committed step from a fresh listing, or None."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """Returns all committed steps, ascending, from a fresh listing, without unfinished saves and other folders."""
+        return folders.all_steps(self.directory)
+
+    def newest(self, before: int | None = None, health: str | None = None) -> int | None:
+        """Returns the newest step with a valid record, below `before` and of that health if given; None if none."""
+        for step in reversed(self.all_steps()):
+            if before is None or step < before:
+                found = self.health_of(step)
+                if found is not None and health in (None, found):
+                    return step
+        return None
+
+    def health_of(self, step: int) -> str | None:
+        """Returns the health in a step's record, None if it is damaged. Raises Stop (STORAGE) for other failures."""
+        try:
+            return read_facts(self.directory / str(step)).health
+        except Exception as error:
+            if is_storage_error(error):
+                restore.raise_read_error(self.directory / str(step), "run", short_reason(error), is_storage=True)
+            return None
+
+    def last_good(self) -> dict[str, Any] | None:
+        """Returns {step, verified, health, sha256} of the last completely written step, if it still exists."""
+        found = read_last_good(self.directory)
+        return found if found and folders.is_committed(self.directory / str(found["step"])) else None
+
+    def read_run(self, step: int) -> dict[str, Any]:
+        """Returns the `run` argument of `save`. Needs no Orbax. Raises Stop (CHECKPOINT_CORRUPT)."""
+        return self.read_record(step)["run"]
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        """Returns the record of a step: {run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics}."""
+        try:
+            return restore.load_record(self.directory / str(step))
+        except restore.UnreadableCheckpoint as error:
+            raise self.corrupt(step, *error.args) from None
+
+    def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
+        """Returns the saved state with the structure and shardings of `abstract_state`.
+
+        The mesh may differ from the one it was saved from; the values are bitwise equal.
+        Args: abstract_state: pytree of jax.ShapeDtypeStruct (without a sharding: the first local device), arrays or
+        Python numbers. partial: ignore leaves that only the checkpoint has, as sampling does with moments.
+        """
+        try:
+            return restore.restore_state(self.directory / str(step), abstract_state, partial)
+        except restore.UnreadableCheckpoint as error:
+            raise self.corrupt(step, *error.args) from error
+
+    def newest_readable(self, log: Callable[[str], None] = print) -> int | None:
+        """Returns the newest step with a readable record; None without any step. For all processes.
+
+        A step whose record is damaged is set aside, as in fall_back.
+        """
+        warn_if_last_good_lost(self, log)
+        return self.next_readable(log)
+
+    def next_readable(self, log: Callable[[str], None]) -> int | None:
+        """As newest_readable, without checking for a lost last good step."""
+        step = agreed(self.latest_step)  # one listing for all: another host may see a save a moment later
+        if step is None:
+            return None
+        try:
+            agreed_record(functools.partial(self.read_record, step))
+        except Stop as error:
+            return self.fall_back(step, error, log)
+        return step
+
+    def fall_back(self, step: int | None, error: Stop, log: Callable[[str], None] = print) -> int | None:
+        """Moves a damaged step aside, with a warning and an event; returns the newest readable step below it.
+
+        The oldest step is not moved, so that a run with lost checkpoints never silently starts again. For all
+        processes. Raises the error if no older step exists, or its code is not CHECKPOINT_CORRUPT.
+        """
+        if step is None or error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
+            raise error
+        older = agreed(functools.partial(self.newest, step))
+        if older is None:
+            raise error
+        moved = self.set_aside(step, "damaged")
+        cause = str(error).removesuffix(self.way_out(step, older))  # the fix is applied here
+        self.note("fallback", step, to=older, cause=cause, moved_to=moved)
+        log(f"WARNING: {cause}. It is now {moved}; resuming from step {older}, {step - older} steps before it")
+        return self.next_readable(log)
+
+    def log_changed_files(self, step: int, log: Callable[[str], None], small: bool = False) -> None:
+        """Logs, with an event, files of a bitwise correct step that differ from what was written.
+
+        small: check only the files next to the arrays, for a step whose arrays are read later. For all processes.
+        """
+        if changed := restore.changed_files_message(self.directory / str(step), small):
+            self.note("alarm", step, cause=changed)
+            log(f"WARNING: {changed}")
+
+    def set_aside(self, step: int, reason: str) -> str:
+        """Moves a step to '<reason>-<step>-<UTC time>', where it does not count; returns it. For all processes."""
+        self.join()
+
+        def move() -> str:
+            self.saver.may_commit()
+            remove_last_good(self.directory, step)
+            return str(folders.set_aside(self.directory, step, reason))
+
+        moved = agreed(move, ASIDE_SECONDS)
+        self.note("set_aside", step, why=reason, place=moved)
+        return moved
+
+    def set_aside_after(self, step: int, reason: str) -> list[int]:
+        """Moves all later steps aside; returns them. The newest is moved first, so that a crash leaves no gap."""
+        self.join()
+        later = agreed(lambda: [found for found in self.all_steps() if found > step])
+        for found in reversed(later):
+            self.set_aside(found, reason)
+        return later
+
+    def check_room(self, abstract_state: Any, log: Callable[[str], None] = print) -> None:
+        """Warns a resumed run if its checkpoints would not all fit on the disk, with advice to free space.
+
+        Raises Stop (NO_GO) if that is so for a new run, or if no checkpoint of this state can be written.
+        """
+        needed = write.state_bytes(named_leaves(abstract_state).values())
+        check = functools.partial(write.check_before_run, self.directory, needed, self.cfg.keep_last)
+        if warning := agreed(lambda: check(self.all_steps())):
+            if jax.process_index() == 0:
+                log(f"WARNING: {warning}")
+
+    # Saving.
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is in progress in this process."""
+        return self.saver.busy
+
+    @property
+    def retry_due(self) -> bool:
+        """True if this step should be saved regardless of the schedule: the last save failed or was postponed."""
+        return self.due and not self.postponed
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        run: Mapping[str, Any],
+        *,
+        health: str = CLEAN,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> float:
+        """Starts a save in the background; returns the seconds for which the caller was blocked.
+
+        The state may be donated right afterwards. The call waits for a save in progress; after wait_seconds it starts
+        nothing, and `retry_due` becomes true when that save has ended, so that training continues while storage is slow
+        or unreachable. `poll` reports a failure.
+        Args: state: any pytree of arrays and Python numbers. run: JSON data. health: "clean" or "suspect". metrics: of
+        this state, such as validation/loss. wait: for the last save of a run: returns when it is committed, after
+        several attempts if necessary.
+        """
+        began = time.monotonic()
+        if wait:
+            self.save_now(step, state, run, health, dict(metrics or {}))
+            return time.monotonic() - began
+        late, waiting = self.busy, 0.0 if self.postponed else self.cfg.wait_seconds
+        if agreed(lambda: not self.saver.join(waiting)):
+            self.due = self.postponed = True
+            self.note("alarm", step, cause="the save before is still in progress; this step is saved when it has ended")
+            return time.monotonic() - began
+        if late:
+            waited = round(time.monotonic() - began, 3)
+            self.note("alarm", step, cause="the save before was still in progress", waited=waited)
+        self.start(step, state, run, health, dict(metrics or {}))
+        return time.monotonic() - began
+
+    def save_now(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
+        """Saves and waits, up to max_failed_saves times. Raises Stop (STORAGE) if every attempt failed."""
+        self.join()
+        self.take_failure()
+        for attempt in range(1, self.cfg.max_failed_saves + 1):
+            self.reported.discard(step)
+            self.start(step, state, run, health, metrics)
+            self.join()
+            if (failure := self.take_failure()) is None:
+                return
+            if attempt < self.cfg.max_failed_saves:
+                time.sleep(RETRY_SECONDS)
+        raise self.storage_error(failure[0], failure[1])
+
+    def start(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
+        """Hands a copy of the state to the saving thread."""
+        self.due = self.postponed = False
+        self.wait_prepared()
+        snapshot = take_snapshot(named_leaves(state))
+        self.saver.start(SaveJob(next_key("save"), step, snapshot, json.dumps(run), health, metrics))
+
+    def poll(self, step: int) -> None:
+        """Reports failed saves after every step, at almost no cost.
+
+        Raises Stop (STORAGE) with the original cause after max_failed_saves failures in a row, at once if a retry
+        cannot help, or if a save takes longer than max_save_seconds.
+        """
+        if self.saver.fatal:
+            raise self.saver.fatal
+        if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:
+            raise self.timeout_error()
+        if news := self.reports.news(step):
+            self.record_failure(*news)
+            if self.failed_in_row >= self.cfg.max_failed_saves:
+                raise self.storage_error(*news)
+        if self.postponed:
+            self.postponed = agreed(lambda: self.busy)
+
+    def record_failure(self, step: int, cause: str) -> None:
+        """Records a failed save, once."""
+        if step in self.reported:
+            return
+        self.reported.add(step)
+        last_saved = -1 if self.saver.last_saved is None else self.saver.last_saved
+        self.failed_in_row = 1 if last_saved > self.last_failed else self.failed_in_row + 1
+        self.last_failed, self.due = step, True
+        self.note("save_failed", step, cause=cause, in_row=self.failed_in_row)
+
+    def wait(self) -> None:
+        """Returns when no save is in progress. Raises Stop (STORAGE) for a failure that poll has not reported."""
+        self.join()
+        if failure := self.take_failure():
+            raise self.storage_error(*failure)
+
+    def join(self) -> None:
+        """Returns when no save is in progress. Raises Stop if the storage does not answer or a retry cannot help."""
+        left = self.cfg.max_save_seconds - (time.monotonic() - self.saver.began)
+        if not self.saver.join(max(0.0, left)):
+            raise self.timeout_error()
+        if self.saver.fatal:
+            raise self.saver.fatal
+
+    def take_failure(self) -> tuple[int, str] | None:
+        """Records the last save's failure and returns (step, cause), if it was not reported before."""
+        failure, self.saver.failure = self.saver.failure, None
+        if failure is None or failure[0] in self.reported:
+            return None
+        self.record_failure(*failure)
+        return failure
+
+    def close(self, most_seconds: float | None = None) -> None:
+        """Waits for the save in progress, unless the storage does not answer. Raises as wait does.
+
+        most_seconds: limit of the wait, after which no error is raised because the caller already has one.
+        """
+        self.wait_prepared()  # an interpreter that exits during compilation dies of a signal
+        if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:
+            return  # poll has raised this
+        if most_seconds is not None and not self.saver.join(most_seconds):
+            return
+        if not self.saver.fatal:
+            self.wait()
+
+    # Errors.
+
+    def corrupt(self, step: int, item: str, cause: str) -> Stop:
+        """Returns the error for an unreadable checkpoint: step, item, path, cause and fix."""
+        folder = self.directory / str(step)
+        way_out = self.way_out(step, self.newest(before=step))
+        return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {item} in {folder / item}: {cause}{way_out}")
+
+    def way_out(self, step: int, older: int | None) -> str:
+        """Returns the fix for an unreadable step, as the end of a line."""
+        if older is None:
+            return "; no older step exists"
+        return f"; move {self.directory / str(step)} away to resume from step {older}"
+
+    def storage_error(self, step: int, cause: str) -> Stop:
+        """Returns the error for failed saves, with the newest safe step."""
+        times = f" {self.failed_in_row} times in a row" if self.failed_in_row > 1 else ""
+        return Stop(
+            Exit.STORAGE, f"saving step {step} to {self.directory} failed{times}: {cause}; {self.newest_safe_step()}"
+        )
+
+    def timeout_error(self) -> Stop:
+        """Returns the error for a save that does not end."""
+        seconds = time.monotonic() - self.saver.began
+        return Stop(
+            Exit.STORAGE,
+            f"a save to {self.directory} has not ended after {seconds:.0f} s (checkpoint.max_save_seconds); check "
+            "the storage, and start again when it answers",
+        )
+
+    def newest_safe_step(self) -> str:
+        """Returns a phrase with the newest readable step."""
+        try:
+            safe = self.newest()
+        except (OSError, BadInput, Stop):
+            return "the existing steps cannot be listed"
+        return f"step {safe} is the newest that is safe" if safe is not None else "no earlier checkpoint exists"
+
+
+def agreed_record(read: Callable[[], Any]) -> None:
+    """Reads a record in the first process and raises its Stop (CHECKPOINT_CORRUPT) in all processes."""
+
+    def attempt() -> list | None:
+        try:
+            read()
+        except Stop as stop:
+            return [int(stop.code), str(stop)]
+        return None
+
+    if found := agreed(attempt):
+        raise Stop(Exit(found[0]), found[1])

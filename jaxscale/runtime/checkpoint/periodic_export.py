@@ -1,0 +1,209 @@
+"""Periodic exports during training, each in a subprocess, so that no step waits and no failure stops the run.
+
+The subprocess reads the committed checkpoint on the CPU. The step is pinned meanwhile, so that retention keeps it; the
+pin's content marks it as an export's, so that a resumed run finishes the export or removes the pin.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.checkpoint.export_folder import check_push, is_finished
+from jaxscale.runtime.checkpoint.folders import is_step_name, remove_tree
+from jaxscale.runtime.checkpoint.retention import PINNED
+from jaxscale.runtime.checkpoint.storage_errors import short_reason
+from jaxscale.runtime.monitor.events import Note
+from jaxscale.system import fence, paths
+from jaxscale.system.redact import shown
+
+FOLDER = "export"  # of a work folder
+OURS = "export\n"  # content of an export's pin
+LOOK_SECONDS = 0.2
+TAIL = 400  # characters of a failed export's stderr
+
+
+class Exporter:
+    """Exports the steps of a run one at a time; only the newest request is pending."""
+
+    def __init__(self, cfg: ExportConfig, workdir: Any, note: Note, say: Callable[[str], None]):
+        self.cfg, self.workdir = cfg, paths.absolute(workdir)
+        self.write_event, self.log = note, say
+        self.last_saved = self.last_requested = 0
+        self.lock = threading.Lock()
+        self.pending: int | None = None
+        self.thread: threading.Thread | None = None
+        self.child: subprocess.Popen | None = None
+        self.ended = False
+
+    def note(self, kind: str, step: int | None = None, **facts: Any) -> None:
+        """The run's Note, which also requests exports of committed checkpoints. Never blocks, never raises for them."""
+        self.write_event(kind, step, **facts)
+        if kind == "saved" and step:
+            self.last_saved = step
+            if step % self.cfg.every_steps == 0:
+                self.request(step)
+
+    def request(self, step: int) -> None:
+        """Exports the step after the current export, unless a newer one is requested by then."""
+        self.last_requested = step
+        try:
+            self.pin(step)
+        except Exception as error:  # various types of storage clients
+            self.failed(step, short_reason(error))
+            return
+        with self.lock:
+            skipped, self.pending = self.pending, step
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.work, name="export", daemon=True)
+                self.thread.start()
+        if skipped is not None:
+            self.unpin(skipped)
+            self.failed(skipped, f"the export before it was still running when step {step} was saved")
+
+    def work(self) -> None:
+        """Exports pending steps until there is none."""
+        while True:
+            with self.lock:
+                step, self.pending = self.pending, None
+                if step is None or self.ended:
+                    self.thread = None
+                    return
+            try:
+                self.export(step)
+            except Exception as error:  # must not stop the run
+                self.failed(step, short_reason(error))
+            if not self.ended:
+                self.unpin(step)
+
+    def export(self, step: int) -> None:
+        """Exports a step, or logs its failure."""
+        folder = self.workdir / FOLDER / str(step)
+        if not is_finished(folder):  # a killed start may have finished it
+            code, text = self.run(self.command(step))
+            if self.ended:
+                return
+            if code:
+                return self.failed(step, " ".join(text.split())[-TAIL:] or f"its process ended with {code}")
+        self.write_event("exported", step, folder=str(folder), pushed_to=self.cfg.push_to)
+        try:
+            self.remove_old(step)
+        except Exception as error:  # old exports only take space
+            self.write_event("alarm", step, cause=f"an old export could not be removed: {short_reason(error)}")
+
+    def command(self, step: int) -> list[str]:
+        """Returns the subprocess's command, at the lowest priority if `nice` exists."""
+        polite = [nice, "-n", "19"] if (nice := shutil.which("nice")) else []
+        flags = [f"--workdir={self.workdir}", f"--step={step}", f"--to={self.workdir / FOLDER / str(step)}"]
+        flags += [f"--dtype={self.cfg.dtype}", *(["--ema"] if self.cfg.ema else [])]
+        flags += [f"--push={self.cfg.push_to}"] if self.cfg.push_to else []
+        return [*polite, sys.executable, "-m", "jaxscale.cli.convert", *flags]
+
+    def run(self, command: list[str]) -> tuple[int, str]:
+        """Runs the command; returns (exit code, stderr)."""
+        env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+        with self.lock:
+            if self.ended:
+                return 0, ""
+            nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+            self.child = child = subprocess.Popen(
+                command, env=env, stdin=nothing, stdout=nothing, stderr=pipe, encoding="utf-8", errors="replace"
+            )
+        _, text = child.communicate()
+        return child.returncode, shown(text)
+
+    def failed(self, step: int, cause: str) -> None:
+        """Logs a failed export as an event and a warning."""
+        with contextlib.suppress(Exception):  # an unwritable log raises other alarms
+            self.write_event("alarm", step, cause=f"no export of step {step}: {cause}")
+        self.log(f"WARNING: no export of step {step}: {cause}")
+
+    def pin(self, step: int) -> None:
+        """Pins the step, so that retention keeps it."""
+        pin_path = self.pin_path(step)
+        if not pin_path.exists():
+            paths.make_run_dir(pin_path.parent)
+            paths.write_text_atomic(pin_path, OURS)
+
+    def unpin(self, step: int) -> None:
+        """Removes an export's pin, but not another process's."""
+        with contextlib.suppress(Exception):  # the next start removes it
+            if self.pin_path(step).read_text("utf-8") == OURS:
+                fence.ask(self.pin_path(step))
+                self.pin_path(step).unlink()
+
+    def pin_path(self, step: int) -> Any:
+        """Returns the path of a step's pin."""
+        return self.workdir / "checkpoints" / PINNED / str(step)
+
+    def resume_pending(self) -> None:
+        """Resumes exports of a killed run. Call before the first save."""
+        with contextlib.suppress(Exception):  # must not keep a run from starting
+            folder = self.workdir / "checkpoints" / PINNED
+            pins = [path for path in folder.iterdir() if is_step_name(path.name)] if folder.exists() else []
+            for step in sorted(int(path.name) for path in pins if path.read_text("utf-8") == OURS):
+                if (self.workdir / "checkpoints" / str(step)).exists():
+                    self.request(step)
+                else:
+                    self.unpin(step)
+
+    def remove_old(self, newest: int) -> None:
+        """Removes exports beyond `keep`, including unfinished ones."""
+        if not self.cfg.keep:
+            return
+        folder = self.workdir / FOLDER
+        steps = sorted(int(path.name) for path in folder.iterdir() if is_step_name(path.name))
+        for step in [step for step in steps if step <= newest][: -self.cfg.keep]:
+            remove_tree(folder / str(step))
+
+    def finish(self) -> None:
+        """Exports the last step too, and waits until all exports are done."""
+        if self.last_saved and self.last_saved != self.last_requested:
+            self.request(self.last_saved)
+        if self.thread is not None:
+            self.log("waiting for the current export")
+        while (thread := self.thread) is not None:
+            thread.join(LOOK_SECONDS)  # with a timeout, so that signals are handled
+
+    def abort(self) -> None:
+        """Kills the current export. The pin stays, and the next start resumes it."""
+        with self.lock:
+            self.ended = True
+            child = self.child
+        if child is not None and child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def periodic_exports(
+    cfg: ExportConfig,
+    workdir: Any,
+    note: Note,
+    say: Callable[[str], None],
+    primary: bool,
+    make_exporter: Callable[..., Exporter] = Exporter,
+) -> Iterator[Note]:
+    """Yields a note that also exports saved steps; waits for the last export after a normal end.
+
+    Raises: BadInput, before training, if exports could not be pushed.
+    """
+    if not cfg.every_steps or not primary:
+        yield note
+        return
+    if cfg.push_to:
+        check_push(cfg.push_to, paths.absolute(workdir))
+    exporter = make_exporter(cfg, workdir, note, say)
+    exporter.resume_pending()
+    try:
+        yield exporter.note
+        exporter.finish()
+    except BaseException:
+        exporter.abort()
+        raise

@@ -1,0 +1,168 @@
+"""Records of checkpoints: names and fingerprints of the arrays and the run's JSON data, sealed with a sha256."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxscale.runtime.checkpoint.folders import is_step_name
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, stop_if_unreachable
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
+
+RECORD = "run/metadata"  # below the folder of a step: Orbax's JSON item of the name `run`
+LAST_GOOD = "last_good.json"  # next to the steps
+LAST_GOOD_KINDS = {"step": int, "verified": bool, "health": str, "sha256": str}
+
+
+def read_record(folder: Any) -> dict[str, Any]:
+    """Returns a step's record: {step, run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics, ...}.
+
+    Checkpoints of earlier versions have no step, health or metrics. Needs no Orbax.
+    Raises: OSError if it is missing, BadInput if it was changed or belongs to another step.
+    """
+    record = paths.read_json(folder / RECORD)
+    if wrong := record_problem(record, folder.name):
+        raise BadInput(wrong)
+    return record
+
+
+def require_record(folder: Any) -> dict[str, Any]:
+    """As read_record, but raises BadInput naming the file for every cause."""
+    try:
+        return read_record(folder)
+    except BadInput as error:
+        named = str(folder / RECORD)
+        if named in str(error):
+            raise
+        raise BadInput(f"{named}: {error}") from None
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_storage_error(error)):
+            raise
+        cause = getattr(error, "strerror", None) or type(error).__name__
+        raise BadInput(f"{folder / RECORD} cannot be read: {cause}") from None
+
+
+def require_step(folder: Any, way_out: str) -> dict[str, Any]:
+    """Returns the record of a step. Raises Stop (CHECKPOINT_CORRUPT) with a message that ends with `way_out`."""
+    try:
+        return require_record(folder)
+    except BadInput as error:
+        raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; {way_out}") from None
+
+
+def record_problem(record: Any, name: str) -> str:
+    """Returns why a record is invalid in a folder of this name, '' if it is valid.
+
+    The step is in the record and in its `run`. Folders of unfinished and set-aside steps have other names, which are
+    not compared.
+    """
+    if not is_sealed(record):
+        return "its sha256 does not match its content"
+    if not is_step_name(name):
+        return ""
+    step = int(name)
+    for recorded in (record.get("step", step), (record.get("run") or {}).get("step", step)):
+        if recorded != step:
+            return f"it is the record of step {recorded}: the content of {name} was moved, copied or linked there"
+    return ""
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns {"params/layers/wq": leaf} in tree order. Empty containers are not listed."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+    assert len(named) == len(flat), "two leaves of the state have the same name"
+    return named
+
+
+def weight_leaves(leaves: Iterable[str], what: str) -> dict[str, str]:
+    """Returns {'w': 'params/w'} of the leaves in a group of the state; {} if it has none.
+
+    Frozen parameters have no average, so 'ema' has the parameters in their place.
+    """
+    found = {name.removeprefix(f"{what}/"): name for name in leaves if name.startswith(f"{what}/")}
+    if what != "ema" or not found:
+        return found
+    return {name: found.get(name, leaf) for name, leaf in weight_leaves(leaves, "params").items()}
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts {"a/b": leaf} to {"a": {"b": leaf}}."""
+    nested: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *outer, last = name.split("/")
+        group = nested
+        for part in outer:
+            group = group.setdefault(part, {})
+        group[last] = leaf
+    return nested
+
+
+def describe_leaf(leaf: Any) -> list:
+    """Returns [shape, dtype] of an array, [[], 'int'] of a Python number."""
+    return [list(leaf.shape), str(leaf.dtype)] if hasattr(leaf, "dtype") else [[], type(leaf).__name__]
+
+
+def leaf_text(described: list | None) -> str:
+    """Returns 'float32[64,64]', or 'missing'."""
+    return f"{described[1]}[{','.join(map(str, described[0]))}]" if described else "missing"
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content after a round trip through JSON (tuples become lists), with the sha256 of its sorted text."""
+    plain: dict[str, Any] = json.loads(json.dumps(content))
+    return plain | {"sha256": digest(plain)}
+
+
+def is_sealed(record: Any) -> bool:
+    """True if the record's sha256 matches its content."""
+    return isinstance(record, dict) and record.get("sha256") == digest(
+        {k: v for k, v in record.items() if k != "sha256"}
+    )
+
+
+def digest(content: Any) -> str:
+    """Returns the sha256 of the JSON text with sorted keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_last_good(directory: Any, step: int, *, verified: bool, health: str, sha256: str) -> None:
+    """Writes last_good.json. sha256: of the step's record."""
+    content = {"step": step, "verified": verified, "health": health, "sha256": sha256}
+    crash_point("last_good/before")
+    paths.write_text_atomic(directory / LAST_GOOD, json.dumps(content) + "\n")
+    crash_point("last_good/after")
+
+
+def remove_last_good(directory: Any, step: int) -> None:
+    """Removes last_good.json if it names this step, so that the moved step is not reported as lost."""
+    found = read_last_good(directory)
+    if found and found["step"] == step:
+        fence.ask(directory)
+        (directory / LAST_GOOD).unlink(missing_ok=True)
+
+
+def read_last_good(directory: Any) -> dict[str, Any] | None:
+    """Returns last_good.json, None if it is missing or invalid. Raises Stop as look_up_last_good does."""
+    found = load_last_good(directory)
+    return found if isinstance(found, dict) else None
+
+
+def load_last_good(directory: Any) -> dict[str, Any] | str | None:
+    """Returns last_good.json, or an error message if it is invalid; None if it is missing.
+
+    Raises Stop (STORAGE) if its bucket cannot be reached.
+    """
+    path = directory / LAST_GOOD
+    try:
+        found = stop_if_unreachable(lambda: paths.read_json(path), path)
+    except FileNotFoundError:
+        return None
+    except (OSError, BadInput) as error:
+        return str(error)
+    whole = isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in LAST_GOOD_KINDS.items())
+    return found if whole else f"{path} does not have the fields that a save writes"

@@ -1,0 +1,223 @@
+"""Restores checkpoints: chooses the newest valid step, and reads its state onto any mesh.
+
+A state that differs from what was saved in a single bit is refused; skipped steps are logged.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax
+
+from jaxscale.runtime.checkpoint import folders, record, sharded_read
+from jaxscale.runtime.checkpoint.fingerprint import fingerprints
+from jaxscale.runtime.checkpoint.record import describe_leaf, leaf_text, named_leaves, read_record
+from jaxscale.runtime.checkpoint.storage_errors import clip, is_storage_error, short_reason
+from jaxscale.runtime.checkpoint.verify import changed_files
+from jaxscale.runtime.hosts.agree import agreed, gathered, next_key, process_and_count
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
+
+MAX_SHOWN = 4
+RESTORE_SECONDS = 3600.0  # for the slowest process to read its part
+
+
+class UnreadableCheckpoint(Exception):
+    """A checkpoint that differs from what was saved. args: item, cause."""
+
+
+def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
+    """Returns the state of the step in the folder. All processes call it together and raise alike.
+
+    Raises: UnreadableCheckpoint, or Stop: CONFIG_MISMATCH for other shapes, STORAGE if the storage cannot be reached.
+    """
+    wanted = named_leaves(abstract_state)
+    failure, saved, restored = None, {}, {}
+    try:
+        saved = load_record(folder)["leaves"]
+        check_formats(folder, saved, {name: describe_leaf(leaf) for name, leaf in wanted.items()}, partial)
+        restored = read_state(folder, wanted)
+    except (MemoryError, jax.errors.JaxRuntimeError):  # out of memory: not an error of the files
+        raise
+    except Stop as stop:
+        failure = [int(stop.code), "", str(stop)]
+    except UnreadableCheckpoint as error:
+        failure = [0, *error.args]
+    # agree before any collective runs, so that all processes take part in it or none
+    if found := gathered(next_key("restore"), failure, RESTORE_SECONDS, made_of=first_failure):
+        code, item, cause = found
+        raise Stop(Exit(code), cause) if code else UnreadableCheckpoint(item, cause)
+    restored = sharded_read.sum_shared_leaves(restored, wanted)
+    leaves = [restored[name] for name in wanted]
+    for name, found in zip(wanted, fingerprints(leaves)):
+        if found != saved[name][2]:
+            raise UnreadableCheckpoint("state", f"the bits of {name} are not those that were saved")
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def changed_files_message(folder: Any, small: bool = False) -> str:
+    """Returns a message about files of a bitwise correct step that differ from what was written; '' if none do.
+
+    No array reads the changed bytes, so training may resume from the step, but the disk is suspect. Each process checks
+    its share of the files, and all call this together. small: check only the files next to the arrays.
+    """
+    share, shares = process_and_count()
+    try:
+        mine = [list(found) for found in changed_files(folder, share, shares, small=small)]
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        mine = [["its files", f"they could not be compared with their list: {short_reason(error)}"]]
+    changed, number = gathered(next_key("files"), mine, RESTORE_SECONDS, made_of=first_and_count)
+    if not number:
+        return ""
+    (name, cause), more = changed, f"; and {number - 1} more" if number > 1 else ""
+    scope = "jaxscale ckpt verify reads all of it" if small else "every array is bitwise correct"
+    return f"{name} in {folder}: {cause}{more}; {scope}; check the disk"
+
+
+def first_failure(answers: list[list[Any] | None]) -> list[Any] | None:
+    """Returns [exit code or 0, item, cause with the process] of the first process that failed, or None."""
+    for process, found in enumerate(answers):
+        if found:
+            return [*found[:2], f"process {process}: {found[2]}" if len(answers) > 1 else found[2]]
+    return None
+
+
+def first_and_count(answers: list[list[Any]]) -> tuple[Any, int]:
+    """Returns (the first of all findings, the number of findings)."""
+    found = [one for answer in answers for one in answer]
+    return (found[0] if found else None), len(found)
+
+
+def load_record(folder: Any) -> dict[str, Any]:
+    """Returns the record of a step. Raises UnreadableCheckpoint, or Stop (STORAGE) if the storage cannot be reached."""
+    try:
+        return read_record(folder)
+    except Exception as error:
+        is_storage = is_storage_error(error)
+        if not is_storage and not isinstance(error, OSError | ValueError):
+            raise
+        cause = clip(str(error)) if type(error) in (ValueError, BadInput) else short_reason(error)
+        raise_read_error(folder, "run", cause, is_storage)
+
+
+def read_state(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sharded_read.read_leaves. Raises as load_record does; out-of-memory errors are not translated."""
+    try:
+        found = sharded_read.read_leaves(folder, wanted)
+        crash_point("restore.read")
+        return found
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        cause = str(error) if isinstance(error, sharded_read.FormatMismatch) else short_reason(error)
+        raise_read_error(folder, "state", cause, is_storage_error(error))
+
+
+def raise_read_error(folder: Any, item: str, cause: str, is_storage: bool) -> NoReturn:
+    """Raises Stop (STORAGE) if the storage failed, which leaves the checkpoint valid; else UnreadableCheckpoint."""
+    if is_storage:
+        raise Stop(
+            Exit.STORAGE,
+            f"step {folder.name} cannot be reached: {item} in {folder / item}: {cause}; nothing was changed: start "
+            "again when the storage answers",
+        )
+    raise UnreadableCheckpoint(item, cause)
+
+
+def check_formats(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -> None:
+    """Raises Stop (CONFIG_MISMATCH) listing leaves that differ in name, shape or dtype, which Orbax casts silently."""
+    differences = []
+    for name in sorted({*wanted, *saved}):
+        old, new = (list(side[name][:2]) if name in side else None for side in (saved, wanted))
+        if old != new and not (partial and new is None):
+            differences.append(f"{name} is {leaf_text(old)} in the checkpoint and {leaf_text(new)} in this config")
+    if differences:
+        more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"{folder} does not fit: {'; '.join(differences[:MAX_SHOWN])}{more}; "
+            "use the config it was trained with, or another workdir",
+        )
+
+
+def newest_readable_step(checkpoints: Any, log: Callable[[str], None], before: int | None = None) -> int | None:
+    """Returns the newest step (below `before`) with a valid record, for readers; None without any step.
+
+    Moves nothing, and logs skipped steps. For all processes.
+    Raises: Stop (CHECKPOINT_CORRUPT) if there are steps, and none has a valid record.
+    """
+    steps = agreed(lambda: [step for step in checkpoints.all_steps() if before is None or step < before])
+    newest = agreed(lambda: checkpoints.newest(before))
+    if steps and newest is None:
+        checkpoints.read_record(steps[-1])
+    for step in steps:
+        if step > newest:
+            cause = record_error(checkpoints, step).removesuffix(checkpoints.way_out(step, newest))
+            log(f"WARNING: {cause}; using step {newest}")
+    return newest
+
+
+def record_error(checkpoints: Any, step: int) -> str:
+    """Returns the error of a step's record, '' if it is valid. Raises Stop (STORAGE) if the storage failed."""
+    try:
+        checkpoints.read_record(step)
+    except Stop as error:
+        if error.code != Exit.CHECKPOINT_CORRUPT:
+            raise
+        return str(error)
+    return ""
+
+
+def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None:
+    """Warns, with an event, if the last good step is missing, replaced, lacks its commit file or is unknown.
+
+    In a bucket a step without its commit file looks like a killed save, and would be removed: it is set aside instead.
+    Raises Stop (CHECKPOINT_CORRUPT) if no other step exists, because a run must not silently start again.
+    """
+    directory = checkpoints.directory
+    good = agreed(lambda: record.load_last_good(directory))
+    if not good:
+        return
+    if isinstance(good, str):
+        cause = f"{good}; the last saved step is unknown until the next save rewrites that file"
+        checkpoints.note("alarm", None, cause=cause)
+        return log(f"WARNING: {cause}")
+    step, newest = good["step"], agreed(checkpoints.latest_step)
+    if agreed(lambda: folders.is_committed(directory / str(step))):
+        if record_error(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good["sha256"]:
+            return  # an invalid record is reported when the step is opened
+        cause = (
+            f"step {step} is not the one that was last saved here ({directory / record.LAST_GOOD}): was it copied in"
+        )
+        checkpoints.note("alarm", step, cause=f"{cause}?")
+        return log(f"WARNING: {cause} from another run?")
+    if newest is not None and agreed(lambda: is_last_good_set_aside(directory, good)):
+        return
+    cause = f"step {step}, the last that was completely saved ({directory / record.LAST_GOOD}), is missing"
+    if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
+        moved = checkpoints.set_aside(step, "damaged")
+        cause = f"step {step} was completely saved and has no {folders.COMMITTED} any more; it is now {moved}"
+    if newest is None:
+        way_out = "restore one from a copy, or choose another --workdir"
+        raise Stop(Exit.CHECKPOINT_CORRUPT, f"{cause}, and no other step exists; {way_out}")
+    checkpoints.note("alarm", step, cause=cause)
+    log(f"WARNING: {cause}")
+
+
+def is_last_good_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
+    """True if the last good step was set aside by an earlier version, which did not update last_good.json.
+
+    A step that was saved again after that, and is missing, is lost. A set-aside step whose record is unreadable counts
+    as the last good one.
+    """
+    for moved in folders.set_aside_folders(directory):
+        if moved.name.split("-")[1] == str(good["step"]):
+            try:
+                same = load_record(moved)["sha256"] == good["sha256"]
+            except UnreadableCheckpoint:
+                same = True
+            if same:
+                return True
+    return False

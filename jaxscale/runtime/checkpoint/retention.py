@@ -1,0 +1,223 @@
+"""Retention policy: keeps the newest, regular, best and pinned checkpoints, and those that a run may go back to.
+
+Also reads the facts of steps without their arrays, and pins and deletes steps for `ckpt`.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.folders import (
+    COMMITTED,
+    REMOVED_SUFFIX,
+    all_steps,
+    files_under,
+    is_step_name,
+    remove_step,
+    remove_tree,
+)
+from jaxscale.runtime.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_record, require_record
+from jaxscale.runtime.checkpoint.storage_errors import errors_behind, is_storage_error, read_optional, short_reason
+from jaxscale.runtime.checkpoint.verify import MAIN_LIST
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+
+PINNED = "pinned"  # folder with an empty file for each pinned step
+BEST_METRIC = "validation/loss"
+CLEAN = "clean"
+REQUIRED_FILES = (MAIN_LIST, COMMITTED)
+ORBAX_METADATA, COPIED = "_CHECKPOINT_METADATA", "copied"
+
+
+class RetentionFacts(NamedTuple):
+    """The facts of a checkpoint that retention depends on."""
+
+    health: str | None  # None: the record cannot be read
+    loss: float | None
+
+
+UNKNOWN = RetentionFacts(None, None)
+
+
+def read_facts(folder: Any) -> RetentionFacts:
+    """Returns the facts of a committed checkpoint. Raises storage errors, which say nothing about the record."""
+    try:
+        record = read_record(folder)
+    except Exception as error:
+        if not is_record_lost(error):
+            raise
+        return UNKNOWN
+    loss = (record.get("metrics") or {}).get(BEST_METRIC)
+    return RetentionFacts(record.get("health", CLEAN), loss)
+
+
+def is_record_lost(error: Exception) -> bool:
+    """True if the record is missing or damaged, so that a retry would fail too."""
+    if is_storage_error(error) or not isinstance(error, OSError | ValueError):
+        return False
+    causes = [link for link in errors_behind(error) if isinstance(link, OSError)]
+    return isinstance(error, FileNotFoundError) or all(
+        isinstance(link, FileNotFoundError | NotADirectoryError | IsADirectoryError) for link in causes
+    )
+
+
+def pinned_steps(directory: Any) -> set[int]:
+    """Returns the steps with a file pinned/<step>. Raises the errors of listing them."""
+    try:
+        return {int(file.name) for file in (directory / PINNED).iterdir() if is_step_name(file.name)}
+    except FileNotFoundError:
+        return set()
+
+
+def retained_steps(
+    steps: Iterable[int],
+    cfg: CheckpointConfig,
+    facts: Callable[[int], RetentionFacts] = lambda step: RetentionFacts(CLEAN, None),
+    pinned: Iterable[int] = (),
+    last_good: int | None = None,
+) -> dict[int, str]:
+    """Returns {step: reason} of the steps to keep: by the settings, pinned, last verified, and newest clean.
+
+    facts: called only for steps whose facts matter.
+    """
+    ordered = sorted(steps)
+    clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
+    reasons = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # later ones override
+    reasons |= {step: f"best {rank}" for rank, step in enumerate(best_steps(ordered, cfg.keep_best, facts), 1)}
+    if every := cfg.keep_every_steps:
+        reasons |= {step: f"every {every}" for step in ordered if step % every == 0}
+    reasons |= dict.fromkeys(ordered[-cfg.keep_last :], f"newest {cfg.keep_last}")
+    return {step: reasons[step] for step in ordered if step in reasons}
+
+
+def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], RetentionFacts]) -> list[int]:
+    """Returns the `count` steps of lowest validation loss, best first; of equal ones the newer."""
+    if not count:
+        return []
+    losses = {step: loss for step in steps if (loss := facts(step).loss) is not None}
+    return sorted(losses, key=lambda step: (losses[step], -step))[:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """The facts of a committed step that are known without reading its arrays."""
+
+    step: int
+    saved: str | None  # ISO time, UTC
+    num_bytes: int
+    health: str | None  # from training; None: not recorded (clean, then), or the record cannot be read
+    validation_loss: float | None
+    verified: bool  # read back and found correct, by training or by `ckpt copy`
+    pinned: bool
+    problem: str = ""  # error of the record
+    missing: tuple[str, ...] = ()  # files that every step has
+
+
+def list_steps(directory: Any) -> list[StepFacts]:
+    """Returns the facts of every committed step, oldest first. Reads small files only."""
+    folder = directory
+    steps = all_steps(folder)
+    sizes = dict.fromkeys(steps, 0)
+    names = files_under(folder) if steps else {}
+    for name, size in names.items():
+        top = name.partition("/")[0]
+        if top.isdecimal() and int(top) in sizes:
+            sizes[int(top)] += size
+    good = read_last_good(folder) or {}
+    return [step_facts(folder, step, sizes[step], names, good) for step in steps]
+
+
+def step_facts(
+    folder: Any, step: int, num_bytes: int, names: Collection[str], last_good: Mapping[str, Any]
+) -> StepFacts:
+    """Returns the facts of one step. names: of all files below the folder of checkpoints."""
+    pinned, copied = f"{PINNED}/{step}" in names, f"{COPIED}/{step}.json" in names
+    try:
+        record = require_record(folder / str(step))
+    except BadInput as error:
+        problem = str(error)
+        return StepFacts(step, saved_at(folder / str(step)), num_bytes, None, None, False, pinned, problem)
+    verified = bool(last_good.get("verified")) and last_good.get("sha256") == record["sha256"]
+    if copied and not verified:
+        verified = read_optional(folder / COPIED / f"{step}.json").get("record") == record["sha256"]
+    loss = (record.get("metrics") or {}).get("validation/loss")
+    is_listed = "step" in record and f"{step}/{RECORD}" in names  # False for links and older versions
+    missing = tuple(name for name in REQUIRED_FILES if is_listed and f"{step}/{name}" not in names)
+    return StepFacts(
+        step, saved_at(folder / str(step)), num_bytes, record.get("health"), loss, verified, pinned, missing=missing
+    )
+
+
+def saved_at(folder: Any) -> str | None:
+    """Returns the time of the commit."""
+    stamp = read_optional(folder / ORBAX_METADATA).get("commit_timestamp_nsecs")
+    if not isinstance(stamp, int):
+        return None
+    return datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def retention_reasons(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointConfig) -> dict[int, str]:
+    """Returns {step: reason} of the steps that training would keep by these settings.
+
+    Args: last_good: the newest step that training read back, which stays, as do pinned steps, the newest clean one, and
+    those whose record cannot be read, because they may be any of these.
+    """
+    unread = {fact.step for fact in facts if fact.problem}
+    health = lambda fact: None if fact.problem else fact.health or CLEAN
+    known = {fact.step: RetentionFacts(health(fact), fact.validation_loss) for fact in facts}
+    pinned = {fact.step for fact in facts if fact.pinned}
+    reasons = retained_steps(known, cfg, known.__getitem__, pinned, last_good)
+    reasons |= {step: "its record cannot be read" for step in unread if reasons.get(step) in (None, "last good")}
+    return dict(sorted(reasons.items()))
+
+
+def last_good_step(directory: Any) -> int | None:
+    """Returns the newest step that training read back, or None. Raises Stop (STORAGE) if it cannot be read."""
+    path = directory / LAST_GOOD
+    try:
+        found = paths.read_json(path)
+    except Exception as error:
+        if is_record_lost(error):
+            return None
+        raise Stop(Exit.STORAGE, f"{path} cannot be read: {short_reason(error)}; nothing was deleted") from None
+    return found.get("step") if isinstance(found, dict) else None
+
+
+def delete_step(folder: Any, step: int) -> None:
+    """Deletes a step. If killed, the rest no longer counts as a step. Raises Stop (STORAGE) if it fails."""
+    try:
+        remove_step(folder, step)
+    except FileNotFoundError:
+        return  # training has removed it
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_storage_error(error):
+            raise
+        raise Stop(Exit.STORAGE, f"{folder / str(step)} cannot be deleted: {short_reason(error)}") from None
+
+
+def remove_half_deleted(folder: Any) -> None:
+    """Removes the rest of killed deletions from a disk; unfinished saves are not touched."""
+    for path in folder.iterdir() if not paths.is_remote(folder) else ():
+        if path.name.endswith(REMOVED_SUFFIX) and path.name.removesuffix(REMOVED_SUFFIX).isdecimal():
+            remove_tree(path)
+
+
+def pin(directory: Any, step: int) -> bool:
+    """Protects an existing step from training and prune; True if it was not pinned before."""
+    mark = directory / PINNED / str(step)
+    if mark.exists():
+        return False
+    paths.make_run_dir(mark.parent)
+    paths.write_text_atomic(mark, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds") + "\n")
+    return True
+
+
+def unpin(directory: Any, step: int) -> bool:
+    """Removes a pin; True if the step was pinned."""
+    mark = directory / PINNED / str(step)
+    if not mark.exists():
+        return False
+    mark.unlink()
+    return True

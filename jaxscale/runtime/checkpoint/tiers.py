@@ -1,0 +1,302 @@
+"""Two tiers of checkpoints: in the work folder, and local copies on the hosts, a few seconds old, for a restart.
+
+A restart resumes from the newest valid copy. A local copy is valid if it belongs to the run's history (lineage.py), is
+newer than the newest step in the work folder, which must not have gone back behind the one that the copy followed, and
+if a valid part of it exists for every process, on its own host or at a neighbour's.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale.runtime.checkpoint import lineage, local_copy, restore
+from jaxscale.runtime.checkpoint.fingerprint import fingerprints
+from jaxscale.runtime.checkpoint.local_saver import LocalSaver, join_causes
+from jaxscale.runtime.checkpoint.local_store import LocalCopy, LocalStore, copy_name
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.read_back import DamagedCheckpoint
+from jaxscale.runtime.checkpoint.record import describe_leaf, named_leaves
+from jaxscale.runtime.checkpoint.storage_errors import short_reason, stop_if_unwritable
+from jaxscale.runtime.hosts import exchange
+from jaxscale.runtime.hosts.agree import agreed, consulted, gathered, next_key
+from jaxscale.system.exits import Exit, Stop
+
+Log = Callable[[str], None]
+OFFER_SECONDS = 300.0  # for the slowest host to list its copies
+
+
+class Offer(NamedTuple):
+    """A local copy that a process may resume from."""
+
+    step: int
+    token: str
+    state_digest: str
+    is_local: bool  # this process's part is on its host
+    remote_addresses: list  # addresses of other hosts with this process's part
+
+
+class ResumedCopy(NamedTuple):
+    """The local copy from which a start resumes."""
+
+    offer: Offer
+    record: dict[str, Any]
+    pieces: Mapping[str, Any]
+
+
+class TieredCheckpoints(Checkpoints):
+    """The checkpoints of a run, with local copies if checkpoint.local.folder is set."""
+
+    def __init__(self, directory: Any, *arguments: Any, **settings: Any):
+        super().__init__(directory, *arguments, **settings)
+        self.local: LocalSaver | None = None
+        self.store: LocalStore | None = None
+        self.exchange: exchange.Exchange | None = None
+        self.neighbour: Sequence | None = None  # the address of the process that stores a second copy
+        self.offers: list[Offer] = []
+        self.resumed_copy: ResumedCopy | None = None
+
+    # Start.
+
+    def newest_readable(self, log: Log = print) -> int | None:
+        """As Checkpoints.newest_readable, or the step of a newer valid local copy."""
+        self.find_local_copies(log)
+        step = self.next_local(log)
+        return super().newest_readable(log) if step is None else step
+
+    def find_local_copies(self, log: Log) -> None:
+        """Finds the local copies of all processes, their hosts and the neighbour, if a folder is set."""
+        if self.cfg.local.folder is None:
+            return
+        if self.store is None:
+            self.store = LocalStore(self.cfg.local.folder, self.directory)
+            if jax.process_count() > 1:
+                self.exchange = exchange.Exchange(self.store.folder)
+        copies, unreadable = self.store.copies()
+        mine = {
+            "at": self.exchange and list(self.exchange.address), "host": self.store.identity,
+            "copies": [list(vars(copy).values()) for copy in copies], "unreadable": unreadable,
+        }  # fmt: skip
+        found = consulted(next_key("copies"), mine, self.make_offers, OFFER_SECONDS)
+        for line in found["lines"]:
+            self.warn(None, line, log)
+        self.neighbour = found["neighbour"] if self.cfg.local.neighbour else None
+        self.offers = [Offer(*one) for one in found["offers"]]
+
+    def make_offers(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the offers, neighbour and warnings for each process. Runs in the first process."""
+        newest = self.latest_step()
+        whole, lines = whole_copies(found, lineage.read_starts(self.directory.parent), -1 if newest is None else newest)
+        lines += [line for one in found for line in one["unreadable"]]
+        hosts: dict[str, list[int]] = defaultdict(list)
+        for process, one in enumerate(found):
+            hosts[one["host"]].append(process)
+        rows, answers = list(hosts.values()), []
+        if len(found) > 1 and len(rows) == 1 and self.cfg.local.neighbour:
+            lines.append("all processes keep their local copies in one folder, so that no neighbour has a second one")
+        for process, one in enumerate(found):
+            row = next(number for number, members in enumerate(rows) if process in members)
+            next_host = rows[(row + 1) % len(rows)]
+            neighbour = next_host[rows[row].index(process) % len(next_host)] if len(rows) > 1 else None
+            offers = []
+            for (step, token, digest), owners in whole:
+                holders = owners[process]
+                is_local = any(found[holder]["host"] == one["host"] for holder in holders)
+                addresses = [found[holder]["at"] for holder in holders if found[holder]["host"] != one["host"]]
+                offers.append([step, token, digest, is_local, addresses])
+            address = None if neighbour is None else found[neighbour]["at"]
+            answers.append({"offers": offers, "neighbour": address, "lines": lines if process == 0 else []})
+        return answers
+
+    def next_local(self, log: Log) -> int | None:
+        """Returns the step of the newest local copy that all processes can read; None if there is none."""
+        self.resumed_copy = None
+        while self.offers:
+            offer = self.offers.pop(0)
+            cause, skipped, description, pieces = None, None, {}, {}
+            try:
+                description, pieces, skipped = self.load(offer)
+            except (DamagedCheckpoint, OSError) as error:
+                cause = copy_error(error)
+            both = [cause, skipped]
+            failed, replaced = gathered(next_key("local"), both, restore.RESTORE_SECONDS, join_both_causes)
+            if failed:
+                self.warn(offer.step, f"the local copy of step {offer.step} is skipped: {failed}", log)
+                continue
+            if replaced:
+                self.warn(offer.step, f"step {offer.step} is taken from a neighbour's copy: {replaced}", log)
+            record = agreed(lambda description=description: description["record"])
+            self.resumed_copy = ResumedCopy(offer, record, pieces)
+            log(f"step {offer.step} is taken from the local copies in {self.cfg.local.folder}")
+            return offer.step
+        return None
+
+    def load(self, offer: Offer) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+        """Returns (description, pieces, the error of the place tried before) of this process's part.
+
+        Raises: DamagedCheckpoint or OSError, of the last place.
+        """
+        assert self.store is not None, "find_local_copies() opens the store before it makes offers"
+        folder, name = self.store.folder, copy_name(jax.process_index(), offer.step, offer.token)
+        failure: DamagedCheckpoint | OSError | None = None
+        for place in ([None] if offer.is_local else []) + offer.remote_addresses:
+            try:
+                if place is not None:
+                    exchange.get(place, folder, name)
+                description = local_copy.read_description(folder / name)
+                pieces = local_copy.read_pieces(folder / name, description)
+                return description, pieces, failure and copy_error(failure)
+            except (DamagedCheckpoint, OSError) as error:
+                failure = error
+        assert failure is not None, "whole_copies offers a copy only if a process has this part"
+        raise failure
+
+    def warn(self, step: int | None, cause: str, log: Log) -> None:
+        """Logs a warning, with an event."""
+        self.note("alarm", step, cause=cause)
+        log(f"WARNING: {cause}")
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        """As Checkpoints.read_record; from the local copy if the start resumes from it."""
+        copy = self.resumed_copy_of(step)
+        return super().read_record(step) if copy is None else copy.record
+
+    def resumed_copy_of(self, step: int | None) -> ResumedCopy | None:
+        """Returns the local copy that this start resumes from, if it is of this step."""
+        return self.resumed_copy if self.resumed_copy is not None and step == self.resumed_copy.offer.step else None
+
+    def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
+        """As Checkpoints.restore; from the local copy if the start resumes from it, on the same mesh only."""
+        if (copy := self.resumed_copy_of(step)) is None:
+            return super().restore(step, abstract_state, partial=partial)
+        _, record, pieces = copy
+        wanted, saved = named_leaves(abstract_state), record["leaves"]
+        described = {name: describe_leaf(leaf) for name, leaf in wanted.items()}
+        restore.check_formats(self.directory / str(step), saved, described, partial)
+        cause, leaves = None, []
+        try:
+            leaves = [local_copy.array_from_pieces(pieces[name], leaf) for name, leaf in wanted.items()]
+        except KeyError:
+            cause = "it was made on another mesh"
+        cause = gathered(next_key("placed"), cause, restore.RESTORE_SECONDS, join_causes)
+        if not cause:
+            differing = [name for name, found in zip(wanted, fingerprints(leaves)) if found != saved[name][2]]
+            # copies of a replicated array may differ on one host alone
+            mine = f"the bits of {differing[0]} are not those that were saved" if differing else None
+            cause = gathered(next_key("compared"), mine, restore.RESTORE_SECONDS, join_causes)
+        if cause:
+            raise Stop(Exit.CHECKPOINT_CORRUPT, f"the local copy of step {step} cannot be used: {cause}")
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+    def fall_back(self, step: int | None, error: Stop, log: Log = print) -> int | None:
+        """As Checkpoints.fall_back; after a local copy, tries the next one or the newest step in the work folder."""
+        if self.resumed_copy_of(step) is None or error.code != Exit.CHECKPOINT_CORRUPT:
+            return super().fall_back(step, error, log)
+        self.warn(step, f"{error}; it is skipped", log)
+        older = self.next_local(log)
+        return super().newest_readable(log) if older is None else older
+
+    def log_changed_files(self, step: int, log: Log, small: bool = False) -> None:
+        """As Checkpoints.log_changed_files; a local copy has no list of files."""
+        if self.resumed_copy_of(step) is None:
+            super().log_changed_files(step, log, small)
+
+    def set_aside_after(self, step: int, reason: str) -> list[int]:
+        """As Checkpoints.set_aside_after; also invalidates local copies of later steps."""
+        workdir = self.directory.parent
+        agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
+        return super().set_aside_after(step, reason)
+
+    def begin(self, step: int) -> None:
+        """Starts local copies from this step on, and removes invalid ones. For all processes."""
+        workdir = self.directory.parent
+        if self.store is None:  # copies of earlier starts become invalid, or a later start would resume from them
+            agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
+            return
+        token = agreed(lambda: stop_if_unwritable(lambda: lineage.record_start(workdir, step), workdir))
+        starts, newest = agreed(lambda: lineage.read_starts(workdir)), None
+        if self.resumed_copy is not None:
+            newest = copy_name(jax.process_index(), step, self.resumed_copy.offer.token)
+        self.resumed_copy = None  # frees its memory
+        copies = self.store.files()
+        valid = {copy_name(owner, at, of) for owner, at, of, _ in copies if lineage.is_in_history(starts, of, at)}
+        self.store.keep_only(valid)
+        self.local = LocalSaver(
+            self.cfg.local, self.store, token, newest=newest, base=self.newest_saved(), neighbour=self.neighbour,
+            note=self.note, prepared=lambda: self.preparing is None or not self.preparing.is_alive(),
+        )  # fmt: skip
+
+    def newest_saved(self) -> Callable[[], int]:
+        """Returns a function that gives the newest step in the work folder without listing it."""
+        at_start = agreed(self.latest_step)
+        known = -1 if at_start is None else at_start
+        return lambda: max(known, -1 if self.saver.last_saved is None else self.saver.last_saved)
+
+    # Training.
+
+    def save(self, step: int, state: Any, run: Mapping[str, Any], *, wait: bool = False, **about: Any) -> float:
+        """As Checkpoints.save; removes the local copies after the last save of a run."""
+        seconds = super().save(step, state, run, wait=wait, **about)
+        if wait and self.local is not None:
+            self.end_local()
+            self.local.store.clear()
+        return seconds
+
+    def close(self, most_seconds: float | None = None) -> None:
+        """As Checkpoints.close."""
+        self.end_local()
+        super().close(most_seconds)
+
+    def end_local(self) -> None:
+        """Stops the threads that copy, and that receive a neighbour's copies."""
+        if self.local is not None:
+            self.local.close()
+        if self.exchange is not None:
+            self.exchange.close()
+
+
+def copy_error(error: Exception) -> str:
+    """Returns the error of a copy in words."""
+    return str(error) if isinstance(error, DamagedCheckpoint) else short_reason(error)
+
+
+def join_both_causes(found: list[list[str | None]]) -> list[str]:
+    """Returns [the failures, the errors of places that were skipped] of all processes."""
+    return [join_causes([one[which] for one in found]) for which in range(2)]
+
+
+Key = tuple[int, str, str]  # step, token, state digest
+
+
+def whole_copies(
+    found: Sequence[Mapping[str, Any]], starts: lineage.Starts, newest: int
+) -> tuple[list[tuple[Key, dict[int, list[int]]]], list[str]]:
+    """Returns ([(key, {owner: processes whose host has its part})] newest first, warnings about skipped newer ones).
+
+    newest: the newest step in the work folder, -1 for none.
+    """
+    parts: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    facts: dict[Key, LocalCopy] = {}
+    for process, one in enumerate(found):
+        for copy in (LocalCopy(*fields) for fields in one["copies"]):
+            key = copy.step, copy.token, copy.state_digest
+            parts[key][copy.owner].append(process)
+            facts[key] = copy
+    whole, lines = [], []
+    for key in sorted(parts, reverse=True):
+        copy, problem = facts[key], ""
+        if copy.step <= newest or not lineage.is_in_history(starts, copy.token, copy.step):
+            continue
+        missing = sorted(set(range(copy.parts)) - set(parts[key]))
+        if copy.base > newest:
+            problem = f"it followed step {copy.base}, which no longer exists"
+        elif copy.parts != len(found):
+            problem = f"{copy.parts} processes made it, and there are {len(found)} now"
+        elif missing:
+            problem = f"no host has the part of process {missing[0]}"
+        if problem:
+            lines.append(f"the local copy of step {copy.step} is skipped: {problem}")
+        else:
+            whole.append((key, parts[key]))
+    return whole, lines

@@ -1,0 +1,205 @@
+"""Copies a step to another folder or bucket: verified, resumed after a kill, and never over another run.
+
+A local copy is written to `copying-STEP` and renamed once every leaf was read back; in a bucket the object that commits
+the step is written last. `copied/STEP.json` next to the steps names the source and, once the copy is complete, each
+file with its md5, so that a killed copy continues with the missing files.
+"""
+
+import dataclasses
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.folders import (
+    COMMIT_TEXT,
+    COMMITTED,
+    commit,
+    copy_file,
+    files_under,
+    is_committed,
+    size_and_md5,
+    translate_read_errors,
+)
+from jaxscale.runtime.checkpoint.lock_stores import folder_lock
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import RECORD, digest, require_record, require_step
+from jaxscale.runtime.checkpoint.retention import COPIED
+from jaxscale.runtime.checkpoint.storage_errors import read_optional
+from jaxscale.runtime.checkpoint.verify import StepDamage, changed_files, verify_folder
+from jaxscale.runtime.monitor.events import NAME as EVENTS
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
+
+UNFINISHED_PREFIX = "copying-"  # prefix of the unfinished folder, which is not a number and so never counts as a step
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyResult:
+    """The files and bytes of a copy."""
+
+    num_files: int
+    num_bytes: int
+    kept_bytes: int  # of them, written by an earlier, killed copy
+
+
+def copy_step(
+    source: Checkpoints, step: int, workdir: Any, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> CopyResult:
+    """Copies a committed step into the run folder `workdir`, with events.jsonl, and config.json if that has none.
+
+    Args: on_bytes: called with (bytes copied, bytes in all).
+    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is damaged, before the copy counts as a step; BadInput if the
+    destination belongs to another run or cannot be written, or if the source does not exist (any more).
+    """
+    run, folder = source.directory.parent, source.directory / str(step)
+    record = require_step(folder, "take another step")
+    destination = check_destination(run, record, step, workdir)
+    for where in (destination.parent, destination, destination / COPIED):
+        paths.make_run_dir(where)
+    note, final = destination / COPIED / f"{step}.json", destination / str(step)
+    claim = {"from": os.fspath(run), "step": step, "run": run_identity(record), "files": {}}
+    if is_committed(final):
+        found = read_optional(note)
+        files = found.get("files", {})
+        require_undamaged(final, step)
+        if found.get("record") != record["sha256"]:  # killed between the commit and the note
+            files = {name: written_size_and_md5(final / name) for name in files_under(final)}
+            paths.write_json(note, claim | {"files": files, "record": record["sha256"]})
+        copy_events(run, destination.parent)
+        return CopyResult(len(files), *[sum(size for size, _ in files.values())] * 2)
+    remote = paths.is_remote(destination)
+    if remote:
+        require_undamaged(folder, step)  # the copy is compared with the source by md5, and not read back
+    elif changed := list(changed_files(folder, small=True)):
+        raise damaged_step_error(folder, step, [StepDamage(*found) for found in changed])
+    paths.write_json(note, claim)
+    unfinished = final if remote else destination / f"{UNFINISHED_PREFIX}{step}"
+    if not remote:
+        paths.make_private(unfinished)
+    with folder_lock(unfinished, "copying into"):
+        claim["files"], resumed = copy_files(folder, unfinished, on_bytes)
+        crash_point("copy.read_back")
+        if not remote:
+            require_undamaged(unfinished, step, finished=False)
+        if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
+            copy_file(run / "config.json", workdir_path)
+        copy_events(run, destination.parent)  # before the commit: a committed step must have its rewinds
+        crash_point("copy.commit")
+        commit_file = folder / COMMITTED
+        commit(unfinished, final, commit_file.read_bytes() if commit_file.exists() else COMMIT_TEXT.encode())
+    claim["files"][COMMITTED] = written_size_and_md5(final / COMMITTED)
+    paths.write_json(note, claim | {"record": record["sha256"]})
+    crash_point("copy.done")
+    sizes = [size for size, _ in claim["files"].values()]
+    return CopyResult(len(sizes), sum(sizes), resumed)
+
+
+def written_size_and_md5(path: Any) -> list[Any]:
+    """Returns [bytes, md5 in hexadecimal] of a file that was just written. Raises FileNotFoundError without it."""
+    if (mark := size_and_md5(path)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+    return list(mark)
+
+
+def require_undamaged(folder: Any, step: int, finished: bool = True) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) naming the damages."""
+    if damages := verify_folder(folder, finished=finished).damages:
+        raise damaged_step_error(folder, step, damages)
+
+
+def damaged_step_error(folder: Any, step: int, damages: Sequence[StepDamage]) -> Stop:
+    """Returns the error for a damaged step, or a damaged copy of one."""
+    more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
+    shown = "; ".join(str(damage) for damage in damages[:2])
+    return Stop(
+        Exit.CHECKPOINT_CORRUPT,
+        f"step {step} in {folder} is damaged: {shown}{more}; remove that folder, or copy another step",
+    )
+
+
+def run_identity(record: Mapping[str, Any]) -> str:
+    """Returns a digest of what all steps of a run share: its seed, its data and the shapes of its state."""
+    data = record["run"].get("data") or {}
+    config = record["run"].get("config") or {}
+    leaves = {name: described[:2] for name, described in record["leaves"].items()}
+    return digest([config.get("seed"), data.get("fingerprint"), leaves])
+
+
+def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: Any) -> Any:
+    """Returns the folder of checkpoints below `workdir`. Raises BadInput if it has another run; writes nothing.
+
+    It is this run's if it is empty, if a copy of this run was started in it, or if both have the same step.
+    """
+    folder = paths.as_path(workdir)
+    folder = folder if paths.is_remote(workdir) else folder.absolute()
+    if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
+        raise BadInput(f"--to={workdir} is the run itself; name another folder")
+    destination, identity = folder / "checkpoints", run_identity(record)
+    other = Checkpoints(destination, CheckpointConfig())
+    steps, shared = other.all_steps(), False
+    for theirs in steps:
+        try:
+            found = require_record(destination / str(theirs))
+        except BadInput:
+            continue  # damaged, so the run is unknown
+        if run_identity(found) != identity:
+            raise BadInput(f"--to={workdir} holds step {theirs} of another run; name an empty folder")
+        mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / RECORD)
+        if mine and mine["sha256"] != found["sha256"]:
+            raise BadInput(f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one")
+        shared |= bool(mine)
+    started = [read_optional(destination / COPIED / name) for name in copy_notes(destination)]
+    if any(note.get("run", identity) != identity for note in started):
+        raise BadInput(f"--to={workdir} holds a copy of another run, {started[0].get('from')}; name an empty folder")
+    if not started and not shared and (steps or (folder / "config.json").exists()):
+        raise BadInput(f"--to={workdir} holds a run that shares no step with {run}; name an empty folder")
+    return destination
+
+
+def copy_notes(destination: Any) -> list[str]:
+    """Returns the notes of copies that were started in the folder."""
+    folder = destination / COPIED
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".json")) if folder.exists() else []
+
+
+def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -> tuple[dict[str, list], int]:
+    """Copies a step's files, the commit file excepted; returns ({name: [bytes, md5]}, bytes that existed already)."""
+    sizes = {name: size for name, size in files_under(source).items() if name != COMMITTED}
+    existing = files_under(target)
+    for stray in set(existing) - set(sizes):
+        (target / stray).unlink()  # of an interrupted copy of another version of this step
+    files, done, resumed = {}, 0, 0
+    for name, size in sizes.items():
+        with translate_read_errors(source / name):
+            source_md5 = size_and_md5(source / name)
+            if source_md5 is None:
+                raise FileNotFoundError
+        if existing.get(name) == size and size_and_md5(target / name) == source_md5:
+            resumed += size
+        else:
+            copy_file(source / name, target / name)
+            if size_and_md5(target / name) != source_md5:
+                raise Stop(
+                    Exit.STORAGE, f"{target / name} differs from what was written; check the disk, then run it again"
+                )
+        files[name] = list(source_md5)
+        done += size
+        on_bytes(done, sum(sizes.values()))
+        crash_point("copy.file")
+    return files, resumed
+
+
+def copy_events(run: Any, folder: Any) -> None:
+    """Copies the run's events.jsonl, as a whole file, because a resumed run depends on its rewinds.
+
+    A target that begins with all of the run's events is not replaced: training has continued from the copy.
+    """
+    source, target = run / EVENTS, folder / EVENTS
+    if not source.exists():
+        return
+    if target.exists() and target.read_bytes().startswith(source.read_bytes()):
+        return
+    copy_file(source, target)

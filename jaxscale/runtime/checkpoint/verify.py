@@ -1,0 +1,211 @@
+"""Verifies a checkpoint: every array against its fingerprint, every file against its md5.
+
+A fingerprint shows that an array is correct; a file may also change in bytes that no array reads if a disk is failing.
+So the size and md5 of all files are saved with each step: each process lists the data files that it has written, and
+the first one lists all others at the commit, including those lists and the commit file, whose content is fixed. The
+record shows whether this list must exist.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxscale.runtime.checkpoint import array_store
+from jaxscale.runtime.checkpoint.array_store import ArrayReader, LeafFiles, compare_leaf, index_damages, named_files
+from jaxscale.runtime.checkpoint.folders import COMMIT_TEXT, COMMITTED, files_under, size_and_md5
+from jaxscale.runtime.checkpoint.record import RECORD, is_sealed, read_record, require_record, seal
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+
+VALUE_KINDS = ("jax.Array", "np.ndarray", "scalar")
+MAIN_LIST = "run/files.json"  # next to the record, in a folder where Orbax ignores other files
+LIST = re.compile(r"run/files\.(\d+\.)?json")
+STATE_PREFIX = "state/"
+COMMIT_MARK = [len(COMMIT_TEXT), hashlib.md5(COMMIT_TEXT.encode(), usedforsecurity=False).hexdigest()]
+DATA_FOLDER = "state/ocdbt.process_{}/d"  # where a process writes its chunks, never modified afterwards
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDamage:
+    """A leaf or file that differs from what was saved."""
+
+    what: str  # the leaf, or the file in the step's folder
+    cause: str
+    files: tuple[str, ...] = ()  # files with the leaf's bytes, below the step's folder
+
+    def __str__(self):
+        return f"{self.what}: {self.cause}" + (f" (in {', '.join(self.files)})" if self.files else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyResult:
+    """The result of verifying a step."""
+
+    num_leaves: int
+    num_bytes: int
+    damages: tuple[StepDamage, ...]
+
+
+def verify_folder(
+    folder: Any, on_bytes: Callable[[int], None] = lambda done: None, *, finished: bool = True
+) -> VerifyResult:
+    """Verifies the whole step: every leaf against the fingerprint taken on the devices, every file against its md5.
+
+    Raises: Stop (STORAGE) if a bucket or disk cannot be read.
+    Args: on_bytes: called with the bytes of arrays read so far. finished: False before the commit.
+    """
+    try:
+        return verify_files(folder, on_bytes, finished)
+    except Stop:
+        raise
+    except Exception as error:
+        require_reachable(error, folder)
+        raise
+
+
+def verify_files(folder: Any, on_bytes: Callable[[int], None], finished: bool) -> VerifyResult:
+    """As verify_folder, but raises errors of the storage unchanged."""
+    try:
+        record = require_record(folder)
+    except BadInput as error:
+        require_reachable(error, folder)
+        return VerifyResult(0, 0, (StepDamage(RECORD, str(error)),))
+    damages, done = [*tree_damages(folder, record["leaves"])], 0
+    arrays, located = ArrayReader(folder), LeafFiles(folder)
+    for name, described in record["leaves"].items():
+        try:
+            cause, size = compare_leaf(arrays, name, *described)
+        except Exception as error:  # TensorStore raises several types for corrupt bytes
+            require_reachable(error, folder)
+            cause, size = short_reason(error), 0
+        if cause:
+            damages.append(StepDamage(name, cause, located.files(name) or named_files(cause)))
+        done += size
+        on_bytes(done)
+    damages += [StepDamage(*found) for found in index_damages(folder)]
+    named = {file for damage in damages for file in (damage.what, *damage.files)}
+    damages += [StepDamage(*found) for found in changed_files(folder, finished=finished) if found[0] not in named]
+    return VerifyResult(len(record["leaves"]), done, tuple(damages))
+
+
+def require_reachable(error: Exception, folder: Any) -> None:
+    """Raises Stop (STORAGE) if the error is of the storage, which says nothing about its content."""
+    if is_storage_error(error):
+        raise Stop(
+            Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; it is not known whether it is intact"
+        ) from None
+
+
+def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[StepDamage]:
+    """Yields differences between Orbax's tree and the record, because of which Orbax would read other leaves."""
+    name = array_store.TREE_METADATA
+    try:
+        tree = paths.read_json(folder / name)
+        if not isinstance(tree, dict) or tree.get("use_ocdbt") is not True or type(tree.get("use_zarr3")) is not bool:
+            yield StepDamage(name, "it does not describe an OCDBT store")
+        described = {}
+        for entry in tree["tree_metadata"].values():
+            if any(part["key_type"] != array_store.DICT_KEY for part in entry["key_metadata"]):
+                yield StepDamage(name, f"a level of {entry['key_metadata']} is not a dict")
+            value = entry["value_metadata"]
+            if value["value_type"] not in VALUE_KINDS or value["skip_deserialize"] is not False:
+                yield StepDamage(name, f"a leaf is described as {value}")
+            described["/".join(str(part["key"]) for part in entry["key_metadata"])] = entry
+        if wrong := sorted(set(described) ^ set(leaves)):
+            yield StepDamage(name, f"its leaves are not those of the record: {', '.join(wrong[:4])}")
+    except (OSError, BadInput, KeyError, TypeError, AttributeError) as error:
+        require_reachable(error, folder)
+        yield StepDamage(name, f"it cannot be parsed: {short_reason(error)}")
+
+
+def write_data_list(folder: Any, process: int) -> None:
+    """Lists the data files of one process. Returns when the list is on the disk."""
+    data = DATA_FOLDER.format(process)
+    write_list(folder, f"run/files.{process}.json", (f"{data}/{name}" for name in files_under(folder / data)))
+
+
+def write_main_list(folder: Any, num_processes: int = 0) -> None:
+    """Lists every other file of a step. Call last, before the commit."""
+    listed = tuple(f"{DATA_FOLDER.format(process)}/" for process in range(num_processes))
+    others = (name for name in files_under(folder) if not name.startswith(listed) and name != MAIN_LIST)
+    write_list(folder, MAIN_LIST, others, {COMMITTED: COMMIT_MARK})
+
+
+def write_list(folder: Any, name: str, files: Iterable[str], known: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Writes {files: {name: [bytes, md5]}, sha256} atomically. known: entries of files that are written later."""
+    entries = {file: size_and_md5(folder / file) for file in files} | dict(known)
+    paths.write_json(folder / name, seal({"files": entries}))
+
+
+def changed_files(
+    folder: Any, share: int = 0, shares: int = 1, *, finished: bool = True, small: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Yields (file, problem) of listed files that differ from what was written. Unlisted files are not checked.
+
+    Args: share: which of `shares` parts of the files to check. All read the first process's list; any other list is
+    read by one, or by several that share its files. finished: False before the commit. small: check only the files next
+    to the arrays, so that little is read.
+    Raises: errors of the storage.
+    """
+    main_list = read_list(folder / MAIN_LIST)
+    if main_list is not None:
+        lists = sorted(name for name in main_list if LIST.fullmatch(name))
+    else:
+        found = [f"run/{name}" for name in files_under(folder / "run")]
+        lists = [name for name in found if LIST.fullmatch(name) and name != MAIN_LIST]
+        if share == 0 and MAIN_LIST in found:
+            yield MAIN_LIST, "it does not read as it was written"
+        elif share == 0 and (lists or has_file_lists(folder)):
+            yield MAIN_LIST, "it is missing, and with it the md5 of the other files"
+    expected = dict(sorted((main_list or {}).items())[share::shares])
+    for number, name in enumerate(() if small else lists):
+        if (number - share) % min(shares, len(lists)) == 0:
+            if (found := read_list(folder / name)) is None:
+                yield name, "it does not read as it was written"
+            first, step = share // len(lists), max(1, -(-(shares - number) // len(lists)))  # among its readers
+            expected |= dict(sorted((found or {}).items())[first::step])
+    if not finished:
+        expected.pop(COMMITTED, None)
+    if small:
+        expected = {name: entry for name, entry in expected.items() if not name.startswith(STATE_PREFIX)}
+    for name in sorted(expected):
+        if cause := file_problem(folder / name, expected[name]):
+            yield name, cause
+
+
+def has_file_lists(folder: Any) -> bool:
+    """True if the step was saved by a version that lists files, whose records name the step."""
+    try:
+        return "step" in read_record(folder)
+    except (OSError, BadInput) as error:
+        if is_storage_error(error):
+            raise
+        return False  # reported as damage of the record
+
+
+def read_list(path: Any) -> dict[str, list] | None:
+    """Returns {file: [bytes, md5]}; None if the list is missing or was changed."""
+    try:
+        found = paths.read_json(path)
+    except (OSError, BadInput) as error:
+        if is_storage_error(error):
+            raise
+        return None
+    return found["files"] if is_sealed(found) else None
+
+
+def file_problem(path: Any, expected: list) -> str:
+    """Returns what is wrong with a file, '' if nothing is."""
+    try:
+        found = size_and_md5(path)
+    except OSError as error:
+        if is_storage_error(error):
+            raise
+        return f"it cannot be read: {short_reason(error)}"
+    if found is None:
+        return "it is missing"
+    return "" if list(found) == expected else "its md5 is not that of what was written"

@@ -1,0 +1,282 @@
+"""A folder of raw arrays: appended in parts, hashed in a header, and memory-mapped.
+
+NAME       a large little-endian array
+small      all small arrays, concatenated
+plan.json  {"arrays": {NAME: {"file", "offset", "dtype", "count"}}, "files": {FILE: {"bytes", "sha256"}}, ..., "own":
+           sha256 of the other entries}; written last
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxscale.runtime.data.remote import shard_cache
+from jaxscale.runtime.data.shard_writer import write_synced
+from jaxscale.runtime.data.verified import Expected, FileWatch, Say, find_damaged, remove, size_only, snapshot_files
+from jaxscale.system.digest import json_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import Unreadable, is_of_storage, parse_json
+from jaxscale.system.paths import is_remote, read_bytes
+
+HEADER, SMALL = "plan.json", "small"
+SMALL_BYTES = 1 << 20  # a file per array costs one hash, mapping, fetch and fsync each
+FETCHED_AT_ONCE = 8  # files
+ALIGNMENT = 64  # bytes
+BUCKET_RECORDS = 1 << 22  # records sorted in memory: 100 MB at 24 bytes each; n records open files n**2 / 2**43 times
+
+
+class GrowingArray:
+    """An array that grows by appending: buffered in memory while small, then written to a file."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype, self.count = path, dtype, 0
+        self.buffered: list[np.ndarray] = []
+        self.file: BinaryIO | None = None
+        self.sha256 = hashlib.sha256()
+
+    def append(self, array: np.ndarray) -> None:
+        """Adds elements."""
+        self.buffered.append(np.array(array, self.dtype))
+        self.count += len(array)
+        if self.file or self.count * self.dtype.itemsize > SMALL_BYTES:
+            self.file = self.file or open(self.path, "wb")  # noqa: SIM115 - closed by ArrayWriter
+            for part in self.buffered:
+                self.file.write(part.data)
+                self.sha256.update(part.data)
+            self.buffered.clear()
+
+    def to_array(self) -> np.ndarray:
+        """Returns all elements so far; memory-mapped if large."""
+        if self.file is None:
+            self.buffered = [np.concatenate(self.buffered)]
+            return self.buffered[0]
+        self.file.flush()
+        return np.asarray(np.memmap(self.path, self.dtype, mode="r"))
+
+
+class ArrayWriter:
+    """Writes arrays of a folder in parts, which may be interleaved. A context manager."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._arrays: dict[str, GrowingArray] = {}
+
+    def __enter__(self) -> "ArrayWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for array in self._arrays.values():
+            if array.file:
+                array.file.close()
+
+    def append(self, name: str, array: np.ndarray) -> None:
+        """Appends elements to an array; the first call, which may be empty, sets its dtype."""
+        if name not in self._arrays:
+            self._arrays[name] = GrowingArray(self.folder / name, array.dtype.newbyteorder("<"))
+        self._arrays[name].append(array)
+
+    def written(self) -> dict[str, np.ndarray]:
+        """Returns the arrays so far."""
+        return {name: array.to_array() for name, array in self._arrays.items()}
+
+    def finish(self, header: Mapping[str, Any]) -> None:
+        """Writes the header with these entries, after an fsync of all arrays."""
+        arrays, files, small = {}, {}, b""
+        for name, array in self._arrays.items():
+            about = {"file": name, "offset": 0, "dtype": array.dtype.str, "count": array.count}
+            if array.file is None:
+                small += bytes(-len(small) % ALIGNMENT)
+                about |= {"file": SMALL, "offset": len(small)}
+                small += array.to_array().tobytes()
+            else:
+                array.file.flush()
+                os.fsync(array.file.fileno())
+                files[name] = {"bytes": array.file.tell(), "sha256": array.sha256.hexdigest()}
+            arrays[name] = about
+        write_synced(self.folder / SMALL, small)
+        files[SMALL] = {"bytes": len(small), "sha256": hashlib.sha256(small).hexdigest()}
+        whole = json.loads(json.dumps({**header, "arrays": arrays, "files": files}))
+        write_synced(self.folder / HEADER, json.dumps({**whole, "own": json_sha256(whole)}).encode())
+
+
+def parse_header(folder: str, content: bytes) -> dict[str, Any]:
+    """Returns the header. Raises BadInput naming the folder if its content was changed."""
+    try:
+        header = parse_json(content)
+    except BadInput as error:
+        raise unreadable_folder(folder, error) from None
+    if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
+        raise unreadable_folder(folder, f"{HEADER} was changed after it was written")
+    return header
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """Returns the header of a local folder. Raises as parse_header."""
+    try:
+        content = read_bytes(folder / HEADER)
+    except (OSError, BadInput) as error:
+        raise unreadable_folder(folder, error) from None
+    return parse_header(str(folder), content)
+
+
+def unreadable_folder(folder: Path | str, reason: str | Exception) -> BadInput:
+    """Returns the error for a folder that is damaged, or that the storage cannot read."""
+    kind = Unreadable if isinstance(reason, Exception) and is_of_storage(reason) else BadInput
+    return kind(f"the index {folder} cannot be read: {reason}; delete the folder so that it is created again")
+
+
+class Arrays(Mapping[str, np.ndarray]):
+    """The arrays of a folder. Each file is memory-mapped at first use; a pickle carries no mapping."""
+
+    def __init__(self, folder: str, header: Mapping[str, Any], files: Mapping[str, str], known: Mapping[str, Expected]):
+        """files: path of each file. known: expected state of these files by path, checked while they are read."""
+        self.folder, self.header, self.files, self.known = folder, header, dict(files), dict(known)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._arrays:
+            self._arrays[name] = self._map(**self.header["arrays"][name])
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.header["arrays"])
+
+    def __len__(self) -> int:
+        return len(self.header["arrays"])
+
+    def __getstate__(self) -> dict:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_maps", "_arrays", "unchanged")}
+
+    @functools.cached_property
+    def _maps(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @functools.cached_property
+    def unchanged(self) -> FileWatch:
+        """Returns the watcher of the files."""
+        return FileWatch(self.known)
+
+    def check(self) -> None:
+        """Raises Stop if a file has changed. Call it before reading mapped arrays."""
+        self.unchanged.check(self.known)
+
+    def _map(self, file: str, offset: int, dtype: str, count: int) -> np.ndarray:
+        if not count:
+            return np.zeros(0, dtype)
+        if file not in self._maps:
+            path = self.files[file]
+            self.unchanged.check_unopened([path])
+            try:  # indexing an np.memmap is much slower
+                self._maps[file] = np.asarray(np.memmap(path, np.uint8, mode="r"))
+            except (OSError, ValueError) as error:
+                raise unreadable_folder(self.folder, error) from None
+        return self._maps[file][offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None = None) -> Arrays:
+    """Returns the verified arrays of a local folder. Raises BadInput if one was changed.
+
+    Args: cache: stores which files were verified, see `find_damaged`. verify: data.verify.
+    """
+    header = read_folder(folder)
+    paths = {name: str(folder / name) for name in header["files"]}
+    sums = {paths[name]: about["sha256"] for name, about in header["files"].items()}
+    try:
+        known = snapshot_files(sums)
+    except OSError as error:
+        raise unreadable_folder(folder, error) from None
+    for name, about in header["files"].items():
+        if known[paths[name]].stamp[0] != about["bytes"]:
+            raise unreadable_folder(
+                folder, f"{paths[name]} was changed after it was written: its size is not {about['bytes']:,} bytes"
+            )
+    if verify == "size":
+        return Arrays(str(folder), header, paths, size_only(known))
+    for path, problem in find_damaged(sums, cache, str(folder), say, remember=verify == "hash").items():
+        raise unreadable_folder(folder, problem or f"{path} was changed after it was written")
+    return Arrays(str(folder), header, paths, known)
+
+
+def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
+    """Returns the verified arrays of a folder or gs:// address; None if there are none.
+
+    Files of a bucket are copied into the cache and hashed there. Raises as open_arrays.
+    """
+    if not is_remote(location):
+        return open_arrays(Path(location), cache, verify, say) if os.path.exists(f"{location}/{HEADER}") else None
+    copies = shard_cache(str(cache / "bucket"), cache_bytes)
+    if copies.bucket.metadata(f"{location}/{HEADER}") is None:
+        return None
+    header = parse_header(location, copies.bucket.read(f"{location}/{HEADER}"))
+    about = header["files"]
+    local = lambda name: str(copies.fetch(f"{location}/{name}", about[name]["bytes"], about[name]["sha256"]))
+    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
+        files = dict(zip(about, pool.map(local, about)))
+    known = snapshot_files({files[name]: about[name]["sha256"] for name in about})
+    return Arrays(location, header, files, size_only(known) if verify == "size" else known)
+
+
+class DiskBuckets:
+    """Partitions records into buckets in temporary files, so that memory holds one bucket at a time.
+
+    A bucket preserves insertion order. A single bucket is not written to disk.
+    """
+
+    def __init__(self, folder: Path, dtype: Any, number: int):
+        """number: number of buckets."""
+        self._folder, self._dtype, self.number = folder / "buckets", np.dtype(dtype), number
+        self._buffered: list[tuple[np.ndarray | None, np.ndarray]] = []
+        self._count = 0
+
+    @classmethod
+    def for_records(cls, folder: Path, dtype: Any, records: int) -> "DiskBuckets":
+        """Returns buckets of about BUCKET_RECORDS records each."""
+        return cls(folder, dtype, max(1, -(-records // BUCKET_RECORDS)))
+
+    def add(self, buckets: np.ndarray | None, **fields: np.ndarray) -> None:
+        """Adds records with these fields. buckets: bucket of each record; None if there is only one bucket."""
+        records = np.empty(len(next(iter(fields.values()))), self._dtype)
+        for name, values in fields.items():
+            records[name] = values
+        self._buffered.append((buckets, records))
+        self._count += len(records)
+        if self.number > 1 and self._count >= BUCKET_RECORDS // 2:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Writes the buffered records. Large batches open files less often; one open file at a time avoids the limit on
+        open files."""
+        if not self._buffered:
+            return
+        buckets, records = (np.concatenate(column) for column in zip(*self._buffered))
+        self._buffered.clear()
+        self._count = 0
+        self._folder.mkdir(exist_ok=True)
+        order = np.argsort(buckets, kind="stable")
+        present, firsts = np.unique(buckets[order], return_index=True)
+        for bucket, part in zip(present.tolist(), np.split(records[order], firsts[1:])):
+            with open(self._folder / str(bucket), "ab") as file:
+                part.tofile(file)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Yields the records of each bucket and deletes them."""
+        if self.number == 1:
+            yield np.concatenate([np.zeros(0, self._dtype), *(records for _, records in self._buffered)])
+            self._buffered.clear()
+            return
+        self._flush()
+        for bucket in range(self.number):
+            path = self._folder / str(bucket)
+            yield np.fromfile(path, self._dtype) if path.exists() else np.zeros(0, self._dtype)
+            path.unlink(missing_ok=True)
+        remove(self._folder)

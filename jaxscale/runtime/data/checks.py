@@ -1,0 +1,220 @@
+"""Checks of the data settings and files before anything is read, tokenised or compiled."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.runtime.data.cache import cache_folder, raw_dtype
+from jaxscale.runtime.data.config import DataConfig, mixture_names
+from jaxscale.runtime.data.fields import choose_field, read_fields
+from jaxscale.runtime.data.header import read_header
+from jaxscale.runtime.data.manifest import NAME as MANIFEST
+from jaxscale.runtime.data.manifest import SHOWN, is_manifest
+from jaxscale.runtime.data.megatron import is_megatron, read_index
+from jaxscale.runtime.data.objectives import find_ids
+from jaxscale.runtime.data.token_files import bin_of, prepared_problems
+from jaxscale.runtime.text.config import Globs, expand_source_names
+from jaxscale.runtime.text.sources.array_record_text import is_array_record
+from jaxscale.runtime.text.sources.files import (
+    STREAMS,
+    SourceFile,
+    file_identity,
+    ignore_line,
+    is_saved_dataset,
+    is_stream,
+    list_files,
+    size_of,
+    stdlib_files,
+    text_problem,
+)
+from jaxscale.runtime.text.tokenizer.fitting import fits
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, tokenizer_problem
+from jaxscale.system.exits import BadInput
+from jaxscale.units import plural
+
+
+def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
+    """Returns a line with the fix for each problem that can be found without reading text."""
+    if cfg.name == "synthetic":
+        return []
+    (files, val_files), problems = corpus_files(cfg)
+    everything = [*files, *val_files]
+    if cfg.name in ("files", "chat", "hf"):
+        problems += filter(None, map(text_problem, everything))
+    if cfg.name != "tokens" and not problems and all(size_of(file.path) == 0 for file in files):
+        problems.append(f"data.files is an empty corpus: {plural(len(files), 'file')} of 0 bytes; name other files")
+    if cfg.name == "tokens" and files and not problems:
+        problems += token_file_problems(cfg, files, everything, seq_len, vocab_size)
+    name = cfg.tokenizer or ("" if cfg.name == "tokens" or not problems and holds_ids(cfg, files) else "bytes")
+    if name:
+        problems += tokenizer_problems(cfg, name, vocab_size, seq_len)
+    folder = cache_folder(cfg)
+    if folder.exists() and not folder.is_dir():
+        problems.append(f"data.cache_dir={folder} is a file; name a folder")
+    return problems
+
+
+def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
+    """Returns True if the first file has token ids by its schema; hub datasets are not checked."""
+    if not files or is_stream(files[0].path):
+        return False
+    with contextlib.suppress(BadInput, OSError):  # raised again when the file is read
+        chat = cfg.chat if cfg.name == "chat" else None
+        return choose_field(files[0].path, read_fields(files[0].path, cfg), cfg, chat).kind == "ids"
+    return False
+
+
+def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> None:
+    """Raises BadInput for a corpus shorter than a row or a validation set without targets.
+
+    facts: returned by write_documents.
+    """
+    tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
+    if cfg.name == "chat" and not sum(facts["members"]["train"]):
+        more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""
+        raise BadInput(
+            f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; lengthen seq_len"
+            + more
+        )
+    if tokens["train"] < seq_len and cfg.name != "chat":
+        raise BadInput(
+            f"data.files has {tokens['train']:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
+            "add text or shorten seq_len"
+        )
+    if "valid" in tokens and not facts["targets"]["valid"]:
+        way_out = "name other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
+        raise BadInput(f"the validation set is empty ({tokens['valid']} tokens of {tokens['train']:,}); {way_out}")
+
+
+def corpus_files(
+    cfg: DataConfig, say: Callable[[str], None] = ignore_line
+) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
+    """Returns ((training files, validation files), a line for each unusable glob). say: see list_files."""
+    same = bin_of if cfg.name == "tokens" else str
+    if cfg.name == "stdlib":
+        files, problems = stdlib_files(), []
+        if not files:
+            problems = ["data.name='stdlib': this Python has no source of its standard library; set data.files"]
+    elif not cfg.files:
+        return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
+    else:
+        files, problems = list_setting(cfg, cfg.files, "data.files", "text", same, say)
+    if not cfg.val_files:
+        return (files, []), problems
+    val_files, more = list_setting(cfg, cfg.val_files, "data.val_files", "validation", same, say)
+    trained = {file_identity(same(file.path)): same(file.path) for file in files}
+    if twice := [file for file in val_files if file_identity(same(file.path)) in trained]:
+        path, first = same(twice[0].path), trained[file_identity(same(twice[0].path))]
+        as_well = "" if path == first else f", as {first}"
+        more = [
+            *more,
+            f"{path} is in data.files{as_well} and in data.val_files; take it out of one ({len(twice)} in all)",
+        ]
+    return (files, val_files), problems + more
+
+
+def list_setting(
+    cfg: DataConfig,
+    globs: Globs,
+    setting: str,
+    default_source: str,
+    same: Callable[[str], str],
+    say: Callable[[str], None],
+) -> tuple[list[SourceFile], list[str]]:
+    """Returns list_files of one setting with {name} replaced."""
+    globs, problem = expand_source_names(globs, mixture_names(cfg.mixture), setting)
+    globs = add_hub_scheme(globs, cfg.name)
+    return ([], [problem]) if problem else list_files(globs, setting, default_source, same, say)
+
+
+def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
+    """Returns problems of the tokenizer with this model and objective."""
+    if problem := tokenizer_problem(name):
+        return [problem]
+    try:
+        tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
+    except BadInput as error:
+        return [str(error)]
+    if not fits(tokenizer, vocab_size):
+        return [
+            f"data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, but the model has model.vocab_size="
+            f"{vocab_size}; set it to {tokenizer.vocab_size} or more"
+        ]
+    try:
+        find_ids(cfg.objective, tokenizer, tokenizer.token_bytes, vocab_size, seq_len)
+    except BadInput as error:
+        return [str(error)]
+    return []
+
+
+def token_file_problems(
+    cfg: DataConfig, files: Sequence[SourceFile], everything: Sequence[SourceFile], seq_len: int, vocab_size: int
+) -> list[str]:
+    """Returns problems found from names, sizes and headers of token files."""
+    problems, tokens = [], 0
+    for file in everything:
+        if file.path.startswith(STREAMS):
+            problems.append(f"{file.path} is a dataset, not a file of tokens; set data.name='hf'")
+            continue
+        if is_manifest(file.path):
+            manifest, more = prepared_problems(file.path, cfg)
+            problems += more[:SHOWN]
+            if manifest is not None and manifest.content["max_id"] >= vocab_size:
+                problems.append(vocabulary_problem(file.path, manifest.content["max_id"], vocab_size))
+            tokens += manifest.content["num_tokens"] if manifest is not None and file in files else 0
+            continue
+        if is_megatron(file.path):
+            try:
+                tokens += int(read_index(Path(file.path).with_suffix(".idx")).offsets[-1]) * (file in files)
+            except BadInput as error:
+                problems.append(str(error))
+            continue
+        try:
+            header, size = read_header(Path(file.path)), Path(file.path).stat().st_size
+        except BadInput as error:
+            problems.append(str(error))
+            continue
+        if header is not None and (manifest_path := Path(file.path).parent / MANIFEST).exists():
+            problems.append(
+                f"{file.path} belongs to a prepared set; name its manifest, which has the hashes: {manifest_path}"
+            )
+        if is_array_record(file.path):
+            tokens += seq_len  # the number of tokens is unknown until the file is read
+            continue
+        if header is None and not file.path.endswith(".bin"):
+            problems.append(f"{file.path} is not a .bin of token ids; for text or id columns, set data.name='files'")
+        if header is not None and header["max_id"] >= vocab_size:
+            problems.append(vocabulary_problem(file.path, header["max_id"], vocab_size))
+        if file in files:
+            tokens += header["num_tokens"] if header else size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize
+    if tokens < seq_len and not problems:
+        problems.append(f"data.files has {tokens:,} tokens, fewer than one row of seq_len={seq_len:,}; add files")
+    return problems
+
+
+def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
+    """Returns the message for a file with ids outside the model's vocabulary."""
+    return (
+        f"{path} holds token id {max_id}, but the model has model.vocab_size={vocab_size}; "
+        f"set it to {max_id + 1} or more, or check data.token_dtype and the tokenizer"
+    )
+
+
+def add_hub_scheme(globs: Globs, name: str) -> Globs:
+    """Returns the globs; for data.name='hf', names of the hub get its scheme and saved datasets stay paths."""
+    if name != "hf":
+        return globs
+    if isinstance(globs, dict):
+        split = lambda some: hub_name(some) if isinstance(some, str) else tuple(map(hub_name, some))
+        return {source: split(some) for source, some in globs.items()}
+    if isinstance(globs, tuple):
+        return tuple(map(hub_name, globs))
+    return hub_name(globs)
+
+
+def hub_name(glob: str) -> str:
+    """Returns the name with the hub's scheme, unless it has a scheme or is the path of a saved dataset."""
+    return glob if glob.startswith(STREAMS) or is_saved_dataset(glob) else f"hf://{glob}"

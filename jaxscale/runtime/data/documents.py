@@ -1,0 +1,266 @@
+"""The memory-mapped index of all documents of a corpus: their token positions, sources and split.
+
+Documents are numbered across all files. Each takes 4 bytes for its position in the token stream (8 if 1,024 consecutive
+documents have 2**32 tokens), 1 or 2 bytes for its source if there are several, and one bit for each part (training,
+validation). Rank and select on the bits find the n-th document of a part and the reverse ("Succinct indexable
+dictionaries", Raman, Raman and Rao, SODA 2002), without any array in memory.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.data.array_folder import ArrayWriter
+from jaxscale.runtime.data.verified import Expected
+
+TRAIN, VALID = "train", "valid"
+BLOCK = 256  # documents per stored rank
+BASE = 1024  # documents per 8-byte base position
+CHUNK_DOCUMENTS = 1 << 20  # documents processed at a time: a multiple of both
+SELECT_IN_BYTE = np.stack([np.argsort(-row.astype(int), kind="stable") for row in np.unpackbits(
+    np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
+)]).astype(np.int64)  # [byte, k]: position of the k-th set bit  # fmt: skip
+
+
+class DocumentChunk(NamedTuple):
+    """Consecutive documents."""
+
+    lengths: np.ndarray  # int64[n]
+    sources: np.ndarray  # uint16[n]
+    train: np.ndarray  # bool[n]: in the training part
+    valid: np.ndarray  # bool[n]: in the validation part
+
+
+class SplitRule(NamedTuple):
+    """Token ranges of a document in training and validation, if it is in both or is clipped."""
+
+    fraction: float = 0.0
+    tails: tuple[int, ...] = ()  # sources whose documents have their last `fraction` in validation
+    clip: int = 0  # longest document [tokens]; 0: no limit
+
+    def lengths(self, whole: np.ndarray, sources: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (first token of the part, tokens of the part) of documents of these lengths and sources."""
+        skipped = np.zeros_like(whole)
+        if self.tails:
+            train_lengths = whole - (whole * self.fraction).astype(np.int64)
+            is_cut = np.isin(sources, self.tails)
+            if part == TRAIN:
+                whole = np.where(is_cut, train_lengths, whole)
+            else:
+                skipped, whole = np.where(is_cut, train_lengths, 0), np.where(is_cut, whole - train_lengths, whole)
+        return skipped, np.minimum(whole, self.clip) if self.clip else whole
+
+
+class TokenSet(NamedTuple):
+    """The token files of all documents, in order."""
+
+    paths: tuple[str, ...]
+    dtypes: tuple[str, ...]  # of the ids in each file
+    first_documents: np.ndarray  # int64[files + 1]
+    first_tokens: np.ndarray  # int64[files + 1]
+    loss_masks: tuple[str, ...] = ()  # loss mask of each file, see shards.py; '' or (): no mask
+    expected: Mapping[str, Expected] = {}  # expected state of these files
+
+
+class NeedsInt64(Exception):
+    """Positions need 8 bytes each."""
+
+
+def rechunk(chunks: Iterable[DocumentChunk]) -> Iterator[DocumentChunk]:
+    """Yields the documents in chunks of CHUNK_DOCUMENTS; the last chunk may be shorter."""
+    pending: list[DocumentChunk] = []
+    size = 0
+    for chunk in chunks:
+        pending.append(chunk)
+        size += len(chunk.lengths)
+        while size >= CHUNK_DOCUMENTS:
+            whole = DocumentChunk(*map(np.concatenate, zip(*pending)))
+            yield DocumentChunk(*(column[:CHUNK_DOCUMENTS] for column in whole))
+            pending = [DocumentChunk(*(column[CHUNK_DOCUMENTS:] for column in whole))]
+            size -= CHUNK_DOCUMENTS
+    if size:
+        yield DocumentChunk(*map(np.concatenate, zip(*pending)))
+
+
+def write_documents(
+    out: ArrayWriter, chunks: Iterable[DocumentChunk], rule: SplitRule, num_sources: int, groups: Mapping[str, int],
+    *, use_int64: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Writes the index of all documents and returns its metadata as JSON data.
+
+    Args: groups: {part: number of groups, that of the sources or 1}. wide: store 8-byte positions.
+    Raises: NeedsInt64 if positions need 8 bytes.
+    """
+    number = total = base = 0
+    source_type = np.uint8 if num_sources <= 1 << 8 else np.uint16
+    counts = {part: np.zeros(num, np.int64) for part, num in groups.items()}
+    tokens = {part: np.zeros(num_sources, np.int64) for part in groups}
+    targets = dict.fromkeys(groups, False)
+    for part, num in groups.items():
+        for group in range(num):
+            out.append(f"{part}.{group}.ranks", np.zeros(1, np.int64))
+    for chunk in rechunk(chunks):
+        lengths, sources = chunk.lengths.astype(np.int64), chunk.sources
+        base = write_positions(out, number, total + np.cumsum(lengths) - lengths, base, use_int64=use_int64)
+        if num_sources > 1:
+            out.append("sources", pad_to_block(sources.astype(source_type)))
+        for part, members in ((TRAIN, chunk.train), (VALID, chunk.valid)):
+            if part not in groups:
+                continue
+            out.append(f"{part}.bits", np.packbits(pad_to_block(members), bitorder="little"))
+            part_lengths = rule.lengths(lengths, sources, part)[1]
+            tokens[part] += np.bincount(sources[members], part_lengths[members], num_sources).astype(np.int64)
+            targets[part] |= bool((part_lengths[members] > 1).any())
+            for group in range(groups[part]):
+                in_group = members if groups[part] == 1 else members & (sources == group)
+                blocks = pad_to_block(in_group).reshape(-1, BLOCK)
+                ends = counts[part][group] + np.cumsum(blocks.sum(axis=1, dtype=np.int64))
+                out.append(f"{part}.{group}.ranks", ends)
+                counts[part][group] = ends[-1]
+        number, total = number + len(lengths), total + int(lengths.sum())
+    write_positions(out, number, np.array([total]), base, use_int64=use_int64)
+    return {
+        "number": number,
+        "num_sources": num_sources,
+        "rule": rule._asdict(),
+        "members": {part: found.tolist() for part, found in counts.items()},
+        "tokens": {part: found.tolist() for part, found in tokens.items()},
+        "targets": targets,
+    }
+
+
+def pad_to_block(values: np.ndarray) -> np.ndarray:
+    """Pads the values with zeros to a multiple of BLOCK."""
+    return np.pad(values, (0, -len(values) % BLOCK))
+
+
+def write_positions(out: ArrayWriter, number: int, positions: np.ndarray, base: int, *, use_int64: bool) -> int:
+    """Writes positions of documents from `number` on relative to their bases, and returns the last base.
+
+    Args: number: a multiple of BASE, except for a single position. base: the previous one. Raises: NeedsInt64.
+    """
+    if use_int64:
+        out.append("positions", positions)
+        return base
+    bases = np.array([base])
+    if number % BASE == 0:
+        bases = positions[::BASE]
+        out.append("bases", bases)
+    offsets = positions - np.repeat(bases, BASE)[: len(positions)]
+    if len(offsets) and offsets.max() > np.iinfo(np.uint32).max:
+        raise NeedsInt64
+    out.append("positions", offsets.astype(np.uint32))
+    return int(bases[-1])
+
+
+class DocumentIndex:
+    """Reads the index. Arrays are memory-mapped; methods take and return arrays of any length."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any], files: TokenSet | None = None):
+        """metadata: returned by write_documents. files: not needed to plan rows."""
+        self.arrays, self.metadata, self.files = arrays, metadata, files
+        self.rule = SplitRule(metadata["rule"]["fraction"], tuple(metadata["rule"]["tails"]), metadata["rule"]["clip"])
+
+    def __len__(self) -> int:
+        return self.metadata["number"]
+
+    def positions(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns int64[n]: the start of each document in the token stream; for len(self), its end."""
+        found = self.arrays["positions"][numbers].astype(np.int64)
+        return found + self.arrays["bases"][numbers // BASE] if "bases" in self.arrays else found
+
+    def sources(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns uint16[n]: the source of each document."""
+        if self.metadata["num_sources"] == 1:
+            return np.zeros(len(numbers), np.uint16)
+        return self.arrays["sources"][numbers].astype(np.uint16)
+
+    def lengths(self, numbers: np.ndarray, part: str) -> np.ndarray:
+        """Returns int64[n]: the tokens of each document in the part."""
+        return self._part_range(numbers, part)[1]
+
+    def _part_range(self, numbers: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
+        whole = self.positions(numbers + 1) - self.positions(numbers)
+        return self.rule.lengths(whole, self.sources(numbers) if self.rule.tails else numbers, part)
+
+    def locate(self, numbers: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (file, offset of the part's first token in it) of each document."""
+        assert self.files is not None, "locate needs the token files"
+        files = self.files.first_documents.searchsorted(numbers, side="right") - 1
+        begins = self.positions(numbers) - self.files.first_tokens[files]
+        return files, begins if part == TRAIN else begins + self._part_range(numbers, part)[0]
+
+    def size(self, part: str, group: int) -> int:
+        """Returns the number of documents of a group."""
+        return self.metadata["members"][part][group]
+
+    def select(self, part: str, group: int, ranks: np.ndarray) -> np.ndarray:
+        """Returns int64[n]: the numbers of a group's documents of these ranks (succinct select)."""
+        if self.size(part, group) == len(self):
+            return ranks
+        block_ranks = self.arrays[f"{part}.{group}.ranks"]
+        blocks = block_ranks.searchsorted(ranks, side="right") - 1
+        rank_left = ranks - block_ranks[blocks]
+        bits = self._bits(part, group, blocks)
+        words = bits.view(np.uint64)
+        word, rank_left = select_part(np.bitwise_count(words), rank_left)
+        word_bytes = words[np.arange(len(bits)), word][:, None].view(np.uint8)
+        byte, rank_left = select_part(np.bitwise_count(word_bytes), rank_left)
+        return blocks * BLOCK + word * 64 + byte * 8 + SELECT_IN_BYTE[word_bytes[np.arange(len(bits)), byte], rank_left]
+
+    def rank(self, part: str, group: int, number: int) -> int | None:
+        """Returns the rank of a document in a group, the inverse of select; None if it is not in the group."""
+        block, place = divmod(number, BLOCK)
+        members = np.unpackbits(self._bits(part, group, np.array([block]))[0], bitorder="little")
+        if not members[place]:
+            return None
+        return int(self.arrays[f"{part}.{group}.ranks"][block]) + int(members[:place].sum())
+
+    def _bits(self, part: str, group: int, blocks: np.ndarray) -> np.ndarray:
+        """Returns uint8[n, BLOCK / 8]: the bits of a group in each block."""
+        bits = self.arrays[f"{part}.bits"].reshape(-1, BLOCK // 8).take(blocks, axis=0)
+        if len(self.metadata["members"][part]) == 1:
+            return bits
+        sources = self.arrays["sources"].reshape(-1, BLOCK).take(blocks, axis=0)
+        return bits & np.packbits(sources == group, axis=1, bitorder="little")
+
+    def members(self, part: str, group: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields (numbers, lengths in the part) of a group's documents, at most CHUNK_DOCUMENTS at a time."""
+        for first in range(0, len(self), CHUNK_DOCUMENTS):
+            numbers = np.arange(first, min(first + CHUNK_DOCUMENTS, len(self)))
+            blocks = np.arange(first // BLOCK, -(-(first + len(numbers)) // BLOCK))
+            is_one = np.unpackbits(self._bits(part, group, blocks).reshape(-1), bitorder="little", count=len(numbers))
+            numbers = numbers[is_one.view(bool)]
+            yield numbers, self.lengths(numbers, part)
+
+
+def select_part(counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (column that contains each rank, rank within it) for counts [n, parts] per column."""
+    part = np.zeros(len(ranks), np.int64)
+    for column in range(counts.shape[1] - 1):  # few columns: faster than a cumulative sum
+        is_behind = (part == column) & (ranks >= counts[:, column])
+        ranks = np.where(is_behind, ranks - counts[:, column], ranks)
+        part += is_behind
+    return part, ranks
+
+
+def bisect_right(array: np.ndarray, low: np.ndarray, high: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns int64[n]: np.searchsorted(array[low:high], key, side="right") + low for each key."""
+    low, high = low.copy(), high.copy()
+    while (open_ := low < high).any():
+        middle = (low + high) // 2
+        below = open_ & (array[np.minimum(middle, len(array) - 1)] <= keys)
+        low = np.where(below, middle + 1, low)
+        high = np.where(open_ & ~below, middle, high)
+    return low
+
+
+def make_token_set(files: Sequence[tuple[str, str, str, int, int, Mapping[str, Expected]]]) -> TokenSet:
+    """Builds a TokenSet from (path, dtype, loss mask path or '', documents, tokens, expected states) of each file."""
+    paths, dtypes, trained, documents, tokens, expected = zip(*files)
+    first_documents, first_tokens = (
+        np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]) for sizes in (documents, tokens)
+    )
+    known = {path: one for each in expected for path, one in each.items()}
+    return TokenSet(paths, dtypes, first_documents, first_tokens, trained, known)

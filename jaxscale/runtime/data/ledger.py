@@ -1,0 +1,248 @@
+"""Maps steps to the documents they train on, and documents to steps. Both are computed; nothing is logged.
+
+Position in the stream -> row -> pieces -> shard and document number -> lineage (source, file, offset, id), and each
+mapping has an inverse. Positions in a row are those of the packed row, before the objective is applied.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.runtime.data.cache import cache_folder
+from jaxscale.runtime.data.document_lineage import escape_non_utf8, open_lineage
+from jaxscale.runtime.data.names import candidate_documents, open_names
+from jaxscale.runtime.data.order import Batches, batch_index, step_of
+from jaxscale.runtime.data.pipeline import Corpus
+from jaxscale.runtime.data.shards import Shard
+from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import on_one_line
+
+OFFSET_DIGITS = 18  # larger offsets exceed any file and Arrow's int64
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentPiece:
+    """A piece of a document in a packed row of a batch."""
+
+    row: int  # in the batch
+    begin: int  # in the row, before the objective changes it
+    tokens: int
+    first_token: int  # offset of the piece in its document
+    source: str
+    shard: str
+    number: int  # of the document in its shard
+    file: str  # empty if unknown
+    offset: int  # in that file; -1 if unknown
+    id: str
+
+    @property
+    def name(self) -> str:
+        """Returns the document's name, as --doc accepts it."""
+        if self.id:
+            return self.id
+        return f"{self.file}:{self.offset}" if self.offset >= 0 else f"{self.shard}:{self.number}"
+
+
+class Ledger:
+    """Maps steps to documents and documents to steps. Opening one reads only the corpus's indexes."""
+
+    def __init__(self, corpus: Corpus, batches: Batches, skipped: Iterable[Sequence[int]] = ()):
+        """batches: of the run, with its mixture. skipped: skipped batch ranges in its checkpoint."""
+        if not corpus.shards:
+            raise BadInput(f"data.name={corpus.cfg.name!r} has no documents: its tokens are random")
+        self.corpus, self.batches, self.skipped = corpus, batches, tuple(skipped)
+        self._rows = corpus.train_rows
+
+    def step(self, step: int) -> list[DocumentPiece]:
+        """Returns the documents of the batch that a step trains on, by row and position."""
+        return self.batch(self.batch_of(step))
+
+    def batch_of(self, step: int) -> int:
+        """Returns the index of the batch that a step trains on."""
+        return batch_index(step, self.skipped)
+
+    def batch(self, n: int) -> list[DocumentPiece]:
+        """Returns the documents of batch n."""
+        pieces = self._rows.pieces(self.batches.row_numbers(n))
+        rows = np.repeat(np.arange(self.batches.sizes.size(n)), np.diff(pieces.first))
+        begins = np.cumsum(pieces.lengths) - pieces.lengths
+        begins -= begins[pieces.first[:-1]][rows]
+        for number in np.unique(pieces.documents).tolist():  # sorted, so that each lineage row group is read once
+            self.origin(number)
+        columns = (rows, begins, pieces.lengths, pieces.skipped, pieces.documents)
+        return [self.entry(*(int(value) for value in values)) for values in zip(*columns)]
+
+    def names(self, n: int) -> list[str]:
+        """Returns the documents' names of batch n, most tokens first: 'SOURCE FILE, document 3' (numbered from 0), or
+        'SOURCE SHARD:NUMBER' if the shard does not list its files.
+
+        Reads only indexes and headers, no lineage, so that a run can call it while training.
+        """
+        pieces = self._rows.pieces(self.batches.row_numbers(n))
+        tokens = collections.Counter()
+        for number, length in zip(pieces.documents.tolist(), pieces.lengths.tolist()):
+            tokens[number] += length
+        return [self.name(number) for number, _ in tokens.most_common()]
+
+    def name(self, number: int) -> str:
+        """Returns the name of a document of the corpus on one line, with other characters escaped."""
+        at, place = self.place(number)
+        shard, source = self.corpus.shards[at], self.source(number)
+        file, first = source_file(shard, place)
+        return on_one_line(f"{source} {file}, document {place - first}" if file else f"{source} {shard.place}:{place}")
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Returns (shard, number in it) of a document of the corpus."""
+        firsts = self._rows.documents.files.first_documents
+        at = int(firsts.searchsorted(number, side="right")) - 1
+        return at, number - int(firsts[at])
+
+    def source(self, number: int) -> str:
+        """Returns the source of a document of the corpus."""
+        return self.corpus.source_names[int(self._rows.documents.sources(np.array([number]))[0])]
+
+    def tokens(self, n: int) -> np.ndarray:
+        """Returns int32[rows, T]: the tokens of batch n before the objective is applied."""
+        return self.batches.text(n).tokens
+
+    def steps_of(self, document: str, stop: int) -> list[tuple[int, DocumentPiece]]:
+        """Returns (step, piece) for each occurrence of a document in steps below `stop`, in order.
+
+        document: its id, FILE:OFFSET or SHARD:NUMBER; includes all documents of that name.
+        Raises: BadInput if there is none, or none in training.
+        """
+        stop_place = self.batches.sizes.begin(batch_index(stop - 1, self.skipped) + 1)
+        found = self.find(document)
+        firsts = self._rows.documents.files.first_documents
+        rows = {number: self._rows.rows_of(number) for number in sorted({int(firsts[at]) + n for at, n in found})}
+        if not any(map(len, rows.values())):
+            at, number = found[0]
+            which = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
+            raise BadInput(
+                f"--doc={document}: {which}document {number} of {self.corpus.shards[at].place} is empty or in "
+                "validation: no step trains on it; name one that --step lists"
+            )
+        occurrences = []
+        for number, document_rows in rows.items():
+            for row in document_rows.tolist():
+                pieces = self._rows.pieces(np.array([row]))
+                ends = np.cumsum(pieces.lengths)
+                (at,) = np.flatnonzero(pieces.documents == number)
+                begin, length, before = (
+                    int(column[at]) for column in (ends - pieces.lengths, pieces.lengths, pieces.skipped)
+                )
+                for place in self.batches.order.places_of(row, max(0, stop_place)).tolist():
+                    n, in_batch = self.batches.sizes.find(place)
+                    step = step_of(n, self.skipped)
+                    if step is not None and step < stop:
+                        occurrences.append((step, self.entry(in_batch, begin, length, before, number)))
+        return sorted(occurrences, key=lambda occurrence: (occurrence[0], occurrence[1].row))
+
+    def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> DocumentPiece:
+        """Returns a piece with its origin. skipped: tokens before it. number: of the document in the corpus."""
+        at, place = self.place(number)
+        source, shard = self.source(number), self.corpus.shards[at].place
+        return DocumentPiece(row, begin, tokens, skipped, source, shard, place, *self.origin(number))
+
+    @functools.cache  # noqa: B019 - a ledger lives as long as its process
+    def origin(self, number: int) -> tuple[str, int, str]:
+        """Returns (file, offset, id) of a document of the corpus, as far as known."""
+        at, place = self.place(number)
+        if "docs" not in self.corpus.shards[at].header["sha256"]:
+            return source_file(self.corpus.shards[at], place)[0], -1, ""
+        firsts = self._groups(at)
+        group = int(firsts.searchsorted(place, side="right")) - 1
+        table = self._lineage(at, group)
+        return tuple(table[name][place - int(firsts[group])].as_py() for name in ("file", "offset", "id"))
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def _groups(self, at: int) -> np.ndarray:
+        """Returns the first document of each row group of a shard's lineage, and the end."""
+        with open_lineage(self.corpus.shards[at].lineage_path) as file:
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        return np.cumsum([0, *sizes])
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def _lineage(self, at: int, group: int) -> Any:
+        """Reads a row group of a shard's lineage as a pyarrow.Table."""
+        with open_lineage(self.corpus.shards[at].lineage_path) as file:
+            return file.read_row_group(group, columns=["file", "offset", "id"], use_threads=False)
+
+    @functools.cached_property
+    def _names(self) -> Any:
+        """Returns the published index of names, or None."""
+        cfg, corpus = self.corpus.cfg, self.corpus
+        return open_names(corpus.shards, corpus.published, cache_folder(cfg), cfg.cache_bytes, cfg.verify)
+
+    def find(self, document: str) -> list[tuple[int, int]]:
+        """Returns (shard, number in it) of each document of this name; several if a file or id occurs twice.
+
+        Uses the set's index of names; without one, it scans all lineages. Raises BadInput if there is none.
+        """
+        document = escape_non_utf8(document)
+        file, _, offset = document.rpartition(":")
+        place = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
+        found = [
+            (at, place)
+            for at, shard in enumerate(self.corpus.shards)
+            if place is not None and place < shard.header["num_documents"]
+            if file in (escape_non_utf8(shard.place), on_one_line(shard.place))
+        ]
+        if self._names is not None:
+            for number in candidate_documents(self._names, document, file, place):
+                its_file, its_offset, its_id = self.origin(number)
+                if its_id == document or (its_offset == place and file in (its_file, on_one_line(its_file)) and file):
+                    found.append(self.place(number))
+        else:
+            for at, shard in enumerate(self.corpus.shards):
+                if "docs" in shard.header["sha256"]:
+                    found += [(at, number) for number in scan_lineage(shard, document, file, place)]
+        if not found and document:
+            raise BadInput(
+                f"--doc={document}: no document of the corpus has this id or location; write an id, FILE:OFFSET, or "
+                "SHARD.bin:NUMBER as --step lists them"
+            )
+        return sorted(set(found))
+
+    def text(self, entry: DocumentPiece, tokens_BT: np.ndarray, characters: int) -> str | None:
+        """Returns the beginning of the piece's text, or None without a tokenizer."""
+        if self.corpus.tokenizer is None:
+            return None
+        ids = tokens_BT[entry.row, entry.begin : entry.begin + min(entry.tokens, 8 * characters + 8)]
+        return self.corpus.tokenizer.decode(ids)[:characters]
+
+
+def scan_lineage(shard: Shard, document: str, file: str, offset: int | None) -> Iterator[int]:
+    """Yields the numbers of a shard's documents with this id or location; offset None: no location."""
+    import pyarrow
+    import pyarrow.compute
+
+    compute: Any = pyarrow.compute  # its functions are created at import
+    first = 0
+    with open_lineage(shard.lineage_path) as lineage:
+        for group in range(lineage.num_row_groups):
+            table = lineage.read_row_group(group, columns=["file", "offset", "id"], use_threads=False)
+            matches = compute.equal(table["id"], document)
+            if file and offset is not None:
+                names = table["file"].cast(pyarrow.string())
+                same = [name for name in names.unique().to_pylist() if on_one_line(name) == file]  # as listed by --step
+                at_location = compute.and_(
+                    compute.is_in(names, pyarrow.array([file, *same], pyarrow.string())),
+                    compute.equal(table["offset"], offset),
+                )
+                matches = compute.or_(matches, at_location)
+            yield from (first + np.flatnonzero(matches.to_numpy())).tolist()
+            first += table.num_rows
+
+
+def source_file(shard: Shard, number: int) -> tuple[str, int]:
+    """Returns (file of a document, number of the file's first document in the shard) from the header; ('', 0) if
+    unknown."""
+    documents = [file["documents"] for file in shard.header["files"]]
+    ends = np.cumsum(documents)
+    at = int(np.searchsorted(ends, number, side="right"))
+    return (shard.header["files"][at]["name"], int(ends[at]) - documents[at]) if at < len(ends) else ("", 0)

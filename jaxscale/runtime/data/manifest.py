@@ -1,0 +1,326 @@
+"""The manifest of a prepared set of shards: its files and their hashes.
+
+It is written last, so that a set with a manifest is complete. Training reads the set by its manifest.json; files that
+it does not list are ignored, except for indexes, whose folders are named by a hash of their inputs and have their own
+hashes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.runtime.data.header import SHA256, SUFFIXES, has_type
+from jaxscale.runtime.data.shard_writer import write_synced
+from jaxscale.runtime.data.shards import Shard, expect_size, open_shard, read_token_bytes, shard_files
+from jaxscale.runtime.data.verified import find_damaged, hash_mismatches
+from jaxscale.system.digest import file_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import read_json, write_json
+
+FORMAT, VERSION, NAME = "jaxscale-manifest", 1, "manifest.json"
+COUNT_TYPES = {"max_id": int, "text_bytes": int, "fingerprint": str}
+CONTENT_TYPES = {
+    "shards": list, "tokenizer": dict, "recipe": dict, "sources": dict, "versions": dict, "num_tokens": int,
+    "num_documents": int, **COUNT_TYPES,
+}  # fmt: skip
+SHARD_TYPES = {"name": str, "tokens": int, "documents": int, "files": dict, **COUNT_TYPES}
+# At most one numbered folder and a plain name: a manifest may come from an untrusted source.
+SHARD_NAME = re.compile(r"(?:[0-9]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+FIX = "prepare the set again, or restore the file"
+SHOWN = 3  # problems listed one by one
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of a manifest and its location."""
+
+    path: str  # or gs:// address
+    content: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns the hash of all tokens in order; independent of folder, names, dates and recipe."""
+        return self.content["fingerprint"]
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """Returns the entries of the shards, in order."""
+        return self.content["shards"]
+
+    @property
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Returns {path in the set's folder: (bytes, sha256)} of all files but the manifest, shards first."""
+        found = {name: file for shard in self.shards for name, file in shard["files"].items()}
+        if self.content["tokenizer"]["file"]:
+            found[self.content["tokenizer"]["file"]] = self.content["tokenizer"]
+        return {name: (file["bytes"], file["sha256"]) for name, file in found.items()}
+
+
+def write_manifest(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    recipe: Mapping[str, Any],
+    tokenizer_file: tuple[str, bytes] | None = None,
+    source_bytes: Mapping[str, int] | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Writes manifest.json, atomically, for the shards NAME.* of a folder in this order.
+
+    Args: tokenizer_file: (name, content), written next to the shards. source_bytes: bytes of text of each source, if
+    known. versions: of the programs that made the set.
+    Raises: BadInput for a shard that is missing or visibly damaged, and for shards of different tokenizers.
+    """
+    folder = Path(folder)
+    if not names or len(set(names)) != len(names):
+        raise BadInput(f"{folder}: a manifest lists each shard once and at least one, not {list(names)[:5]}")
+    entries, tokenizers = [], {}
+    sources: dict[str, dict[str, Any]] = {}
+    for name in names:
+        shard = open_shard(folder / f"{name}.json", with_token_bytes=False)
+        made_with = {**shard.header["tokenizer"], "eos_id": shard.header.get("eos_id")}
+        tokenizers[json.dumps(made_with, sort_keys=True)] = made_with
+        entries.append(shard_entry(folder, name, shard))
+        for source, counts in counts_by_source(shard).items():
+            total = sources.setdefault(source, {"documents": 0, "tokens": 0, "text_bytes": None})
+            for what, number in counts.items():
+                total[what] += number
+    if len(tokenizers) > 1:
+        raise BadInput(f"{folder} holds shards of {len(tokenizers)} tokenizers; a set has one")
+    for source, size in (source_bytes or {}).items():
+        sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
+    (made_with,) = tokenizers.values()
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": set_fingerprint(entries),
+        **totals(entries),
+        "sources": sources,
+        "tokenizer": {**made_with, **write_tokenizer(folder, tokenizer_file)},
+        "recipe": dict(recipe),
+        "versions": dict(versions or {}),
+        "shards": entries,
+    }
+    try:
+        json.dumps([content["recipe"], content["versions"]], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"the recipe cannot be written to {folder / NAME}: {error}") from None
+    write_json(folder / NAME, content)
+    shutil.copymode(folder / f"{names[0]}.json", folder / NAME)  # same permissions as the shards
+    return read_manifest(folder / NAME)
+
+
+def counts_by_source(shard: Shard) -> dict[str, dict[str, int]]:
+    """Returns {source: {documents, tokens}}, exact."""
+    documents = np.bincount(shard.source_ids, minlength=len(shard.header["sources"]))
+    tokens = np.zeros(len(documents), np.int64)
+    np.add.at(tokens, shard.source_ids, np.diff(shard.offsets))
+    pairs = zip(shard.header["sources"], documents.tolist(), tokens.tolist())
+    return {source: {"documents": number, "tokens": size} for source, number, size in pairs}
+
+
+def set_fingerprint(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the hash of ids, documents, sources and tokenizer of the shards, in order."""
+    return hashlib.sha256("|".join(entry["fingerprint"] for entry in entries).encode()).hexdigest()
+
+
+def shard_entry(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
+    """Returns the manifest entry of one shard."""
+    base = folder / name
+    if not SHARD_NAME.fullmatch(name) or shard.header["bin"] != f"{base.name}.bin":
+        raise BadInput(
+            f"{base}.json: a shard of a set needs a plain name, in at most one numbered folder, and its .bin next to it"
+        )
+    if sum(file["documents"] for file in shard.header["files"]) != shard.header["num_documents"]:
+        raise BadInput(f"{base}.json: its 'files' do not account for its {shard.header['num_documents']:,} documents")
+    relative = lambda path: str(Path(path).relative_to(folder))
+    files = {relative(path): (os.path.getsize(path), sha256) for _, path, sha256 in shard_files(Path(f"{base}.json"))}
+    for ending in (".json", *SUFFIXES.values()):  # files that an older header has no hash of
+        path = f"{base}{ending}"
+        if relative(path) not in files and os.path.exists(path):
+            files[relative(path)] = (os.path.getsize(path), file_sha256(path))
+    return {
+        "name": name,
+        "tokens": shard.header["num_tokens"],
+        "documents": shard.header["num_documents"],
+        "max_id": shard.header["max_id"],
+        "text_bytes": shard.header["text_bytes"],
+        "fingerprint": shard.fingerprint,
+        "files": {file: {"bytes": size, "sha256": sha256} for file, (size, sha256) in sorted(files.items())},
+    }
+
+
+def write_tokenizer(folder: Path, file: tuple[str, bytes] | None) -> dict[str, Any]:
+    """Writes the tokenizer file (name, content) next to the shards and returns its manifest entry."""
+    if file is None:
+        return {"file": None}
+    name, content = file
+    if name not in TOKENIZERS:
+        raise BadInput(f"{name} is neither a tokenizer.json nor a .model")
+    write_synced(folder / name, content)
+    return {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def is_manifest(path: str) -> bool:
+    """Returns True for a manifest: by content on a local disk, by name in a bucket."""
+    if "://" in path:
+        return path.endswith(".json")
+    if not path.endswith(".json"):
+        return False
+    try:
+        content = read_json(path)
+    except (OSError, BadInput):
+        return Path(path).name == NAME  # damaged or missing: reading it raises
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """Reads the manifest at a local path, and no other file. Raises BadInput if it is invalid."""
+    try:
+        return parse_manifest(str(path), read_json(path))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist; a set without its manifest is incomplete: {FIX}") from None
+
+
+def parse_manifest(path: str, content: Any) -> Manifest:
+    """Validates and returns the manifest with this content. Raises BadInput naming `path` and the entry."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BadInput(f"{path} is not the manifest of a prepared set")
+    if content.get("version") != VERSION:
+        raise BadInput(f"{path} has format version {content.get('version')}; this program reads version {VERSION}")
+    for key, kind in CONTENT_TYPES.items():
+        if not has_type(content.get(key), kind):
+            raise BadInput(f"{path} has an invalid {key!r}; {FIX}")
+    for i, shard in enumerate(content["shards"]):
+        if not isinstance(shard, dict) or not all(has_type(shard.get(key), kind) for key, kind in SHARD_TYPES.items()):
+            raise BadInput(f"{path} has an invalid 'shards[{i}]'; {FIX}")
+        needed = [f"{shard['name']}{ending}" for ending in (".json", ".bin", ".idx", ".src")]
+        allowed = {f"{shard['name']}{ending}" for ending in (".json", *SUFFIXES.values())}
+        good = SHARD_NAME.fullmatch(shard["name"]) and set(needed) <= shard["files"].keys() <= allowed
+        if not good or not all(map(is_hash_entry, shard["files"].values())):
+            raise BadInput(f"{path} has invalid 'files' of shard {shard['name']!r}; {FIX}")
+    if not content["shards"] or len({shard["name"] for shard in content["shards"]}) != len(content["shards"]):
+        raise BadInput(f"{path} lists no shard, or a shard twice; {FIX}")
+    tokenizer = content["tokenizer"]
+    if tokenizer.get("file") not in (None, *TOKENIZERS) or (tokenizer.get("file") and not is_hash_entry(tokenizer)):
+        raise BadInput(f"{path} has an invalid 'tokenizer'; {FIX}")
+    if set_fingerprint(content["shards"]) != content["fingerprint"]:
+        raise BadInput(f"{path} has a fingerprint that does not match its shards: it was edited; {FIX}")
+    if wrong := [key for key, total in totals(content["shards"]).items() if content[key] != total]:
+        raise BadInput(f"{path} has a {wrong[0]!r} that does not match its shards: it was edited; {FIX}")
+    return Manifest(path, {**content, "tokenizer": {"file": None, **tokenizer}})
+
+
+def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns the totals of the shards' entries."""
+    return {
+        "num_tokens": sum(entry["tokens"] for entry in entries),
+        "num_documents": sum(entry["documents"] for entry in entries),
+        "max_id": max(entry["max_id"] for entry in entries),
+        "text_bytes": sum(entry["text_bytes"] for entry in entries),
+    }
+
+
+def is_hash_entry(entry: Any) -> bool:
+    """Returns True for {"bytes": size, "sha256": 64 hexadecimal digits}."""
+    if not isinstance(entry, dict) or not has_type(entry.get("bytes"), int):
+        return False
+    return isinstance(entry.get("sha256"), str) and bool(SHA256.fullmatch(entry["sha256"]))
+
+
+def manifest_problems(manifest: Manifest, *, deep: bool) -> list[str]:
+    """Returns a line for each file that is missing, has the wrong size or, if `deep`, the wrong hash."""
+    folder = Path(manifest.path).parent
+    found = {name: file_problem(folder / name, size) for name, (size, _) in manifest.files.items()}
+    if deep:
+        whole = [name for name, problem in found.items() if problem is None]
+        other = hash_mismatches({str(folder / name): manifest.files[name][1] for name in whole})
+        found |= {path: changed_line(path, problem) for path, problem in other.items()}
+    return [problem for problem in found.values() if problem]
+
+
+def changed_line(path: str, problem: str) -> str:
+    """Returns `problem`, why a file cannot be read, or the message for a changed file."""
+    return problem or f"{path} was changed after the manifest was written; {FIX}"
+
+
+def file_problem(path: Path, size: int) -> str | None:
+    """Returns the problem with the file's size, or None."""
+    try:
+        expect_size(str(path), size, "the manifest", FIX)
+    except BadInput as error:
+        return str(error)
+    return None
+
+
+def check_manifest(path: Path | str, deep: bool) -> Manifest:
+    """Returns the manifest of a complete set. deep: hash every file, not only check its size.
+
+    Raises: BadInput naming the files that are missing or were changed after the manifest.
+    """
+    manifest = read_manifest(path)
+    raise_problems(manifest_problems(manifest, deep=deep))
+    return manifest
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raises BadInput with the first problems and the number of others, if there are any."""
+    if problems:
+        more = f"; and {len(problems) - SHOWN:,} more such files" if len(problems) > SHOWN else ""
+        raise BadInput("; ".join(problems[:SHOWN]) + more)
+
+
+def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = print, *, remember: bool = True) -> None:
+    """Hashes the files of a set unless this machine has since they last changed, see `find_damaged`.
+
+    Raises: BadInput as check_manifest does.
+    """
+    raise_problems(manifest_problems(manifest, deep=False))
+    folder = Path(manifest.path).absolute().parent
+    files = {str(folder / name): sha256 for name, (_, sha256) in manifest.files.items()}
+    found = find_damaged(files, cache, str(folder), say, remember=remember)
+    raise_problems([changed_line(path, problem) for path, problem in found.items()])
+
+
+def open_set(manifest: Manifest, locate: Callable[[str], str] | None = None) -> list[Shard]:
+    """Opens the shards of the manifest, in order.
+
+    Args: locate: returns the path of a file of the set; None: next to the manifest. An address of a .bin is not opened.
+    Raises: BadInput naming a shard that does not match its entry.
+    """
+    folder = Path(manifest.path).parent
+    locate = locate or (lambda name: str(folder / name))
+    tokenizer = manifest.content["tokenizer"]["file"]
+    name_of_tokenizer = {"name": locate(tokenizer)} if tokenizer else {}
+    shards: list[Shard] = []
+    tables: dict[str, np.ndarray | None] = {}  # shared by all shards of one tokenizer
+    for entry in manifest.shards:
+        name, files = entry["name"], entry["files"]
+        header_path = locate(f"{name}.json")
+        parts: dict[str, Any] = {"bin": locate(f"{name}{SUFFIXES['bin']}")}
+        parts |= {part: functools.partial(locate, f"{name}{SUFFIXES[part]}") for part in ("idx", "src")}
+        if (docs := f"{name}{SUFFIXES['docs']}") in files:
+            parts["docs"] = functools.partial(locate, docs)
+        shard = open_shard(Path(header_path), with_token_bytes=False, parts=parts)
+        found = [shard.header[key] for key in ("num_tokens", "num_documents", "max_id", "text_bytes")]
+        listed = [entry[key] for key in ("tokens", "documents", "max_id", "text_bytes")]
+        is_other = shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{Path(name).name}.bin"
+        if is_other or found != listed:
+            raise BadInput(f"{header_path} is not the shard that {manifest.path} lists; {FIX}")
+        if listed_table := files.get(table := f"{name}{SUFFIXES['token_bytes']}"):
+            if listed_table["sha256"] not in tables:
+                tables[listed_table["sha256"]] = read_token_bytes(locate(table))
+            shard = shard._replace(token_bytes=tables[listed_table["sha256"]])
+        shard.header["tokenizer"] = {**shard.header["tokenizer"], **name_of_tokenizer}
+        shards.append(shard)
+    return shards

@@ -1,0 +1,158 @@
+"""Megatron's indexed datasets, NAME.bin and NAME.idx: read in place, and exported from shards.
+
+The .idx, version 1 (Megatron-LM, megatron/core/datasets/indexed_dataset.py), all little-endian:
+    "MMIDIDX\\0\\0", uint64 version, uint8 type of the ids, uint64 sequences, uint64 documents + 1,
+    int32[sequences] ids in each, int64[sequences] where each begins in the .bin, in bytes,
+    int64[documents + 1] the first sequence of each document, and their number,
+    and in multimodal sets int8[sequences], the mode of each.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.data.cache import cached_shard, index_raw, size_and_mtime
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.remote import map_ids
+from jaxscale.runtime.data.shard_writer import write_synced
+from jaxscale.runtime.data.shards import Shard, expect_size
+from jaxscale.runtime.data.verified import Say
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.system.digest import READ_BYTES
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import open_regular
+
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+HEAD = struct.Struct("<9sQBQQ")
+TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+# Shard dtypes of the same size. Ids are checked not to be negative.
+SAME_BITS = {1: "uint8", 2: "uint8", 3: "uint16", 4: "uint32", 5: "int64", 8: "uint16"}
+CODES = {"uint8": 1, "uint16": 8, "uint32": 4, "int64": 5}  # Megatron has no uint32; int32 has ids below 2**31
+SIGNED_END = {2: 2**7, 3: 2**15, 4: 2**31, 5: 2**63}  # ids from here on are negative
+
+
+class MegatronIndex(NamedTuple):
+    """An .idx, memory-mapped."""
+
+    code: int  # of the type of the ids
+    lengths: np.ndarray  # int32[sequences]
+    pointers: np.ndarray  # int64[sequences], bytes
+    documents: np.ndarray  # int64[documents + 1], sequences
+    modes: np.ndarray | None  # int8[sequences]
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Returns int64[documents + 1]: document starts [ids], and the end."""
+        ends = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(self.lengths, out=ends[1:])
+        return ends[self.documents]
+
+
+def is_megatron(path: str) -> bool:
+    """Returns True for the .bin or .idx of a Megatron dataset, by the magic number of the .idx."""
+    if not path.endswith((".bin", ".idx")):
+        return False
+    try:
+        with open_regular(Path(path).with_suffix(".idx")) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, BadInput):
+        return False
+
+
+def read_index(path: Path) -> MegatronIndex:
+    """Reads an .idx. Raises BadInput if it is damaged or has another version."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = np.memmap(file, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(raw) < HEAD.size or raw[: len(MAGIC)].tobytes() != MAGIC:
+        raise BadInput(f"{path} is not a Megatron index: it does not begin with {MAGIC!r}")
+    _, version, code, sequences, bounds = HEAD.unpack(raw[: HEAD.size].tobytes())
+    if version != VERSION or code not in TYPES:
+        raise BadInput(f"{path} has version {version} and type {code}; supported: version {VERSION}, types 1 to 8")
+    size = HEAD.size + 12 * sequences + 8 * bounds
+    if len(raw) not in (size, size + sequences) or not bounds:
+        what = "cut short" if len(raw) < size else "too long"
+        raise BadInput(f"{path} has {len(raw):,} bytes where its head says {size:,}: it is {what}; copy it again")
+    parts, place = [], HEAD.size
+    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", bounds)):
+        stop = place + np.dtype(dtype).itemsize * count
+        parts.append(np.asarray(raw[place:stop]).view(dtype))
+        place = stop
+    lengths, pointers, documents = parts
+    modes = np.asarray(raw[place:]).view(np.int8) if sequences and place < len(raw) else None
+    index = MegatronIndex(code, lengths, pointers, documents, modes)
+    check_index(path, index)
+    return index
+
+
+def check_index(path: Path, index: MegatronIndex) -> None:
+    """Raises BadInput unless the sequences are contiguous and the documents cover them."""
+    starts = np.cumsum(index.lengths, dtype=np.int64) - index.lengths
+    itemsize = np.dtype(TYPES[index.code]).itemsize
+    if (index.lengths < 0).any() or (index.pointers != starts * itemsize).any():
+        raise BadInput(f"{path}: its sequences are not contiguous in the .bin; write both files again")
+    documents = index.documents
+    if documents[0] != 0 or documents[-1] != len(index.lengths) or (np.diff(documents) < 0).any():
+        raise BadInput(f"{path}: its documents do not account for its {len(index.lengths):,} sequences; write it again")
+
+
+def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:
+    """Returns an .idx of contiguous sequences. documents: first sequence of each document, and the end."""
+    itemsize = np.dtype(TYPES[code]).itemsize
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
+    parts = [HEAD.pack(MAGIC, VERSION, code, len(lengths), len(documents)), lengths.astype("<i4").tobytes()]
+    parts += [pointers.astype("<i8").tobytes(), documents.astype("<i8").tobytes()]
+    return b"".join([*parts, b"" if modes is None else modes.astype(np.int8).tobytes()])
+
+
+def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
+    """Returns a Megatron dataset as a shard. Only its index is written to the cache; the .bin is read in place.
+
+    The sequences of a document are joined. Raises BadInput if the files are damaged or are not token ids.
+    """
+    idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
+    stamps = *size_and_mtime(str(idx)), *size_and_mtime(path)
+    key = {"megatron": [path, file.name, file.source, *stamps], "eos_id": cfg.eos_id}
+    return cached_shard(cfg, key, lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say), say)
+
+
+def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, say: Say) -> None:
+    """Writes the shard index of a Megatron dataset into `folder`."""
+    index = read_index(idx)
+    if index.code not in SAME_BITS:
+        raise BadInput(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is not a type of token ids")
+    if index.modes is not None and index.modes.any():
+        raise BadInput(f"{idx} is a multimodal dataset; only text is supported")
+    dtype, offsets = SAME_BITS[index.code], index.offsets
+    expect_size(file.path, int(offsets[-1]) * np.dtype(dtype).itemsize)
+    index_raw(folder, file, dtype, cfg.eos_id, say, offsets, SIGNED_END.get(index.code, 1 << 64))
+
+
+def export_megatron(shards: Sequence[Shard], base: Path) -> None:
+    """Writes BASE.bin and BASE.idx, one sequence per document; the .idx last.
+
+    Raises: BadInput for ids that do not fit Megatron's types.
+    """
+    widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
+    if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
+        raise BadInput(f"{shards[0].bin_path}: id {largest} is beyond int32, Megatron's largest type for ids")
+    base.parent.mkdir(parents=True, exist_ok=True)
+    idx = Path(f"{base}.idx")
+    idx.unlink(missing_ok=True)  # never an old index with a new .bin, even if interrupted
+    lengths = []
+    with open(f"{base}.bin", "wb") as file:
+        for shard in shards:
+            lengths.append(np.diff(shard.offsets))
+            ids = map_ids(shard.bin_path, shard.header["dtype"])
+            for start in range(0, int(shard.offsets[-1]), READ_BYTES):
+                file.write(np.ascontiguousarray(ids[start : start + READ_BYTES], TYPES[CODES[widest]]).data)
+        file.flush()
+    all_lengths = np.concatenate(lengths)
+    write_synced(idx, index_bytes(CODES[widest], all_lengths, np.arange(len(all_lengths) + 1)))

@@ -1,0 +1,317 @@
+"""The source of each row of the stream: weights in stages with epoch limits, in closed form.
+
+Within a stage the sources follow a repeated pattern of about a thousand rows in which every prefix is less than one row
+from its share. So any window of rows within a stage has each source's share to within two rows, and the mapping between
+stream positions and rows of a source takes constant time in both directions.
+
+G sources  S stages  L rows of a pattern
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale import units
+from jaxscale.runtime.data.config import MixtureSetting, Weights, mixture_names, mixture_stages
+from jaxscale.system.exits import BadInput
+
+PATTERN_ROWS = (512, 2048)  # pattern lengths that are tried; the integer counts closest to the weights win
+LONGEST_PATTERN = 16_384  # for weights below one row of the usual patterns
+PREFERRED_ROWS = 1024
+Detour = tuple[int, int, str]  # first batch, number of batches, source
+
+
+class Pattern(NamedTuple):
+    """A repeated pattern of L rows."""
+
+    sources_L: np.ndarray  # int64: source of each row
+    turns_L: np.ndarray  # int64: earlier rows of the same source
+    counts_G: np.ndarray  # int64: rows of each source
+    before: np.ndarray  # int64[L + 1, G]: rows of each source before each position
+
+    def find(self, source: int, turns: np.ndarray) -> np.ndarray:
+        """Returns positions in the repeated pattern of a source's rows 0, 1, 2, ..."""
+        cycles, offset = np.divmod(turns, self.counts_G[source])
+        return cycles * len(self.sources_L) + np.flatnonzero(self.sources_L == source)[offset]
+
+    def rows_by_source(self, rows: int) -> np.ndarray:
+        """Returns int64[G]: rows of each source among the first `rows`."""
+        cycles, offset = divmod(rows, len(self.sources_L))
+        return cycles * self.counts_G + self.before[offset]
+
+
+class MixtureStage(NamedTuple):
+    """A pattern, from its first row to that of the next stage."""
+
+    first_row: int
+    pattern: Pattern
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixture:
+    """The stages of a run's stream of rows; the last one has no end. A source's rows keep one order across stages: each
+    stage continues where the previous one stopped."""
+
+    names: tuple[str, ...]  # of the G sources
+    stages: tuple[MixtureStage, ...]
+    lines: tuple[str, ...] = ()  # log lines
+    reported_names: tuple[str, ...] = ()  # mixture_names of the setting
+    starts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {start in the setting: first batch}
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        return np.array([stage.first_row for stage in self.stages])
+
+    @functools.cached_property
+    def _before(self) -> np.ndarray:
+        """Returns int64[S, G]: rows of each source before each stage."""
+        before = [np.zeros(len(self.names), np.int64)]
+        for stage, following in zip(self.stages, self.stages[1:]):
+            before.append(before[-1] + stage.pattern.rows_by_source(following.first_row - stage.first_row))
+        return np.stack(before)
+
+    @functools.cached_property
+    def _numbers(self) -> np.ndarray:
+        """Returns int64[G]: index of each source in reported_names; -1 for a source without rows."""
+        return np.array([self.reported_names.index(name) if name in self.reported_names else -1 for name in self.names])
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (source, earlier rows of that source) of each position int64[m] of the stream."""
+        sources, turns = np.empty_like(positions), np.empty_like(positions)
+        numbers = self._starts.searchsorted(positions, side="right") - 1
+        for number in np.unique(numbers):
+            in_stage, (first, pattern) = numbers == number, self.stages[number]
+            cycles, offset = np.divmod(positions[in_stage] - first, len(pattern.sources_L))
+            found = pattern.sources_L[offset]
+            sources[in_stage] = found
+            turns[in_stage] = self._before[number, found] + cycles * pattern.counts_G[found] + pattern.turns_L[offset]
+        return sources, turns
+
+    def source_numbers(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the index in reported_names of the source of each position."""
+        return self._numbers[self.locate(positions)[0]]
+
+    def find(self, source: int, turns: np.ndarray) -> np.ndarray:
+        """Returns the positions of a source's rows, the inverse of locate. Raises BadInput if one never occurs."""
+        positions = np.empty_like(turns)
+        numbers = self._before[:, source].searchsorted(turns, side="right") - 1
+        for number in np.unique(numbers):
+            in_stage, (first, pattern) = numbers == number, self.stages[number]
+            if not pattern.counts_G[source]:
+                raise BadInput(f"the mixture never reaches row {turns[in_stage].min()} of {self.names[source]}")
+            positions[in_stage] = first + pattern.find(source, turns[in_stage] - self._before[number, source])
+        return positions
+
+    def rows_by_source(self, rows: int) -> np.ndarray:
+        """Returns int64[G]: rows of each source among the first `rows` of the stream."""
+        number = max(0, int(self._starts.searchsorted(rows, side="left")) - 1)
+        first, pattern = self.stages[number]
+        return self._before[number] + pattern.rows_by_source(int(rows) - first)
+
+    def record(self) -> list[list[Any]]:
+        """Returns the mixture as JSON data: [first row, {source: rows in a pattern}] of each stage."""
+        named = lambda counts: {name: int(count) for name, count in zip(self.names, counts) if count}
+        return [[stage.first_row, named(stage.pattern.counts_G)] for stage in self.stages]
+
+
+def from_record(record: Sequence[Sequence[Any]], names: Sequence[str]) -> Mixture:
+    """Returns the mixture of a record. names: of the sources, in the corpus's order and for reported losses."""
+    counts = [np.array([named.get(name, 0) for name in names], np.int64) for _, named in record]
+    stages = [MixtureStage(int(first), pattern_of(counts_G)) for (first, _), counts_G in zip(record, counts)]
+    return Mixture(tuple(names), tuple(stages), reported_names=tuple(names))
+
+
+def same_prefix(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence[Any]] | None, rows: int) -> bool:
+    """Returns True if two records (None: no mixture) give the same first `rows` rows of the stream."""
+    past = lambda record: record and [list(stage) for stage in record if stage[0] < rows]
+    return rows == 0 or past(recorded) == past(now)
+
+
+def pattern_of(counts_G: np.ndarray) -> Pattern:
+    """Returns the pattern with these counts of rows."""
+    sources_L = spread_evenly(counts_G)
+    each_L_G = (sources_L[:, None] == np.arange(len(counts_G))).astype(np.int64)
+    before = np.concatenate([np.zeros_like(each_L_G[:1]), np.cumsum(each_L_G, axis=0)])
+    return Pattern(sources_L, before[np.arange(len(sources_L)), sources_L], counts_G, before)
+
+
+def whole_counts(weights_G: np.ndarray) -> np.ndarray:
+    """Returns int64[G]: integer counts in nearly these proportions (largest remainders), over the best pattern length.
+
+    weights_G: they sum to 1. Raises BadInput if a weight is too small for the longest pattern.
+    """
+    for shortest, longest in (PATTERN_ROWS, (PATTERN_ROWS[1], LONGEST_PATTERN)):
+        lengths = np.arange(shortest, longest + 1)
+        shares = lengths[:, None] * weights_G
+        floors = np.floor(shares + 1e-9).astype(np.int64)
+        rank = np.argsort(np.argsort(floors - shares, axis=1, kind="stable"), axis=1, kind="stable")
+        counts = floors + (rank < (lengths - floors.sum(axis=1))[:, None])
+        is_lost = ((counts == 0) & (weights_G > 0)).any(axis=1)
+        errors = np.abs(counts / lengths[:, None] - weights_G).max(axis=1).round(12) + is_lost
+        best = np.lexsort((np.abs(lengths - PREFERRED_ROWS), errors))[0]
+        if not is_lost[best]:
+            return counts[best]
+    raise BadInput(
+        f"a weight of data.mixture is {weights_G[weights_G > 0].min():.2g} of its stage, less than 1 in "
+        f"{LONGEST_PATTERN}; raise it or leave the source out"
+    )
+
+
+def spread_evenly(counts_G: np.ndarray) -> np.ndarray:
+    """Returns int64[L]: sources with these counts, every prefix less than one row from its share.
+
+    The chairman assignment problem (Tijdeman 1980, doi:10.1016/0012-365X(80)90269-1): of the sources that lag enough,
+    the one with the earliest deadline comes next.
+    """
+    L, sources = int(counts_G.sum()), np.flatnonzero(counts_G).tolist()
+    if len(sources) == 1:
+        return np.full(L, sources[0])
+    counts, lags = counts_G[sources].tolist(), [0] * len(sources)  # L times the rows by which a source lags its share
+    margin = 2 * len(sources) - 2
+    latest = L - L / margin
+    order = []
+    for _ in range(L):
+        lags = [lag + count for lag, count in zip(lags, counts)]
+        _, chosen = min(
+            ((latest - lag) / count, i) for i, (lag, count) in enumerate(zip(lags, counts)) if lag * margin >= L
+        )
+        lags[chosen] -= L
+        order.append(sources[chosen])
+    return np.array(order)
+
+
+def plan_mixture(
+    mixture: MixtureSetting,
+    max_epochs: Mapping[str, float],
+    *,
+    sizes: Mapping[str, int],
+    seq_len: int,
+    rows_per_batch: units.BatchSizes | int,
+    total_steps: int,
+    num_batches: int,
+    detours: Sequence[Detour] = (),
+    tokens_of: Mapping[str, int] | None = None,
+    begun: Mapping[str, int] | None = None,
+) -> Mixture:
+    """Plans the stages of a run. A new stage starts when a source reaches its max_epochs; the others share its weight.
+
+    Args: sizes: {source: rows}. total_steps: reference of starts in '%'. num_batches: batches up to the end of the run.
+    detours: temporary stages of one source. tokens_of: {source: tokens}, only for the log line. begun: `starts` of
+    stages that have begun, which are fixed even if total_steps changes.
+    Raises: BadInput for an unknown source, and if all sources reach max_epochs before the end.
+    """
+    rows = units.BatchSizes.of(rows_per_batch)
+    tokens = rows.times(seq_len)
+    for _, weights in mixture_stages(mixture):
+        check_sources("mixture", weights, sizes)
+    check_sources("max_epochs", max_epochs, sizes)
+    names = tuple(sizes)
+    known = dict(
+        batch_tokens=None if rows.vary else tokens.largest,
+        train_tokens=tokens.begin(total_steps),
+        epoch_tokens=sum(sizes.values()) * seq_len,
+    )
+    written = start_batches(mixture, tokens, begun or {}, seq_len=seq_len, **known)
+    starts = with_detours([(start, weights) for start, weights, _ in written], detours)
+    caps = {names.index(name): int(number * sizes[name]) for name, number in max_epochs.items()}
+    ends = [start for start, _ in starts[1:]] + [max(num_batches, starts[-1][0] + 1)]
+    stages: list[MixtureStage] = []
+    lines, rows_so_far = [], np.zeros(len(names), np.int64)
+    for (start, weights), end in zip(starts, ends):
+        if start and start >= num_batches:
+            break
+        row, end_row = rows.begin(start), rows.begin(min(end, max(num_batches, 1)))
+        weights_G = np.array([weights.get(name, 0.0) for name in names], np.float64)
+        while row < end_row:
+            for source in [source for source, cap in caps.items() if weights_G[source] and rows_so_far[source] >= cap]:
+                weights_G[source] = 0
+                lines.append(
+                    f"{names[source]} reached max_epochs={max_epochs[names[source]]:g} after {row * seq_len:,} tokens "
+                    "of the run; the other sources share its weight"
+                )
+            if not weights_G.any():
+                raise BadInput(
+                    f"with data.max_epochs={dict(max_epochs)} every source of data.mixture ends after "
+                    f"{row * seq_len:,} tokens, but the run has {tokens.begin(num_batches):,}; raise a limit, add a "
+                    "source, or lower train_tokens"
+                )
+            pattern = pattern_of(whole_counts(weights_G / weights_G.sum()))
+            shares = realised_shares(pattern, names, weights_G) + shares_in_tokens(pattern, sizes, tokens_of or {})
+            lines.append(f"mixture from token {row * seq_len:,}: {shares}")
+            stop = end_row
+            for source, cap in caps.items():
+                if weights_G[source]:
+                    stop = min(stop, row + int(pattern.find(source, np.array([cap - rows_so_far[source]]))[0]))
+            stages.append(MixtureStage(row, pattern))
+            rows_so_far = rows_so_far + pattern.rows_by_source(stop - row)
+            row = stop
+    epochs = ", ".join(f"{name} {used / size:.3g}" for (name, size), used in zip(sizes.items(), rows_so_far) if used)
+    lines.append(f"epochs of each source in this run: {epochs}")
+    first_batches = {as_written: start for start, _, as_written in written}
+    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture), first_batches)
+
+
+def start_batches(
+    mixture: MixtureSetting, batches: units.BatchSizes, begun: Mapping[str, int], *, seq_len: int, **known: int | None
+) -> list[tuple[int, Weights, str]]:
+    """Returns (first batch, weights, start in the setting) of each stage, in order.
+
+    Args: batches: sizes in tokens. begun: fixed first batches. seq_len, known: arguments of units.resolve.
+    Raises: BadInput unless the first one is batch 0, and if two are equal.
+    """
+
+    def first_batch(start: str) -> int:
+        tokens = units.resolve("data.mixture's start", start, seq_len=seq_len, **known)
+        return begun.get(start, batches.holding(tokens))
+
+    starts = sorted(
+        ((first_batch(start), weights, start) for start, weights in mixture_stages(mixture)), key=lambda stage: stage[0]
+    )
+    if starts[0][0] != 0:
+        raise BadInput(f"data.mixture begins at batch {starts[0][0]}; its first stage must start at '0'")
+    if len({start for start, *_ in starts}) < len(starts):
+        raise BadInput(f"data.mixture has two stages that start at one batch: {[start for start, *_ in starts]}")
+    return starts
+
+
+def with_detours(starts: list[tuple[int, Weights]], detours: Sequence[Detour]) -> list[tuple[int, Weights]]:
+    """Inserts a stage of a single source for each detour, then resumes the planned weights."""
+    for first, batches, source in detours:
+        before = [stage for stage in starts if stage[0] < first]
+        after = [stage for stage in starts if stage[0] > first + batches]
+        back = [weights for start, weights in starts if start <= first + batches][-1]
+        starts = [*before, (first, {source: 1.0}), (first + batches, back), *after]
+    return starts
+
+
+def realised_shares(pattern: Pattern, names: Sequence[str], weights_G: np.ndarray) -> str:
+    """Formats the realised shares: 'rows web 0.7, code 0.3', with the requested share if it differs."""
+    shares, L = [], len(pattern.sources_L)
+    for name, count, requested in zip(names, pattern.counts_G, weights_G / weights_G.sum()):
+        if count:
+            given = f"{name} {count / L:.5g}"
+            shares.append(given if f"{requested:.5g}" == f"{count / L:.5g}" else f"{given} (requested {requested:.5g})")
+    return f"rows {', '.join(shares)}, exact in every {L}"
+
+
+def shares_in_tokens(pattern: Pattern, sizes: Mapping[str, int], tokens_of: Mapping[str, int]) -> str:
+    """Formats token shares: '; in tokens web 0.71, code 0.29'. They differ from row shares by padding."""
+    names = [name for name, count in zip(sizes, pattern.counts_G) if count]
+    if len(names) < 2 or not all(tokens_of.get(name) for name in names):
+        return ""
+    rows = dict(zip(sizes, pattern.counts_G.tolist()))
+    given = {name: rows[name] * tokens_of[name] / sizes[name] for name in names}
+    return "; in tokens " + ", ".join(f"{name} {one / sum(given.values()):.4f}" for name, one in given.items())
+
+
+def check_sources(setting: str, named: Mapping[str, float], sizes: Mapping[str, int]) -> None:
+    """Raises BadInput for a name that is not a source of the training data."""
+    known_sources = [name for name, size in sizes.items() if size]
+    if unknown := [name for name in named if name not in known_sources]:
+        raise BadInput(
+            f"data.{setting} names {unknown[0]!r}, which is not a source of the training data; the sources are "
+            f"{', '.join(known_sources)}"
+        )

@@ -1,0 +1,104 @@
+"""Special token ids of an objective, from its settings or the tokenizer."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.text.tokenizer.base import ObjectiveTokens
+from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SpecialIds:
+    """Special ids of an objective. Fields that it does not use are 0 or empty."""
+
+    is_special: np.ndarray  # bool[model's vocabulary]
+    mask_id: int = 0
+    sentinels: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # int32, first to last
+    start_id: int = 0  # first input of a decoder
+    end_id: int = 0
+    modes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def ordinary(self) -> np.ndarray:
+        """Returns int32: the ids that are not special."""
+        return np.flatnonzero(~self.is_special).astype(np.int32)
+
+
+def find_special(
+    named: Sequence[int], tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int
+) -> np.ndarray:
+    """Returns bool[vocab_size]: the named ids and the tokenizer's special ids.
+
+    token_bytes: bytes of text of each id, 0 for special ids; None without a tokenizer, then all other ids are ordinary.
+    """
+    is_special = np.zeros(vocab_size, bool)
+    if token_bytes is not None:
+        is_special[:] = True  # ids beyond the tokenizer's are not text
+        is_special[: len(token_bytes)] = token_bytes[:vocab_size] == 0
+    eos_id = getattr(tokenizer, "eos_id", None)
+    is_special[[*named, *([] if eos_id is None else [eos_id])]] = True
+    return is_special
+
+
+class TokenizerIds(NamedTuple):
+    """Special ids in place of a tokenizer."""
+
+    name: str
+    eos_id: int | None
+    marks: ObjectiveTokens = ObjectiveTokens()
+
+
+def synthetic_ids(vocab_size: int) -> TokenizerIds:
+    """Returns special ids for random tokens, from the end of the vocabulary; half of it are sentinels."""
+    last = vocab_size - 1
+    sentinels = tuple(range(max(last - 2, 0), vocab_size // 2, -1))
+    return TokenizerIds("synthetic", last, ObjectiveTokens(mask_id=max(last - 1, 0), sentinel_ids=sentinels))
+
+
+def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | None, vocab_size: int) -> int:
+    """Returns the id of the setting data.objective.`name`, or else the tokenizer's id `found`.
+
+    Raises: BadInput if there is neither, or the id is outside the vocabulary.
+    """
+    found = found if chosen is None else chosen
+    if found is None:
+        raise BadInput(
+            f"data.objective.{name} must be given ({missing_id_reason(tokenizer)}): an id that text does not use, "
+            f"below model.vocab_size={vocab_size}"
+        )
+    check_in_vocabulary(name, [found], vocab_size)
+    return int(found)
+
+
+def check_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises BadInput for an id outside the vocabulary."""
+    outside = [id for id in ids if not 0 <= id < vocab_size]
+    if outside:
+        raise BadInput(
+            f"data.objective.{name} names id {outside[0]}, but the model has model.vocab_size={vocab_size}; "
+            f"set that to {max(outside) + 1} or more"
+        )
+
+
+def check_distinct(named: Mapping[str, Sequence[int]], token_bytes: np.ndarray | None) -> None:
+    """Raises BadInput if an id has two uses, or is used by text."""
+    used_by: dict[int, str] = {}
+    for name, ids in named.items():
+        for id in ids:
+            if id in used_by:
+                raise BadInput(f"id {id} is used by data.objective.{used_by[id]} and by {name}; they must differ")
+            if token_bytes is not None and id < len(token_bytes) and token_bytes[id]:
+                raise BadInput(
+                    f"data.objective.{name} names id {id}, which the tokenizer uses for text; name one that it does "
+                    f"not have, such as {len(token_bytes)}"
+                )
+            used_by[id] = name
+
+
+def missing_id_reason(tokenizer: Any | None) -> str:
+    """Returns why the tokenizer gave no id."""
+    return f"data.tokenizer={tokenizer.name} has none" if tokenizer is not None else "no tokenizer is known"

@@ -1,0 +1,218 @@
+"""The rows of batch n, a pure function of (seed, n), and the ranges of skipped batches."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.core.batch import Batch
+from jaxscale.runtime.data.config import check_skips
+from jaxscale.runtime.data.mixture import Mixture
+from jaxscale.runtime.data.permutation import permuted, unpermuted
+from jaxscale.runtime.data.row_filter import RowFilter
+from jaxscale.system.exits import BadInput
+from jaxscale.units import BatchSizes
+
+ORDER = 2  # raise it when the same settings give other batches; 1 was Grain's shuffle
+Transform = Callable[[Batch, int, Sequence[int]], Batch]  # (rows, n, row indices) -> changed rows
+Ranges = tuple[tuple[int, int], ...]
+
+
+class RowOrder:
+    """An endless stream of rows. Each epoch of a group is a new permutation of its rows, computed in closed form.
+
+    Without a mixture there is one group; a mixture maps each position of the stream to a group (its source).
+    """
+
+    def __init__(self, rows: Any, seed: int, mixture: Mixture | None = None):
+        """rows: has `locate` and `read`, and `group_rows` for a mixture."""
+        self.rows, self.seed, self.mixture = rows, seed, mixture
+
+    def row_numbers(self, positions: np.ndarray) -> np.ndarray:
+        """Returns int64[m]: the row at each position int64[m] of the stream."""
+        if self.mixture is None:
+            return self.shuffled(positions, 0, len(self.rows), "")
+        groups, group_steps = self.mixture.locate(positions)
+        numbers = np.empty(len(positions), np.int64)
+        for group in np.unique(groups):
+            mask = groups == group
+            numbers[mask] = self.shuffled(group_steps[mask], *self.group(group))
+        return numbers
+
+    def places_of(self, row: int, stop: int) -> np.ndarray:
+        """Returns the positions below `stop` of a row, in order: the inverse of row_numbers."""
+        if self.mixture is None:
+            return self._steps_of(row, 0, len(self.rows), "", stop)
+        group = int(np.searchsorted(self.rows.group_rows, row, side="right")) - 1
+        group_steps = self._steps_of(row, *self.group(group), self.mixture.rows_by_source(stop)[group])
+        return self.mixture.find(group, group_steps)
+
+    def group(self, group: int) -> tuple[int, int, str]:
+        """Returns (first row, number of rows, name) of a group."""
+        assert self.mixture is not None, "groups need a mixture"
+        first, stop = (int(bound) for bound in self.rows.group_rows[group : group + 2])
+        return first, stop - first, self.mixture.names[group]
+
+    def shuffled(self, group_steps: np.ndarray, first: int, size: int, name: str) -> np.ndarray:
+        """Returns the rows of a group of `size` rows from `first` on at its steps 0, 1, 2, ..."""
+        epochs, positions = np.divmod(group_steps, size)
+        numbers = np.empty(len(group_steps), np.int64)
+        for epoch in np.unique(epochs):
+            mask = epochs == epoch
+            numbers[mask] = first + permuted(positions[mask], size, order_key(self.seed, name, epoch))
+        return numbers
+
+    def _steps_of(self, row: int, first: int, size: int, name: str, stop: int) -> np.ndarray:
+        """Returns the steps of a group below `stop` at which it has this row: one in each epoch."""
+        group_steps = [
+            epoch * size + int(unpermuted(row - first, size, order_key(self.seed, name, epoch)))
+            for epoch in range(-(-int(stop) // size))
+        ]
+        return np.array([group_step for group_step in group_steps if group_step < stop], np.int64)
+
+
+def order_key(seed: int, name: str, epoch: int) -> str:
+    """Returns the key of the permutation of a group's rows in one epoch."""
+    return f"row order {seed} {epoch} {name}"
+
+
+class Batches:
+    """Batches by index. Any host can read any rows of any batch in any order, without state.
+
+    Rows are located for about LOCATED rows of neighbouring batches at once, since a numpy call costs about as much for
+    a thousand numbers as for one.
+    """
+
+    LOCATED = 1024  # rows
+
+    def __init__(
+        self,
+        order: RowOrder,
+        rows_per_batch: BatchSizes | int,
+        row_filter: RowFilter | None = None,
+        transform: Transform | None = None,
+    ):
+        """rows_per_batch: of the global batch. row_filter: selects rows that get weight 0.
+
+        transform(rows, n, row_indices): applied to rows of batch n.
+        """
+        self.order, self.sizes = order, BatchSizes.of(rows_per_batch)
+        self.row_filter, self.transform = row_filter, transform
+        self._recent: tuple[Any, Any] = (None, None)  # replaced atomically by any thread
+
+    def rows(self, n: int, row_indices: Sequence[int] | slice) -> Batch:
+        """Returns rows of batch n by their indices in it: fields of [len(row_indices), T]."""
+        if isinstance(row_indices, slice):
+            row_indices = range(*row_indices.indices(self.sizes.size(n)))
+        if outside := [row for row in row_indices if not 0 <= row < self.sizes.size(n)]:
+            raise BadInput(f"rows {outside} are not among the {self.sizes.size(n)} rows of batch {n}")
+        located, sources, first = self._locate(n)
+        chosen = [first + int(row) for row in row_indices]
+        text = self.order.rows.read(located, chosen)
+        batch_rows = text if self.transform is None else self.transform(text, n, row_indices)
+        if self.row_filter is not None and (bad := self.row_filter(text, located, chosen)).any():
+            batch_rows = batch_rows._replace(weights=np.where(bad[:, None], np.float32(0), batch_rows.weights))
+        if sources is not None:
+            sources_BT = np.empty(batch_rows.tokens.shape, np.int32)
+            sources_BT[:] = sources[chosen, None]
+            batch_rows = batch_rows._replace(sources=sources_BT)
+        return batch_rows
+
+    def batch(self, n: int) -> Batch:
+        """Returns the whole batch n: fields of [rows, T]."""
+        return self.rows(n, range(self.sizes.size(n)))
+
+    def text(self, n: int) -> Batch:
+        """Returns the packed rows of batch n before the transform and row filter: fields of [rows, T]."""
+        located, _, first = self._locate(n)
+        return self.order.rows.read(located, range(first, first + self.sizes.size(n)))
+
+    def row_numbers(self, n: int) -> np.ndarray:
+        """Returns int64[rows]: the corpus rows of batch n."""
+        return self.order.row_numbers(np.arange(self.sizes.begin(int(n)), self.sizes.begin(int(n) + 1)))
+
+    def _locate(self, n: int) -> tuple[Any, np.ndarray | None, int]:
+        """Returns (locations of rows around batch n, their mixture sources or None, index of the first row of n)."""
+        rows, stage = self.sizes.size(int(n)), self.sizes.stage(int(n))
+        together = max(1, self.LOCATED // rows)  # batches
+        part, batch = divmod(int(n) - self.sizes.stages[stage][0], together)
+        known, found = self._recent
+        if known != (stage, part):
+            size = together * rows
+            begin = self.sizes.starts()[stage] + part * size
+            positions = np.arange(begin, begin + size)
+            mixture = self.order.mixture
+            sources = None if mixture is None else mixture.source_numbers(positions).astype(np.int32)
+            found = self.order.rows.locate(self.order.row_numbers(positions)), sources
+            self._recent = ((stage, part), found)
+        located, sources = found
+        return located, sources, batch * rows
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_recent": (None, None)}
+
+
+def batch_index(step: int, skipped: Iterable[Sequence[int]]) -> int:
+    """Returns the index of the batch of a step: the step-th batch outside the skipped ranges [from, to)."""
+    n = int(step)
+    for start, stop in normalise_ranges(skipped):
+        if n < start:
+            break
+        n += stop - start
+    return n
+
+
+def step_of(n: int, skipped: Iterable[Sequence[int]]) -> int | None:
+    """Returns the step that trains on batch n, the inverse of batch_index; None if the batch is skipped."""
+    before = 0
+    for start, stop in normalise_ranges(skipped):
+        if start <= n < stop:
+            return None
+        before += max(0, min(stop, n) - start)
+    return n - before
+
+
+def rows_trained(step: int, sizes: BatchSizes, skipped: Iterable[Sequence[int]]) -> int:
+    """Returns the number of rows in the first `step` steps."""
+    n = batch_index(step - 1, skipped) + 1 if step else 0
+    return sizes.begin(n) - sum(
+        sizes.begin(stop) - sizes.begin(start) for start, stop in normalise_ranges(skipped) if start < n
+    )
+
+
+def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence[int]], at_step: int) -> Ranges:
+    """Merges recorded and configured ranges, sorted and disjoint, for a run resumed at `at_step`.
+
+    Recorded ranges are preserved. Raises BadInput if a configured range would change the batches of earlier steps.
+    """
+    check_skips(configured)
+    reached = batch_index(at_step, recorded)
+    for start, stop in subtract_ranges(normalise_ranges(configured), normalise_ranges(recorded)):
+        if start < reached:
+            raise BadInput(
+                f"data.skip_batches skips batches {start} to {stop}, but the run has reached batch {reached} "
+                f"(step {at_step}), and finished steps cannot be skipped; begin at {reached} or later, or resume "
+                "from an earlier checkpoint"
+            )
+    return normalise_ranges([*recorded, *configured])
+
+
+def normalise_ranges(ranges: Iterable[Sequence[int]]) -> Ranges:
+    """Returns the ranges sorted and merged, so that they neither overlap nor touch."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def subtract_ranges(ranges: Ranges, removed: Ranges) -> Ranges:
+    """Returns the parts of `ranges` outside `removed`; both are normalised."""
+    for gap_start, gap_stop in removed:
+        cut = []
+        for start, stop in ranges:
+            cut += [(start, min(stop, gap_start)), (max(start, gap_stop), stop)]
+        ranges = tuple((start, stop) for start, stop in cut if start < stop)
+    return ranges

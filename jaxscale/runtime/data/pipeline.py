@@ -1,0 +1,361 @@
+"""Opens the corpus of the settings, from which the rest of the program gets its batches."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxscale.core.batch import Batch, padding_row, stack_rows
+from jaxscale.runtime.data.best_fit import plan_settings
+from jaxscale.runtime.data.cache import cache_folder
+from jaxscale.runtime.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
+from jaxscale.runtime.data.config import DataConfig, mixture_stages
+from jaxscale.runtime.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
+from jaxscale.runtime.data.mixture import Detour, Mixture, check_sources, plan_mixture
+from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, find_ids, reads_text_in_order
+from jaxscale.runtime.data.objectives.ids import SpecialIds, TokenizerIds, synthetic_ids
+from jaxscale.runtime.data.order import ORDER, Batches, RowOrder
+from jaxscale.runtime.data.row_filter import make_row_filter
+from jaxscale.runtime.data.row_plan import VALIDATION_SEED, Facts, PlanSettings, make_plan, open_plan
+from jaxscale.runtime.data.rows import SyntheticRows
+from jaxscale.runtime.data.shards import Shard
+from jaxscale.runtime.data.split import CorpusSplit, split_corpus
+from jaxscale.runtime.data.summary import summary_facts
+from jaxscale.runtime.data.token_files import common_token_bytes, open_tokens, prepared_set_folder
+from jaxscale.runtime.data.tokenize import open_documents
+from jaxscale.runtime.data.verified import size_only
+from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.tokenizer.base import Tokenizer
+from jaxscale.system.exits import BadInput
+from jaxscale.units import BatchSizes
+
+VALIDATION_ROWS_SYNTHETIC = 4096
+DIGITS = 16  # of a hash that identifies a version of a file
+MOST_PARTS = 2000  # files and shards listed in each checkpoint; beyond that only their sources are
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """Training and validation rows with their metadata."""
+
+    train_rows: Any  # DocumentRows or SyntheticRows
+    valid_rows: Any | None
+    cfg: DataConfig
+    seq_len: int
+    seed: int
+    source_names: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    token_bytes: np.ndarray | None  # int32[vocabulary]: bytes of text of each id
+    fingerprint: str  # equal for the same tokens, split and order
+    summary: str  # one line for the log
+    ids: SpecialIds  # special ids of data.objective
+    shards: tuple[Shard, ...] = ()  # of the training rows
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts of the fingerprint, see data_parts
+    published: str = ""  # folder or address of the prepared set with its indexes, or ''
+    chat: Mapping[str, Any] | None = None  # ChatTemplate.note
+    tokens_of_sources: Mapping[str, int] = dataclasses.field(default_factory=dict)  # training tokens without padding
+
+    @property
+    def epoch_tokens(self) -> int:
+        """Returns the tokens in all training rows, including padding."""
+        return len(self.train_rows) * self.seq_len
+
+    @property
+    def rows_of_sources(self) -> dict[str, int]:
+        """Returns the training rows of each source of a mixture."""
+        return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))
+
+    def batches(self, rows_per_batch: BatchSizes | int, mixture: Mixture | None = None) -> Batches:
+        """Returns the endless training batches; each epoch has its own order.
+
+        rows_per_batch: constant, or the sizes of a ramp. mixture: from plan_mixture; None: planned for one epoch
+        without max_epochs.
+        """
+        if self.cfg.mixture and mixture is None:
+            one_epoch = BatchSizes.of(rows_per_batch).find(len(self.train_rows))[0]
+            mixture = self.plan_mixture(rows_per_batch, max(1, one_epoch), capped=False)
+        row_filter = make_row_filter(self.cfg.gate, self.tokenizer) if self.shards else None
+        transform = functools.partial(apply_objective, self.cfg.objective, self.ids, seed=self.seed)
+        return Batches(RowOrder(self.train_rows, self.seed, mixture), rows_per_batch, row_filter, transform)
+
+    def plan_mixture(
+        self,
+        rows_per_batch: BatchSizes | int,
+        total_steps: int,
+        num_batches: int | None = None,
+        *,
+        capped: bool = True,
+        detours: Sequence[Detour] = (),
+        begun: Mapping[str, int] | None = None,
+    ) -> Mixture | None:
+        """Returns the stages of a run of `total_steps` steps; None if the settings have no mixture.
+
+        num_batches: up to the end of the run, including skipped ones. detours: of its rewinds. begun, errors: see
+        mixture.plan_mixture.
+        """
+        if not self.cfg.mixture:
+            return None
+        return plan_mixture(
+            self.cfg.mixture,
+            self.cfg.max_epochs if capped else {},
+            sizes=self.rows_of_sources,
+            tokens_of=self.tokens_of_sources,
+            seq_len=self.seq_len,
+            rows_per_batch=rows_per_batch,
+            total_steps=total_steps,
+            num_batches=total_steps if num_batches is None else num_batches,
+            detours=detours,
+            begun=begun,
+        )
+
+    def as_grain(
+        self,
+        rows_per_batch: int,
+        num_batches: int = sys.maxsize,
+        *,
+        mixture: Mixture | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> grain.MapDataset:
+        """Returns a grain.MapDataset whose element n is batch n of a run, after data.transforms: a numpy Batch.
+
+        mixture: see batches(). rows: indices of the rows to read of each batch; None: all.
+        """
+        batches = self.batches(rows_per_batch, mixture)
+        rows = range(rows_per_batch) if rows is None else rows
+        return map_dataset(
+            functools.partial(read_batch, batches.rows, rows, self.open_transforms(batches)), num_batches
+        )
+
+    def open_transforms(self, batches: Batches, first: int = 0) -> tuple[Transform, ...]:
+        """Returns the functions of data.transforms, tested on batch `first`. Raises BadInput if one fails."""
+        names = self.cfg.transforms
+        transforms = tuple(map(open_transform, names))
+        if transforms:
+            check_transforms(transforms, names, batches.batch(first), first)
+        return transforms
+
+    def valid_batches(self, num_rows: int, rows_per_batch: int) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+        """Yields (batch, sources int32[rows, T], target_bytes int32[rows, T]) of at most num_rows rows.
+
+        The rows are evenly spaced in the validation set and always the same. Rows that pad the last batch have weight
+        0. target_bytes: bytes of text of each target; 0 if its weight is 0, the tokenizer is unknown, or the objective
+        does not read text in order.
+        """
+        assert self.valid_rows is not None, "the corpus needs a validation set"
+        chosen = evenly_spaced(len(self.valid_rows), num_rows)
+        for first in range(0, len(chosen), rows_per_batch):
+            part = chosen[first : first + rows_per_batch]
+            missing = rows_per_batch - len(part)
+            batch = stack_rows([self.valid_rows[row] for row in part] + [padding_row(self.seq_len)] * missing)
+            padding_sources = [np.zeros(self.seq_len, np.int32)] * missing
+            sources = np.stack([self.valid_rows.row_sources(row) for row in part] + padding_sources)
+            places = [*part, *range(-missing, 0)]
+            batch, origin = apply_with_origin(self.cfg.objective, self.ids, batch, 0, places, VALIDATION_SEED)
+            sources = np.take_along_axis(sources, origin, axis=1)
+            sizes = np.zeros_like(batch.targets)
+            if self.token_bytes is not None and reads_text_in_order(self.cfg.objective):
+                sizes = self.token_bytes[batch.targets]
+            yield batch, sources, np.where(batch.weights > 0, sizes, 0).astype(np.int32)
+
+
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """Returns at most `count` evenly spaced numbers below `total`."""
+    count = min(total, count)
+    return [i * total // count for i in range(count)]
+
+
+def open_data(
+    cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int, say: Callable[[str], None] = print
+) -> Corpus:
+    """Opens the corpus; tokenises it first unless it is in the cache.
+
+    Args: seq_len: tokens in a row. vocab_size: the model's. seed: of the order of documents and rows.
+    Raises: BadInput for the problems of check_data, a corpus shorter than a row, an empty validation set, text that is
+    not UTF-8 (data.invalid_utf8='stop'), a token id outside the vocabulary, or a damaged cache.
+    """
+    if problems := check_data(cfg, seq_len, vocab_size):
+        raise BadInput(problems[0])
+    if cfg.name == "synthetic":
+        return synthetic_corpus(cfg, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+    files, val_files = corpus_files(cfg, say)[0]
+    if cfg.name == "tokens":
+        shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
+    else:
+        shards, val_shards, tokenizer = open_documents(cfg, files, val_files, vocab_size, say)
+    if cfg.verify == "size":
+        shards, val_shards = (
+            [shard._replace(expected=size_only(shard.expected)) for shard in some] for some in (shards, val_shards)
+        )
+    for shard in [*shards, *val_shards]:
+        if shard.header["max_id"] >= vocab_size:
+            place = shard.header.get("largest_place") or shard.place
+            raise BadInput(vocabulary_problem(place, shard.header["max_id"], vocab_size))
+        if shard.loss_mask_path and cfg.objective.name != "next_token":
+            raise BadInput(
+                f"{shard.header['files'][0]['name']} has a loss mask; data.objective.name="
+                f"{cfg.objective.name!r} must be next_token"
+            )
+    make = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+    return assemble(cfg, shards, val_shards, tokenizer, say, published=prepared_set_folder(cfg, files), **make)
+
+
+def assemble(
+    cfg: DataConfig,
+    train_shards: Sequence[Shard],
+    valid_shards: Sequence[Shard],
+    tokenizer: Tokenizer | None,
+    say: Callable[[str], None],
+    *,
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
+    published: str = "",
+) -> Corpus:
+    """Builds the corpus from training and validation shards; without the latter, validation is a part of the former.
+
+    published: folder or address of a prepared set that may have a row plan.
+    """
+    shards = [*train_shards, *valid_shards]
+    names = source_names(shards)
+    parts = split_corpus(cfg, train_shards, valid_shards, names, seq_len)
+    settings_of_plan = make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed)
+    plan = open_plan(
+        parts,
+        settings_of_plan,
+        functools.partial(check_facts, cfg, names, seq_len),
+        cache_folder(cfg),
+        verify=cfg.verify,
+        say=say,
+        published=published,
+        cache_bytes=cfg.cache_bytes if published else 0,
+    )
+    check_facts(cfg, names, seq_len, plan.facts)
+    settings = {
+        "data.packing": cfg.packing,
+        "the rules of packing": joined_digest(packing_rules(cfg)),
+        "the order of rows": str(ORDER),
+        "data.val_fraction": "val_files" if valid_shards else str(cfg.val_fraction),
+    }
+    token_bytes = tokenizer.token_bytes if tokenizer else common_token_bytes(shards)
+    known = tokenizer or TokenizerIds("unknown", cfg.eos_id)
+    made_with = tokenizer.fingerprint if tokenizer else train_shards[0].header["tokenizer"]["fingerprint"]
+    return Corpus(
+        train_rows=plan.train,
+        valid_rows=plan.valid,
+        cfg=cfg,
+        seq_len=seq_len,
+        seed=seed,
+        source_names=names,
+        tokenizer=tokenizer,
+        token_bytes=token_bytes,
+        fingerprint=settings_of_plan.fingerprint,
+        summary=f"data.{cfg.name}: " + "; ".join(summary_facts(cfg, parts, plan, shards, tokenizer)),
+        shards=tuple(train_shards),
+        ids=find_ids(cfg.objective, known, token_bytes, vocab_size, seq_len),
+        parts=data_parts(train_shards, valid_shards, made_with, settings),
+        published=published,
+        chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" and tokenizer else None,
+        tokens_of_sources=dict(zip(names, plan.facts["tokens"]["train"])),
+    )
+
+
+def source_names(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """Returns the sources of the shards by first occurrence."""
+    return tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
+
+
+def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Facts) -> None:
+    """Raises BadInput for documents that cannot be trained on."""
+    check_lengths(cfg, facts, seq_len)
+    if cfg.mixture:
+        for _, weights in mixture_stages(cfg.mixture):
+            check_sources("mixture", weights, dict(zip(names, facts["tokens"]["train"])))
+
+
+def packing_rules(cfg: DataConfig) -> list[str]:
+    """Returns the identity of the packing rules, the last part of a corpus's fingerprint."""
+    return [json.dumps(plan_settings(), sort_keys=True) if cfg.packing == "best_fit" else cfg.packing]
+
+
+def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, seed: int) -> PlanSettings:
+    """Returns the settings of a row plan. Validation rows use `concat` unless they are conversations: it has no padding
+    even for small sets, and losses are comparable between runs."""
+    rules = packing_rules(cfg) if cfg.packing == "best_fit" else []
+    content = [*parts.content, f"order {ORDER}", cfg.packing, *rules]
+    return PlanSettings(
+        fingerprint=hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest(),
+        packing=cfg.packing,
+        validation="best_fit" if cfg.name == "chat" else "concat",
+        seq_len=seq_len,
+        seed=seed,
+        num_groups=len(parts.names) if cfg.mixture else 1,
+    )
+
+
+def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_len: int, seed: int) -> Path:
+    """Creates the row plan of a prepared set in its folder unless it exists, and returns its path.
+
+    Raises: BadInput as open_data for a set that cannot be trained on.
+    """
+    parts = split_corpus(cfg, shards, (), source_names(shards), seq_len)
+    check = functools.partial(check_lengths, cfg, seq_len=seq_len)
+    return make_plan(folder, parts, make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed), check)
+
+
+def data_parts(
+    train_shards: Sequence[Shard], valid_shards: Sequence[Shard], tokenizer: str, settings: dict[str, str]
+) -> dict[str, str]:
+    """Returns {readable name: hash or value} of the inputs of a corpus's fingerprint.
+
+    Args: tokenizer: its fingerprint, '' if unknown. settings: those that determine the rows.
+    """
+    hashes = [*file_hashes(train_shards, ""), *file_hashes(valid_shards, "validation ")]
+    if len(hashes) > MOST_PARTS:
+        hashes = [(f"source {source}", source, sha256) for _, source, sha256 in hashes]
+    sums: dict[str, list[str]] = {}
+    for name, _, sha256 in hashes:
+        sums.setdefault(name, []).append(sha256)
+    found = {name: some[0][:DIGITS] if len(some) == 1 else joined_digest(some) for name, some in sums.items()}
+    return {"the tokenizer": tokenizer[:DIGITS], **found, **settings}
+
+
+def file_hashes(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, str]]:
+    """Yields (name, source, hash) of each text file, or of each shard that does not list its files."""
+    for shard in shards:
+        files = shard.header["files"]
+        if files and all("sha256" in file for file in files):
+            for file in files:
+                yield f"{prefix}file {file['name']}", file["source"], file["sha256"]
+        else:
+            name = PurePath(shard.header["bin"]).stem
+            yield f"{prefix}shard {name}", ", ".join(shard.header["sources"]), shard.fingerprint
+
+
+def joined_digest(sums_of_name: Sequence[str]) -> str:
+    """Returns one hash of several, in order."""
+    return hashlib.sha256("|".join(sums_of_name).encode()).hexdigest()[:DIGITS]
+
+
+def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:
+    """Returns a corpus of uniform random tokens."""
+    make = dict(seq_len=seq_len, vocab_size=vocab_size)
+    return Corpus(
+        train_rows=SyntheticRows(**make, seed=seed),
+        valid_rows=SyntheticRows(**make, seed=~seed, num_rows=VALIDATION_ROWS_SYNTHETIC),
+        cfg=cfg,
+        seq_len=seq_len,
+        seed=seed,
+        source_names=("synthetic",),
+        tokenizer=None,
+        token_bytes=None,
+        fingerprint=f"synthetic-{vocab_size}-order-{ORDER}",
+        ids=find_ids(cfg.objective, synthetic_ids(vocab_size), None, vocab_size, seq_len),
+        summary=f"data.synthetic: uniform ids below {vocab_size:,}; its loss cannot fall below log(vocabulary)",
+    )

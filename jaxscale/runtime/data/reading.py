@@ -1,0 +1,239 @@
+"""Reads the files of a corpus, as text, conversations with a loss mask, or token ids, and encodes them."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.fields import CHAT_FIELDS, FieldChoice, has_records, iter_records
+from jaxscale.runtime.data.token_columns import TokenIds, Vocabulary, read_ids
+from jaxscale.runtime.text.chat.chat_records import Conversation, PromptCompletion, parse_record
+from jaxscale.runtime.text.chat.spans import (
+    NO_TURN,
+    RenderedDocument,
+    encode_rendered,
+    render_conversation,
+    render_pair,
+)
+from jaxscale.runtime.text.chat.special_tokens import Guard
+from jaxscale.runtime.text.chat.template import ChatTemplate, load_template
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.sources.decode import REPAIRED, decode_text, is_utf8, repair, repair_strings
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.jsonl import get_metadata, skip_or_raise
+from jaxscale.runtime.text.sources.left_out import count_skipped
+from jaxscale.runtime.text.sources.read import handle_damage, read_file
+from jaxscale.runtime.text.sources.tables import batch_records, is_table, open_table
+from jaxscale.runtime.text.tokenizer.base import Tokenizer
+from jaxscale.system.exits import BadInput
+
+VERSION = 4  # of the encoding of conversations; raise it when the same records would give other ids
+PACKING_SETTINGS = ("too_long",)  # settings of data.chat that apply to packing, not to encoding
+
+Item = str | RenderedDocument | TokenIds  # a document before it is encoded
+
+
+class Encoded(NamedTuple):
+    """The ids of a document."""
+
+    ids: np.ndarray
+    loss_mask: np.ndarray | None  # bool, for each id and, unless is_whole, the end token; None: all 1
+    is_whole: bool = False  # no end token is appended
+
+
+class DocumentReader(NamedTuple):
+    """Functions that read documents from files and encode them."""
+
+    read: Callable[[SourceFile, FieldChoice, Counter], Iterator[tuple[Document, Item]]]
+    encode: Callable[[Sequence[Any]], list[Encoded]]
+    has_loss_masks: bool = False  # encode returns loss masks
+    fingerprint: str = ""  # of other inputs of the ids than files, tokenizer and read settings
+
+
+def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None]) -> DocumentReader:
+    """Returns the reader of data.name. Raises BadInput for an invalid chat template."""
+    vocabulary = Vocabulary(tokenizer.vocab_size, f"data.tokenizer={tokenizer.name}") if cfg.tokenizer else Vocabulary()
+
+    def read_any(
+        read: Callable[[SourceFile, Counter], Iterator[tuple[Document, Item]]],
+        file: SourceFile,
+        choice: FieldChoice,
+        skipped: Counter,
+    ) -> Iterator[tuple[Document, Item]]:
+        if choice.kind == "ids":
+            return read_token_ids(file, choice, cfg, vocabulary, skipped)
+        return read(file, skipped)
+
+    if cfg.name != "chat":
+        return DocumentReader(
+            functools.partial(read_any, functools.partial(read_texts, cfg)),
+            functools.partial(encode_items, functools.partial(encode_texts, tokenizer)),
+        )
+    template, guard = load_template(tokenizer, cfg.chat), Guard(tokenizer.special_ids)
+    say(f"chat template: {template.name}")
+    settings = {key: value for key, value in dataclasses.asdict(cfg.chat).items() if key not in PACKING_SETTINGS}
+    names = sorted(tokenizer.special_ids.items())
+    made_from = json.dumps([VERSION, template.fingerprint, template.begin, names, settings], sort_keys=True)
+    return DocumentReader(
+        functools.partial(read_any, functools.partial(read_samples, cfg, template, guard)),
+        functools.partial(encode_items, functools.partial(encode_rendered, tokenizer)),
+        has_loss_masks=True,
+        fingerprint=hashlib.sha256(made_from.encode()).hexdigest(),
+    )
+
+
+def read_texts(cfg: DataConfig, file: SourceFile, skipped: Counter) -> Iterator[tuple[Document, Item]]:
+    """Yields the documents of a file with their text."""
+    return ((document, document.text) for document in read_file(file, cfg, skipped))
+
+
+def read_token_ids(
+    file: SourceFile, choice: FieldChoice, cfg: DataConfig, vocabulary: Vocabulary, skipped: Counter
+) -> Iterator[tuple[Document, Item]]:
+    """Yields the documents of a file with their token ids, without text. Raises BadInput as read_ids."""
+    with handle_damage(file.path, cfg, skipped):
+        for offset, ids, (id, url, licence, _) in read_ids(file.path, choice, cfg, vocabulary, skipped):
+            yield Document("", file.source, file.name, offset, id, url, licence or cfg.licence), ids
+
+
+def encode_items(
+    encode: Callable[[Sequence[Any]], Sequence[tuple[np.ndarray, np.ndarray | None]]], items: Sequence[Item]
+) -> list[Encoded]:
+    """Encodes text or conversations; token ids are unchanged."""
+    encoded = iter(encode([item for item in items if not isinstance(item, TokenIds)]))
+    return [
+        Encoded(item.ids, item.loss_mask, True) if isinstance(item, TokenIds) else Encoded(*next(encoded))
+        for item in items
+    ]
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.ndarray, None]]:
+    """Returns the ids of each text after the tokens that begin a document."""
+    begin = np.array(tokenizer.begin_ids, np.int32)
+    return [(np.concatenate([begin, ids]), None) for ids in tokenizer.encode_many(texts)]
+
+
+def is_conversation(item: Item) -> bool:
+    """Returns True if part of the document is masked in the loss: a conversation, a prompt, or ids with labels."""
+    if isinstance(item, RenderedDocument):
+        return not all(piece.in_loss for piece in item.pieces if not piece.special)
+    return isinstance(item, TokenIds) and item.loss_mask is not None
+
+
+def read_samples(
+    cfg: DataConfig, template: ChatTemplate, guard: Guard, file: SourceFile, skipped: Counter
+) -> Iterator[tuple[Document, RenderedDocument]]:
+    """Yields the conversations, prompt-completion pairs and texts of a file in order; skipped records are counted.
+
+    Raises: BadInput naming file and row of a malformed record (data.damaged='stop') or an unreadable file.
+    """
+    if not is_table(file.path) and not has_records(file.path, cfg):
+        for document in read_file(file, cfg, skipped):
+            yield document, render_pair(PromptCompletion("", document.text), template.begin)
+        return
+    with handle_damage(file.path, cfg, skipped):
+        for offset, place, line, record in sample_records(file.path, cfg, skipped):
+            written = render_checked_record(record, file.path, place, cfg, template, guard, skipped)
+            if written is None:
+                continue
+            id, url, licence, _ = get_metadata(record, cfg.metadata_fields, line)
+            document = Document(written.text, file.source, file.name, offset, id, url, licence or cfg.licence)
+            if document.size > cfg.max_document_bytes:
+                count_skipped(skipped, "longer than max_document_bytes", document.size)
+                continue
+            yield document, written
+
+
+def sample_records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int, str, bytes, Any]]:
+    """Yields (offset, 'line 3' or 'row 3', bytes or b'', value) of each record of a file.
+
+    The value of a record that is not UTF-8 is bytes, unless data.invalid_utf8='repair'.
+    """
+    if not is_table(path):
+        raw = (cfg.chat.prompt_field, cfg.chat.completion_field)
+        for offset, place, line, record in iter_records(path, cfg, skipped, raw=raw):
+            yield offset, place, line, decoded_record(record, cfg, skipped)
+        return
+    with open_table(path, cfg) as table:
+        for row, batch in table.batches(sample_columns(table.schema.names, cfg)):
+            for number, record in enumerate(batch_records(batch), row):
+                yield number, f"row {number}", b"", decoded_record(record, cfg, skipped)
+
+
+def decoded_record(record: Any, cfg: DataConfig, skipped: Counter) -> Any:
+    """Decodes the strings of a record. Returns the first bytes that are not UTF-8, unless they are to be repaired."""
+    if not isinstance(record, dict):
+        return record
+    try:
+        return decode_strings(record, bytes.decode)
+    except UnicodeDecodeError as error:
+        if cfg.invalid_utf8 != "repair":
+            return error.object
+        skipped[f"{REPAIRED}{repair(error.object, cfg)[1]}"] += 1
+    return decode_strings(record, lambda content: repair(content, cfg)[0])
+
+
+def decode_strings(value: Any, decode: Callable[[bytes], str]) -> Any:
+    """Decodes all bytes in the value of a record."""
+    if isinstance(value, bytes):
+        return decode(value)
+    if isinstance(value, dict):
+        return {key: decode_strings(inner, decode) for key, inner in value.items()}
+    return [decode_strings(inner, decode) for inner in value] if isinstance(value, list) else value
+
+
+def sample_columns(names: Sequence[str], cfg: DataConfig) -> list[str]:
+    """Returns the columns of a table that a sample may use, at least one."""
+    fields = {*CHAT_FIELDS, "system", "tools", cfg.chat.prompt_field, cfg.chat.completion_field}
+    fields |= {field.partition(".")[0] for field in (cfg.text_field, *cfg.metadata_fields)} | {cfg.text_field}
+    return [name for name in names if name in fields] or list(names[:1])
+
+
+def render_checked_record(
+    record: Any, path: str, place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter
+) -> RenderedDocument | None:
+    """Calls render_record; a record with NUL or invalid UTF-8 is handled as data.invalid_utf8 says."""
+    content = record
+    if not isinstance(record, bytes):
+        write = functools.partial(render_record, f"{path} {place}", cfg, template, guard, skipped)
+        written = write(record)
+        if written is None or is_utf8(written.text) and "\0" not in written.text:
+            return written
+        if cfg.invalid_utf8 == "repair":
+            how = "half a surrogate pair" if "\0" not in written.text else "NUL removed"
+            skipped[f"{REPAIRED}{how}"] += 1
+            return write(repair_strings(record))
+        content = written.text.encode(errors="surrogatepass")
+    decode_text(content, cfg, skipped, path, lambda start: place)  # counts it or raises
+    return None
+
+
+def render_record(
+    place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter, record: object
+) -> RenderedDocument | None:
+    """Returns the record as a document, or None if it was skipped and counted. BadInput begins with `place`."""
+    try:
+        found = parse_record(record, cfg.chat, cfg.text_field)
+        if isinstance(found, Conversation):
+            if not any(found.in_loss):
+                skipped[NO_TURN] += 1
+                return None
+            written = render_conversation(found, template, guard)
+        else:
+            if not found.completion:
+                skipped["empty completion"] += 1
+                return None
+            written = render_pair(found, template.begin)
+    except BadInput as error:
+        skip_or_raise(f"{place} {error}", cfg, skipped, "not as told", 0)
+        return None
+    if not written.end_in_loss and not any(piece.in_loss for piece in written.pieces):
+        skipped[NO_TURN] += 1
+        return None
+    return written

@@ -1,0 +1,319 @@
+"""Prepared sets in gs:// buckets: each shard is downloaded at first use, hashed, and memory-mapped.
+
+The LRU cache is a local folder of bounded size that processes share:
+
+objects/SHA256/NAME       a complete file; the folder's mtime is its last use
+objects/SHA256/.part-SIZE a download in progress, or of a killed process, with SIZE bytes reserved
+locks/SHA256              locked (flock) by the process that downloads it
+users/HOST-PID-NUMBER     locked by a running process; lines "+SHA256" and "-SHA256": starts and ends of use
+lock                      locked briefly while users, objects or reservations change
+"""
+
+import fcntl
+import functools
+import hashlib
+import itertools
+import os
+import secrets
+import shutil
+import socket
+import threading
+import urllib.parse
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.data.verified import Say, remove
+from jaxscale.system.bucket import Bucket
+from jaxscale.system.digest import READ_BYTES, file_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import locked, make_private, sync_folder
+from jaxscale.system.storage import open_bucket
+
+WRONG_HASHES = 3  # damaged downloads before giving up
+PART_PREFIX = ".part-"  # names in a set do not begin with a dot
+
+
+class CacheUnwritable(BadInput):
+    """The cache folder cannot be written; the data may be valid."""
+
+
+class ShardCache:
+    """Local copies of files in buckets. A requested file is not evicted until it is released or the cache closed."""
+
+    def __init__(self, folder: Path, max_bytes: int, *, bucket: Bucket | None = None, say: Say = print):
+        """max_bytes: of all files, including downloads in progress."""
+        self.folder, self.max_bytes, self._say = Path(folder), max_bytes, say
+        self._bucket = bucket
+        self._thread_lock = threading.RLock()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Resets the state, also in a forked process, which uses no file yet."""
+        self._pid: int = os.getpid()
+        self._user: BinaryIO | None = None
+        self._using: set[str] = set()
+        self._key_locks: dict[str, threading.Lock] = {}
+        self._mapped: dict[str, RemoteIds] = {}
+
+    @property
+    def bucket(self) -> Bucket:
+        """Returns the client of the buckets, opened at first use."""
+        with self._thread_lock:
+            self._bucket = self._bucket or open_bucket()
+            return self._bucket
+
+    def fetch(self, url: str, size: int, sha256: str) -> Path:
+        """Returns the local path of an object, downloaded if it is missing or damaged.
+
+        It is not evicted until `release`, or until this cache is closed or its process ends.
+        Raises: BadInput if the object is missing, does not fit into the cache, or cannot be written.
+        """
+        with self._thread_lock:
+            if os.getpid() != self._pid:
+                self._reset()
+            key_lock = self._key_locks.setdefault(sha256, threading.Lock())
+        path = self.folder / "objects" / sha256 / url.rpartition("/")[2]
+        with key_lock:
+            if sha256 in self._using and path.exists():
+                os.utime(path.parent)
+                return path
+            try:
+                self._use(sha256)
+                if not is_whole(path, size, sha256):
+                    self._fetch(url, size, sha256, path)
+                os.utime(path.parent)
+            except BaseException as error:
+                self.release(sha256)
+                if isinstance(error, OSError):
+                    raise CacheUnwritable(
+                        f"the cache {self.folder} cannot be written: {error}; set data.cache_dir"
+                    ) from None
+                raise
+        return path
+
+    def _fetch(self, url: str, size: int, sha256: str, path: Path) -> None:
+        """Downloads the object unless another process has just done so."""
+        with locked(self.folder / "locks" / sha256, lambda: self._say(f"waiting for another process to fetch {url}")):
+            if is_whole(path, size, sha256):
+                return
+            part = path.with_name(f"{PART_PREFIX}{size}")
+            with locked(self.folder / "lock"):
+                if os.path.lexists(path):
+                    self._say(f"{path} is damaged; downloading it again")
+                    remove(path)
+                self._make_room(size, part)
+                path.parent.mkdir(exist_ok=True)
+                part.touch()
+            download(self.bucket, url, size, sha256, part)
+            with locked(self.folder / "lock"):
+                os.replace(part, path)
+            sync_folder(path.parent)
+
+    def _make_room(self, size: int, part: Path) -> None:
+        """Evicts least recently used files that are not in use, until `size` bytes fit in place of `part`."""
+        entries = list(self._entries(part))
+        excess = sum(entry.size for entry in entries) + size - self.max_bytes
+        if excess <= 0:
+            return
+        busy = self._busy()
+        for entry in sorted(entries, key=lambda entry: entry.used):
+            if excess > 0 and entry.sha256 not in busy:
+                shutil.rmtree(self.folder / "objects" / entry.sha256)
+                excess -= entry.size
+        sizes = {entry.sha256: entry.size for entry in entries}
+        for ids in sorted(self._mapped.values(), key=lambda ids: ids.used):  # this process can map them again
+            if excess > 0 and ids.is_mapped and busy[ids.sha256] == {self._user_name}:
+                self._write_use(f"-{ids.sha256}")
+                ids.drop()
+                shutil.rmtree(self.folder / "objects" / ids.sha256)
+                excess -= sizes[ids.sha256]
+        if excess > 0:
+            raise BadInput(
+                f"the cache {self.folder} of at most {self.max_bytes:,} bytes has no room for {size:,} more: all "
+                f"of its files are in use; raise data.cache_bytes by {excess:,} or more"
+            )
+
+    def _entries(self, but: Path) -> Iterator["CacheEntry"]:
+        """Yields the objects in the cache except the file `but`, with their sizes or reservations."""
+        for folder in filter(os.path.isdir, (self.folder / "objects").glob("*")):
+            size = 0
+            for file in set(folder.iterdir()) - {but}:
+                reserved = file.name.removeprefix(PART_PREFIX)
+                size += int(reserved) if file.name != reserved and reserved.isdecimal() else file.lstat().st_size
+            yield CacheEntry(folder.name, size, folder.stat().st_mtime_ns)
+
+    def _busy(self) -> dict[str, set[str]]:
+        """Returns {sha256: names of the running processes that use it}, and removes ended processes."""
+        users: dict[str, set[str]] = {}
+        for path in (self.folder / "users").glob("*"):
+            if path.name != self._user_name:
+                with open(path, "rb") as file:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        pass  # still running
+                    else:
+                        path.unlink()
+                        continue
+            using: set[str] = set()
+            for line in path.read_text("utf-8").splitlines():
+                (using.add if line[0] == "+" else using.discard)(line[1:])
+            for sha256 in using:
+                users.setdefault(sha256, set()).add(path.name)
+        return users
+
+    @property
+    def _user_name(self) -> str:
+        return "" if self._user is None else os.path.basename(self._user.name)
+
+    def _use(self, sha256: str) -> None:
+        """Marks a file as in use, so that no process evicts it."""
+        for name in ("", "objects", "locks", "users"):
+            make_private(self.folder / name)
+        with locked(self.folder / "lock"), self._thread_lock:
+            if self._user is None:
+                name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+                self._user = open(self.folder / "users" / name, "xb", buffering=0)  # noqa: SIM115 - as long as we run
+                fcntl.flock(self._user, fcntl.LOCK_EX)
+                weakref.finalize(self, self._user.close)  # also without a call of close
+            self._write_use(f"+{sha256}")
+
+    def _write_use(self, line: str) -> None:
+        """Records a start or end of use. The caller has locked the cache."""
+        assert self._user is not None, "_use opens the user file"
+        self._user.write(f"{line}\n".encode())
+        (self._using.add if line[0] == "+" else self._using.discard)(line[1:])
+
+    def release(self, sha256: str) -> None:
+        """Allows the file to be evicted when room is needed."""
+        if sha256 not in self._using:
+            return
+        with locked(self.folder / "lock"), self._thread_lock:
+            if sha256 in self._using:
+                self._write_use(f"-{sha256}")
+
+    def close(self) -> None:
+        """Releases all files."""
+        with self._thread_lock:
+            for ids in self._mapped.values():
+                ids.drop()
+            if self._user is not None and self._pid == os.getpid():
+                self._user.close()
+            self._reset()
+
+    def ids(self, url: str, size: int, sha256: str, dtype: str) -> "RemoteIds":
+        """Returns the ids of a .bin in a bucket, downloaded and mapped at first read."""
+        with self._thread_lock:
+            return self._mapped.setdefault(sha256, RemoteIds(self, url, size, sha256, dtype))
+
+
+class CacheEntry(NamedTuple):
+    """An object in the cache."""
+
+    sha256: str
+    size: int
+    used: int  # last use [ns]
+
+
+class RemoteIds:
+    """The ids of a .bin in a bucket, indexed as an array. Downloaded and mapped at first read.
+
+    The cache may drop the least recently used mapping to make room; the next read downloads the file again.
+    """
+
+    _ticks = itertools.count()
+
+    def __init__(self, cache: ShardCache, url: str, size: int, sha256: str, dtype: str):
+        self.sha256, self.used = sha256, 0
+        self._cache, self._url, self._size, self._dtype = cache, url, size, np.dtype(dtype)
+        self._ids: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self._size // self._dtype.itemsize
+
+    def __getitem__(self, window: slice | int) -> Any:
+        ids = self._ids  # a local reference: a mapped file stays readable after eviction
+        if ids is None:
+            path = self._cache.fetch(self._url, self._size, self.sha256)
+            ids = self._ids = np.asarray(np.memmap(path, self._dtype, mode="r"))
+        self.used = next(self._ticks)
+        return ids[window]
+
+    @property
+    def is_mapped(self) -> bool:
+        """Returns True while the file is mapped."""
+        return self._ids is not None
+
+    def drop(self) -> None:
+        """Drops the mapping."""
+        self._ids = None
+
+
+def map_ids(path: str, dtype: str) -> Any:
+    """Returns the sliceable ids of a .bin: a memory map of a local file, or RemoteIds for an address of `locator`."""
+    little = np.dtype(dtype).newbyteorder("<")
+    if "://" not in path:
+        if not os.path.getsize(path):
+            return np.zeros(0, little)  # an empty file cannot be mapped
+        return np.asarray(np.memmap(path, little, mode="r"))  # slicing an np.memmap is much slower
+    url, _, fields = path.rpartition("#")
+    about = dict(urllib.parse.parse_qsl(fields))
+    cache = shard_cache(about["cache"], int(about["cache_bytes"]))
+    return cache.ids(url, int(about["bytes"]), about["sha256"], little.str)
+
+
+def locator(url: str, size: int, sha256: str, cache: ShardCache) -> str:
+    """Returns the address of an object with all arguments of its download, so that a TokenSet can be pickled."""
+    about = {"bytes": size, "sha256": sha256, "cache": cache.folder, "cache_bytes": cache.max_bytes}
+    return f"{url}#{urllib.parse.urlencode(about)}"
+
+
+@functools.lru_cache(maxsize=8)
+def shard_cache(folder: str, max_bytes: int) -> ShardCache:
+    """Returns the process's cache in this folder; shared, since its open user file protects the files in use."""
+    return ShardCache(Path(folder), max_bytes)
+
+
+def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> None:
+    """Completes the local file `part`, which may have the beginning of the object, and checks its hash.
+
+    Raises: BadInput if the object is missing, unreadable, or does not match.
+    """
+    for _ in range(WRONG_HASHES):
+        if complete_download(bucket, url, size, part) == sha256:
+            return
+        os.truncate(part, 0)  # stale beginning or damaged download: start again
+    raise BadInput(
+        f"{url} did not match the sha256 in its manifest in {WRONG_HASHES} downloads: it was changed after the "
+        "manifest; publish the set again"
+    )
+
+
+def complete_download(bucket: Bucket, url: str, size: int, part: Path) -> str:
+    """Downloads the missing bytes of the object and returns the sha256 of the file."""
+    sha256 = hashlib.sha256()
+    with open(part, "r+b") as file:
+        while piece := file.read(READ_BYTES):
+            sha256.update(piece)
+        done = file.tell()
+        try:
+            for piece in bucket.pieces(url, done, size):
+                file.write(piece)
+                sha256.update(piece)
+        except FileNotFoundError as error:
+            raise BadInput(str(error)) from None
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+def is_whole(path: Path, size: int, sha256: str) -> bool:
+    """Returns True if the file exists with this size and hash; reads all of it."""
+    try:
+        return path.stat().st_size == size and file_sha256(str(path)) == sha256
+    except FileNotFoundError:
+        return False

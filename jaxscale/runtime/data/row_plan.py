@@ -1,0 +1,156 @@
+"""The row plan of a corpus: a memory-mapped folder with the document index and the packing.
+
+The folder name is a hash of its inputs (shards, row length, seed, rules). It is searched next to the manifest of a
+prepared set, where `jaxscale prepare` publishes it, then in the cache, where it is created if missing. Opening it takes
+as long for 10**8 documents as for ten.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, find_arrays, open_arrays
+from jaxscale.runtime.data.best_fit import BestFitRows, plan_settings, write_best_fit
+from jaxscale.runtime.data.cache import ensure_folder, folder_name, open_or_rebuild
+from jaxscale.runtime.data.documents import (
+    TRAIN,
+    VALID,
+    DocumentIndex,
+    NeedsInt64,
+    TokenSet,
+    make_token_set,
+    write_documents,
+)
+from jaxscale.runtime.data.packing import DocumentRows, PackedRows, write_concat
+from jaxscale.runtime.data.shards import Shard
+from jaxscale.runtime.data.split import CorpusSplit
+from jaxscale.runtime.data.verified import Say, remove
+
+LAYOUT_VERSION = 2  # of the folder; raise it when its arrays, BLOCK or SAMPLE_EVERY change
+REPORTED_DOCUMENTS = 10_000_000  # planning more documents is logged, since it takes a while
+VALIDATION_SEED = 0  # constant, so that losses of different runs are over the same rows
+KINDS = {"best_fit": (write_best_fit, BestFitRows), "concat": (write_concat, PackedRows)}
+Facts = Mapping[str, Any]  # returned by write_documents
+
+
+class PlanSettings(NamedTuple):
+    """Inputs of a row plan."""
+
+    fingerprint: str  # of the documents and their split
+    packing: str
+    validation: str  # packing of the validation part
+    seq_len: int
+    seed: int
+    num_groups: int  # 1, or the number of sources
+
+    @property
+    def cache_key(self) -> dict[str, Any]:
+        """Returns the cache key of the folder."""
+        return plan_settings(layout=LAYOUT_VERSION, **self._asdict())
+
+
+class OpenPlan(NamedTuple):
+    """A plan and its training and validation rows."""
+
+    facts: Facts
+    words: str  # description of the validation part
+    train: DocumentRows
+    valid: DocumentRows | None
+
+
+def write_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> None:
+    """Writes the plan of a corpus into `folder`. check(facts): raises for an unusable corpus, before packing."""
+    rule, words = split.rule()
+    groups = {TRAIN: settings.num_groups, **({VALID: 1} if split.has_validation else {})}
+    keep_empty = split.keeps_empty and settings.packing == "best_fit" and settings.num_groups == 1
+    chunks = functools.partial(split.chunks, rule, keep_empty=keep_empty)
+    for use_int64 in (False, True):
+        with ArrayWriter(folder) as out:
+            try:
+                facts = write_documents(out, chunks(), rule, len(split.names), groups, use_int64=use_int64)
+            except NeedsInt64:
+                for path in folder.iterdir():
+                    remove(path)
+                continue
+            check(facts)
+            parts = write_rows(out, facts, settings)
+            out.finish({"documents": facts, "words": words, "parts": parts})
+            return
+
+
+def write_rows(out: ArrayWriter, facts: Facts, settings: PlanSettings) -> dict[str, Any]:
+    """Plans the rows of both parts of the written documents, and returns the header of each."""
+    documents, parts = DocumentIndex(out.written(), facts), {}
+    packings = {TRAIN: (settings.packing, settings.seed), VALID: (settings.validation, VALIDATION_SEED)}
+    for part in facts["members"]:
+        packing, seed = packings[part]
+        parts[part] = KINDS[packing][0](out, documents, part, seq_len=settings.seq_len, seed=seed)
+    return parts
+
+
+def shard_token_set(shards: Sequence[Shard]) -> TokenSet:
+    """Returns the token files of the shards, in order."""
+    little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
+    sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])
+    return make_token_set([(s.bin_path, little(s), s.loss_mask_path, *sizes(s), s.expected) for s in shards])
+
+
+def open_rows(arrays: Arrays, files: TokenSet) -> OpenPlan:
+    """Opens the rows that are planned in these arrays."""
+    header = arrays.header
+    documents = DocumentIndex(arrays, header["documents"], files)
+    rows = {part: KINDS[plan["packing"]][1](documents, arrays, part) for part, plan in header["parts"].items()}
+    return OpenPlan(header["documents"], header["words"], rows[TRAIN], rows.get(VALID))
+
+
+def open_plan(
+    split: CorpusSplit,
+    settings: PlanSettings,
+    check: Callable[[Facts], None],
+    cache: Path,
+    *,
+    verify: str,
+    say: Say,
+    published: str,
+    cache_bytes: int,
+) -> OpenPlan:
+    """Opens the plan of a corpus, created in the cache if it is neither published nor cached.
+
+    Args: published: folder or gs:// address of a prepared set, or ''. cache_bytes: limit of the cache of buckets.
+    """
+    files = shard_token_set([*split.train_shards, *split.valid_shards])
+    name = folder_name("rows", settings.cache_key)
+    location = f"{published}/{name}"
+    if published and (found := find_arrays(location, cache, cache_bytes, verify, say)) is not None:
+        return open_rows(found, files)
+    make = functools.partial(write_plan_logged, split, settings, check, say)
+    return open_or_rebuild(
+        cache,
+        "rows",
+        settings.cache_key,
+        make,
+        lambda folder: open_rows(open_arrays(folder, cache, verify, say), files),
+        say,
+    )
+
+
+def make_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> Path:
+    """Returns the plan's folder in a set's folder, created if missing."""
+    make = functools.partial(write_plan, split=split, settings=settings, check=check)
+    return ensure_folder(folder, "rows", settings.cache_key, make, is_cache=False)
+
+
+def write_plan_logged(
+    split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None], say: Say, folder: Path
+) -> None:
+    """Calls write_plan; logs a line first if it takes long."""
+    number = sum(shard.header["num_documents"] for shard in [*split.train_shards, *split.valid_shards])
+    if number >= REPORTED_DOCUMENTS:
+        say(
+            f"planning the rows of {number:,} documents (once; then cached). `jaxscale prepare` publishes "
+            "the plan with the set: see rows.seq_len"
+        )
+    write_plan(folder, split, settings, check)

@@ -1,0 +1,178 @@
+"""Rows of T tokens: pieces of documents, their locations in files, and reading them; or random tokens."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.core.batch import Batch, stack_rows
+
+SYNTHETIC_ROWS = 1 << 24  # in an epoch; large enough that no run repeats a row
+OpenIds = Callable[[str, str], Any]  # (path, dtype) -> sliceable ids
+
+
+class Pieces(NamedTuple):
+    """The p pieces of m rows: row r consists of pieces `first[r]` to `first[r + 1]`, followed by padding.
+
+    A piece is `lengths` tokens of a document from its token `skipped` on. `after_documents` and `after_skipped` are the
+    document and token after the row, the target of its last position; -1: none.
+    """
+
+    first: np.ndarray  # int64[m + 1]
+    documents: np.ndarray  # int64[p]
+    skipped: np.ndarray  # int64[p]
+    lengths: np.ndarray  # int64[p]
+    ended: np.ndarray  # bool[p]: the document ends with the piece
+    after_documents: np.ndarray  # int64[m]
+    after_skipped: np.ndarray  # int64[m]
+
+
+class LocatedPieces(NamedTuple):
+    """Pieces with offsets in files. Lists, since Python loops read them faster than arrays."""
+
+    first: list[int]
+    files: list[int]
+    offsets: list[int]  # in the file
+    begins: list[int]  # in the row
+    lengths: list[int]
+    ended: list[bool]
+    after_files: list[int]  # -1: no token after the row
+    after_offsets: list[int]
+    depths: np.ndarray  # int64[m]: tokens of the first document before the row
+
+
+class TokenFiles(dict):
+    """{file number: ids}, each opened at first access."""
+
+    def __init__(self, paths: Sequence[str], dtypes: Sequence[str], open_ids: OpenIds):
+        super().__init__()
+        self.paths, self.dtypes, self.open_ids = paths, dtypes, open_ids
+
+    def __missing__(self, number: int) -> Any:
+        self[number] = self.open_ids(self.paths[number], self.dtypes[number])
+        return self[number]
+
+
+def locate(pieces: Pieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> LocatedPieces:
+    """Locates pieces in files. where(documents): (file, offset of the first token) of each."""
+    first, documents = pieces.first, pieces.documents
+    ends = np.cumsum(pieces.lengths)
+    rows_begin = np.concatenate([[0], ends])[first[:-1]]
+    begins = ends - pieces.lengths - np.repeat(rows_begin, np.diff(first))
+    next_documents = pieces.after_documents
+    no_next = next_documents < 0
+    files, starts = where(documents)
+    after_files, after_starts = where(np.maximum(next_documents, 0))
+    return LocatedPieces(
+        first.tolist(),
+        files.tolist(),
+        (starts + pieces.skipped).tolist(),
+        begins.tolist(),
+        pieces.lengths.tolist(),
+        pieces.ended.tolist(),
+        np.where(no_next, -1, after_files).tolist(),
+        np.where(no_next, 0, after_starts + pieces.after_skipped).tolist(),
+        pieces.skipped[first[:-1]],
+    )
+
+
+def read_rows(
+    located: LocatedPieces,
+    chosen: Sequence[int],
+    T: int,
+    files: TokenFiles,
+    ramp_T: np.ndarray,
+    loss_masks: TokenFiles | None = None,
+) -> Batch:
+    """Reads rows as a Batch of [len(chosen), T]; each token is copied once.
+
+    ramp_T: 0, 1, 2, ..., allocated once by the caller. loss_masks: mask of each file, 1 for tokens with a loss; a
+    weight is that of its target. None, or '' for a file: all 1.
+    """
+    first, piece_files, offsets, begins, lengths, ended, after_files, after_offsets, _ = located
+    fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one allocation, which malloc reuses for the next batch
+    tokens_BT, targets_BT, positions_BT, segments_BT = fields_FBT[:4]
+    weights_BT = fields_FBT[4].view(np.float32)
+    weights_BT[:] = 1
+    tokens, positions, segments, weights = (  # flat: slicing one dimension costs half as much as two
+        array.reshape(-1) for array in (tokens_BT, positions_BT, segments_BT, weights_BT)
+    )
+    last = []
+    for place, row in enumerate(chosen):
+        base = stop = place * T
+        number = 0
+        for piece in range(first[row], first[row + 1]):
+            number += 1
+            length, offset = lengths[piece], offsets[piece]
+            start = base + begins[piece]
+            stop = start + length
+            tokens[start:stop] = files[piece_files[piece]][offset : offset + length]
+            positions[start:stop] = ramp_T[:length]
+            segments[start:stop] = number
+            if loss_masks is not None and len(mask := loss_masks[piece_files[piece]]):
+                mask = mask[offset + 1 : offset + 1 + length]
+                weights[start : start + len(mask)] = mask
+            if ended[piece]:
+                weights[stop - 1] = 0  # the next token belongs to another document
+        if stop < base + T:
+            for array in (tokens, positions, segments, weights):
+                array[stop : base + T] = 0
+        file = after_files[row]
+        last.append(0 if file < 0 else files[file][after_offsets[row]])
+    targets_BT[:, :-1] = tokens_BT[:, 1:]
+    targets_BT[:, -1] = last
+    return Batch(tokens_BT, targets_BT, positions_BT, segments_BT, weights_BT)
+
+
+def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenFiles) -> str:
+    """Returns the message for a file that was truncated or removed after the run began; '' if all are readable."""
+    for row in chosen:
+        for piece in range(located.first[row], located.first[row + 1]):
+            path, begin = files.paths[located.files[piece]].partition("#")[0], located.offsets[piece]
+            where = f"tokens {begin:,} to {begin + located.lengths[piece]:,}"
+            try:
+                size = len(files[located.files[piece]])
+            except OSError as error:
+                return f"{path}: {where} cannot be read: {error.strerror or error}; restore the file and start again"
+            if size < begin + located.lengths[piece]:
+                return (
+                    f"{path}: {where} are missing, it ends after {size:,}: it was truncated after the run began; "
+                    "restore it and start again"
+                )
+    return ""
+
+
+class SyntheticRows:
+    """Rows of uniform random tokens below vocab_size, each a function of (seed, row). Picklable.
+
+    For throughput measurements without files or a tokenizer.
+    """
+
+    def __init__(self, *, seq_len: int, vocab_size: int, seed: int, num_rows: int = SYNTHETIC_ROWS):
+        self.seq_len, self.vocab_size, self.seed, self.num_rows = seq_len, vocab_size, seed, num_rows
+        digest = hashlib.blake2b(f"synthetic tokens {seed}".encode(), digest_size=8).digest()
+        self._key = int.from_bytes(digest, "little")
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> Batch:
+        """Returns a row as a Batch of [T]: one document, all weights 1."""
+        T, row = self.seq_len, int(row) % self.num_rows
+        raw = np.random.Philox(key=self._key + (row << 64)).random_raw(T // 2 + 1).view(np.uint32)[: T + 1]
+        drawn = ((raw.astype(np.uint64) * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int32)
+        ones_T = np.ones(T, np.int32)
+        return Batch(drawn[:-1], drawn[1:], np.arange(T, dtype=np.int32), ones_T, np.ones(T, np.float32))
+
+    def locate(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the row numbers, which are their own locations."""
+        return rows
+
+    def read(self, located: np.ndarray, chosen: Sequence[int]) -> Batch:
+        """Reads located rows by their indices: a Batch of [len(chosen), T]."""
+        return stack_rows([self[located[place]] for place in chosen])
+
+    def row_sources(self, row: int) -> np.ndarray:
+        """Returns int32[T]: zeros, the only source."""
+        return np.zeros(self.seq_len, np.int32)

@@ -1,0 +1,196 @@
+"""Writes token shards, see shards.py."""
+
+import array
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxscale.runtime.data.document_lineage import lineage_bytes
+from jaxscale.runtime.data.header import FORMAT, SUFFIXES, VERSION, encode_header
+from jaxscale.system.digest import READ_BYTES
+from jaxscale.system.exits import BadInput
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def dtype_for(largest_id: int) -> np.dtype:
+    """Returns little-endian uint16 if ids up to `largest_id` fit, else uint32."""
+    return np.dtype("<u2") if largest_id <= np.iinfo(np.uint16).max else np.dtype("<u4")
+
+
+class ShardWriter:
+    """Streams documents to NAME.bin and writes the other files at the end; memory grows only with their number.
+
+    A document or block that raises is not added.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        vocab_size: int,
+        eos_id: int | None,
+        sources: Sequence[str],
+        trained: bool = False,
+    ):
+        """eos_id: None if documents include their end token or have none. trained: write a loss mask even if all 1."""
+        if eos_id is not None and not 0 <= eos_id < vocab_size:
+            raise BadInput(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
+        self._base, self._dtype, self._vocab_size = Path(folder) / name, dtype_for(vocab_size - 1), vocab_size
+        self._eos_id, self._sources = eos_id, list(sources)
+        self._bin = open(f"{self._base}.bin", "wb")  # noqa: SIM115 - closed by finish
+        self._loss_mask: BinaryIO | None = None
+        self._sha256, self._loss_mask_sha256 = hashlib.sha256(), hashlib.sha256()
+        self._ends, self._document_sources = array.array("q", [0]), array.array("H")
+        self._max_id = eos_id or 0
+        if trained:
+            self._open_loss_mask()
+
+    def _open_loss_mask(self) -> BinaryIO:
+        """Opens the loss mask; it is 1 for all tokens so far."""
+        self._loss_mask = open(f"{self._base}.trained", "wb")  # noqa: SIM115
+        for start in range(0, self.num_tokens, READ_BYTES):
+            self._write_loss_mask(self._loss_mask, np.ones(min(READ_BYTES, self.num_tokens - start), np.uint8))
+        return self._loss_mask
+
+    def _write_loss_mask(self, file: BinaryIO, loss_mask: np.ndarray) -> None:
+        file.write(loss_mask.tobytes())
+        self._loss_mask_sha256.update(loss_mask.tobytes())
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the tokens so far, including end tokens."""
+        return self._ends[-1]
+
+    @property
+    def num_documents(self) -> int:
+        """Returns the documents so far."""
+        return len(self._document_sources)
+
+    def add(self, ids: np.ndarray, source: str, trained: np.ndarray | None = None, *, is_whole: bool = False) -> None:
+        """Appends one document and its end token. Raises BadInput as add_block, or for an unknown source.
+
+        Args: trained: bool loss mask, including the end token; None: all 1. is_whole: do not append an end token.
+        """
+        if source not in self._sources:
+            raise BadInput(f"{self._base}: source {source!r} is not one of {self._sources}")
+        if not is_whole:
+            assert self._eos_id is not None, "without an end token, documents must be whole"
+            ids = np.append(ids, self._eos_id)
+        self.add_block(ids, [len(ids)], [self._sources.index(source)], trained, is_whole=is_whole)
+
+    def add_block(
+        self,
+        ids: np.ndarray,
+        lengths: ArrayLike,
+        sources: ArrayLike,
+        trained: np.ndarray | None = None,
+        *,
+        is_whole: bool = False,
+    ) -> None:
+        """Appends many documents with one write; each must end with the end token.
+
+        Args: ids: concatenated documents. lengths: of each. sources: source index of each. trained: bool[ids] loss
+        mask; None: all 1. is_whole: documents may lack the end token.
+        Raises: BadInput for an id outside the vocabulary, or for lengths and sources that do not match.
+        """
+        ids, lengths, sources = np.asarray(ids), np.asarray(lengths, np.int64), np.asarray(sources, np.int64)
+        if ids.ndim != 1 or lengths.ndim != 1 or (lengths < 1).any() or int(lengths.sum()) != len(ids):
+            raise BadInput(f"{self._base}: {len(ids):,} ids do not match lengths of {len(lengths):,} documents")
+        if len(sources) != len(lengths) or (sources >= len(self._sources)).any() or (sources < 0).any():
+            raise BadInput(
+                f"{self._base}: {len(sources):,} source numbers for {len(lengths):,} documents, sources {self._sources}"
+            )
+        if not len(lengths):
+            return
+        ends, largest = np.cumsum(lengths), int(ids.max())
+        if largest >= self._vocab_size or (ids.dtype.kind != "u" and int(ids.min()) < 0):
+            place = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+            document = self.num_documents + int(ends.searchsorted(place, side="right"))
+            raise BadInput(
+                f"token id {int(ids[place])} in document {document:,} of {self._base}.bin is not among the "
+                f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with another tokenizer"
+            )
+        if not is_whole and not (ids[ends - 1] == self._eos_id).all():
+            raise BadInput(f"{self._base}: a document does not end with the end token {self._eos_id}")
+        content = np.ascontiguousarray(ids, self._dtype)
+        self._bin.write(content.data)
+        self._sha256.update(content.data)
+        if trained is not None or self._loss_mask:
+            mask = np.ones(len(ids), np.uint8) if trained is None else np.asarray(trained, np.uint8)
+            self._write_loss_mask(self._loss_mask or self._open_loss_mask(), mask)
+        self._max_id = max(self._max_id, largest)
+        self._ends.frombytes((ends + self._ends[-1]).tobytes())
+        self._document_sources.frombytes(sources.astype(np.uint16).tobytes())
+
+    def finish(
+        self, token_bytes: np.ndarray | None, header: dict[str, Any], lineage: "pyarrow.Table | None" = None
+    ) -> None:
+        """Writes index and header, with fsync.
+
+        Args: header: additional entries. lineage: a row per document, see lineage.py.
+        """
+        sums = {"bin": self._sha256.hexdigest()}
+        if self._loss_mask:
+            sums["trained"] = self._loss_mask_sha256.hexdigest()
+        for file in filter(None, (self._bin, self._loss_mask)):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        about = {"dtype": self._dtype.name, "num_tokens": self._ends[-1], "max_id": self._max_id}
+        offsets, source_ids = np.array(self._ends, "<i8"), np.array(self._document_sources, "<u2")
+        write_index(self._base, offsets, source_ids, token_bytes, sums, self._sources, {**about, **header}, lineage)
+
+    def abandon(self) -> None:
+        """Closes the files without finishing the shard."""
+        for file in filter(None, (self._bin, self._loss_mask)):
+            file.close()
+
+
+def write_index(
+    base: Path,
+    offsets: np.ndarray,
+    source_ids: np.ndarray,
+    token_bytes: np.ndarray | None,
+    sums: dict[str, str],
+    sources: Sequence[str],
+    header: dict[str, Any],
+    lineage: "pyarrow.Table | None" = None,
+) -> None:
+    """Writes all files of a shard except its .bin, whose sha256 is sums['bin']; the header last."""
+    contents = {"idx": offsets.tobytes(), "src": source_ids.tobytes()}
+    if token_bytes is not None:
+        buffer = io.BytesIO()
+        np.save(buffer, token_bytes.astype("<i4"), allow_pickle=False)
+        contents["token_bytes"] = buffer.getvalue()
+    if lineage is not None:
+        contents["docs"] = lineage_bytes(lineage, len(source_ids))
+    for name, content in contents.items():
+        sums = {**sums, name: hashlib.sha256(content).hexdigest()}
+        write_synced(Path(f"{base}{SUFFIXES[name]}"), content)
+    whole = {
+        "format": FORMAT,
+        "version": VERSION,
+        "bin": f"{base.name}.bin",
+        "num_documents": len(source_ids),
+        "sources": list(sources),
+        "sha256": sums,
+        **header,
+    }
+    write_synced(Path(f"{base}.json"), encode_header(whole))
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes the file and calls fsync."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,216 @@
+"""The validation split: a function of file name and position in the file, so that it never changes."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.documents import CHUNK_DOCUMENTS, DocumentChunk, SplitRule
+from jaxscale.runtime.data.permutation import mix64
+from jaxscale.runtime.data.shards import Shard, fetch_indexes
+from jaxscale.system.exits import BadInput
+from jaxscale.units import plural
+
+MIN_DOCUMENTS = 5  # expected validation documents of a source; with fewer, a random split might have none
+
+
+class CorpusSplit(NamedTuple):
+    """The training and validation shards and how documents are split."""
+
+    train_shards: Sequence[Shard]
+    valid_shards: Sequence[Shard]
+    names: Sequence[str]  # of the sources
+    fraction: float  # of the training documents that is held out
+    content: list[str]  # inputs of the data fingerprint
+    conversations: "ConversationSplit | None" = None  # split and clipped one by one at each start
+
+    @property
+    def has_validation(self) -> bool:
+        """Returns True if there is a validation part."""
+        return bool(self.valid_shards or self.fraction)
+
+    @property
+    def keeps_empty(self) -> bool:
+        """Returns True if empty documents count, which holds if nothing of the training files is held out."""
+        return not self.fraction and self.conversations is None
+
+    def rule(self) -> tuple[SplitRule, str]:
+        """Returns (rule, description of the validation part). Reads the source of each document."""
+        if self.conversations is not None:
+            return self.conversations.rule, self.conversations.description
+        if self.valid_shards or not self.fraction:
+            return SplitRule(), "data.val_files" if self.valid_shards else ""
+        expected = np.zeros(len(self.names))
+        for _, sources in read_indexes(self.train_shards, self.names):
+            expected += np.bincount(sources, minlength=len(self.names))
+        return small_source_rule(expected * self.fraction, self.names, self.fraction)
+
+    def chunks(self, rule: SplitRule, *, keep_empty: bool) -> Iterator[DocumentChunk]:
+        """Yields all documents, training files first. keep_empty: include empty documents."""
+        if self.conversations is not None:
+            yield from self.conversations.chunks
+            return
+        by_hash = (shard_holdout(shard, self.fraction) for shard in self.train_shards) if self.fraction else None
+        for lengths, sources in read_indexes(self.train_shards, self.names):
+            has_tokens = lengths > 0
+            if by_hash is None:
+                train = np.ones_like(has_tokens) if keep_empty else has_tokens
+                yield DocumentChunk(lengths, sources, train, np.zeros_like(has_tokens))
+                continue
+            in_valid, is_cut = next(by_hash), np.isin(sources, rule.tails)
+            tails = rule.lengths(lengths, sources, "valid")[1]
+            train = has_tokens & (is_cut | ~in_valid) & (rule.lengths(lengths, sources, "train")[1] > 0)
+            yield DocumentChunk(lengths, sources, train, has_tokens & np.where(is_cut, tails > 0, in_valid))
+        for lengths, sources in read_indexes(self.valid_shards, self.names):
+            yield DocumentChunk(lengths, sources, np.zeros(len(lengths), bool), lengths > 0)
+
+
+class ConversationSplit(NamedTuple):
+    """The split of conversations, which are never cut between training and validation, nor between rows."""
+
+    rule: SplitRule
+    description: str
+    chunks: list[DocumentChunk]
+    fitted: list[str]  # log lines about those longer than a row
+
+
+def small_source_rule(expected: np.ndarray, names: Sequence[str], fraction: float) -> tuple[SplitRule, str]:
+    """Returns (rule, description). Documents are held out by a hash of file name and position. For a source with
+    fewer than MIN_DOCUMENTS of these, the last `fraction` of every document is held out, so that it has a loss.
+    """
+    is_short = expected < MIN_DOCUMENTS
+    rules = [] if is_short.all() else [f"{fraction:.3g} of the documents, by a hash of their names"]
+    if short := [name for name, few, number in zip(names, is_short, expected) if few and number]:
+        rules.append(f"the last {fraction:.3g} of each document in {', '.join(short)}, which has few")
+    return SplitRule(fraction, tuple(np.flatnonzero(is_short).tolist())), "; ".join(rules)
+
+
+def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (lengths, sources as indices into `names`) of the documents of each shard."""
+    fetch_indexes(shards)
+    for shard in shards:
+        renumber = np.array([names.index(name) for name in shard.header["sources"]], np.uint16)
+        offsets, source_ids = shard.doc_index.read()
+        yield np.diff(offsets), renumber[source_ids]
+
+
+def shard_holdout(shard: Shard, fraction: float) -> np.ndarray:
+    """Returns bool[documents]: held-out documents of a shard."""
+    parts = [file_holdout(name, number, fraction) for name, number in source_files(shard)]
+    return np.concatenate(parts) if parts else np.zeros(0, bool)
+
+
+def file_holdout(file_name: str, num_documents: int, fraction: float) -> np.ndarray:
+    """Returns bool[num_documents]: held-out documents of a file, each with probability `fraction`."""
+    limit = np.uint64(min(int(fraction * 2**64), 2**64 - 1))
+    parts = [
+        document_hashes(file_name, first, min(CHUNK_DOCUMENTS, num_documents - first)) < limit
+        for first in range(0, num_documents, CHUNK_DOCUMENTS)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, bool)
+
+
+def document_hashes(file_name: str, first: int, number: int) -> np.ndarray:
+    """Returns uint64[number]: the hash of each document's position in the file, from `first` on."""
+    seed = int.from_bytes(hashlib.blake2b(file_name.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
+    return mix64(np.arange(first, first + number, dtype=np.uint64) + np.uint64(seed))
+
+
+def split_corpus(
+    cfg: DataConfig, train_shards: Sequence[Shard], valid_shards: Sequence[Shard], names: Sequence[str], seq_len: int
+) -> CorpusSplit:
+    """Splits the corpus: validation shards, or without them a part of the training documents."""
+    train, valid = ([shard.fingerprint for shard in shards] for shards in (train_shards, valid_shards))
+    content = [*train, "validation", *valid]
+    fraction = 0.0 if valid_shards else cfg.val_fraction
+    if fraction:
+        files = [named for shard in train_shards for named in source_files(shard)]
+        content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
+    if cfg.name != "chat":
+        return CorpusSplit(train_shards, valid_shards, names, fraction, content)
+    conversations, more = split_conversations(train_shards, valid_shards, names, fraction, cfg.chat.too_long, seq_len)
+    return CorpusSplit(train_shards, valid_shards, names, fraction, content + more, conversations)
+
+
+def source_files(shard: Shard) -> list[tuple[str, int]]:
+    """Returns (name, number of documents) of each file of a shard. Raises BadInput if they do not add up."""
+    files = [(file["name"], file["documents"]) for file in shard.header["files"]]
+    if (listed := sum(number for _, number in files)) != shard.header["num_documents"]:
+        raise BadInput(
+            f"the header of {shard.place} lists the files of {listed:,} of its {shard.header['num_documents']:,} "
+            "documents, but the split needs the file of each; set data.val_files, or data.val_fraction=0"
+        )
+    return files
+
+
+def split_conversations(
+    train_shards: Sequence[Shard], valid_shards: Sequence[Shard], names: Sequence[str], fraction: float, too_long: str,
+    seq_len: int,
+) -> tuple[ConversationSplit, list[str]]:  # fmt: skip
+    """Returns (conversations, inputs of the data fingerprint).
+
+    For a source with few conversations, the number closest to `fraction`, at least one and never all, with the smallest
+    hashes are held out. Conversations longer than a row are cut or dropped.
+    """
+    found = [list(zip(shards, read_indexes(shards, names))) for shards in (train_shards, valid_shards)]
+    sources = [sources for shard, (_, sources) in found[0]]
+    in_valid = conversation_holdout(train_shards, np.concatenate(sources), names, fraction) if fraction else None
+    bounds = np.cumsum([0, *map(len, sources)])
+    chunks, cut, dropped = [], np.zeros(2, np.int64), np.zeros(2, np.int64)  # of training, of validation
+    for is_valid, shards in enumerate(found):
+        for number, (shard, (lengths, document_sources)) in enumerate(shards):
+            valid = np.full(len(lengths), bool(is_valid))
+            if in_valid is not None:
+                valid = in_valid[bounds[number] : bounds[number + 1]]
+            keep, is_long = fits_row(shard, lengths, too_long, seq_len)
+            for part, members in enumerate((~valid, valid)):
+                cut[part] += (members & is_long & keep).sum()
+                dropped[part] += (members & ~keep).sum()
+            keep &= lengths > 0
+            chunks.append(DocumentChunk(lengths, document_sources, keep & ~valid, keep & valid))
+    fitted = []
+    if cut.sum():
+        fitted = [f"{plural(int(cut.sum()), 'document')} longer than a row cut (data.chat.too_long)"]
+    if dropped.sum():
+        reason = ", their loss mask starts after a row's end" if too_long == "cut" else ""
+        fitted += [f"{plural(int(dropped.sum()), 'document')} longer than a row dropped (data.chat.too_long{reason})"]
+    by_hash = f"{fraction:.3g} of the documents, by a hash of their names" * bool(fraction)
+    description = "data.val_files" if valid_shards else by_hash
+    return ConversationSplit(SplitRule(clip=seq_len), description, chunks, fitted), fitted_content(
+        too_long, seq_len, int(dropped.sum())
+    )
+
+
+def fitted_content(too_long: str, seq_len: int, dropped: int) -> list[str]:
+    """Returns the inputs of the data fingerprint about clipping."""
+    return [too_long, str(seq_len), *([f"dropped {dropped}"] if too_long == "cut" and dropped else [])]
+
+
+def conversation_holdout(
+    train_shards: Sequence[Shard], sources: np.ndarray, names: Sequence[str], fraction: float
+) -> np.ndarray:
+    """Returns bool[documents]: held-out conversations."""
+    files = [named for shard in train_shards for named in source_files(shard)]
+    validation = np.concatenate([file_holdout(name, number, fraction) for name, number in files])
+    hashes = np.concatenate([document_hashes(name, 0, number) for name, number in files])
+    expected = np.bincount(sources, minlength=len(names)) * fraction
+    for source in np.flatnonzero(expected < MIN_DOCUMENTS):
+        members = np.flatnonzero(sources == source)
+        number = min(max(1, round(len(members) * fraction)), len(members) - 1) if len(members) else 0
+        validation[members] = False
+        validation[members[np.argsort(hashes[members], kind="stable")[:number]]] = True
+    return validation
+
+
+def fits_row(shard: Shard, lengths: np.ndarray, too_long: str, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (bool[n]: not dropped, bool[n]: longer than a row). A document that is cut is dropped if no token of the
+    first seq_len has a loss."""
+    is_long = lengths > seq_len
+    keep = ~is_long
+    if too_long == "cut" and is_long.any():
+        marks: Any = np.memmap(shard.loss_mask_path, np.uint8, mode="r")
+        starts = (np.cumsum(lengths) - lengths)[is_long]
+        keep[is_long] = [marks[start + 1 : start + seq_len].any() for start in starts]  # the first is never a target
+    return keep, is_long

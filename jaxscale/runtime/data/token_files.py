@@ -1,0 +1,220 @@
+"""Opens token files as shards: prepared sets, shards, Megatron datasets, ArrayRecord files and raw ids."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from jaxscale.runtime.data.array_record import array_record_shard
+from jaxscale.runtime.data.cache import cache_folder, raw_dtype, scan_raw
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.header import SUFFIXES, read_header
+from jaxscale.runtime.data.manifest import (  # fmt: skip
+    Manifest,
+    is_manifest,
+    manifest_problems,
+    open_set,
+    parse_manifest,
+    raise_problems,
+    read_manifest,
+    verify_once,
+)
+from jaxscale.runtime.data.megatron import is_megatron, megatron_shard
+from jaxscale.runtime.data.remote import ShardCache, locator, map_ids, shard_cache
+from jaxscale.runtime.data.shards import Shard, open_shard, verify_shards
+from jaxscale.runtime.data.verified import Say
+from jaxscale.runtime.text.config import Globs, names_sources
+from jaxscale.runtime.text.sources.array_record_text import is_array_record
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.tokenizer.base import Tokenizer, begin_names
+from jaxscale.runtime.text.tokenizer.load import NO_BOS, bos_setting, load_tokenizer, tokenizer_problem
+from jaxscale.system.bucket import Bucket
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.open_files import check_open_files, require_open_files
+from jaxscale.system.paths import is_remote
+from jaxscale.system.storage import open_bucket
+
+PARTS = (".json", *SUFFIXES.values())  # suffixes of shard files; Megatron also has .bin and .idx
+CONCURRENT_FETCHES = 8  # headers of a bucket, one round trip each
+PROBED_DOCUMENTS = 16  # documents of each file; the majority decides, since the first or last one may be cut
+
+
+def bin_of(path: str) -> str:
+    """Returns the .bin of the shard or Megatron dataset of a file; the path itself for other files."""
+    stem = next((path.removesuffix(ending) for ending in PARTS if path.endswith(ending)), os.path.splitext(path)[0])
+    try:
+        is_part = is_megatron(path) or read_header(Path(f"{stem}.json")) is not None
+    except BadInput:  # raised again when the file is opened
+        is_part = False
+    return f"{stem}.bin" if is_part else path
+
+
+def open_tokens(
+    cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
+) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
+    """Returns (training shards, validation shards, tokenizer or None) of token files with or without a header."""
+    tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, cfg.bos_token) if cfg.tokenizer else None
+    eos_id = cfg.eos_id if cfg.eos_id is not None or tokenizer is None else tokenizer.eos_id
+
+    ours: list[Path] = []
+
+    def open_one(file: SourceFile) -> list[Shard]:
+        if is_manifest(file.path):
+            return open_prepared(file.path, cfg, say)
+        if is_megatron(file.path):
+            return [megatron_shard(file, cfg, say)]
+        if is_array_record(file.path):
+            return [array_record_shard(file, raw_dtype(cfg, vocab_size), eos_id, vocab_size, cfg, say)]
+        if read_header(Path(file.path)) is None:
+            return [scan_raw(file, raw_dtype(cfg, vocab_size), eos_id, cfg, say)]
+        ours.append(Path(file.path))
+        return [open_shard(ours[-1])]
+
+    shards = [rename_source(shard, file, cfg.files) for file in files for shard in open_one(file)]
+    val_shards = [rename_source(shard, file, cfg.val_files) for file in val_files for shard in open_one(file)]
+    for check in (require_open_files, check_open_files):
+        check(len(shards) + len(val_shards), "shards")  # a mapped file counts as open
+    verify_shards(ours, cfg, cache_folder(cfg), say)  # after opening, so that no change in between is missed
+    made_with = {shard.header["tokenizer"]["fingerprint"]: shard for shard in [*shards, *val_shards]}
+    made_with.pop("", None)  # of files without a tokenizer entry
+    if len(made_with) > 1:
+        names = sorted(shard.header["tokenizer"]["name"] for shard in made_with.values())
+        raise BadInput(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
+    for fingerprint, shard in made_with.items():
+        header, end = shard.header["tokenizer"], shard.header.get("eos_id", "unknown")
+        if tokenizer and tokenizer.fingerprint != fingerprint and not cfg.bos_token:
+            with contextlib.suppress(BadInput):  # it has no such token, so it is a different tokenizer
+                tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, bos_setting(header.get("begin_tokens", ())))
+        if tokenizer and tokenizer.fingerprint != fingerprint:
+            raise BadInput(
+                f"data.tokenizer={cfg.tokenizer} is not the one that {shard.place} was made with, which is "
+                f"{header['name']} with end token {end} and data.bos_token="
+                f"{bos_setting(header.get('begin_tokens', ())) or 'its own'}; name that one, or leave it empty"
+            )
+        if tokenizer is None and tokenizer_problem(header["name"]) is None:
+            with contextlib.suppress(BadInput):  # the file at this path has changed
+                found = load_tokenizer(header["name"], header["eos_token"], bos_setting(header.get("begin_tokens", ())))
+                tokenizer = found if found.fingerprint == fingerprint else None
+    if tokenizer and not made_with:
+        tokenizer = match_begin_tokens(cfg, tokenizer, shards, say)
+    for shard in [*shards, *val_shards]:
+        if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
+            raise BadInput(
+                f"{shard.place} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
+                f"not have (its largest is {tokenizer.vocab_size - 1}); name the tokenizer it was made with, or none"
+            )
+    return shards, val_shards, tokenizer
+
+
+def match_begin_tokens(cfg: DataConfig, tokenizer: Tokenizer, shards: Sequence[Shard], say: Say) -> Tokenizer:
+    """Returns data.tokenizer for ids of an unknown tokenizer, with begin tokens only if most documents have them."""
+    if not tokenizer.begin_ids or cfg.bos_token or most_begin_with(tokenizer.begin_ids, shards):
+        return tokenizer
+    name = "".join(begin_names(tokenizer))
+    say(f"data.files: documents do not begin with {name}, unlike those of {cfg.tokenizer}; see data.bos_token")
+    return load_tokenizer(cfg.tokenizer, cfg.eos_token, NO_BOS)
+
+
+def rename_source(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
+    """Replaces the sources of a shard by the one that the settings name for its file, if any."""
+    header = shard.header
+    if not names_sources(globs) or header["sources"] == [file.source]:
+        return shard
+    files = [{**one, "source": file.source} for one in header["files"]]
+    return shard._replace(
+        header={**header, "sources": [file.source], "files": files}, doc_index=shard.doc_index.with_one_source()
+    )
+
+
+def most_begin_with(begin_ids: Sequence[int], shards: Sequence[Shard]) -> bool:
+    """Returns True if most of the first documents of the shards begin with these ids."""
+    found = []
+    for shard in shards:
+        ids = map_ids(shard.bin_path, shard.header["dtype"])
+        starts = shard.offsets[:-1][:PROBED_DOCUMENTS]
+        found += [ids[start : start + len(begin_ids)].tolist() == list(begin_ids) for start in starts]
+    return 2 * sum(found) > len(found)
+
+
+def common_token_bytes(shards: Sequence[Shard]) -> np.ndarray | None:
+    """Returns the token_bytes table of the shards, which have one tokenizer; None if a shard lacks it."""
+    tables = [shard.token_bytes for shard in shards]
+    return tables[0] if all(table is not None for table in tables) else None
+
+
+def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
+    """Opens the shards of the manifest at a local path or gs:// address, in order.
+
+    Local files are hashed once per machine if data.verify='hash'; those of a bucket in each process.
+    Raises: BadInput naming a file that is missing, changed or unreadable.
+    """
+    if is_remote(path):
+        return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
+    manifest = read_manifest(path)
+    raise_problems(manifest_problems(manifest, deep=False))
+    shards = open_set(manifest)
+    if cfg.verify != "size":  # after opening, so that no change in between is missed
+        verify_once(manifest, cache_folder(cfg), say, remember=cfg.verify == "hash")
+    return shards
+
+
+def prepared_set_folder(cfg: DataConfig, files: Sequence[SourceFile]) -> str:
+    """Returns the folder or gs:// address of the prepared set, if the files are one; else ''."""
+    if cfg.name != "tokens" or len(files) != 1 or not is_manifest(files[0].path):
+        return ""
+    path = files[0].path
+    return path.rpartition("/")[0] if is_remote(path) else str(Path(path).absolute().parent)
+
+
+def prepared_problems(path: str, cfg: DataConfig) -> tuple[Manifest | None, list[str]]:
+    """Returns (manifest or None, a line for each problem found from names and sizes)."""
+    try:
+        if not is_remote(path):
+            manifest = read_manifest(path)
+            return manifest, manifest_problems(manifest, deep=False)
+        manifest = read_remote_manifest(path, open_bucket())
+    except BadInput as error:
+        return None, [str(error)]
+    largest = max(size for size, _ in manifest.files.values())
+    return manifest, [too_small(path, largest)] if largest > cfg.cache_bytes else []
+
+
+def too_small(url: str, largest: int) -> str:
+    """Returns the message for a cache smaller than a single file."""
+    return f"{url} has a file of {largest:,} bytes; raise data.cache_bytes to a few times that"
+
+
+def read_remote_manifest(url: str, bucket: Bucket) -> Manifest:
+    """Reads the manifest at a gs:// address. Raises BadInput if it is missing or invalid."""
+    content = bucket.read(url)
+    try:
+        value = parse_json(content)
+    except BadInput as error:
+        raise BadInput(f"{url} is not valid JSON ({error}); publish the set again") from None
+    return parse_manifest(url, value)
+
+
+def open_remote_set(url: str, cache: ShardCache) -> list[Shard]:
+    """Opens the shards of the manifest at a gs:// address. Downloads headers now, indexes and ids on demand.
+
+    Raises: BadInput naming a file that is missing, unreadable or does not match the manifest.
+    """
+    manifest = read_remote_manifest(url, cache.bucket)
+    base = url.rpartition("/")[0]
+    if (largest := max(size for size, _ in manifest.files.values())) > cache.max_bytes:
+        raise BadInput(too_small(url, largest))
+
+    def locate(name: str) -> str:
+        size, sha256 = manifest.files[name]
+        if name.endswith(".bin"):
+            return locator(f"{base}/{name}", size, sha256, cache)
+        return str(cache.fetch(f"{base}/{name}", size, sha256))
+
+    needed = [name for name in manifest.files if name.endswith(".json")]
+    with ThreadPoolExecutor(CONCURRENT_FETCHES) as pool:
+        list(pool.map(locate, needed))
+    return open_set(manifest, locate)

@@ -1,0 +1,210 @@
+"""Perplexity and bits per byte of text by source, with every token counted once.
+
+A document is read in windows of `context` tokens that advance by `stride`: in the first window every token is scored,
+in later ones the `stride` newest, so that each of these has at least context - stride tokens before it. stride =
+context gives disjoint windows, except that the last one of a document reaches back for a full context. The first token
+of a document is predicted from the start token: what begins documents, or else the token that ends them.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.eval.scorer import Scorer, TokenSpan, row_length
+from jaxscale.runtime.eval.uncertainty import exp_error, ratio_error
+from jaxscale.runtime.text.config import Globs, ReadConfig
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.sources.files import SourceFile, list_files, text_problem
+from jaxscale.runtime.text.sources.read import read_file
+from jaxscale.runtime.text.tokenizer.base import Tokenizer
+from jaxscale.system.exits import BadInput
+
+MAX_TOKENS = 1 << 28  # of one source: a gigabyte
+TOKENS_AT_ONCE = 1 << 21  # of a block of documents; a longer document is a block
+
+
+class EvalReading(NamedTuple):
+    """A model's tokenizer and the length that the model reads."""
+
+    tokenizer: Tokenizer
+    start_ids: tuple[int, ...]  # before every text, never scored; at least one
+    begin_ids: tuple[int, ...]  # before a context, if any begin a document
+    context: int  # most tokens that the model reads
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, context: int) -> "EvalReading":
+        """Returns the context with the end-of-document token as start if nothing begins a document."""
+        return cls(tokenizer, tokenizer.begin_ids or (tokenizer.eos_id,), tokenizer.begin_ids, context)
+
+
+Ids = Sequence[int] | np.ndarray
+Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents
+
+
+class DocumentSums(NamedTuple):
+    """Sums over the tokens of a document."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+
+def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (begin, first, end) of windows over ids [0, num_ids): a window reads [begin, end - 1) and scores [first,
+    end). The ids before num_start are never scored, all others once."""
+    first = num_start
+    while first < num_ids:
+        end = min(context + 1 if first == num_start else first + stride, num_ids)
+        yield max(0, end - 1 - context), first, end
+        first = end
+
+
+def document_spans(ids: np.ndarray, start_ids: Ids, context: int, stride: int) -> list[TokenSpan]:
+    """Returns the windows of one document."""
+    whole = np.concatenate([np.asarray(start_ids, np.int32), np.asarray(ids, np.int32)])
+    windows = text_windows(len(whole), len(start_ids), context, stride)
+    return [TokenSpan(whole[begin:end], first - begin) for begin, first, end in windows]
+
+
+def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
+    """Returns the files of each source. Raises BadInput, one line, for a glob without files and a file without text."""
+    found, problems = list_files(files, setting, "text")
+    problems += [problem for file in found if (problem := text_problem(file))]
+    if problems or not found:
+        raise BadInput(problems[0] if problems else f"{setting} names no file")
+    sources: dict[str, list[SourceFile]] = {}
+    for file in found:
+        sources.setdefault(file.source, []).append(file)
+    return sources
+
+
+def read_documents(files: Iterable[SourceFile], cfg: ReadConfig, limit: int, skipped: Counter) -> Iterator[Document]:
+    """Yields the documents of a source, at most `limit` (0: all), and counts skipped ones."""
+    count = 0
+    for file in files:
+        for document in read_file(file, cfg, skipped):
+            yield document
+            count += 1
+            if count == limit:
+                return
+
+
+def in_blocks(documents: Iterable[tuple[np.ndarray, int]]) -> Iterator[Block]:
+    """Groups (ids, bytes) of documents into blocks of bounded size."""
+    block, tokens = [], 0
+    for document in documents:
+        block.append(document)
+        tokens += len(document[0])
+        if tokens >= TOKENS_AT_ONCE:
+            yield block
+            block, tokens = [], 0
+    if block:
+        yield block
+
+
+def measure_documents(
+    block: Sequence[tuple[Ids, np.ndarray, int]], scorer: Scorer, params: Any, context: int, stride: int
+) -> list[DocumentSums]:
+    """Measures the documents that have a token. block: (ids before it that are not scored, its ids, its bytes)."""
+    spans, owners = [], []
+    for number, (start_ids, ids, _) in enumerate(block):
+        windows = document_spans(ids, start_ids, context, stride)
+        spans += windows
+        owners += [number] * len(windows)
+    longest = max((span.num_positions for span in spans), default=1)
+    scores = scorer.score(params, spans, row_length(longest, context))
+    nats = np.bincount(owners, weights=scores.nats, minlength=len(block)) if owners else []
+    return [DocumentSums(float(sum_), len(ids), size) for sum_, (_, ids, size) in zip(nats, block) if len(ids)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSet:
+    """The text of one source, to be measured under one or several models."""
+
+    files: Sequence[SourceFile]
+    read: ReadConfig
+    reading: EvalReading
+    stride: int
+    limit: int = 0  # documents; 0: all
+    in_memory: tuple[Block, ...] | None = None  # the documents; None: read each time
+    left_out: Counter = dataclasses.field(default_factory=Counter)
+
+    def loaded(self) -> "TextSet":
+        """Returns the set with its documents in memory, where they cannot change."""
+        left_out: Counter = Counter()
+        blocks, tokens = [], 0
+        for block in self.blocks(left_out):
+            blocks.append(block)
+            tokens += sum(len(ids) for ids, _ in block)
+            if tokens > MAX_TOKENS:
+                files = ", ".join(file.path for file in self.files[:3])
+                raise BadInput(f"{files}: more than {MAX_TOKENS:,} tokens to hold in memory; set a limit of documents")
+        return dataclasses.replace(self, in_memory=tuple(blocks), left_out=left_out)
+
+    def blocks(self, skipped: Counter) -> Iterator[Block]:
+        """Yields the documents, and counts skipped ones."""
+        if self.in_memory is not None:
+            skipped.update(self.left_out)
+            yield from self.in_memory
+            return
+        documents = read_documents(self.files, self.read, self.limit, skipped)
+        yield from in_blocks((self.reading.tokenizer.encode(one.text), one.size) for one in documents)
+
+    def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[DocumentSums]:
+        """Measures each document that has a token. Raises BadInput if there are none."""
+        found, left_out = [], Counter()
+        for block in self.blocks(left_out):
+            documents = [(self.reading.start_ids, ids, size) for ids, size in block]
+            found += measure_documents(documents, scorer, params, self.reading.context, self.stride)
+        if not found:
+            raise BadInput(self.no_text_message(left_out))
+        skipped.update(left_out)
+        return found
+
+    def no_text_message(self, left_out: Counter) -> str:
+        """Returns the error for a source without text, with what was skipped."""
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
+        files = ", ".join(file.path for file in self.files[:3])
+        return f"no text to measure in {files}" + (f" (left out: {reasons})" if reasons else "")
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns the sha256 of the documents, and of the settings of the windows."""
+        digest = hashlib.sha256(f"{self.reading.start_ids} {self.reading.context} {self.stride}".encode())
+        for ids, _ in itertools.chain.from_iterable(self.blocks(Counter())):
+            digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, np.int32).tobytes())
+        return digest.hexdigest()
+
+
+def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
+    """Returns loss [nats/token], perplexity and bits_per_byte with standard errors over documents, and counts."""
+    nats, tokens, sizes = zip(*measured)
+    loss, loss_error = ratio_error(nats, tokens)
+    perplexity, perplexity_error = exp_error(loss, loss_error)
+    metrics = {"loss": loss, "perplexity": perplexity}
+    errors = {"loss_stderr": loss_error, "perplexity_stderr": perplexity_error}
+    if sum(sizes):
+        bits, bits_error = ratio_error(np.asarray(nats) / math.log(2), sizes)
+        metrics["bits_per_byte"], errors["bits_per_byte_stderr"] = bits, bits_error
+    counts = {"documents": len(measured), "tokens": sum(tokens), "bytes": sum(sizes)}
+    return metrics | {name: error for name, error in errors.items() if error is not None} | counts
+
+
+def text_metrics(
+    sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter | None = None
+) -> dict[str, float]:
+    """Returns the metrics of all sources: 'bits_per_byte' and others in total, and, if there are several sources,
+    'SOURCE/bits_per_byte' for each. Raises BadInput for a source without text."""
+    skipped = Counter() if skipped is None else skipped
+    measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
+    metrics = summarise_text([document for found in measured.values() for document in found])
+    if len(measured) > 1:
+        for name, found in measured.items():
+            metrics |= {f"{name}/{metric}": value for metric, value in summarise_text(found).items()}
+    return metrics

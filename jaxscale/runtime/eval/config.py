@@ -1,0 +1,106 @@
+"""Settings of evaluators that run during training, each with its schedule and data."""
+
+import dataclasses
+import re
+from typing import Literal
+
+from jaxscale.runtime.text.config import Globs, ReadConfig
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+EVERY = "steps between measurements, with one before the first step and one at the end; 0: only at the end"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextEval(ReadConfig):
+    """Perplexity and bits per byte of text, read by the settings of ReadConfig."""
+
+    kind: Literal["text"] = setting("text", "what is measured")
+    files: Globs = setting(help="glob or list of globs, or {source: globs}; any kind of file that data.files reads")
+    every_steps: int = setting(1000, EVERY)
+    limit: int = setting(0, "documents of each source; 0: all")
+    stride: int = setting(
+        0, "tokens by which the window over a long document advances; 0: half of what the model reads"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_numbers(self, "every_steps", "limit", "stride")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ItemEval:
+    """Settings of evaluators of items in files."""
+
+    kind: Literal["choice", "cloze"]
+    file: str = setting(help=".jsonl (also .gz, .zst), .parquet or .arrow, or a glob of them")
+    every_steps: int = setting(1000, EVERY)
+    limit: int = setting(0, "items; 0: all")
+    damaged: Literal["stop", "skip"] = setting(
+        "stop", "an item or file that cannot be read or scored: stop and name it, or leave it out and count it"
+    )
+
+    def __post_init__(self):
+        check_numbers(self, "every_steps", "limit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceEval(ItemEval):
+    """Questions with answers to choose from (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
+
+    kind: Literal["choice"] = setting("choice", "what is measured")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClozeEval(ItemEval):
+    """Texts with an end to predict (LAMBADA, own): accuracy and perplexity of the target."""
+
+    kind: Literal["cloze"] = setting("cloze", "what is measured")
+
+
+NamedEval = TextEval | ChoiceEval | ClozeEval
+Evals = dict[str, NamedEval]
+
+
+def check_numbers(settings: TextEval | ItemEval, *names: str) -> None:
+    """Raises BadInput for a number below 0."""
+    for name in names:
+        if getattr(settings, name) < 0:
+            raise BadInput(f"{name}={getattr(settings, name)} must be 0 or more")
+
+
+def check_names(evals: Evals) -> None:
+    """Raises BadInput for a name that cannot be part of a metric's name."""
+    for name in evals:
+        if not NAME.fullmatch(name):
+            raise BadInput(
+                f"evals has the name {name!r}: part of metrics' names, so it is of letters, digits, _ . and -, "
+                "at most 64, and begins with a letter or a digit"
+            )
+
+
+def setting_name(name: str, settings: NamedEval) -> str:
+    """Returns 'evals.wiki.files', for messages."""
+    return f"evals.{name}.{'files' if isinstance(settings, TextEval) else 'file'}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Schedule and size of validation."""
+
+    every_steps: int = setting(
+        200,
+        "steps between validations; 0: only at the end",
+        may_change=True,
+        read_if="eval.num_rows or not eval.every_steps",
+    )
+    num_rows: int = setting(
+        64,
+        "rows of seq_len held-out tokens, always the same ones; 0: no validation",
+        read_if="data.val_fraction or data.val_files or data.name=synthetic or not eval.num_rows",
+    )
+
+    def __post_init__(self):
+        if self.every_steps < 0 or self.num_rows < 0:
+            raise BadInput("every_steps and num_rows must be at least 0")

@@ -1,0 +1,216 @@
+"""Reads evaluation items, questions with choices and texts with an end to predict, from published files.
+
+The prompts are those of lm-eval's tasks of these names (Gao et al., github.com/EleutherAI/lm-evaluation-harness,
+version 0.4.13), so that the numbers can be compared with published ones:
+
+    PIQA     goal, sol1, sol2, label                       'Question: GOAL\\nAnswer:' + ' SOLUTION'
+    SciQ     support, question, distractor1 to 3,          'SUPPORT\\nQuestion: QUESTION\\nAnswer:' + ' ANSWER'
+             correct_answer
+    ARC      question, choices {text, label}, answerKey    'Question: QUESTION\\nAnswer:' + ' CHOICE'
+    LAMBADA  text                                          all but the last word + ' WORD'
+    own      context, choices, answer (a number from 0, or the choice itself)
+             context, target
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.runtime.text.sources.files import list_files
+from jaxscale.runtime.text.sources.left_out import BYTES
+from jaxscale.runtime.text.sources.records import ENDINGS, Damage, kind_of, read_records
+from jaxscale.system.exits import BadInput
+
+MAX_ITEM_CHARACTERS = 32 << 20  # characters: the context is read with each answer
+MAX_SHOWN = 200  # characters of a value in a message
+
+
+class EvalItem(NamedTuple):
+    """A context and its possible continuations; context + continuation is a text."""
+
+    name: str  # FILE:LINE or FILE:ROW
+    context: str
+    continuations: tuple[str, ...]
+    answers: tuple[str, ...]  # the continuations without what joins them to the context
+    right: int  # index of the right one
+
+
+def check_item_files(pattern: str, setting: str) -> list[Path]:
+    """Returns the files of a glob. Raises BadInput, one line, if there are none, or one is of another kind."""
+    found, problems = list_files(pattern, setting, "items")
+    if problems:
+        raise BadInput(problems[0])
+    for file in found:
+        if kind_of(Path(file.path)) not in ENDINGS or Path(file.path).is_dir():
+            raise BadInput(f"{setting}={file.path} must be .jsonl (also .gz, .zst), .parquet or .arrow, an item a row")
+    return [Path(file.path) for file in found]
+
+
+class SkippedItems:
+    """The items that an evaluation skips: their number, and the first error."""
+
+    def __init__(self, damaged: Damage = "stop"):
+        self.damaged: Damage = damaged
+        self.counts: Counter = Counter()  # by the reasons of reading
+        self.first = ""
+
+    def add(self, error: BadInput) -> None:
+        """Counts an item. Raises the error if the settings say to stop."""
+        if self.damaged == "stop":
+            raise error
+        self.first = self.first or str(error)
+        self.counts["no item"] += 1
+
+    @property
+    def count(self) -> int:
+        """Returns the number of items, lines and files that were skipped."""
+        return sum(number for reason, number in self.counts.items() if reason != BYTES)
+
+    def __str__(self) -> str:
+        """Returns ', 3 left out (REASON)', '' for none."""
+        reasons = self.first or ", ".join(f"{reason} {n:,}" for reason, n in self.counts.items() if reason != BYTES)
+        return f", {self.count:,} left out ({reasons})" if self.count else ""
+
+
+def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: SkippedItems | None = None) -> list[EvalItem]:
+    """Returns the items of the files, at most `limit` (0: all). kind: choice or cloze.
+
+    skipped: counts invalid records, if it says to skip them; None: stop.
+    Raises BadInput naming file and line for a record of unknown form.
+    """
+    skipped = SkippedItems() if skipped is None else skipped
+    form = choice_item if kind == "choice" else cloze_item
+    items: list[EvalItem] = []
+    for path in files:
+        for name, value in read_records(path, skipped.damaged, skipped.counts):
+            try:
+                items.append(named(form, name, str(path.parent / name), value))
+            except BadInput as error:
+                skipped.add(error)
+            if limit and len(items) == limit:
+                return items
+    if not items:
+        raise BadInput(f"{', '.join(map(str, files))} hold no item{skipped}")
+    return items
+
+
+def named(form: Callable[[str, Mapping[str, Any]], EvalItem], name: str, place: str, value: Any) -> EvalItem:
+    """Returns the item of a record. Raises BadInput that begins with its place."""
+    try:
+        if not isinstance(value, Mapping):
+            raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
+        item = form(name, value)
+        size = len(item.continuations) * len(item.context) + sum(map(len, item.continuations))
+        if size > MAX_ITEM_CHARACTERS:
+            raise BadInput(
+                f"has {len(item.continuations):,} answers, with the context before each {size:,} characters, and at "
+                f"most {MAX_ITEM_CHARACTERS:,} are read; take it out"
+            )
+        return item
+    except BadInput as error:
+        raise BadInput(f"evaluation item {place} {error}") from None
+
+
+def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of a record of PIQA, SciQ, ARC or our form, distinguished by their fields."""
+    if {"context", "choices", "answer"} <= value.keys():
+        return context_item(name, value)
+    if {"goal", "sol1", "sol2", "label"} <= value.keys():
+        question, answers = text_of(value, "goal"), (text_of(value, "sol1"), text_of(value, "sol2"))
+        return question_item(name, f"Question: {question}\nAnswer:", answers, right_index(value, "label", 2))
+    if {"question", "correct_answer", "distractor1", "distractor2", "distractor3"} <= value.keys():
+        support = text_of(value, "support").lstrip() if value.get("support") is not None else ""
+        answers = tuple(text_of(value, f"distractor{i}") for i in (1, 2, 3)) + (text_of(value, "correct_answer"),)
+        return question_item(name, f"{support}\nQuestion: {text_of(value, 'question')}\nAnswer:", answers, 3)
+    if {"question", "choices", "answerKey"} <= value.keys():
+        return arc_item(name, value)
+    raise BadInput(
+        f"has the fields {listed(value)}; an item has context, choices and answer, or those of "
+        "PIQA, SciQ or ARC (see docs/evaluate.md)"
+    )
+
+
+def context_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of {"context", "choices", "answer"}, whose context and choice are joined without a space."""
+    choices = texts_of(value, "choices")
+    if len(choices) < 2:
+        raise BadInput("has fewer than two choices")
+    answer = value["answer"]
+    if isinstance(answer, str):
+        if choices.count(answer) != 1:
+            which = "more than" if answer in choices else "not"
+            raise BadInput(f"has the answer {shown(answer)}, which is {which} one of its choices")
+        right = choices.index(answer)
+    else:
+        right = right_index(value, "answer", len(choices))
+    answers = tuple(choice.strip() or choice for choice in choices)
+    return EvalItem(name, text_of(value, "context"), choices, answers, right)
+
+
+def arc_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of an ARC record, whose answers have letters or numbers."""
+    choices = value["choices"]
+    if not isinstance(choices, Mapping) or not {"text", "label"} <= choices.keys():
+        raise BadInput("has choices without text and label")
+    answers, labels = texts_of(choices, "text"), texts_of(choices, "label")
+    if value["answerKey"] not in labels or len(labels) != len(answers):
+        raise BadInput(f"has the answerKey {shown(value['answerKey'])}, and the labels {listed(labels)}")
+    right = labels.index(value["answerKey"])
+    return question_item(name, f"Question: {text_of(value, 'question')}\nAnswer:", answers, right)
+
+
+def question_item(name: str, context: str, answers: Sequence[str], right: int) -> EvalItem:
+    """Returns an item with a space before each answer. Raises BadInput for an empty one, which cannot be normalised."""
+    if "" in answers:
+        raise BadInput("has an empty answer")
+    return EvalItem(name, context, tuple(f" {answer}" for answer in answers), tuple(answers), right)
+
+
+def cloze_item(name: str, value: Mapping[str, Any]) -> EvalItem:
+    """Returns the item of {"text"}, as in LAMBADA, or of {"context", "target"}, joined without a space."""
+    if {"context", "target"} <= value.keys():
+        context, target = text_of(value, "context"), text_of(value, "target")
+    elif "text" in value:
+        context, space, target = text_of(value, "text").rpartition(" ")
+        target = space + target
+    else:
+        raise BadInput(f"has the fields {listed(value)}; it needs text, or context and target")
+    if not target.strip():
+        raise BadInput("ends in a space, so that no word is left to predict" if "text" in value else "has no target")
+    return EvalItem(name, context, (target,), (target.strip(),), 0)
+
+
+def text_of(value: Mapping[str, Any], field: str) -> str:
+    """Returns a text field."""
+    if not isinstance(value[field], str):
+        raise BadInput(f"has no text in {field!r}, but {shown(value[field])}")
+    return value[field]
+
+
+def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Returns a field that is a list of nonempty texts."""
+    found = value[field]
+    if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
+        raise BadInput(f"has no list of texts in {field!r}, but {shown(found)}")
+    return tuple(found)
+
+
+def right_index(value: Mapping[str, Any], field: str, number: int) -> int:
+    """Returns a field with the index of the right answer, also if it is a digit in a string, as in some files."""
+    found = value[field]
+    digits = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 19
+    place = int(found) if digits else found
+    if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < number:
+        raise BadInput(f"has {field}={shown(found)}, which is not an index of its {number} answers, counted from 0")
+    return place
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a message, shortened."""
+    return repr(value)[:MAX_SHOWN]
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Returns names for a message, shortened."""
+    return ", ".join(map(str, names))[:MAX_SHOWN]

@@ -1,0 +1,262 @@
+"""Adapts models to lm-eval: github.com/EleutherAI/lm-evaluation-harness, version 0.4.9 or later.
+
+The class is registered with lm-eval under the name `jaxscale`. Its three kinds of request use the scorer of `jaxscale
+evaluate` and the generator of `jaxscale sample`.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.eval.bits_per_byte import EvalReading, document_spans
+from jaxscale.runtime.eval.choice import encode_pair, span_of
+from jaxscale.runtime.eval.scorer import Scorer, Scores
+from jaxscale.runtime.sampling.config import Sampling
+from jaxscale.runtime.sampling.generator import Generator
+from jaxscale.runtime.sampling.text_stream import WriteSettings, write_texts
+from jaxscale.runtime.text.chat.prompts import ChatPrompts, open_prompts
+from jaxscale.runtime.text.tokenizer.load import find_template
+from jaxscale.runtime.text.tokenizer.saved import SavedTokenizer
+from jaxscale.system import packages
+from jaxscale.system.exits import BadInput, print_stderr
+
+NEW_TOKENS = 256  # if a task does not specify it; the default of lm-eval's own models
+INSTALL = "pip install 'jaxscale[lm_eval]'"
+
+
+class Served(NamedTuple):
+    """A model with everything that lm-eval needs."""
+
+    reading: EvalReading
+    tokenizer: SavedTokenizer
+    scorer: Scorer
+    params: Any
+    open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
+    rows: int  # texts generated at a time
+    say: Callable[[str], None] = print_stderr  # logs a line
+
+
+def check_installed() -> None:
+    """Raises BadInput if lm-eval is not installed."""
+    if not packages.is_installed("lm_eval"):
+        raise BadInput(f"--lm_eval needs the package lm_eval, which is not installed: {INSTALL}")
+
+
+def log_likelihoods(
+    served: Served, pairs: Sequence[tuple[str, str]], chat: ChatPrompts | None = None
+) -> list[tuple[float, bool]]:
+    """Returns (log-likelihood, True if greedy decoding writes it) of each continuation of its context.
+
+    A context that is too long is truncated on the left, and the number of these is logged.
+    Args: chat: the prompts that wrote the contexts, if they are conversations.
+    Raises: BadInput for a continuation without a token, or longer than the model reads, as lm-eval's HFLM asserts.
+    """
+    reading, text_ids = served.reading, chat and chat.text_ids
+    spans, num_truncated = [], 0
+    for context, continuation in pairs:
+        try:
+            span, is_truncated = span_of(encode_pair(reading, context, continuation, text_ids), reading.context)
+        except BadInput as error:
+            raise BadInput(f"lm-eval's request with the context {context[-80:]!r}: {error}") from None
+        spans.append(span)
+        num_truncated += is_truncated
+    if num_truncated:
+        number = f"{num_truncated:,} of {len(pairs):,} contexts"
+        served.say(f"lm-eval: {number} truncated on the left to {reading.context:,} tokens")
+    scores = checked(served.scorer.score(served.params, spans))
+    return [(-float(nats), bool(likeliest)) for nats, likeliest in zip(scores.nats, scores.likeliest)]
+
+
+def checked(scores: Scores) -> Scores:
+    """Returns the scores. Raises BadInput for NaN, which lm-eval would count as an answer."""
+    if np.isnan(scores.nats).any():
+        raise BadInput("the weights of this checkpoint give likelihoods that are NaN; measure another step")
+    return scores
+
+
+def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]:
+    """Returns the log-likelihood of each text, read in disjoint windows (the last one may overlap), as in lm-eval."""
+    reading, spans, owners = served.reading, [], []
+    for number, text in enumerate(texts):
+        ids = reading.tokenizer.encode(text)
+        text_spans = document_spans(ids, reading.start_ids, reading.context, stride=reading.context)
+        spans, owners = spans + text_spans, owners + [number] * len(text_spans)
+    sums = [0.0] * len(texts)
+    for number, nats in zip(owners, checked(served.scorer.score(served.params, spans)).nats):
+        sums[number] -= float(nats)
+    return sums
+
+
+def write_settings(settings: dict[str, Any]) -> WriteSettings:
+    """Converts a task's generation_kwargs; greedy unless do_sample is set. Raises BadInput for unknown ones."""
+    settings = dict(settings)
+    stops = settings.pop("until", None) or ()
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    num_tokens = int(settings.pop("max_gen_toks", settings.pop("max_new_tokens", NEW_TOKENS)))
+    draws = bool(settings.pop("do_sample", False))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given: dict[str, Any] = {name: settings.pop(name) for name in names if settings.get(name) is not None}
+    if settings := {name: value for name, value in settings.items() if value is not None}:
+        raise BadInput(f"generation_kwargs {', '.join(sorted(settings))} are not supported; leave them out")
+    if not draws:
+        given = {"repetition_penalty": given.get("repetition_penalty", 1.0), "temperature": 0.0}
+    given.setdefault("temperature", 1.0)
+    return WriteSettings(sampling=Sampling(**given), num_tokens=num_tokens, stops=tuple(stop for stop in stops if stop))
+
+
+def generated(
+    served: Served, requests: Sequence[tuple[str, dict[str, Any]]], chat: ChatPrompts | None = None
+) -> list[str]:
+    """Returns the text that the model adds to each context, by the request's settings, without the stop text.
+
+    A context that leaves too little room is truncated on the left, and the number of these is logged.
+    Args: chat: as for log_likelihoods; a text then also ends with the model's turn.
+    """
+    reading, stop_ids = served.reading, chat.stop_ids if chat else served.tokenizer.stop_ids
+    ids_of = (lambda text: chat.text_ids(text, "")) if chat else functools.partial(prompt_ids, reading)
+    groups: dict[WriteSettings, list[int]] = defaultdict(list)
+    for number, (_, settings) in enumerate(requests):
+        groups[write_settings(settings)].append(number)
+    texts, num_truncated = [""] * len(requests), 0
+    for settings, numbers in groups.items():
+        max_prompt = reading.context - settings.num_tokens
+        if max_prompt < 1:
+            raise BadInput(f"{settings.num_tokens} new tokens leave no room in a context of {reading.context}")
+        generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
+        whole = {number: ids_of(requests[number][0]) for number in numbers}
+        num_truncated += sum(len(ids) > max_prompt for ids in whole.values())
+        prompts = {number: ids[-max_prompt:] for number, ids in whole.items()}
+        numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # similar lengths together: less padding
+        for first in range(0, len(numbers), served.rows):
+            batch, written = numbers[first : first + served.rows], []
+            ids = [prompts[number] for number in batch]
+            row_settings = dataclasses.replace(settings, stop_ids=stop_ids, numbers=batch)
+            for _ in write_texts(generator, reading.tokenizer, ids, row_settings, written):
+                pass
+            for number, one in zip(batch, written):
+                texts[number] = one.text
+    if num_truncated:
+        number = f"{num_truncated:,} of {len(requests):,} prompts"
+        served.say(f"lm-eval: {number} truncated on the left to leave room for new tokens in {reading.context:,}")
+    return texts
+
+
+def prompt_ids(reading: EvalReading, text: str) -> list[int]:
+    """Returns the ids of a context; the start token if it has none."""
+    return [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or list(reading.start_ids)
+
+
+@functools.cache
+def adapter_class() -> type:
+    """Returns the registered class. Raises BadInput if lm-eval is not installed."""
+    check_installed()
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+
+    @register_model("jaxscale")
+    class JaxscaleLM(LM):
+        """A Served model as lm-eval's LM."""
+
+        def __init__(self, served: Served):
+            super().__init__()
+            self.served = served
+            self.chat: ChatPrompts | None = None  # set once a conversation was rendered: then every context is one
+
+        def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            """As log_likelihoods."""
+            return self.add_to_cache("loglikelihood", requests, self.answers(log_likelihoods, requests))
+
+        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+            """As rolling_log_likelihoods."""
+            found = rolling_log_likelihoods(self.served, [request.args[0] for request in requests])
+            return self.add_to_cache("loglikelihood_rolling", requests, found)
+
+        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+            """As generated."""
+            return self.add_to_cache("generate_until", requests, self.answers(generated, requests))
+
+        def answers(self, ask: Callable, requests: list) -> list:
+            """Returns the answers of the function to the requests."""
+            return ask(self.served, [request.args for request in requests], self.chat)
+
+        def add_to_cache(self, kind: str, requests: list, found: list) -> list:
+            """Adds the answers to lm-eval's cache, and returns them."""
+            for request, answer in zip(requests, found):
+                self.cache_hook.add_partial(kind, request.args, answer)
+            return found
+
+        @property
+        def tokenizer_name(self) -> str:
+            """Returns a key for lm-eval's cache of requests."""
+            return self.served.tokenizer.tokenizer.fingerprint
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            """Returns the source of the model's chat template, if one is requested."""
+            found = find_template(self.served.tokenizer.about) if chat_template else None
+            return found[0] if found else ""
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            """Renders a conversation for text_ids, which encodes only the template's special tokens as such."""
+            self.chat = self.chat or open_prompts(self.served.tokenizer, datetime.date.today().isoformat())
+            return self.chat.text(chat_history, add_generation_prompt)
+
+    return JaxscaleLM
+
+
+def run_tasks(
+    served: Served,
+    tasks: Sequence[str],
+    *,
+    folder: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+) -> dict[str, float]:
+    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks.
+
+    Args: folder: yaml files of more tasks. limit: items of each task. chat: render questions and few-shot examples as
+    turns of a conversation with the model's chat template.
+    Raises BadInput for unknown tasks.
+    """
+    model = adapter_class()(served)
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=folder)
+    known = set(manager.all_tasks)
+    if missing := [task for task in tasks if task not in known]:
+        where = f" and in {folder}" if folder else "; --include_path=FOLDER has more"
+        raise BadInput(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or lm-eval forks this process, which has threads of jax
+    with contextlib.redirect_stdout(sys.stderr):  # lm-eval prints, and stdout may be parsed as JSON
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    return flattened(found["results"])
+
+
+def flattened(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Converts lm-eval's results by task: 'acc,none' to 'TASK/acc', 'acc,FILTER' to 'TASK/acc.FILTER'."""
+    metrics = {}
+    for task, values in results.items():
+        for name, value in values.items():
+            metric, _, chosen = name.partition(",")
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and chosen:
+                metrics[f"{task}/{metric}" + ("" if chosen == "none" else f".{chosen}")] = float(value)
+    return metrics

@@ -1,0 +1,87 @@
+"""Validation: loss and bits per byte over a fixed set, in total and by source, and the loss by position.
+
+B batch  T position
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.core.batch import Batch
+
+
+class Sums(NamedTuple):
+    """Sums over the tokens of some rows."""
+
+    sources: jax.Array  # float32[3, sources]: nats, tokens, bytes
+    positions: jax.Array  # float32[2, ranges]: nats, tokens
+
+
+EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], Sums]
+
+
+def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources: int) -> EvalStep:
+    """Returns the function (params, batch, sources_BT, bytes_BT) -> Sums, by source and by position_ranges."""
+
+    def eval_step(params: Any, batch: Batch, sources_BT: jax.Array, bytes_BT: jax.Array) -> Sums:
+        nats_BT = jnp.where(batch.weights > 0, token_losses(params, batch), 0.0)
+        ranges_BT = 32 - jax.lax.clz(batch.positions.astype(jnp.int32))  # bit length of the position in its document
+        num_ranges = len(position_ranges(batch.positions.shape[1]))
+        by_source = lambda x_BT: jax.ops.segment_sum(x_BT.reshape(-1), sources_BT.reshape(-1), num_sources)
+        by_range = lambda x_BT: jax.ops.segment_sum(x_BT.reshape(-1), ranges_BT.reshape(-1), num_ranges)
+        sources = (nats_BT, batch.weights, bytes_BT * batch.weights)
+        return Sums(jnp.stack(list(map(by_source, sources))), jnp.stack(list(map(by_range, sources[:2]))))
+
+    return eval_step
+
+
+def position_ranges(seq_len: int) -> list[tuple[int, int]]:
+    """Returns [(fewest, most)] tokens of its document read before a target: 1, 2, 3-4, 5-8, up to a row."""
+    ends = [2**power for power in range((seq_len - 1).bit_length() + 1)]
+    return [(end // 2 + 1, min(end, seq_len)) for end in ends]
+
+
+def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]:
+    """Returns metrics from float[3, sources] sums: loss [nats/token] and bits per byte, in total and by source.
+
+    Bits per byte: all nats, end-of-document tokens included, over the bytes of text; comparable across tokenizers.
+    """
+    metrics = describe("validation", sums.sum(axis=1))
+    if len(source_names) > 1:
+        for index, name in enumerate(source_names):
+            metrics |= describe(f"validation/{name}", sums[:, index])
+    return metrics
+
+
+def describe(name: str, sums: np.ndarray) -> dict[str, float]:
+    """Returns loss and bits per byte of one source; {} if it has no tokens."""
+    nats, tokens, num_bytes = (float(value) for value in sums)
+    if tokens == 0:
+        return {}
+    found = {f"{name}/loss": nats / tokens}
+    if num_bytes:
+        found[f"{name}/bits_per_byte"] = nats / math.log(2) / num_bytes
+    return found
+
+
+def by_position(sums: np.ndarray, seq_len: int) -> dict[str, float]:
+    """Returns metrics from float[2, ranges] sums: 'validation_by_position/5-8/loss' of each range with tokens."""
+    found = {}
+    for (first, last), nats, tokens in zip(position_ranges(seq_len), *sums.tolist(), strict=True):
+        if tokens:
+            found[f"validation_by_position/{first}-{last}/loss"] = nats / tokens
+    return found
+
+
+def evaluate(
+    eval_step: EvalStep, params: Any, batches: Sequence[tuple], source_names: Sequence[str]
+) -> dict[str, float]:
+    """Returns the metrics of the whole set. batches: (Batch, sources_BT, bytes_BT) on the devices."""
+    parts = [eval_step(params, *batch) for batch in batches]
+    total = lambda *arrays: np.sum([np.asarray(array, np.float64) for array in arrays], axis=0)
+    sums = jax.tree.map(total, *parts)
+    return summarise(sums.sources, source_names) | by_position(sums.positions, batches[0][0].positions.shape[1])

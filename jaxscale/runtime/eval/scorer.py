@@ -1,0 +1,169 @@
+"""Scores spans of token ids: packed into rows, read by a compiled program, and summed by span.
+
+Each row has several spans, packed as documents are in training, so that there is little padding and few shapes. The
+packing does not depend on the mesh or the batch size.
+
+B batch  T position
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxscale.core.batch import Batch
+from jaxscale.core.models.sharded import ShardedModel
+from jaxscale.core.shardings import put_rows, replicated
+from jaxscale.runtime.data.bins import pack_bins
+
+MIN_ROW = 32  # tokens; longer rows are this times a power of two, so that few programs are compiled
+
+
+class TokenSpan(NamedTuple):
+    """Token ids; those from `first` on are scored, given all ids before them."""
+
+    ids: np.ndarray  # int32[n]
+    first: int  # at least 1: the first id is never scored
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the span in a row: every id but the last is read."""
+        return max(len(self.ids) - 1, 0)
+
+
+class Scores(NamedTuple):
+    """Scores by span."""
+
+    nats: np.ndarray  # float64[n]: minus the log-likelihood
+    likeliest: np.ndarray  # bool[n]: True if every scored token is the likeliest at its position
+    tokens: np.ndarray  # int64[n]: number of scored tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSpans:
+    """Spans in rows of one length. Equal spans are scored once, so that their scores are bitwise equal."""
+
+    spans: tuple[TokenSpan, ...]
+    indices: np.ndarray  # int64[n]: index in `spans` of each requested span
+    row_tokens: int
+    rows: tuple[tuple[int, ...], ...]  # indices of the spans of each row, in order
+
+    def batches(self, rows: int, multiple: int) -> Iterator[tuple[Batch, np.ndarray]]:
+        """Yields (batch [rows, T], int32[rows, T]: index of the span that a position belongs to, -1 for none)."""
+        for begin in range(0, len(self.rows), rows):
+            yield fill(self.spans, self.rows[begin : begin + rows], rows, self.row_tokens + -self.row_tokens % multiple)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """A compiled program that scores rows, and their layout. Parameters are arguments of its methods."""
+
+    step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # (params, batch) -> (nats_BT, likeliest_BT), replicated
+    sharding: NamedSharding  # of the rows
+    shards: int  # of the batch axis
+    multiple: int  # of which the row length must be a multiple
+    batch_tokens: int  # approximate size of a batch
+
+    @classmethod
+    def of(cls, model: ShardedModel, batch_tokens: int) -> "Scorer":
+        """Makes the scorer of a model on its mesh. Each row length is compiled at its first use."""
+        return cls(
+            step=jax.jit(model.target_scores, out_shardings=replicated(model.mesh)),
+            sharding=model.rows_sharding,
+            shards=model.plan.batch_axes.num_shards,
+            multiple=model.plan.position_multiple,
+            batch_tokens=batch_tokens,
+        )
+
+    def rows_of(self, row_tokens: int) -> int:
+        """Returns the number of rows of a batch."""
+        return max(1, self.batch_tokens // row_tokens // self.shards) * self.shards
+
+    def score(self, params: Any, spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Scores:
+        """Returns the scores of the spans. All processes call it with the same spans and get the same scores.
+
+        row_tokens: length of the rows; None: row_length of the longest span.
+        """
+        return self.score_packed(params, pack_spans(spans, row_tokens))
+
+    def score_packed(self, params: Any, packed: PackedSpans) -> Scores:
+        """As score()."""
+        nats, likeliest = np.zeros(len(packed.spans)), np.ones(len(packed.spans), bool)
+        rows = self.rows_of(packed.row_tokens)
+        pending = None
+        for batch, owners_BT in packed.batches(rows, self.multiple):
+            sharded = put_rows(batch, rows=list(range(rows)), num_rows=rows, sharding=self.sharding)
+            started = self.step(params, sharded), owners_BT
+            if pending is not None:
+                add_up(*pending, nats, likeliest)  # of the batch before, while the device computes this one
+            pending = started
+        if pending is not None:
+            add_up(*pending, nats, likeliest)
+        tokens = np.array([len(span.ids) - span.first for span in packed.spans], np.int64)
+        return Scores(nats[packed.indices], likeliest[packed.indices], tokens[packed.indices])
+
+
+def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> PackedSpans:
+    """Packs spans into rows of `row_tokens` (None: row_length of the longest span)."""
+    longest = max((span.num_positions for span in spans), default=1)
+    row_tokens = row_length(longest) if row_tokens is None else row_tokens
+    assert longest <= row_tokens, f"a span of {longest} tokens in rows of {row_tokens}"
+    numbers: dict[tuple[int, bytes], int] = {}
+    indices = [numbers.setdefault((first, np.asarray(ids, np.int32).tobytes()), len(numbers)) for ids, first in spans]
+    distinct = tuple(spans[i] for i in np.unique(indices, return_index=True)[1])
+    return PackedSpans(distinct, np.array(indices, np.int64), row_tokens, assign_rows(distinct, row_tokens))
+
+
+def row_length(tokens: int, longest: int | None = None) -> int:
+    """Returns the row length for spans of up to `tokens`: one of few, and at most `longest`."""
+    length = MIN_ROW
+    while length < tokens:
+        length *= 2
+    return max(min(length, longest or length), tokens)
+
+
+def assign_rows(spans: Sequence[TokenSpan], row_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the indices of the spans in each row. A span with nothing to score is in none."""
+    scored = [number for number, span in enumerate(spans) if len(span.ids) > span.first]
+    if not scored:
+        return ()
+    assert all(spans[number].first >= 1 for number in scored), "the first id of a span has nothing before it"
+    bins = pack_bins(np.array([spans[number].num_positions for number in scored], np.int64), row_tokens)
+    rows: list[list[int]] = [[] for _ in range(int(bins.max()) + 1)]
+    for number, row in zip(scored, bins.tolist()):
+        rows[row].append(number)
+    return tuple(map(tuple, rows))
+
+
+def fill(
+    spans: Sequence[TokenSpan], chosen: Sequence[Sequence[int]], rows: int, row_tokens: int
+) -> tuple[Batch, np.ndarray]:
+    """Returns (batch, span of each position) of these rows; missing rows have weight 0."""
+    make = functools.partial(np.zeros, (rows, row_tokens))
+    tokens, targets, positions, segments = (make(np.int32) for _ in range(4))
+    weights, owners = make(np.float32), np.full((rows, row_tokens), -1, np.int32)
+    for row, numbers in enumerate(chosen):
+        begin = 0
+        for segment, number in enumerate(numbers, 1):
+            ids, first = spans[number]
+            end = begin + len(ids) - 1
+            tokens[row, begin:end], targets[row, begin:end] = ids[:-1], ids[1:]
+            positions[row, begin:end] = np.arange(len(ids) - 1)
+            segments[row, begin:end] = segment
+            weights[row, begin + first - 1 : end] = 1.0
+            owners[row, begin + first - 1 : end] = number
+            begin = end
+    return Batch(tokens, targets, positions, segments, weights), owners
+
+
+def add_up(found: tuple[jax.Array, jax.Array], owners_BT: np.ndarray, nats: np.ndarray, likeliest: np.ndarray) -> None:
+    """Adds the batch's scores to the sums of the spans, in float64 and in order of position."""
+    nats_BT, likeliest_BT = (np.asarray(array)[:, : owners_BT.shape[1]] for array in found)
+    scored = owners_BT >= 0
+    owners = owners_BT[scored]
+    np.add.at(nats, owners, nats_BT[scored].astype(np.float64))
+    np.logical_and.at(likeliest, owners, likeliest_BT[scored])

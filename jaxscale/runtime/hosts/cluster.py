@@ -1,0 +1,159 @@
+"""Runs of several processes: roll call, jax.distributed, and a common end."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jaxscale.runtime.hosts.backstop import linger_on_abort
+from jaxscale.runtime.hosts.config import host_budgets
+from jaxscale.runtime.hosts.discovery import FLAGS, HostFlags, ProcessInfo, discover_process, parse_number
+from jaxscale.runtime.hosts.roll_call import call_roll, interface
+from jaxscale.runtime.hosts.watch import Watch
+from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put, silence_closed_streams, verdict
+from jaxscale.system.open_files import check_open_files
+from jaxscale.system.redact import redact, shown_traceback
+
+SHUTDOWN_SECONDS = 60
+SWITCH_SECONDS = 0.0005  # Python's default of 0.005 would delay the watch while another thread computes
+BROKEN = re.compile(r"Gloo|NCCL|Connection (reset|closed|refused)|Read timeout|[Hh]eartbeat|UNAVAILABLE|coordination")
+LOST_PEER_SECONDS = 3.0  # a broken collective can precede the message that names the lost process
+SAME_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program
+
+
+__all__ = ["FLAGS", "HostFlags", "ProcessInfo", "Team", "discover_process", "joined"]
+
+
+class Team:
+    """The processes of a run. Calling it prints a text on the primary process."""
+
+    def __init__(self, watch: Watch | None = None, process: int = 0, primary: bool = True):
+        self.watch, self.process, self.primary = watch, process, primary
+
+    def __call__(self, text: str) -> None:
+        if not self.primary:
+            return
+        try:
+            put(text)
+        except BadInput as error:  # a log on a full disk must not end the run
+            self.primary = False
+            print_stderr(f"WARNING: {error}")
+
+    def report_hang(self, line: str) -> None:
+        """Reports a hang of this process to all others, which write their stacks and exit too."""
+        if self.watch:
+            self.watch.report_hang(line)
+
+    def on_hang(self, callback: Callable[[str], None]) -> None:
+        """Sets callback(line), which a thread calls when another process reports a hang."""
+        if self.watch:
+            self.watch.hang_callback = callback
+
+
+@contextlib.contextmanager
+def joined(place: ProcessInfo | None, facts: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[Team]:
+    """Yields the team once all processes have joined with the same facts.
+
+    An exception in the body ends this process at once, and then the others: Python's normal exit would wait for them.
+    Args: place: None for a single process. facts: must be equal in all processes.
+    """
+    if place is None:
+        yield Team()
+        return
+    # process 0 has two connections with each other process: of the roll call, which stays open, and of jax's service
+    check_open_files(2 * place.num_processes if place.is_first else 2, "connections with other processes")
+    text = flags.get("roll_call_seconds")
+    default = host_budgets(place.num_processes).roll_call_seconds
+    seconds = default if text is None else float(parse_number("--roll_call_seconds", text))
+    facts, began = {**facts, **program_facts()}, time.monotonic()
+    watch = Watch(place, call_roll(place, facts, seconds), aborts=linger_on_abort())
+    sys.setswitchinterval(SWITCH_SECONDS)
+    called = time.monotonic()
+    try:
+        start_jax(place)
+        team = Team(watch, place.process_id, jax.process_index() == 0)  # TPUs number processes by their topology
+        joining = time.monotonic() - called
+        team(f"{place.num_processes} processes: the roll call took {called - began:.2f} s, joining jax {joining:.2f} s")
+        yield team
+    except BaseException as error:
+        end_with(watch, error)
+    watch.goodbye(Exit.DONE)
+
+
+def program_facts() -> dict[str, Any]:
+    """Returns values that must be equal to compile the same program: versions, source, and jax's variables."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    return versions | {"jaxscale's source": source_digest()} | {name: variable(name) for name in SAME_VARIABLES}
+
+
+def variable(name: str) -> str:
+    """Returns the environment variable without --xla_dump flags."""
+    return " ".join(word for word in os.environ.get(name, "").split() if not word.startswith("--xla_dump"))
+
+
+def source_digest() -> str:
+    """Returns twelve hexadecimal digits of the SHA-256 of this package's source."""
+    package, content = pathlib.Path(__file__).parent.parent, hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        content.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return content.hexdigest()[:12]
+
+
+def start_jax(place: ProcessInfo) -> None:
+    """Initializes jax.distributed."""
+    # jax's preemption service would take over SIGTERM, and with it the second signal that exits at once
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=address(place.host, place.port),
+            num_processes=place.num_processes,
+            process_id=place.process_id,
+            local_device_ids=place.local_device_ids,
+            cluster_detection_method="deactivate",  # it would assign each Slurm process a single GPU
+            coordinator_bind_address=address(interface(place.host), place.port) if place.is_first else None,
+            heartbeat_timeout_seconds=host_budgets(place.num_processes).heartbeat_seconds,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
+    except (RuntimeError, OSError) as error:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Stop(
+            Exit.PEER_LOST,
+            f"jax could not join {place.name(place.process_id)} at {address(place.host, place.port)}: {cause}",
+        ) from error
+    if jax.process_count() != place.num_processes:
+        raise Stop(
+            Exit.BAD_INPUT,
+            f"{place.num_processes} processes answered the roll call ({place.found_in}), and the devices, of kind "
+            f"{jax.default_backend()}, belong to {jax.process_count()}; start one process for each host of the slices",
+        )
+
+
+def address(host: str, port: int) -> str:
+    """Returns 'host:port', or '[::1]:port'."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def end_with(watch: Watch, error: BaseException) -> None:
+    """Prints the error, sends it to the other processes, and exits. Does not return."""
+    code, line = verdict(error)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        time.sleep(LOST_PEER_SECONDS)  # if another process was lost, the watch reports it and exits first
+        if BROKEN.search(str(error)):
+            cause = str(error).splitlines()[0][:200]
+            code = Exit.PEER_LOST
+            line = (
+                f"stopped (peer_lost, exit {int(code)}): work with the other processes broke: {cause}; start all again"
+            )
+    print_stderr(line or shown_traceback(error).rstrip("\n"))
+    silence_closed_streams()
+    watch.goodbye(code, redact(line or f"{type(error).__name__}: {str(error)[:500]}"))
+    sys.stderr.flush()
+    os._exit(int(code))

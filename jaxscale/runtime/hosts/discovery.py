@@ -1,0 +1,271 @@
+"""Process discovery: process index, process count and coordinator, from flags or the cluster's environment."""
+
+import dataclasses
+import http.client
+import os
+import re
+import urllib.request
+from collections.abc import Callable, Mapping
+
+from jaxscale.settings.command_line import flag, flags_of
+from jaxscale.system.exits import BadInput
+
+TPU_PORT = 8482  # jax's port on TPU slices, which their firewalls allow
+METADATA_SECONDS = 5
+TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there where a TPU is
+WAY_OUT = "or give all of --coordinator=HOST:PORT --num_processes=N --process_id=I"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFlags:
+    """Flags of a verb that runs as several processes."""
+
+    coordinator: str | None = flag(
+        None, "of several processes: where process 0 listens, with the next port too", "HOST:PORT"
+    )
+    num_processes: str | None = flag(None, "how many there are; 1: this one alone, whatever the cluster says", "N")
+    process_id: str | None = flag(
+        None, "which of them this is, from 0; all three are found without flags on TPU slices, Slurm and GKE", "I"
+    )
+    roll_call_seconds: str | None = flag(
+        None,
+        "how long the first waits for all to be there; default: 300 up to 16, 720 for 1,536",
+        "S",
+    )
+
+
+FLAGS = tuple(flags_of(HostFlags))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessInfo:
+    """One process of a run. jax's coordinator listens on `port` of `host`, the roll call on the next port."""
+
+    host: str
+    port: int
+    num_processes: int
+    process_id: int
+    found_in: str  # source of this information
+    names: tuple[str, ...] = ()  # host of each process, if known
+    local_device_ids: tuple[int, ...] | None = None  # GPUs of this process; None: all visible ones
+
+    def __post_init__(self):
+        if not 0 <= self.process_id < self.num_processes:
+            raise BadInput(
+                f"process_id={self.process_id} (from {self.found_in}) must be 0 to {self.num_processes - 1}, "
+                f"there being num_processes={self.num_processes}"
+            )
+        if not 0 < self.port < 65535:
+            raise BadInput(f"port {self.port} of the coordinator (from {self.found_in}) must be 1 to 65534")
+
+    @property
+    def is_first(self) -> bool:
+        """True for process 0, which coordinates."""
+        return self.process_id == 0
+
+    def name(self, process_id: int, host: str | None = None) -> str:
+        """Returns 'process 3 of 4 (node7)', with the host if known."""
+        host = host or (self.names[process_id] if process_id < len(self.names) else None)
+        host = host or (self.host if process_id == 0 else None)
+        return f"process {process_id} of {self.num_processes}" + (f" ({host})" if host else "")
+
+
+def resolve_process(
+    flags: Mapping[str, str],
+    env: Mapping[str, str] = os.environ,
+    metadata: Callable[[str], str | None] | None = None,
+) -> ProcessInfo | None:
+    """Returns this process of a run, or None if it is the only one.
+
+    Sources in order: flags; JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (or JobSet's
+    JOB_COMPLETION_INDEX); GKE's TPU variables; Slurm; the metadata server of a Cloud TPU.
+    Args: metadata: attribute of the Cloud TPU VM -> its text or None; None on other machines.
+    Raises: BadInput for incomplete or contradictory information.
+    """
+    found = from_flags(flags)
+    if found is None:
+        for find in (from_jax_variables, from_tpu_variables, from_slurm):
+            if (found := find(env)) is not None:
+                break
+        else:
+            found = from_metadata(metadata) if metadata else None
+    return found if found and found.num_processes > 1 else None
+
+
+def discover_process(flags: Mapping[str, str]) -> ProcessInfo | None:
+    """Returns this process of a run, from its flags and environment; None if it is the only one."""
+    return resolve_process(flags, os.environ, tpu_metadata())
+
+
+def from_flags(flags: Mapping[str, str]) -> ProcessInfo | None:
+    """Reads --coordinator, --num_processes and --process_id; --num_processes=1 alone means a single process."""
+    given = {name: flags[name] for name in FLAGS[:3] if name in flags}
+    if not given:
+        return None
+    count = parse_number("--num_processes", given["num_processes"]) if "num_processes" in given else None
+    if count == 1:
+        return ProcessInfo(host="localhost", port=TPU_PORT, num_processes=1, process_id=0, found_in="flags")
+    missing = [f"--{name}" for name in FLAGS[:3] if name not in given]
+    if missing or count is None:
+        raise BadInput(f"{' and '.join(missing)} must be given too: {', '.join(f'--{n}' for n in given)} alone tells "
+                         "a process too little of where it stands")  # fmt: skip
+    host, port = split_address("--coordinator", given["coordinator"])
+    process_id = parse_number("--process_id", given["process_id"])
+    return ProcessInfo(host=host, port=port, num_processes=count, process_id=process_id, found_in="flags")
+
+
+def from_jax_variables(env: Mapping[str, str]) -> ProcessInfo | None:
+    """Reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, and JAX_PROCESS_ID or JOB_COMPLETION_INDEX."""
+    address = env.get("JAX_COORDINATOR_ADDRESS")
+    count, index = env.get("JAX_NUM_PROCESSES"), env.get("JAX_PROCESS_ID", env.get("JOB_COMPLETION_INDEX"))
+    if not address or not count:
+        return None
+    if index is None:
+        raise BadInput("JAX_COORDINATOR_ADDRESS is set, and neither JAX_PROCESS_ID nor JOB_COMPLETION_INDEX is; "
+                         f"set one, {WAY_OUT}")  # fmt: skip
+    host, port = split_address("JAX_COORDINATOR_ADDRESS", address)
+    return ProcessInfo(
+        host=host,
+        port=port,
+        num_processes=parse_number("JAX_NUM_PROCESSES", count),
+        process_id=parse_number("JAX_PROCESS_ID or JOB_COMPLETION_INDEX", index),
+        found_in="JAX_COORDINATOR_ADDRESS",
+    )
+
+
+def from_tpu_variables(env: Mapping[str, str]) -> ProcessInfo | None:
+    """Reads the variables of a GKE TPU pod: TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_* for several slices."""
+    workers = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
+    if not workers:
+        return None
+    if "TPU_WORKER_ID" not in env:
+        if "," not in workers and "MEGASCALE_NUM_SLICES" not in env:
+            return None  # one host
+        raise BadInput(f"TPU_WORKER_HOSTNAMES names several hosts and TPU_WORKER_ID is not set; set it, {WAY_OUT}")
+    return from_tpu_workers(workers, env["TPU_WORKER_ID"], env.get, "TPU_WORKER_HOSTNAMES")
+
+
+def from_metadata(metadata: Callable[[str], str | None]) -> ProcessInfo | None:
+    """Reads the attributes of a Cloud TPU VM: workers, worker number and slice."""
+    workers, index = metadata("worker-network-endpoints"), metadata("agent-worker-number")
+    if not workers or index is None:
+        return None
+    variables = dict(re.findall(r"^\s*(\w+):\s*'?(.*?)'?\s*$", metadata("tpu-env") or "", re.MULTILINE))
+    return from_tpu_workers(workers, index, variables.get, "the metadata of this TPU VM")
+
+
+def from_tpu_workers(workers: str, index: str, variable: Callable[[str], str | None], found_in: str) -> ProcessInfo:
+    """Returns the process of worker `index` of its slice; slices have equal numbers of workers, in order."""
+    hosts = [worker_host(worker) for worker in workers.split(",")]
+    slices = parse_number("MEGASCALE_NUM_SLICES", variable("MEGASCALE_NUM_SLICES") or "1")
+    slice_id = parse_number("MEGASCALE_SLICE_ID", variable("MEGASCALE_SLICE_ID") or "0")
+    first = variable("MEGASCALE_COORDINATOR_ADDRESS") if slices > 1 else None
+    if slices > 1 and not first:
+        raise BadInput(f"there are {slices} TPU slices and MEGASCALE_COORDINATOR_ADDRESS is not set ({found_in}); "
+                         f"set it, {WAY_OUT}")  # fmt: skip
+    return ProcessInfo(
+        host=worker_host(first) if first else hosts[0],
+        port=TPU_PORT,
+        num_processes=slices * len(hosts),
+        process_id=slice_id * len(hosts) + parse_number("the worker's number", index),
+        found_in=found_in,
+        names=tuple(hosts) if slices == 1 else (),
+    )
+
+
+def worker_host(worker: str) -> str:
+    """Returns the host of a TPU worker listed as 'host', 'host:port' or 'name:id:address'."""
+    parts = worker.strip().split(":")
+    return parts[2] if len(parts) == 3 else parts[0]
+
+
+def from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
+    """Reads the variables of a task started by srun.
+
+    A single task of a node uses all its GPUs; several tasks use one each by local index, unless each sees only one.
+    """
+    count = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS")
+    if not env.get("SLURM_JOB_ID") or not count or parse_number("SLURM_NTASKS", count) == 1:
+        return None
+    nodes = env.get("SLURM_STEP_NODELIST")
+    if not nodes or "SLURM_PROCID" not in env:
+        raise BadInput(f"SLURM_NTASKS={count} and this process was not started by srun; start it with srun, {WAY_OUT}")
+    hosts, tasks = expand_nodes(nodes), expand_counts(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    node = parse_number("SLURM_NODEID", env.get("SLURM_NODEID", "0"))
+    shared = node < len(tasks) and tasks[node] > 1
+    sees_one = len([gpu for gpu in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]) == 1
+    in_blocks = env.get("SLURM_DISTRIBUTION", "block").startswith("block") and len(hosts) == len(tasks)
+    local = parse_number("SLURM_LOCALID", env.get("SLURM_LOCALID", "0"))
+    return ProcessInfo(
+        host=hosts[0],
+        port=61440
+        + parse_number("SLURM_JOB_ID", env["SLURM_JOB_ID"]) % 2047 * 2,  # two ports, distinct from the next job's
+        num_processes=parse_number("SLURM_NTASKS", count),
+        process_id=parse_number("SLURM_PROCID", env["SLURM_PROCID"]),
+        found_in="Slurm",
+        names=tuple(host for host, n in zip(hosts, tasks) for _ in range(n)) if in_blocks else (),
+        local_device_ids=(local,) if shared and not sees_one and "JAX_LOCAL_DEVICE_IDS" not in env else None,
+    )
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Expands Slurm's 'gpu[001-003,7],login1' to names, keeping leading zeros."""
+    names = []
+    for prefix, ranges in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?", text):
+        if not ranges:
+            names.append(prefix)
+        for part in filter(None, ranges.split(",")):
+            first, _, last = part.partition("-")
+            names += [f"{prefix}{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """Expands Slurm's '2(x3),1' to [2, 2, 2, 1]."""
+    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def split_address(name: str, text: str) -> tuple[str, int]:
+    """Parses 'host:1234' or '[::1]:1234' as ('host', 1234)."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdecimal()):
+        raise BadInput(f"{name}={text} must be HOST:PORT, such as 10.0.0.2:8476")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def parse_number(name: str, text: str) -> int:
+    """Parses a number of 0 or more."""
+    if not (text.isascii() and text.isdecimal()):
+        raise BadInput(f"{name}={text} must be a whole number")
+    return int(text)
+
+
+def tpu_metadata(env: Mapping[str, str] = os.environ) -> Callable[[str], str | None] | None:
+    """Returns attribute -> text or None on a Cloud TPU VM; None elsewhere."""
+    server = env.get("GCE_METADATA_IP", "metadata.google.internal")
+    return (lambda attribute: query_instance(server, f"attributes/{attribute}")) if is_tpu_machine(env) else None
+
+
+def is_tpu_machine(env: Mapping[str, str]) -> bool:
+    """Returns True on a Cloud TPU VM whose TPUs are used."""
+    on_cpu = env.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu"
+    chips = any(map(os.path.exists, TPU_FILES))
+    return chips and not (on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env)
+
+
+def metadata_server(env: Mapping[str, str]) -> str | None:
+    """Returns the metadata server: GCE_METADATA_HOST, or that of a Cloud TPU VM; None elsewhere."""
+    named = env.get("GCE_METADATA_HOST")
+    return named or (env.get("GCE_METADATA_IP", "metadata.google.internal") if is_tpu_machine(env) else None)
+
+
+def query_instance(server: str, name: str) -> str | None:
+    """Returns a metadata value of this virtual machine; None if there is none or no metadata server answers."""
+    url = f"http://{server}/computeMetadata/v1/instance/{name}"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the address is local: no proxy
+    try:
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with opener.open(request, timeout=METADATA_SECONDS) as answer:
+            return answer.read().decode()
+    except (OSError, http.client.HTTPException, UnicodeDecodeError):  # the last two: another kind of server
+        return None

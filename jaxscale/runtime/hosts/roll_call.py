@@ -1,0 +1,228 @@
+"""Roll call: before jax.distributed starts, every process reports to process 0 and compares what it will run.
+
+Messages are JSON lines over TCP. The connections stay open, and detect dead machines.
+
+jax waits silently for a process that never comes, and hangs if processes run different programs.
+"""
+
+import ipaddress
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.runtime.hosts.discovery import ProcessInfo
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.foreign import parse_json
+
+AFTER_A_PROBLEM = 10.0  # seconds for further processes to report, once one does not match
+ANSWER_SECONDS = 20.0  # added to the roll call's timeout for the answer
+MAX_LISTED = 8  # missing processes or differing facts in an error
+MAX_MESSAGE_BYTES = 1 << 20
+SEND_SECONDS = 5
+# A machine without power is detected after 3 + 2 x 2 s. The kernel answers keepalives for a busy process.
+KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 7_000}
+
+
+class Connection:
+    """A connection to one other process."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock, self.buffer = sock, b""
+        sock.settimeout(SEND_SECONDS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # Linux has them all
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        """Returns the socket's file descriptor, for select."""
+        return self.sock.fileno()
+
+    def send(self, **message: Any) -> bool:
+        """Sends a message; returns False if the connection is closed."""
+        try:
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """Returns complete messages after select; None if the connection is closed."""
+        try:
+            data = self.sock.recv(1 << 16)
+        except OSError:
+            return None
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        if not data or len(self.buffer) > MAX_MESSAGE_BYTES:
+            return None
+        try:
+            messages = [parse_json(line) for line in lines]
+        except BadInput:
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self.sock.close()
+
+
+def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> dict[int, tuple[Connection, str]]:
+    """Returns {process: (connection, name)} once all have reported equal facts: of all others on process 0, else of it.
+
+    Args: facts: values by name that must be equal in all processes.
+    Raises: Stop on every present process: PEER_LOST with the missing ones, BAD_INPUT with the differences.
+    """
+    facts = {name: str(value) for name, value in facts.items()}
+    hello = dict(process=place.process_id, of=place.num_processes, host=socket.gethostname(), pid=os.getpid())
+    return gather(place, hello, facts, seconds) if place.is_first else answer(place, hello, facts, seconds)
+
+
+def gather(
+    place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float
+) -> dict[int, tuple[Connection, str]]:
+    """Waits for all others on process 0, compares their facts, and sends all of them the result."""
+    present: dict[int, tuple[Connection, str]] = {}
+    problems: list[str] = []
+    deadline = time.monotonic() + seconds
+    with listen(place) as listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(present) + 1 < place.num_processes and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                wire: Connection | None = key.data
+                if wire is None:  # the listener
+                    accepted = Connection(listener.accept()[0])
+                    selector.register(accepted, selectors.EVENT_READ, accepted)
+                    continue
+                messages = wire.read()
+                if messages == []:
+                    continue
+                if messages is None or not is_hello(messages[0]):  # closed, or not a jaxscale process
+                    selector.unregister(wire)
+                    wire.close()
+                    present = {process: known for process, known in present.items() if known[0] is not wire}
+                    continue
+                other, number = messages[0], messages[0]["process"]
+                name = place.name(number, other["host"])
+                if found := difference(place, hello, facts, other, present):
+                    problems.append(f"{name}: {found}")
+                    deadline = min(deadline, time.monotonic() + AFTER_A_PROBLEM)
+                present.setdefault(number, (wire, name))
+        wires: list[Connection] = [key.data for key in selector.get_map().values() if key.data is not None]
+    missing = [place.name(n) for n in range(1, place.num_processes) if n not in present]
+    code = None
+    if problems:
+        code, line = Exit.BAD_INPUT, f"roll call: {'; '.join(problems[:MAX_LISTED])}; start all of them the same way"
+    elif missing:
+        names = ", ".join([place.name(0, hello["host"]), *(name for _, name in present.values())][:MAX_LISTED])
+        code = Exit.PEER_LOST
+        line = f"roll call: after {seconds:g} s, missing {listed(missing)}; here: {names}"
+    if code is not None:
+        for wire in wires:
+            wire.send(roll="wrong", code=int(code), line=line)
+            wire.close()
+        raise Stop(code, line)
+    for wire in wires:
+        wire.send(roll="complete")
+    for wire in set(wires) - {wire for wire, _ in present.values()}:  # connected without a hello
+        wire.close()
+    return present
+
+
+def is_hello(message: Mapping[str, Any]) -> bool:
+    """Returns True if the message has the fields of a hello."""
+    kinds: dict[str, type] = dict(process=int, of=int, host=str, pid=int, facts=dict)
+    return all(isinstance(message.get(name), kind) for name, kind in kinds.items())
+
+
+def difference(place: ProcessInfo, first: Mapping, facts: Mapping[str, str], other: Mapping, present: Mapping) -> str:
+    """Describes how another process differs from process 0; '' if it does not."""
+    if other["of"] != place.num_processes:
+        return f"it says there are {other['of']} processes, and process 0 ({first['host']}) says {place.num_processes}"
+    if not 0 < other["process"] < place.num_processes or other["process"] in present:
+        known = present[other["process"]][1] if other["process"] in present else place.name(0, first["host"])
+        return f"this number is taken by {known}; give every process its own"
+    theirs = other["facts"]
+    names = [name for name in sorted(facts | theirs) if facts.get(name) != theirs.get(name)]
+    differing = [
+        f"{name} is {theirs.get(name)!r} there and {facts.get(name)!r} on process 0" for name in names[:MAX_LISTED]
+    ]
+    return "; ".join(differing)
+
+
+def listed(names: list[str]) -> str:
+    """Joins the first names, and the number of further ones."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
+
+
+def listen(place: ProcessInfo) -> socket.socket:
+    """Returns a listening socket for the roll call on the interface of the coordinator's name."""
+    address, port = interface(place.host), place.port + 1
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=min(place.num_processes, 4096))
+    except OSError as error:
+        raise BadInput(
+            f"the roll call cannot listen on {address} port {port}: {error.strerror or error}; process 0 must run on "
+            f"{place.host} itself, with ports {place.port} and {port} free (from {place.found_in})"
+        ) from None
+
+
+def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
+    """Returns the address to listen on: only the interface of the coordinator's name.
+
+    Many systems map their own host name to a loopback address, which other machines cannot reach: then all interfaces.
+    """
+    try:
+        address = resolve(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise BadInput(f"the coordinator's name {host} has no address: {error.strerror or error}") from None
+    literal = host == "localhost" or host.replace(".", "").isdecimal() or ":" in host
+    return address if literal or not ipaddress.ip_address(address.partition("%")[0]).is_loopback else "0.0.0.0"
+
+
+def answer(
+    place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float
+) -> dict[int, tuple[Connection, str]]:
+    """Connects to process 0, sends a hello, and waits for the result."""
+    deadline, cause = time.monotonic() + seconds, "no connection was tried"
+    while time.monotonic() < deadline:
+        try:
+            wire = Connection(socket.create_connection((place.host, place.port + 1), timeout=5))
+        except OSError as error:  # not listening yet
+            cause = error.strerror or str(error)
+            time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+            continue
+        reply = receive(wire, seconds + ANSWER_SECONDS) if wire.send(**hello, facts=facts) else None
+        if reply is None:
+            cause = "the connection ended without an answer"
+            wire.close()
+            time.sleep(0.2)
+        elif reply.get("roll") == "complete":
+            return {0: (wire, place.name(0))}
+        else:
+            wire.close()
+            raise Stop(Exit(reply.get("code", Exit.ERROR)), str(reply.get("line")))
+    raise Stop(
+        Exit.PEER_LOST,
+        f"roll call: after {seconds:g} s, missing {place.name(0)} at port {place.port + 1}, which calls the roll: "
+        f"{cause}; this is {place.name(place.process_id, hello['host'])}",
+    )
+
+
+def receive(wire: Connection, seconds: float) -> dict[str, Any] | None:
+    """Returns the next message, or None if the connection is closed or after a timeout."""
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        selector.register(wire, selectors.EVENT_READ)
+        while selector.select(max(0.0, deadline - time.monotonic())):
+            messages = wire.read()
+            if messages is None:
+                return None
+            if messages:
+                return messages[0]
+    return None

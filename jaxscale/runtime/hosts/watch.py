@@ -1,0 +1,193 @@
+"""Watches the other processes: a lost one ends all others at once, with a line that names it.
+
+jax notices a dead process after its heartbeats fail, and ends the others with a C++ stack; a program blocked in a
+collective notices nothing. The kernel closes the open connections of the roll call when a process dies.
+
+A frozen process (a stopped virtual machine, SIGSTOP) keeps its connections, and only jax's heartbeats detect it. Then,
+and when the coordination service dies with process 0, jax aborts all others from a C++ thread. Python cannot prevent
+that, but backstop.py delays the abort by six seconds, in which the watch pings the others, logs which one is silent,
+and exits with code 13.
+"""
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from jaxscale.runtime.hosts.config import host_budgets
+from jaxscale.runtime.hosts.discovery import ProcessInfo
+from jaxscale.runtime.hosts.roll_call import Connection
+from jaxscale.system.exits import INTERRUPTED, Exit, print_stderr, silence_closed_streams
+
+GRACE_SECONDS = 5.0  # after an error of one process, for others that are about to stop with the same error
+LAST_SECONDS = 10.0  # process 0 exits last, or jax would abort the others; it waits at most this long
+LOST_SECONDS = 1.5  # the same after a lost process: the others only print a line
+PING_SECONDS = 2.0  # for the answer to a ping; an abort leaves six
+AGAIN = "the run resumes from its last checkpoint"
+QUIET_CODES = (Exit.DONE, Exit.PREEMPTED)  # all processes end with these together
+LOCAL_CODES = (Exit.ERROR, Exit.PEER_LOST, INTERRUPTED)  # errors of one process, for the others a lost peer
+
+
+class Watch:
+    """A thread that reads the connections to the other processes until this one exits."""
+
+    def __init__(
+        self,
+        place: ProcessInfo,
+        wires: Mapping[int, tuple[Connection, str]],
+        end: Callable[[int], None] = os._exit,
+        aborts: int | None = None,
+    ):
+        """wires: from call_roll. end: called with the exit code when another process is lost.
+
+        aborts: file descriptor from linger_on_abort, readable once this process has begun to abort.
+        """
+        self.place, self.end, self.aborts = place, end, aborts
+        self.hang_callback: Callable[[str], None] | None = None  # called when another process reports a hang
+        self.answered: set[int] = set()  # to the last ping
+        self.names = {number: name for number, (_, name) in wires.items()}
+        self.wires = {number: wire for number, (wire, _) in wires.items()}
+        self.leaving = threading.Event()  # this process is exiting, so closed connections are expected
+        self.following = threading.Event()  # another process's error is about to end this one
+        self.naming, self.named = threading.Lock(), False  # a lost process was named
+        self.gone = threading.Event()  # all connections are closed
+        self.said_goodbye: set[int] = set()
+        self.selector = selectors.DefaultSelector()  # filled now: a connection may close before the thread begins
+        for number, wire in self.wires.items():
+            self.selector.register(wire, selectors.EVENT_READ, number)
+        if aborts is not None:
+            self.selector.register(aborts, selectors.EVENT_READ)
+        self.thread = threading.Thread(target=self.work, name="watch", daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        """Reads until all connections are closed."""
+        with self.selector as selector:
+            while any(key.data is not None for key in selector.get_map().values()):
+                for key, _ in selector.select():
+                    if key.data is None:
+                        selector.unregister(key.fileobj)
+                        threading.Thread(target=self.aborting, name="watch-abort", daemon=True).start()
+                        continue
+                    messages = self.wires[key.data].read()
+                    for message in messages or ():
+                        self.hear(key.data, message)
+                    if messages is None:
+                        selector.unregister(key.fileobj)
+                        if key.data not in self.said_goodbye:
+                            self.lost(self.names[key.data])
+        self.gone.set()
+
+    def hear(self, number: int, message: Mapping) -> None:
+        """Handles a message of process `number`, or one that process 0 forwards."""
+        if "ping" in message:
+            self.wires[number].send(pong=True)
+        elif "pong" in message:
+            self.answered.add(number)
+        elif "hang" in message:
+            self.hangs(str(message["hang"]))
+        elif "goodbye" in message:
+            self.said_goodbye.add(number)
+            if message["goodbye"] not in QUIET_CODES:
+                self.stopped(self.names[number], message["goodbye"], message.get("line"))
+        elif "stopped" in message:
+            self.stopped(message["name"], message["stopped"], message.get("line"))
+        elif "lost" in message:
+            self.lost(message["lost"], message.get("how", "was lost"))
+
+    def lost(self, name: str, how: str = "was lost") -> None:
+        """Ends this process after another one was lost, and forwards the message."""
+        if self.following.is_set():  # the other ended because of the error that this process is following
+            return
+        with self.naming:  # only the first loss counts: the others then exit because of it
+            if self.named:
+                return
+            self.named = True
+        self.pass_on(lost=name, how=how)
+        self.leave(Exit.PEER_LOST, f"{name} {how}; start all again with the same command: {AGAIN}", LOST_SECONDS)
+
+    def stopped(self, name: str, code: int, line: str | None) -> None:
+        """Ends this process with another one's error, unless it ends by itself within GRACE_SECONDS.
+
+        Only the first error is forwarded: otherwise n stopping processes would send n^2 messages.
+        """
+        if self.following.is_set():
+            return
+        self.following.set()
+        self.pass_on(stopped=code, name=name, line=line)
+        exit_code = Exit.PEER_LOST if code in LOCAL_CODES or code not in list(Exit) else Exit(code)
+
+        def follow() -> None:
+            if not self.leaving.wait(GRACE_SECONDS):
+                self.leave(exit_code, f"{name} has left: {line or f'exit {code}'}", LOST_SECONDS)
+
+        threading.Thread(target=follow, name="watch-grace", daemon=True).start()
+
+    def aborting(self) -> None:
+        """Names the silent process before the delayed abort of this one, if there is one."""
+        self.answered.clear()
+        for wire in self.wires.values():
+            wire.send(ping=True)
+        time.sleep(PING_SECONDS)
+        # a process that died has closed its connection instead
+        silent = [number for number in self.wires if number not in self.answered | self.said_goodbye]
+        if silent and not self.following.is_set():
+            names = ", ".join(self.names[number] for number in silent)
+            seconds = host_budgets(self.place.num_processes).heartbeat_seconds
+            self.lost(names, f"has not answered for {seconds} s or more (frozen, or cut off)")
+
+    def hangs(self, line: str) -> None:
+        """Writes stacks and ends this process after a hang of another one."""
+        if self.following.is_set():
+            return
+        self.following.set()
+        self.pass_on(hang=line)
+
+        def follow() -> None:
+            if self.hang_callback:
+                self.hang_callback(line)
+            self.leave(Exit.HANG, line, LOST_SECONDS)
+
+        threading.Thread(target=follow, name="watch-hang", daemon=True).start()
+
+    def report_hang(self, line: str) -> None:
+        """Reports a hang of this process to all connections; process 0 forwards it to the others."""
+        self.following.set()
+        for wire in self.wires.values():
+            wire.send(hang=line)
+
+    def pass_on(self, **message: object) -> None:
+        """Forwards a message to all others if this is process 0, the center of the star."""
+        if self.place.is_first:
+            for wire in self.wires.values():
+                wire.send(**message)
+
+    def leave(self, code: Exit, line: str, seconds: float) -> None:
+        """Ends this process from this thread."""
+        if self.leaving.is_set():
+            return
+        self.leaving.set()
+        print_stderr(f"stopped ({code.name.lower()}, exit {int(code)}): {line}")
+        if self.place.is_first:
+            deadline = time.monotonic() + seconds  # this may be the reading thread itself, so it cannot wait for `gone`
+            while time.monotonic() < deadline and any(is_open(wire) for wire in self.wires.values()):
+                time.sleep(0.02)
+        silence_closed_streams()
+        self.end(int(code))
+
+    def goodbye(self, code: int, line: str | None = None) -> None:
+        """Announces the exit of this process. Process 0 waits up to LAST_SECONDS for the others after an error."""
+        self.leaving.set()
+        for wire in self.wires.values():
+            wire.send(goodbye=code, line=line)
+        if self.place.is_first and code != Exit.DONE:
+            self.gone.wait(LAST_SECONDS)
+        silence_closed_streams()
+
+
+def is_open(wire: Connection) -> bool:
+    """Returns True while the other end has not closed; discards its messages."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(wire, selectors.EVENT_READ)
+        return not selector.select(0) or wire.read() is not None

@@ -1,0 +1,245 @@
+"""The watchdog: a phase that exceeds its budget ends the run, with the stacks of all threads.
+
+Otherwise a run with blocked storage, network, device or code would occupy its machines until someone looks. Budgets are
+settings per phase: a compilation may take longer than a step. Every process has a watchdog; the first that expires
+reports to the others, so that all write their stacks and end with exit code 15.
+
+Not covered: a thread that the kernel cannot interrupt (state D, as in a broken disk driver), and outside Linux a thread
+that holds the GIL for ever.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+from jaxscale.runtime.hosts.backstop import Backstop
+from jaxscale.runtime.hosts.cluster import Team
+from jaxscale.runtime.hosts.config import HangConfig
+from jaxscale.system import faults, fence, paths
+from jaxscale.system.exits import Exit, print_stderr, silence_closed_streams
+
+TICK_SECONDS = 0.25
+LAST_SECONDS = 4.5  # from expiry to the exit, even if reporting blocks
+FOLDER = "stacks"
+
+PhaseName = Literal["compile", "restore", "data", "step", "save", "eval", "statistics"]
+
+
+class Observer(Protocol):
+    """Receives the phases of all threads, in the thread of each."""
+
+    def entered(self, name: str, step: int | None = None) -> None:
+        """Called when a phase begins."""
+
+    def left(self) -> None:
+        """Called when the innermost phase of this thread ends."""
+
+
+def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
+    """A note that does nothing."""
+
+
+class Watchdog:
+    """Watches the phases of a run while it is entered; before and after, phases are unlimited."""
+
+    def __init__(
+        self,
+        workdir: Any,
+        cfg: Any,
+        *,
+        setting: str = "hang.{}_seconds",
+        note: Callable[..., None] = ignore,
+        others: Team | None = None,
+        end: Callable[[int], None] = os._exit,
+        observers: Sequence[Observer] = (),
+    ):
+        """cfg: a dataclass with NAME_seconds for each phase NAME. setting: format of these names in messages.
+
+        note: receives the event "hang". end: called with the exit code. No file is made before a phase begins."""
+        self.observers = observers
+        self.workdir, self.note, self.others, self.end, self.setting = workdir, note, others, end, setting
+        self.budgets = {
+            field.name.removesuffix("_seconds"): getattr(cfg, field.name) for field in dataclasses.fields(cfg)
+        }
+        self.process = others.process if others else 0
+        self.phases: dict[int, Phase] = {}  # the innermost one of each thread
+        self.stacks: Any = None  # the open file, private; empty until a hang
+        self.backstop: Backstop | None = None
+        self.stopped = threading.Event()
+        self.expired = threading.Lock()
+        self.ready = threading.Lock()
+        self.entered = False
+
+    def __enter__(self) -> "Watchdog":
+        self.entered = any(self.budgets.values()) and self.workdir is not None
+        if self.entered:
+            threading.Thread(target=self.work, name="watchdog", daemon=True).start()
+            if self.others:
+                self.others.on_hang(lambda line: self.expire(line, is_remote=True))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.entered = False
+        self.stopped.set()
+        with self.ready:
+            if self.backstop:
+                self.backstop.close()
+            self.backstop = None
+            if self.stacks:
+                self.stacks.close()
+                remove_if_empty(pathlib.Path(self.stacks.name))
+            self.stacks = None
+
+    def phase(self, name: PhaseName | str, step: int | None = None) -> "Phase":
+        """Returns a context manager for a block that must end within the budget of its name.
+
+        A nested phase pauses the outer one. Args: step: for messages.
+        """
+        return Phase(self, name, self.budgets[name] or math.inf, step)
+
+    def work(self) -> None:
+        """Polls for overdue phases, and moves the deadline of the kernel timers."""
+        while not self.stopped.wait(TICK_SECONDS):
+            phase = min(list(self.phases.values()), key=lambda phase: phase.deadline, default=None)
+            if phase is not None and time.monotonic() > phase.deadline:
+                self.expire(self.overdue_message(phase), phase)
+            with self.ready:
+                if self.backstop is not None and not self.expired.locked():
+                    self.arm_backstop(self.backstop, phase)
+
+    def arm_backstop(self, backstop: Backstop, phase: "Phase | None") -> None:
+        """Sets the kernel timers to the earliest deadline."""
+        if phase is None or phase.deadline == math.inf:
+            backstop.disarm()
+        else:
+            line = f"stopped (hang, exit {int(Exit.HANG)}): {self.overdue_message(phase)}, and Python stands still"
+            backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
+
+    def overdue_message(self, phase: "Phase") -> str:
+        """Returns 'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
+        what = f"{phase.name}" + (f" of step {phase.step}" if phase.step is not None and phase.name != "step" else "")
+        setting = self.setting.format(phase.name)
+        what = f"step {phase.step}" if phase.name == "step" and phase.step is not None else what
+        return f"process {self.process}: {what} has made no progress for {phase.budget:g} s ({setting})"
+
+    def prepare(self, phase: "Phase") -> None:
+        """Opens the stacks file and makes the kernel timers, at the first phase: then the work folder exists."""
+        with self.ready:
+            if self.stacks is not None or not self.entered:
+                return
+            self.stacks = open_stacks(self.workdir, self.process)
+            with contextlib.suppress(OSError, AttributeError):  # without it, only the Python thread watches
+                self.backstop = Backstop(self.stacks)
+                self.arm_backstop(self.backstop, phase)
+
+    def expire(self, line: str, phase: "Phase | None" = None, *, is_remote: bool = False) -> None:
+        """Logs the line, reports to the other processes, writes stacks and event, and ends the process.
+
+        is_remote: another process hangs.
+        """
+        if not self.expired.acquire(blocking=False):
+            return
+        if backstop := self.backstop:
+            backstop.end_at(time.monotonic() + LAST_SECONDS)
+        where = self.stacks.name if self.stacks else "none, for no phase had begun"
+        print_stderr(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
+        if self.others and not is_remote:
+            self.others.report_hang(line)
+        with contextlib.suppress(Exception):  # another process owns the folder, or its disk fails
+            if self.stacks:
+                fence.ask(self.stacks.name)
+                self.stacks.write(f"{line}\n{all_stacks(self.phases)}".encode(errors="replace"))
+                self.stacks.flush()
+        with contextlib.suppress(Exception):  # an error must not prevent the exit
+            facts = {} if phase is None else {"phase": phase.name, "seconds": phase.budget}
+            self.note("hang", phase.step if phase else None, cause=line, stacks=str(where), **facts)
+        with contextlib.suppress(Exception):
+            if self.stacks and paths.is_remote(self.workdir):
+                target = paths.as_path(self.workdir) / FOLDER / os.path.basename(self.stacks.name)
+                paths.write_bytes_atomic(target, pathlib.Path(self.stacks.name).read_bytes())
+        silence_closed_streams()
+        self.end(int(Exit.HANG))
+
+
+class Phase:
+    """One phase of one thread, from Watchdog.phase."""
+
+    __slots__ = ("budget", "began", "deadline", "name", "outer", "step", "thread", "watchdog")
+
+    def __init__(self, watchdog: Watchdog, name: str, budget: float, step: int | None):
+        self.watchdog, self.name, self.budget, self.step = watchdog, name, budget, step
+
+    def __enter__(self) -> "Phase":
+        for observer in self.watchdog.observers:
+            observer.entered(self.name, self.step)
+        watchdog, self.thread, self.began = self.watchdog, threading.get_ident(), time.monotonic()
+        self.deadline = self.began + self.budget
+        self.outer = watchdog.phases.get(self.thread)
+        watchdog.phases[self.thread] = self
+        if watchdog.entered and watchdog.stacks is None:
+            watchdog.prepare(self)
+        faults.hang_point(self.name)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.outer is None:
+            del self.watchdog.phases[self.thread]
+        else:
+            self.outer.deadline += time.monotonic() - self.began
+            self.watchdog.phases[self.thread] = self.outer
+        for observer in self.watchdog.observers:
+            observer.left()
+
+
+UNWATCHED = Watchdog(None, HangConfig())  # phases without a watchdog
+
+
+def open_stacks(workdir: Any, process: int) -> Any:
+    """Opens WORKDIR/stacks/PROCESS-TIME.txt, private to its owner.
+
+    Uses a temporary folder if the work folder is remote or not writable. Removes empty files of earlier killed starts.
+    """
+    name = f"{process}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}.txt"
+    folder = None
+    if not paths.is_remote(workdir):
+        with contextlib.suppress(OSError):
+            folder = paths.as_path(workdir).absolute() / FOLDER
+            paths.make_private(folder)
+            for old in folder.glob(f"{process}-*.txt"):
+                remove_if_empty(old, keep_folder=True)
+            return open_private(folder / name)
+    return open_private(pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-stacks-")) / name)
+
+
+def open_private(path: pathlib.Path) -> Any:
+    """Creates a file with mode 0600 for binary writing."""
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def remove_if_empty(file: pathlib.Path, *, keep_folder: bool = False) -> None:
+    """Removes an empty file, and its folder if that is then empty."""
+    with contextlib.suppress(OSError):
+        if file.stat().st_size == 0:
+            file.unlink()
+            if not keep_folder:
+                file.parent.rmdir()  # fails if it has other files
+
+
+def all_stacks(phases: dict[int, Phase]) -> str:
+    """Formats the stacks of all threads, those in a phase first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] not in phases):
+        where = f", in phase {phases[ident].name}" if ident in phases else ""
+        title = f"Thread {names.get(ident, 'without a name')}{where} (the latest call is the last):"
+        texts.append("\n".join([title, *traceback.format_stack(frame)]))
+    return "\n".join(texts)

@@ -1,0 +1,294 @@
+"""Goodput: the wall time of a run by kind (steps, compilation, restore, data wait, saves, evaluation, lost steps).
+
+Each start of a run has a TimeLedger, to which the watchdog's phases are charged; time outside any phase is `other`, so
+the kinds sum to the wall time. Its numbers are in each record of metrics.jsonl and in the event that ends a start.
+`measure_goodput` adds up the starts of a work folder; the time between them is `idle`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxscale.runtime.monitor.records import tail_records
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+KINDS: tuple[str, ...] = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
+PREFIX = "goodput/"
+# The host runs one step ahead of the devices: a data wait costs nothing if the host then still waits for the previous
+# step. It counts as hidden if that second wait is at least this fraction of both; below it is the host's own work.
+MIN_HIDDEN_FRACTION = 0.1
+
+
+@dataclasses.dataclass
+class Frame:
+    """A phase in progress."""
+
+    kind: str
+    step: int | None
+    seconds: float = 0.0  # without nested phases
+
+
+class TimeLedger:
+    """Seconds of one start by kind, which sum to its wall time. Ignores phases of other threads: they block no step."""
+
+    def __init__(
+        self,
+        *,
+        age_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ):
+        """age_seconds: time since this start began, such as importing jax."""
+        self.clock, self.owner = clock, threading.get_ident()
+        self.began = self.marked = clock() - age_seconds
+        self.began_at = wall_clock() - age_seconds  # seconds since 1970
+        self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self.frames: list[Frame] = []
+        self.data_wait: Frame | None = None  # the last one, until it is known whether it was hidden
+        self.compiled_step: int | None = None
+        self.newest = 0  # the last step begun in this start
+        self.done_before = 0  # steps up to this one are repeated
+        self.rewound = False
+        self.has_start_facts = False
+
+    def entered(self, name: str, step: int | None = None) -> None:
+        """Enters a phase of this thread."""
+        if threading.get_ident() != self.owner:
+            return
+        self.charge()
+        if name == "data" and step is not None:
+            if step <= self.newest:  # the run was rewound
+                self.done_before, self.rewound = max(self.done_before, self.newest), True
+            self.newest, self.data_wait = max(self.newest, step), None
+        self.frames.append(Frame(self.kind_of(name, step), step))
+
+    def left(self) -> None:
+        """Leaves the innermost phase of this thread."""
+        if threading.get_ident() != self.owner:
+            return
+        self.charge()
+        frame = self.frames.pop()
+        if frame.kind == "data":
+            self.data_wait = frame
+        elif self.data_wait is not None and self.is_wait_hidden(frame):
+            self.seconds["data"] -= self.data_wait.seconds
+            self.seconds[frame.kind] += self.data_wait.seconds
+            self.data_wait = None
+
+    def kind_of(self, name: str, step: int | None) -> str:
+        """Returns the kind that a phase is charged to; the first step, and reading its results, count as compile."""
+        if name == "compile":
+            self.compiled_step = step if self.compiled_step is None else self.compiled_step
+            if step == self.compiled_step and not self.rewound:
+                return "compile"
+            name = "step"
+        return "lost" if name in ("step", "data") and step is not None and step <= self.done_before else name
+
+    def is_wait_hidden(self, frame: Frame) -> bool:
+        """Returns True if the data wait cost nothing, because in this frame the host still waits for the devices."""
+        wait = self.data_wait
+        if wait is None or wait.step is None or frame.kind not in ("step", "lost") or frame.step is None:
+            return False
+        return frame.step < wait.step and frame.seconds >= MIN_HIDDEN_FRACTION * (wait.seconds + frame.seconds)
+
+    def charge(self) -> None:
+        """Charges the time since the last call to the current phase."""
+        now = self.clock()
+        elapsed, self.marked = now - self.marked, now
+        if self.frames:
+            self.frames[-1].seconds += elapsed
+        self.seconds[self.frames[-1].kind if self.frames else "other"] += elapsed
+
+    def totals(self) -> dict[str, float]:
+        """Returns seconds by kind up to now; their sum is the wall time of this start."""
+        self.charge()
+        seconds = dict(self.seconds)
+        if self.data_wait is not None and self.frames and self.is_wait_hidden(self.frames[-1]):
+            seconds["data"] -= self.data_wait.seconds
+            seconds[self.frames[-1].kind] += self.data_wait.seconds
+        return seconds
+
+    def metrics(self) -> dict[str, float]:
+        """Returns {goodput/fraction, goodput/wall_seconds, goodput/KIND_seconds, ...} of this start."""
+        seconds = self.totals()
+        wall = sum(seconds.values())
+        by_kind = {f"{PREFIX}{kind}_seconds": round(seconds[kind], 3) for kind in KINDS if kind != "idle"}
+        fraction = round(seconds["step"] / wall, 4) if wall > 0 else 0.0
+        return {f"{PREFIX}fraction": fraction, f"{PREFIX}wall_seconds": round(wall, 3)} | by_kind
+
+    def facts(self) -> dict[str, float]:
+        """Returns metrics() without the prefix, for an event."""
+        return {name.removeprefix(PREFIX): value for name, value in self.metrics().items()}
+
+    def start_facts(self, workdir: Any) -> dict[str, Any]:
+        """Returns facts for the event that begins this start: its process's start time, the last ledger before it.
+
+        Call it before records of repeated steps are dropped: steps up to the last of them count as lost.
+        """
+        facts: dict[str, Any] = {"process_began": iso_time(self.began_at)}
+        if self.has_start_facts:  # a rewind within this process
+            return facts
+        self.has_start_facts = True
+        tail = []
+        with contextlib.suppress(OSError, BadInput):  # reported by the file's reader; only done_before is lost here
+            tail = tail_records(paths.as_path(workdir) / "metrics.jsonl")
+        record = next((record for record in reversed(tail) if isinstance(record.get("step"), int)), {})
+        self.done_before = max(self.done_before, record.get("step", 0))
+        if left := parse_ledger(record):
+            facts["left"] = left | {"step": record["step"]}
+        return facts
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Wall time of a whole run by kind."""
+
+    seconds: Mapping[str, float]  # by kind, in the order of KINDS
+    starts: int
+    rewinds: int
+
+    @property
+    def wall_seconds(self) -> float:
+        """Time from the beginning of the first start to the end of the last."""
+        return sum(self.seconds.values())
+
+    @property
+    def fraction(self) -> float | None:
+        """Fraction of the time in productive steps; None before any time has passed."""
+        return self.seconds["step"] / self.wall_seconds if self.wall_seconds > 0 else None
+
+
+@dataclasses.dataclass
+class Start:
+    """One process of a run, reconstructed from its events."""
+
+    key: str | None
+    began: float  # seconds since 1970
+    lowest: int  # its records are of later steps
+    is_new: bool  # it began with step 0
+    ledger: dict[str, float] = dataclasses.field(default_factory=dict)
+    ended: float | None = None
+
+    last_event: float = 0.0
+    last_rewind: float = 0.0
+
+    def may_include(self, record: Mapping[str, Any]) -> bool:
+        """Returns True if the newest record may be from this start rather than an earlier one."""
+        return self.is_new or record.get("step", 0) > self.lowest
+
+
+def measure_goodput(
+    records: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]], now: float | None = None
+) -> Goodput:
+    """Adds up the time of all starts, from the records of metrics.jsonl and the events of events.jsonl.
+
+    A killed start ends with its last record; the time after it is idle, for the last start only up to `now` (seconds
+    since 1970) if that is given. Starts without a ledger (killed before the first record) are `other` up to their last
+    event.
+    """
+    starts, rewinds = parse_starts(events)
+    if starts and not starts[-1].ledger:
+        last = starts[-1]
+        newer = (record for record in records if last.may_include(record))
+        last.ledger = parse_ledger(next(iter(collections.deque(newer, maxlen=1)), {}))
+    seconds, before = dict.fromkeys(KINDS, 0.0), None
+    for number, start in enumerate(starts):
+        kinds = {kind: start.ledger.get(f"{kind}_seconds", 0.0) for kind in KINDS}
+        if not start.ledger:
+            following = starts[number + 1].began if number + 1 < len(starts) else math.inf
+            ended = start.last_event if start.ended is None else start.ended
+            kinds["other"] = max(0.0, min(ended, following) - start.began)  # the next start's events may precede it
+        elif start.ended is None:  # records of rewound steps were moved out of metrics.jsonl
+            kinds["lost"] += max(0.0, start.last_rewind - start.began - sum(kinds.values()))
+        ended = start.began + sum(kinds.values())
+        for kind, value in kinds.items():
+            seconds[kind] += value
+        if before is not None:
+            seconds["idle"] += max(0.0, start.began - before)
+        before = ended
+        if number == len(starts) - 1 and now is not None:
+            seconds["idle"] += max(0.0, now - (ended if start.ended is None else max(start.ended, ended)))
+    return Goodput(seconds, len(starts), rewinds)
+
+
+def parse_starts(events: Iterable[Mapping[str, Any]]) -> tuple[list[Start], int]:
+    """Returns (starts in order, number of rewinds). Unknown events are skipped."""
+    starts: list[Start] = []
+    rewinds, rewound = 0, False
+    for event in events:
+        kind, when = event.get("event"), unix_time(event.get("time"))
+        if kind == "rewind":
+            rewinds, rewound = rewinds + 1, True
+        if when is None:
+            continue
+        if kind not in ("started", "resumed", "stopped"):
+            if starts:
+                starts[-1].last_event = max(starts[-1].last_event, when)
+                starts[-1].last_rewind = when if kind == "rewind" else starts[-1].last_rewind
+            continue
+        if kind == "stopped":
+            if starts:
+                starts[-1].ended, starts[-1].ledger = when, parse_ledger(event.get("goodput") or {})
+            rewound = False
+            continue
+        key, step = event.get("process_began"), event.get("step") or 0
+        same = starts and starts[-1].ended is None and (key == starts[-1].key if key else rewound)
+        rewound = False
+        if same:  # after a rewind a process opens its run again
+            starts[-1].lowest = min(starts[-1].lowest, step)
+            continue
+        if starts and not starts[-1].ledger and starts[-1].may_include(left := event.get("left") or {}):
+            starts[-1].ledger = parse_ledger(left)
+        began = unix_time(key)
+        starts.append(Start(key, when if began is None else began, step, kind == "started"))
+    return starts, rewinds
+
+
+def parse_ledger(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns {step_seconds, lost_seconds, ...} of a record or event, with or without the prefix; {} if it has none."""
+    names = [f"{kind}_seconds" for kind in KINDS]
+    prefix = PREFIX if f"{PREFIX}wall_seconds" in record else ""
+    if not prefix and "wall_seconds" not in record:
+        return {}
+    found = {name: record.get(f"{prefix}{name}") for name in [*names, "wall_seconds"]}
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def iso_time(seconds: float) -> str:
+    """Formats seconds since 1970 as in events.jsonl."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def unix_time(text: Any) -> float | None:
+    """Parses an ISO 8601 time as seconds since 1970; None if it is invalid or its year is out of range."""
+    try:
+        when = datetime.datetime.fromisoformat(text)
+        return when.timestamp() if 1 < when.year < 9999 else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def process_age_seconds() -> float:
+    """Returns the age of this process if it is a jaxscale program; 0.0 in a notebook and without /proc.
+
+    Read from /proc (proc(5)), so that a re-exec, as for huge pages, keeps the first start time.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if not (spec and spec.name.partition(".")[0] == "jaxscale") and os.path.basename(sys.argv[0]) != "jaxscale":
+        return 0.0
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as stat, open("/proc/uptime", encoding="utf-8") as uptime:
+            ticks = float(stat.read().rpartition(")")[2].split()[19])
+            age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return age if 0 <= age < 1e9 else 0.0  # in some containers the two clocks have different origins

@@ -1,0 +1,270 @@
+"""Evidence for or against a cause, one function for each kind."""
+
+import collections
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.runtime.monitor.health.finding import RunFacts
+
+NEAR_RECORDS = 20  # records within which an event can be a cause
+AGAINST, NEUTRAL, FOR, STRONG = range(4)
+MAX_HASHES = 10_000  # batches
+MAX_BIAS_STEP = 0.1  # of two experts' bias difference, relative to a token's score range: above it loads swing
+EVENTS = ("resumed", "rewind", "lr_cut", "branch", "hang", "replicas_differ")  # that can change the metrics
+
+
+class Evidence(NamedTuple):
+    """A weight, from AGAINST to STRONG, and its reason."""
+
+    weight: int
+    text: str
+
+
+class History:
+    """The last records and events, and the token hashes of the batches so far."""
+
+    def __init__(self) -> None:
+        self.records: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=NEAR_RECORDS)
+        self.events: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=50)
+        self.batches: dict[str, int] = {}  # {tokens_hash: the first batch with it}
+        self.repeats: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=NEAR_RECORDS)
+        self.highest_rate = 0.0
+
+    def add(self, record: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a record and the events since the previous one."""
+        self.events.extend(event for event in events if event.get("event") in EVENTS)
+        if "loss" not in record:
+            return
+        self.records.append(record)
+        self.highest_rate = max(self.highest_rate, record.get("learning_rate") or 0.0)
+        seen, batch = record.get("tokens_hash"), record.get("batch_index")
+        if seen is None or batch is None:
+            return
+        first = self.batches.setdefault(seen, batch)
+        if first != batch:
+            self.repeats.append((record["step"], batch, first))
+        if len(self.batches) > MAX_HASHES:
+            del self.batches[next(iter(self.batches))]
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The newest training record."""
+        return self.records[-1] if self.records else {}
+
+    @property
+    def width(self) -> int:
+        """Number of steps that the last records span."""
+        return self.records[-1]["step"] - self.records[0]["step"] if len(self.records) > 1 else 0
+
+
+def effective_step(event: Mapping[str, Any]) -> int | None:
+    """Returns the first step that an event affects; for a rewind, the step that the run resumed from."""
+    return event.get("to", event.get("step")) if event.get("event") == "rewind" else event.get("step")
+
+
+def pair_with_events(
+    records: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Yields each record with the events since the previous one; events after the last record are dropped."""
+    steps = ((step, event) for event in events if (step := effective_step(event)) is not None)
+    pending = collections.deque(sorted(steps, key=lambda pair: pair[0]))
+    for record in records:
+        due = []
+        while pending and pending[0][0] <= record["step"]:
+            due.append(pending.popleft()[1])
+        yield record, due
+
+
+EvidenceFn = Callable[[History, RunFacts, int], Evidence]  # step: of the first bad record
+
+
+def warmup(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The warmup has just ended."""
+    if not facts.warmup_steps:
+        return Evidence(NEUTRAL, "this run has no warmup, or it is not known")
+    if step <= facts.warmup_steps:
+        return Evidence(FOR, f"step {step} is in the warmup, which ends at step {facts.warmup_steps}")
+    since = step - facts.warmup_steps
+    if since <= max(facts.warmup_steps / 2, 10):
+        return Evidence(STRONG, f"the warmup ended at step {facts.warmup_steps}, {since} steps before")
+    return Evidence(AGAINST, f"the warmup ended at step {facts.warmup_steps}, long before")
+
+
+def rate(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The learning rate is at its peak."""
+    now = history.last.get("learning_rate")
+    if now is None or not history.highest_rate:
+        return Evidence(NEUTRAL, "the learning rate is not known" if now is None else "the learning rate is 0")
+    if now >= 0.9 * history.highest_rate:
+        return Evidence(FOR, f"the learning rate is {now:.3g}, at its highest so far")
+    fraction = now / history.highest_rate
+    weight = NEUTRAL if fraction > 0.3 else AGAINST
+    return Evidence(weight, f"the learning rate is {now:.3g}, {fraction:.0%} of its peak")
+
+
+def low_rate(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The learning rate is small, absolutely or relative to its peak."""
+    now = history.last.get("learning_rate")
+    if now is None:
+        return Evidence(NEUTRAL, "the learning rate is not known")
+    if now < 1e-6:
+        return Evidence(STRONG, f"the learning rate is {now:.3g}; 1e-4 to 3e-4 is usual")
+    if now < 0.5 * history.highest_rate:
+        return Evidence(FOR, f"the learning rate is {now:.3g}, {now / history.highest_rate:.0%} of its peak")
+    return Evidence(NEUTRAL, f"the learning rate is {now:.3g}")
+
+
+def stage(history: History, facts: RunFacts, step: int) -> Evidence:
+    """A stage of the mixture has just begun."""
+    batch = history.last.get("batch_index")
+    if not facts.stage_batches or batch is None:
+        return Evidence(AGAINST, "the mixture of sources is the same all along")
+    started = [first for first in facts.stage_batches if first <= batch]
+    if started and batch - started[-1] <= history.width:
+        return Evidence(STRONG, f"a stage of data.mixture began with batch {started[-1]}; this is batch {batch}")
+    return Evidence(AGAINST, f"no stage of data.mixture began near batch {batch}")
+
+
+class Suspect(NamedTuple):
+    """A batch that may have caused a finding."""
+
+    number: int
+    step: int  # that trained on it
+    same_as: int | None  # an earlier batch with the same tokens
+
+
+def suspect_batch(history: History, step: int) -> Suspect | None:
+    """Returns a repeated batch near the step, else the step's batch; None if its number is unknown."""
+    for repeated, number, first in reversed(history.repeats):
+        if repeated >= step - history.width:
+            return Suspect(number, repeated, first)
+    record = next((record for record in history.records if record["step"] >= step), history.last)
+    number = record.get("batch_index")
+    return None if number is None else Suspect(number, record["step"], None)
+
+
+def batch(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The batch of the step, and whether its tokens are a repeat."""
+    if (found := suspect_batch(history, step)) is None:
+        return Evidence(NEUTRAL, "the number of the batch is not known")
+    if found.same_as is not None:
+        text = f"batch {found.number} has the very tokens of batch {found.same_as}: {trace_hint(facts, found.number)}"
+        return Evidence(STRONG, text)
+    return Evidence(FOR, f"step {found.step} trained on batch {found.number}: {trace_hint(facts, found.number)}")
+
+
+def trace_hint(facts: RunFacts, number: int) -> str:
+    """Returns the command that lists a batch's documents."""
+    return f"`jaxscale trace --workdir={shlex.quote(facts.workdir)} --batch={number}` lists its documents"
+
+
+def gradient(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The gradient norm was large before the loss, and was clipped."""
+    near = [record for record in history.records if record["step"] <= step + history.width]
+    known = [(record["grad_norm"], record["step"]) for record in near if record.get("grad_norm") is not None]
+    if not known:
+        return Evidence(NEUTRAL, "the gradient norm is not known, or not finite")
+    norm, at = max(known)
+    if not facts.clip_norm:
+        return Evidence(
+            FOR if norm > 10 else NEUTRAL, f"the largest norm was {norm:.3g} at step {at}; nothing is clipped"
+        )
+    if norm > 3 * facts.clip_norm:
+        text = f"the norm reached {norm:.3g} at step {at} and was clipped to {facts.clip_norm:g}"
+        return Evidence(STRONG if norm > 10 * facts.clip_norm else FOR, text)
+    return Evidence(AGAINST, f"the largest norm was {norm:.3g}, at step {at}, with clip_norm {facts.clip_norm:g}")
+
+
+def numerics(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The compute dtype is narrow, or the loss scale changes."""
+    scales = {scale for record in history.records if (scale := record.get("train/loss_scale")) is not None}
+    if len(scales) > 1:
+        return Evidence(STRONG, f"the loss scale moved between {min(scales):g} and {max(scales):g}")
+    if facts.compute_dtype == "float16":
+        return Evidence(FOR, "model.compute_dtype is float16, which ends at 65504")
+    if facts.compute_dtype == "float32":
+        return Evidence(AGAINST, "model.compute_dtype is float32")
+    return Evidence(NEUTRAL, f"model.compute_dtype is {facts.compute_dtype or 'not known'}")
+
+
+def float16(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The run computes in float16, in which small gradients underflow."""
+    dtype = facts.compute_dtype
+    if dtype == "float16":
+        return Evidence(FOR, "model.compute_dtype is float16, whose smallest number is 6e-8")
+    return Evidence(AGAINST if dtype else NEUTRAL, f"model.compute_dtype is {dtype or 'not known'}")
+
+
+def data_wait(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The step waits for data."""
+    pairs = [(record.get("data_wait_seconds"), record.get("step_seconds")) for record in list(history.records)[-5:]]
+    known = [(wait, seconds) for wait, seconds in pairs if wait is not None and seconds]
+    if not known:
+        return Evidence(NEUTRAL, "the wait for data is not known")
+    fraction = sum(wait for wait, _ in known) / sum(seconds for _, seconds in known)
+    text = f"{min(fraction, 1):.0%} of the step was spent waiting for data"
+    return Evidence(STRONG if fraction > 0.3 else FOR if fraction > 0.1 else AGAINST, text)
+
+
+def recent_event(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The run was resumed, was rewound, or had its learning rate cut just before."""
+    for event in reversed(history.events):
+        at = effective_step(event)
+        if at is not None and step - max(history.width, 1) <= at <= step:
+            to = f", to step {at}" if at != event["step"] else ""
+            return Evidence(STRONG, f"events.jsonl has '{event['event']}' at step {event['step']}{to}")
+    return Evidence(AGAINST, "events.jsonl has no start, rewind or cut of the rate near it")
+
+
+def skips(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The guard skipped steps."""
+    totals = [record["skipped_total"] for record in history.records if record.get("skipped_total") is not None]
+    if not totals:
+        return Evidence(NEUTRAL, "skipped steps are not known")
+    skipped = totals[-1] - totals[0]
+    if skipped > 0:
+        return Evidence(FOR, f"{skipped} of the last {history.width} steps were skipped by train.guard")
+    return Evidence(AGAINST, "no step near it was skipped")
+
+
+def other_work(history: History, facts: RunFacts, step: int) -> Evidence:
+    """Other programs used this host's processors."""
+    shares = [record["host_other_share"] for record in history.records if record.get("host_other_share") is not None]
+    if not shares:
+        return Evidence(NEUTRAL, "whose work the processors do is not known")
+    share = sum(shares[-5:]) / len(shares[-5:])
+    text = f"other programs took {share:.0%} of the processors"
+    return Evidence(STRONG if share > 0.5 else FOR if share > 0.2 else AGAINST, text)
+
+
+def schedule(history: History, facts: RunFacts, step: int) -> Evidence:
+    """Progress of the run in its schedule."""
+    if not facts.total_steps:
+        return Evidence(NEUTRAL, "the length of the run is not known")
+    text = f"{step / facts.total_steps:.0%} of {facts.total_steps} steps are done, decay {facts.decay or 'unknown'}"
+    return Evidence(NEUTRAL, text)
+
+
+def balance(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The load of the experts is not balanced by a bias or a loss."""
+    if not facts.balanced_by:
+        return Evidence(
+            STRONG, "there is neither model.experts.bias with a rate nor a balance loss in train.aux_losses"
+        )
+    return Evidence(AGAINST, f"they are balanced by {' and '.join(facts.balanced_by)}")
+
+
+def bias_rate(history: History, facts: RunFacts, step: int) -> Evidence:
+    """The step of the biases is large compared with the scores that they are added to."""
+    scores = history.last.get("train/router_scores")
+    if not facts.bias_rate or not scores:
+        return Evidence(NEUTRAL, "no bias moves" if not facts.bias_rate else "the scores are not known")
+    fraction = 2 * facts.bias_rate / scores
+    text = f"model.experts.bias_rate is {facts.bias_rate:g}, and the scores of a token span {scores:.3g}"
+    return Evidence(STRONG if fraction > MAX_BIAS_STEP else FOR if fraction > 0.03 else AGAINST, text)
+
+
+def no_evidence(history: History, facts: RunFacts, step: int) -> Evidence:
+    """Evidence of causes that the metrics cannot show."""
+    return Evidence(NEUTRAL, "the metrics do not show it")

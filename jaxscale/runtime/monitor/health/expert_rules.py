@@ -1,0 +1,129 @@
+"""Rules about mixtures of experts: router collapse, dead experts, router bias."""
+
+import abc
+import math
+from typing import Any
+
+from jaxscale import units
+from jaxscale.runtime.monitor.health.evidence import MAX_BIAS_STEP
+from jaxscale.runtime.monitor.health.finding import RuleResult, RunFacts
+from jaxscale.runtime.monitor.health.rule import Rule, View
+
+# Steps without a token after which an expert counts as dead. An expert that is chosen in one step of ten reaches it
+# by chance 3 times in 100,000.
+DEAD_STEPS = 100
+PATIENCE = 200  # steps that a router has to become balanced: healthy ones are uneven at first
+SCORE_RANGE = 1.0  # of softmax and sigmoid
+MIN_USED_FRACTION = 0.25  # of the way from the fewest effective experts (those of one token) to all
+MIN_ENTROPY = 0.05  # nats of a token's router probabilities: one expert has 99%
+# Largest range of a layer's biases relative to a token's scores. Balance needs at most one range down for the most
+# chosen expert and one up for the least chosen; plus half, since tokens differ.
+MAX_BIAS_RANGE = 3.0
+
+
+def balance_steps(facts: RunFacts) -> float:
+    """Returns the steps allowed to reach balance: enough for a bias to reorder any two experts."""
+    return max(PATIENCE, SCORE_RANGE / (2 * facts.bias_rate)) if facts.bias_rate else PATIENCE
+
+
+class PersistentRule(Rule):
+    """A rule whose bad records must span a number of steps."""
+
+    begin, end = 2, 5
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        self.first: int | None = None  # the step of the first bad record in a row
+
+    @abc.abstractmethod
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+        """Returns (result of the record, steps that bad records must span)."""
+
+    def check(self, view: View) -> RuleResult | None:
+        if (evaluated := self.evaluate(view)) is None:
+            return None
+        result, patience = evaluated
+        if not result.bad:
+            self.first = None
+            return result
+        self.first = view.step if self.first is None else self.first
+        if not self.active and view.step - self.first < patience:
+            return None
+        return result._replace(numbers=result.numbers | {"since": self.first})
+
+
+class RouterCollapse(PersistentRule):
+    """The router uses few experts, or gives one expert nearly all of a token."""
+
+    kind = "router_collapse"
+
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+        used, entropy = view.number("train/experts_effective"), view.number("train/router_entropy_lowest")
+        experts, chosen = view.facts.experts, view.facts.chosen
+        if used is None or entropy is None or not experts:
+            return None
+        least = chosen + MIN_USED_FRACTION * (experts - chosen)
+        numbers: dict[str, Any] = {"effective": used, "threshold": least, "entropy": entropy}
+        parts = []
+        if used < least:
+            busiest = view.number("train/experts_busiest")
+            load = f" (the busiest has {busiest:.3g} times the mean)" if busiest is not None else ""
+            parts.append(
+                f"in some layer tokens are spread as unevenly as over {used:.3g} equal experts of {experts}{load}: "
+                f"fewer than {least:.3g}; {chosen}, those of one token, are the fewest"
+            )
+        if entropy < MIN_ENTROPY:
+            parts.append(
+                f"in some layer the router's shares of a token have an entropy of {entropy:.2g} nats of at most "
+                f"{math.log(experts):.3g}: below {MIN_ENTROPY:g}, one expert has nearly all of it"
+            )
+        if parts:
+            return RuleResult(True, "; ".join(parts), numbers), balance_steps(view.facts)
+        seen = f"tokens are spread as over {used:.3g} equal experts of {experts} at least, entropy {entropy:.3g} nats"
+        return RuleResult(False, seen, numbers), 0.0
+
+
+class DeadExperts(PersistentRule):
+    """Some experts received no token for a long time."""
+
+    kind = "dead_experts"
+
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+        if (dead := view.number("train/experts_dead")) is None:
+            return None
+        numbers = {"dead": dead, "steps": DEAD_STEPS}
+        if not dead:
+            return RuleResult(False, f"every expert had a token in the last {DEAD_STEPS} steps", numbers), 0.0
+        has = "has" if dead == 1 else "have"
+        seen = f"{units.plural(int(dead), 'expert')} {has} had no token in {DEAD_STEPS} steps: memory without use"
+        return RuleResult(True, f"{seen}; the report shows which", numbers), balance_steps(view.facts) - DEAD_STEPS
+
+
+class RouterBias(PersistentRule):
+    """The range of the biases, or their change in a step, is too large for the scores."""
+
+    kind = "router_bias"
+
+    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+        bias_range, scores = view.number("train/router_bias_to_scores"), view.number("train/router_scores")
+        if bias_range is None or not scores:
+            return None
+        moved = 2 * view.facts.bias_rate / scores
+        numbers = {"apart": bias_range, "moved": moved, "scores": scores, "threshold": MAX_BIAS_RANGE}
+        parts, patience = [], PATIENCE
+        if bias_range > MAX_BIAS_RANGE:
+            patience = 0
+            parts.append(
+                f"the biases of some layer lie {bias_range:.3g} times as far apart as the scores of a token: above "
+                f"{MAX_BIAS_RANGE:g}, they choose experts whatever the scores say"
+            )
+        if moved > MAX_BIAS_STEP:
+            parts.append(
+                f"a step moves two experts apart by up to {moved:.0%} of what the scores of a token lie apart "
+                f"({scores:.3g}): above {MAX_BIAS_STEP:.0%}, loads swing from step to step"
+            )
+        if parts:
+            return RuleResult(True, "; ".join(parts), numbers), patience
+        seen = f"the biases of every layer are at most {bias_range:.3g} times as far apart as the scores of a token"
+        return RuleResult(False, seen, numbers), 0.0

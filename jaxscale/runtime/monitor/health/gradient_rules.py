@@ -1,0 +1,213 @@
+"""Rules about gradients, skipped steps, activations and attention logits."""
+
+import collections
+
+from jaxscale.runtime.monitor.health.finding import HEALTHY, RuleResult
+from jaxscale.runtime.monitor.health.robust import Baseline, format_ratio, loss_limit
+from jaxscale.runtime.monitor.health.rule import Rule, View, finite_numbers
+
+
+class Explosion(Rule):
+    """The gradient norm is above an absolute limit, or far above this run's median."""
+
+    kind = "explosion"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.baseline = Baseline()
+
+    def check(self, view: View) -> RuleResult | None:
+        if (norm := view.number("grad_norm")) is None:
+            return None
+        compared = self.baseline.compare(norm)
+        if compared is None or compared.ratio < 3:
+            self.baseline.add(norm)
+        ratio = compared.ratio if compared else None
+        absurd = norm > view.cfg.grad_norm and (ratio is None or ratio > 3)
+        steep = compared is not None and compared.ratio > view.cfg.grad_ratio and compared.sigmas > 10
+        numbers = {"grad_norm": norm, "ratio": ratio, "threshold": view.cfg.grad_norm}
+        if not (absurd or steep):
+            recovered = ratio is None or ratio < 3 or not self.active
+            return RuleResult(False, f"the gradient norm is back at {norm:.4g}", numbers) if recovered else None
+        usual = f", {format_ratio(compared.ratio, 1)} times its median {compared.centre:.4g}" if compared else ""
+        clip = view.facts.clip_norm
+        clip_rule = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (another)"
+        side = "above" if norm > view.cfg.grad_norm else "below"
+        seen = (
+            f"the gradient norm before clipping is {norm:.4g}{usual}: {side} {view.cfg.grad_norm:g} "
+            f"(a common rule; 0.1 to 10 counts as normal){clip_rule if clip else ''}"
+        )
+        return RuleResult(True, seen, numbers, sure=absurd and steep)
+
+
+class ZeroGradient(Rule):
+    """The gradient of a trained parameter is exactly zero in consecutive records with statistics."""
+
+    kind = "zero_gradient"
+    begin, end = 1, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[str, list[int]] = {}  # {parameter: steps of consecutive records with a zero gradient}
+
+    def check(self, view: View) -> RuleResult | None:
+        if not finite_numbers(view, "stats/grad_norm/"):
+            return None
+        self.steps = {name: [*self.steps.get(name, ()), view.step] for name in finite_numbers(view, "stats/zero_grad/")}
+        if not self.steps:
+            return RuleResult(False, "every trained parameter has a gradient again")
+        records = view.cfg.zero_grad_records
+        found = [name for name, steps in self.steps.items() if len(steps) >= records]
+        if not found:
+            return None
+        first = min(self.steps[name][0] for name in found)
+        names = found[:4] + [f"{len(found) - 4} more"] * (len(found) > 4)
+        joined = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+        seen = f"the gradient of {joined} was exactly zero in {records} records with statistics in a row"
+        numbers = {"parameters": found[:8], "count": len(found), "records": records, "since": first}
+        return RuleResult(True, f"{seen}, since step {first}", numbers)
+
+
+class SkippedSteps(Rule):
+    """The guard skipped several steps."""
+
+    kind = "skipped_steps"
+    begin, end = 2, 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: tuple[int, float, float | None] | None = None  # step, skipped_total, loss scale
+
+    def check(self, view: View) -> RuleResult | None:
+        if (total := view.number("skipped_total")) is None:
+            return None
+        scale = view.number("train/loss_scale")
+        before, self.before = self.before, (view.step, total, scale)
+        if before is None or before[0] >= view.step or total < before[1]:
+            return None  # rewound or restarted
+        if scale is not None and before[2] is not None and scale < before[2]:
+            return None  # dynamic loss scaling reduced the scale
+        skipped, steps = total - before[1], view.step - before[0]
+        if not skipped:
+            return RuleResult(False, f"no step is skipped since step {before[0]}", {"skipped_total": total})
+        last = f"{skipped:.0f} of the last {steps} steps" if steps > 1 else "this step and the one before"
+        seen = f"{last} were skipped, {total:.0f} in all"
+        often = skipped >= 3 and skipped >= 0.2 * steps
+        return RuleResult(True, seen, {"skipped": skipped, "steps": steps, "skipped_total": total}, sure=often)
+
+
+class Activations(Rule):
+    """Activations of a layer are huge or dead, or a branch adds almost nothing to the residual stream."""
+
+    kind = "activations"
+    begin, end = 2, 2
+
+    def check(self, view: View) -> RuleResult | None:
+        layers = finite_numbers(view, "stats/activation_rms/")
+        nonfinite = [name for name in view.record.get("nonfinite", ()) if name.startswith("stats/activation_rms/")]
+        if not layers and not nonfinite:
+            return None
+        low, high = view.cfg.activation_low, view.cfg.activation_high
+        huge = sorted((layer for layer in layers if layers[layer] > high), key=lambda layer: -layers[layer])
+        dead = sorted((layer for layer in layers if layers[layer] < low), key=lambda layer: layers[layer])
+        weak = weak_branches(view, layers)
+        values = {layer: layers[layer] for layer in (huge + dead)[:8]}
+        numbers = {"huge": huge, "dead": dead, "values": values, "shut": weak}
+        if not huge and not dead and not nonfinite and not weak:
+            return RuleResult(False, f"the activations of all layers are between {low:g} and {high:g}", numbers)
+        parts = [f"not finite in {', '.join(name.rsplit('/', 1)[-1] for name in nonfinite[:8])}"] if nonfinite else []
+        if huge:
+            parts.append(f"above {high:g} in {listed(huge, layers)}")
+        if dead:
+            parts.append(f"below {low:g} in {listed(dead, layers)}")
+        sentences = [
+            f"activation RMS {'; '.join(parts)} (a common rule: about 1, a concern above 100 or below 0.01)"
+        ] * bool(parts)
+        if weak:
+            branches = listed([*weak], weak)
+            sentences.append(f"of the stream behind them, these add less than {view.cfg.branch_low:g}: {branches}")
+        return RuleResult(True, "; ".join(sentences), numbers | {"low": low, "high": high}, sure=bool(nonfinite))
+
+
+def weak_branches(view: View, layers: dict[str, float]) -> dict[str, float]:
+    """Returns {'attention of 03': RMS relative to the layer's output} of branches below branch_low.
+
+    Empty during the warmup, since some branches are initialized to zero.
+    """
+    if view.step <= view.facts.warmup_steps:
+        return {}
+    ratios = {
+        f"{branch} of {layer}": rms / layers[layer]
+        for branch in ("attention", "mlp")
+        for layer, rms in finite_numbers(view, f"stats/{branch}_rms/").items()
+        if layers.get(layer)
+    }
+    return {name: ratio for name, ratio in sorted(ratios.items(), key=lambda p: p[1]) if ratio < view.cfg.branch_low}
+
+
+class AttentionLogits(Rule):
+    """Attention logits are so large that the softmax selects one token."""
+
+    kind = "attention_logits"
+    begin, end = 2, 2
+
+    def check(self, view: View) -> RuleResult | None:
+        exact = finite_numbers(view, "stats/attention_logit_max/")
+        layers = exact or finite_numbers(view, "stats/attention_logit_bound/")
+        if not layers:
+            return None
+        limit = view.cfg.attention_logit
+        large = sorted((layer for layer in layers if layers[layer] > limit), key=lambda layer: -layers[layer])
+        numbers = {"layers": large, "values": {layer: layers[layer] for layer in large[:8]}, "threshold": limit}
+        if not large:
+            return RuleResult(False, f"attention logits of all layers are at most {limit:g}", numbers)
+        what = "the largest attention logit" if exact else "the bound max|q| max|k| of the attention logits"
+        bound = "" if exact else ", which no logit exceeds and all may be far below"
+        seen = f"{what}{bound} is above {limit:g} in {listed(large, layers)}; QK-Clip holds logits at 100"
+        seen += " (arXiv:2507.20534)"
+        return RuleResult(True, seen, numbers | {"exact": bool(exact)})
+
+
+def listed(names: list[str], values: dict[str, float]) -> str:
+    """Returns '3 (1.2e+03), 4 (800) and 7 more'."""
+    first = ", ".join(f"{name} ({values[name]:.3g})" for name in names[:4])
+    return first + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+class SourceJump(Rule):
+    """The loss of one source of the mixture jumps and stays."""
+
+    kind = "source_jump"
+    begin, end = 3, 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.baselines: dict[str, Baseline] = {}
+        self.rejected: collections.Counter[str] = collections.Counter()
+
+    def check(self, view: View) -> RuleResult | None:
+        losses = {
+            name[: -len("/loss")]: loss
+            for name, loss in finite_numbers(view, "train/").items()
+            if name.endswith("/loss")
+        }
+        if not losses:
+            return None
+        jumped = {}
+        for name, loss in losses.items():
+            baseline = self.baselines.setdefault(name, Baseline())
+            compared = baseline.compare(loss)
+            if compared and loss > loss_limit(view.cfg.source_ratio, compared.centre) and compared.sigmas > 6:
+                jumped[name] = (loss, compared.centre)
+                self.rejected[name] += 1
+                if self.rejected[name] >= 20:  # a new level
+                    baseline.reset([])
+                    self.rejected[name] = 0
+            else:
+                baseline.add(loss)
+                self.rejected[name] = 0
+        if not jumped:
+            return HEALTHY if not self.active else RuleResult(False, "the losses of the sources are usual again")
+        parts = [f"{name} {loss:.4g} after {usual:.4g}" for name, (loss, usual) in sorted(jumped.items())]
+        numbers = {"sources": sorted(jumped), "losses": {name: list(pair) for name, pair in sorted(jumped.items())}}
+        return RuleResult(True, f"the loss of a source has jumped: {', '.join(parts)}", numbers)

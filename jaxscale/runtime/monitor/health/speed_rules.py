@@ -1,0 +1,234 @@
+"""Rules about time and memory, relative to the run's own history."""
+
+import abc
+import collections
+from statistics import median
+from typing import Any
+
+from jaxscale import units
+from jaxscale.runtime.monitor.health.finding import RuleResult
+from jaxscale.runtime.monitor.health.robust import BlockMeans
+from jaxscale.runtime.monitor.health.rule import Rule, View
+
+STREAK = 5  # records in a row
+BLOCK = 20  # records per throughput median
+MIN_RISE_BYTES = 2**30
+OTHER_WORK, FULL = 0.2, 0.85  # shares of the processors: of other programs, and of all when none is idle
+PARTS = 10  # of the window in which memory rises
+IN_USE = (("device_bytes_in_use", "device_peak_bytes"), ("host_bytes_in_use", "host_peak_bytes"))  # peak as fallback
+
+
+def is_cpu_contended(view: View) -> bool:
+    """Returns True if the processors were full and other programs used at least OTHER_WORK of them."""
+    run, others = view.number("host_own_share"), view.number("host_other_share")
+    return run is not None and others is not None and others >= OTHER_WORK and run + others >= FULL
+
+
+class TimedRule(Rule):
+    """A rule whose bad records must last `speed_seconds` of training time, since a step may be short."""
+
+    begin, end = STREAK, STREAK
+    skip_if_contended = True  # a contended CPU explains a slow run
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.lasted, self.size = 0, 0.0, 0
+
+    def batches_grew(self, view: View) -> bool:
+        """Returns True if batches became larger since the last record, so that earlier times no longer compare."""
+        before, self.size = self.size, sum(first <= (view.number("batch_index") or 0) for first in view.facts.grows_at)
+        return self.size > before
+
+    @abc.abstractmethod
+    def evaluate(self, view: View, seconds: float) -> RuleResult | None:
+        """Returns the result for a record with this many seconds per step."""
+
+    def check(self, view: View) -> RuleResult | None:
+        seconds, steps = view.number("step_seconds"), view.step - self.step
+        if "loss" in view.record:
+            self.step = view.step
+        if self.skip_if_contended and view.facts.on_cpu and is_cpu_contended(view):
+            return None
+        if not seconds or seconds < 0 or steps <= 0 or (result := self.evaluate(view, seconds)) is None:
+            return None
+        self.lasted = self.lasted + seconds * steps if result.bad else 0.0
+        if result.bad and not self.active and self.in_row + 1 >= self.begin and self.lasted < view.cfg.speed_seconds:
+            return None
+        return result._replace(numbers=result.numbers | {"lasted_seconds": self.lasted}) if result.bad else result
+
+
+class BusyMachine(TimedRule):
+    """Other programs use the processors while steps take longer: not a fault of the run."""
+
+    kind = "busy_machine"
+    skip_if_contended = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual: collections.deque[float] = collections.deque(maxlen=50)
+
+    def evaluate(self, view: View, seconds: float) -> RuleResult | None:
+        if self.batches_grew(view):
+            self.usual.clear()
+        usual, others = median(self.usual) if len(self.usual) >= 10 else None, view.number("host_other_share")
+        if not view.facts.on_cpu or others is None:
+            return None
+        busy = usual is not None and is_cpu_contended(view) and seconds * (1 - view.cfg.speed_drop) > usual
+        if not busy:
+            self.usual.append(seconds)
+        if usual is None:
+            return None
+        numbers = {"step_seconds": seconds, "usual": usual, "others": others, "threshold": OTHER_WORK}
+        if busy:
+            seen = f"the machine was busy with other work, which took {others:.0%} of its processors"
+            seen += f"; a step took {seconds / usual:.1f} times its usual {format_seconds(usual)}"
+            return RuleResult(True, seen, numbers)
+        seen = f"other work takes {others:.0%} of the processors, and a step {format_seconds(seconds)}"
+        return RuleResult(False, seen, numbers)
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns '2.1s' or '35ms'."""
+    return units.duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g}ms"
+
+
+class Starvation(TimedRule):
+    """Steps that wait for data."""
+
+    kind = "starvation"
+
+    def evaluate(self, view: View, seconds: float) -> RuleResult | None:
+        if (waited := view.number("data_wait_seconds")) is None:
+            return None
+        part, limit = min(waited / seconds, 1.0), view.cfg.data_wait
+        numbers = {"data_wait_seconds": waited, "step_seconds": seconds, "part": part, "threshold": limit}
+        if part > limit:
+            seen = f"{part:.0%} of a step's {format_seconds(seconds)} is spent waiting for data, above {limit:.0%}"
+            return RuleResult(True, seen, numbers)
+        if self.active and part > limit / 2:
+            return None
+        return RuleResult(False, f"{part:.0%} of a step is spent waiting for data", numbers)
+
+
+class SlowStep(TimedRule):
+    """Steps that take much longer than this run's median."""
+
+    kind = "slow_step"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual: collections.deque[float] = collections.deque(maxlen=50)
+
+    def evaluate(self, view: View, seconds: float) -> RuleResult | None:
+        if self.batches_grew(view):
+            self.usual.clear()
+        if "starvation" in view.active:  # more specific
+            return None
+        usual = median(self.usual) if len(self.usual) >= 10 else None
+        if usual is None or seconds < view.cfg.slow_ratio * usual:
+            self.usual.append(seconds)
+        if usual is None:
+            return None
+        numbers = {"step_seconds": seconds, "usual": usual, "threshold": view.cfg.slow_ratio}
+        if seconds > view.cfg.slow_ratio * usual:
+            seen = f"a step takes {format_seconds(seconds)}, {seconds / usual:.1f} times this run's median"
+            return RuleResult(True, f"{seen} of {format_seconds(usual)}", numbers)
+        if self.active and seconds > (1 + view.cfg.slow_ratio) / 2 * usual:
+            return None
+        return RuleResult(False, f"a step takes {format_seconds(seconds)}, as usual", numbers)
+
+
+class UtilisationDrop(TimedRule):
+    """The throughput falls and stays low, without a slow_step or starvation finding."""
+
+    kind = "utilisation_drop"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: collections.deque[float] = collections.deque(maxlen=BLOCK)
+        self.best: list[float] = []  # the three highest medians of whole blocks
+        self.in_block, self.name = 0, ""
+
+    def evaluate(self, view: View, seconds: float) -> RuleResult | None:
+        name = "mfu" if view.number("mfu") is not None else "tokens_per_second"
+        if (speed := view.number(name)) is None or view.active & {"slow_step", "starvation"}:
+            return None
+        if name != self.name:
+            self.name, self.best, self.in_block = name, [], 0
+            self.recent.clear()
+        self.recent.append(speed)
+        self.in_block += 1
+        if len(self.recent) < BLOCK:
+            return None
+        now = median(self.recent)
+        if self.in_block >= BLOCK:
+            self.best, self.in_block = sorted([*self.best, now])[-3:], 0
+        if len(self.best) < 2 or self.best[-2] <= 0:
+            return None
+        best = self.best[-2]  # one block may have been fast by chance
+        numbers = {"name": name, "now": now, "was": best, "threshold": view.cfg.speed_drop}
+        amount = (lambda x: f"{x:.1%}") if name == "mfu" else (lambda x: f"{units.count(x)} tokens/s")
+        if now < best * (1 - view.cfg.speed_drop):
+            what = "MFU" if name == "mfu" else "the throughput"
+            seen = f"{what} is {amount(now)} over the last {BLOCK} records and was {amount(best)}"
+            return RuleResult(True, f"{seen}: {1 - now / best:.0%} less", numbers)
+        if self.active and now < best * (1 - view.cfg.speed_drop / 2):
+            return None
+        return RuleResult(False, f"the throughput is back at {amount(now)}", numbers)
+
+
+class MemoryCreep(Rule):
+    """Memory in use rises in nearly every tenth of the last 100 records, or of the last half since a start."""
+
+    kind = "memory_creep"
+    begin, end = 1, 1  # of windows
+    window, settle = 100, 20  # records of the short window; records skipped after a start
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[tuple[float, float]]] = {}
+        self.whole: dict[str, BlockMeans] = {}  # since the start: shows a slow leak
+        self.left_out = 0
+
+    def check(self, view: View) -> RuleResult | None:
+        if "loss" not in view.record:
+            return None
+        if view.number("step_seconds") is None:  # a new process
+            self.seen, self.whole, self.left_out = {}, {}, 0
+        self.left_out += 1
+        if self.left_out <= self.settle:
+            return None
+        for names in IN_USE:
+            for name in names:
+                if (bytes_in_use := view.number(name)) is not None:
+                    self.seen.setdefault(name, []).append((view.step, bytes_in_use))
+                    self.whole.setdefault(name, BlockMeans()).add(view.step, bytes_in_use)
+                    break
+        full = [name for name, points in self.seen.items() if len(points) >= self.window]
+        if not full:
+            return None
+        windows = [(name, self.seen[name]) for name in full]
+        for name in full:
+            late = self.whole[name].done[len(self.whole[name].done) // 2 :]
+            windows.append((name, late[len(late) % PARTS :]))
+        results = [check_memory(name, points, view) for name, points in windows if len(points) >= 3 * PARTS]
+        self.seen = {name: points[self.window // 2 :] if name in full else points for name, points in self.seen.items()}
+        return next((result for result in results if result.bad), results[0])
+
+
+def check_memory(name: str, points: list[tuple[float, float]], view: View) -> RuleResult:
+    """Returns the result for (step, bytes) points of one kind of memory."""
+    part = len(points) // PARTS
+    lows = [min(value for _, value in points[i * part : (i + 1) * part]) for i in range(PARTS)]
+    rises = sum(after > before for before, after in zip(lows, lows[1:]))
+    rise, (first, _), (last, now) = lows[-1] - lows[0], points[0], points[-1]
+    numbers: dict[str, Any] = {"name": name, "rise_bytes": rise, "bytes": now, "first_step": first}
+    if rises < PARTS - 2 or rise < max(view.cfg.memory_rise * lows[0], MIN_RISE_BYTES):
+        return RuleResult(False, f"{name} is steady at {units.size(now)}", numbers)
+    limit, end = None if name.startswith("host") else view.number("device_bytes_limit"), ""
+    if limit and limit > now:
+        steps = (last - first) * (1 - 1 / PARTS)  # between the first and the last part
+        numbers["full_at_step"] = round(last + (limit - now) / rise * steps)
+        end = f"; at this rate {units.size(limit)} are full at step {numbers['full_at_step']}"
+    seen = f"{name} has risen by {units.size(rise)} from step {first:.0f} to {last:.0f}"
+    return RuleResult(True, f"{seen}, in {rises} of {PARTS - 1} parts{end}", numbers)

@@ -1,0 +1,242 @@
+"""The history of a run, read from its work folder: metrics, events, config, samples, also while they are written.
+
+Reports and tools read runs through this module. Nothing is modified, and damaged files do not raise:
+`problems` lists what was skipped. Lines are read one by one and thinned, so that memory is bounded.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+from jaxscale.runtime.monitor.expert_counts import ExpertCounts, read_expert_counts
+from jaxscale.runtime.monitor.json_lines import LARGEST_NUMBER, as_dict, as_list, clean_event, read_lines, read_object
+from jaxscale.runtime.monitor.metrics_file import LARGEST, Row, is_number, read_abandoned, read_metrics
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.units import BatchSizes, recorded_sizes
+
+MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
+MOST_EVENTS = 20_000  # the newest; about 20 MB
+MOST_SAMPLES = 200
+LONGEST_TEXT = 20_000  # characters of a sample
+RUN_FILES = ("metrics.jsonl", "events.jsonl", "config.json")
+OPTIONAL_FILES = ("abandoned.jsonl", "samples.jsonl", "experts.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
+LEDGERS = "supervise*.jsonl"  # one for each host that supervises
+
+
+class Sample(NamedTuple):
+    """Text that the model wrote."""
+
+    step: int | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class History:
+    """A run, as read from its work folder. Numbers are finite or None; a row names in "nonfinite" what was not."""
+
+    workdir: str
+    rows: tuple[Row, ...] = ()  # of metrics.jsonl: training and validation, by step; each step counts once
+    abandoned: tuple[Row, ...] = ()  # the same of steps that the run went back from, with "rewind": number or None
+    events: tuple[Row, ...] = ()  # oldest first
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # config.json, {} where there is none
+    problems: tuple[str, ...] = ()  # messages about missing, damaged or skipped data
+    samples: tuple[Sample, ...] = ()
+    forecast: dict[str, Any] | None = None  # forecast.json: tokens, low, middle, high, made_from
+    evals: tuple[Row, ...] = ()  # of evals.jsonl: what was measured of checkpoints from outside, by step
+    supervised: tuple[Row, ...] = ()  # the ledgers of `jaxscale supervise`, oldest first
+    experts: ExpertCounts | None = None  # of a mixture: experts.jsonl
+    written_at: float | None = None  # when metrics or events were last written, by the storage's clock, in Unix seconds
+    label: str = ""  # what it is called in place of the folder's own name
+    lines: int = 0  # of metrics.jsonl; more than the rows where these are thinned
+
+    @property
+    def name(self) -> str:
+        """The label, or the folder's own name."""
+        return self.label or self.workdir.rstrip("/").rpartition("/")[2] or self.workdir
+
+    def part(self, *names: str) -> dict[str, Any]:
+        """A group of config.json by its names, outermost first; {} where there is none."""
+        return functools.reduce(lambda found, name: as_dict(found.get(name)), names, self.config)
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of one metric, where it is a finite number."""
+        return series_of(self.rows, name)
+
+    def names(self) -> list[str]:
+        """Every metric that some row has as a number, in the order of their first rows."""
+        return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if is_number(value)))
+
+    def eval_names(self) -> list[str]:
+        """The metrics of all named evaluators, measured while the run trained or of its checkpoints."""
+        found = [name for name in self.names() if name.startswith(("evals/", "evals_ema/"))]
+        return list(dict.fromkeys([*found, *(name for row in self.evals for name in row if name != "step")]))
+
+    def evaluated(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric of an evaluator; what was measured of a checkpoint later is what counts."""
+        found = dict(zip(*self.series(name))) | dict(zip(*series_of(self.evals, name)))
+        return sorted(found), [found[step] for step in sorted(found)]
+
+    @property
+    def batches(self) -> BatchSizes | None:
+        """Tokens of each batch by config.json; None if unknown."""
+        budget = self.part("budget")
+        pairs = [part for part in as_list(budget.get("ramp")) if isinstance(part, list) and len(part) == 2]
+        numbers = [budget.get("batch_tokens"), *(number for _, number in pairs)]
+        is_whole = all(is_number(number) and number >= 1 for number in numbers)
+        return recorded_sizes(budget | {"ramp": pairs}) if is_whole and all(is_number(n) for n, _ in pairs) else None
+
+    def latest(self, name: str) -> float | None:
+        """The last finite value of a metric; None without one."""
+        return next((row[name] for row in reversed(self.rows) if is_number(row.get(name))), None)
+
+    @property
+    def last_step(self) -> int:
+        """The newest step in metrics.jsonl, 0 without any."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def reached_step(self) -> int:
+        """The newest step that is known to be done: reported, or saved since the last report."""
+        return reached_step(self.last_step, self.events)
+
+
+def reached_step(reported: int, events: Iterable[Mapping[str, Any]]) -> int:
+    """Returns the newest step in the metrics, or saved since the last start or rewind."""
+    saved = 0
+    for event in events:
+        kind, step = event.get("event"), event.get("to" if event.get("event") == "rewind" else "step")
+        if kind in ("started", "resumed", "rewind"):
+            saved = 0
+        elif kind == "saved" and is_number(step):
+            saved = max(saved, int(step))
+    return max(reported, saved)
+
+
+def series_of(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric in some rows, where it is a finite number."""
+    found = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History:
+    """The History of a work folder, local or in a bucket.
+
+    Args: most_values: approximate limit of values from metrics.jsonl; each group keeps the rows with lowest and highest
+    loss, the largest gradient norm, the longest step and a skipped step. None: all.
+    Raises: BadInput if the folder does not exist or has no run.
+    """
+    folder = paths.as_path(workdir)
+    if not any((folder / name).exists() for name in RUN_FILES):
+        raise BadInput(missing_run_message(workdir, folder))
+    problems: list[str] = []
+    metrics = read_metrics(folder, most_values, problems)
+    abandoned = read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics
+    ledgers = [row for file in sorted(folder.glob(LEDGERS)) for row in read_newest(file, problems)]
+    return History(
+        workdir=os.fspath(workdir),
+        rows=tuple(metrics.rows),
+        abandoned=tuple(abandoned),
+        events=tuple(read_newest(folder / "events.jsonl", problems)),
+        config=read_object(folder / "config.json", problems, "settings, horizon and chips are unknown"),
+        samples=read_samples(folder, problems),
+        forecast=read_forecast(folder, problems),
+        evals=tuple(read_evals(folder, problems)),
+        experts=read_expert_counts(folder, problems),
+        supervised=tuple(sorted(ledgers, key=lambda record: str(record.get("time", "")))),
+        lines=metrics.lines,
+        written_at=newest_write(folder),
+        problems=tuple(problems),
+    )
+
+
+def newest_write(folder: Any) -> float | None:
+    """When metrics.jsonl or events.jsonl was last written, in Unix seconds; None where the storage does not say."""
+    times = []
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with contextlib.suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
+    return max(times, default=None)
+
+
+def missing_run_message(workdir: Any, folder: Any) -> str:
+    """Returns the error message for a folder without a run."""
+    if not os.fspath(workdir).strip():
+        return f"workdir={workdir!r} is empty; name the folder of a run, such as --workdir=runs/first"
+    if not folder.exists() and not paths.is_remote(workdir):
+        return f"workdir={workdir} does not exist; name the folder of a run, as training was given it"
+    if not paths.is_remote(workdir) and not folder.is_dir():
+        return f"workdir={workdir} is a file; name the folder of a run"
+    return f"workdir={workdir} holds no run: none of {', '.join(RUN_FILES)} is in it"
+
+
+def read_newest(path: Any, problems: list[str]) -> list[Row]:
+    """The newest MOST_EVENTS events of a file, one a line."""
+    newest: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
+    count = 0
+    for count, record in enumerate(read_lines(path, problems), 1):
+        if event := clean_event(record):
+            newest.append(event)
+    if count > MOST_EVENTS:
+        problems.append(f"{path.name} has {count:,} lines, of which the newest {MOST_EVENTS:,} are kept")
+    return list(newest)
+
+
+def read_evals(folder: Any, problems: list[str]) -> list[Row]:
+    """Reads the finite numbers of evals.jsonl, sorted by step, older measurements first."""
+    found: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
+    for record in read_lines(folder / "evals.jsonl", problems):
+        step = record.get("step")
+        if type(step) is int and 0 <= step < LARGEST:
+            numbers = {n: value for n, value in record.items() if n.startswith("evals") and is_finite(value)}
+            found.append({"step": step} | numbers)
+    return sorted(found, key=lambda row: row["step"])
+
+
+def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
+    """forecast.json where it is whole: lists of equal length of finite numbers."""
+    if not (folder / "forecast.json").exists():
+        return None
+    found = read_object(folder / "forecast.json", problems, "no forecast is shown")
+    columns = [as_list(found.get(name)) for name in ("tokens", "low", "middle", "high")]
+    good = all(column and all(map(is_finite, column)) for column in columns)
+    if not good or len({len(column) for column in columns}) != 1:
+        if found:
+            problems.append(
+                "forecast.json lacks lists of equal length named tokens, low, middle, high: it is not shown"
+            )
+        return None
+    return found
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    """True for a number that may be a measurement: finite, and not beyond all of them."""
+    return is_number(value) and abs(value) <= LARGEST_NUMBER
+
+
+def read_samples(folder: Any, problems: list[str]) -> tuple[Sample, ...]:
+    """Texts that the model wrote, oldest first: samples.jsonl, in which a step counts once, and sample.txt, which the
+    end of a run writes."""
+    found: list[Sample] = []
+    for record in read_lines(folder / "samples.jsonl", problems):
+        if isinstance(record.get("text"), str):
+            sample = Sample(record["step"] if is_number(record.get("step")) else None, record["text"][:LONGEST_TEXT])
+            while sample.step is not None and found and (found[-1].step or 0) >= sample.step:
+                found.pop()  # of steps that were run again
+            found = [*found[1 - MOST_SAMPLES :], sample]
+    try:
+        with paths.open_binary(folder / "sample.txt") as file:
+            text = file.read(4 * LONGEST_TEXT).decode("utf-8", "replace")[:LONGEST_TEXT]
+        if text not in [sample.text for sample in found]:
+            found.append(Sample(None, text))
+    except FileNotFoundError:
+        pass
+    except BadInput as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"sample.txt cannot be read: {error.strerror or error}")
+    return tuple(found[-MOST_SAMPLES:])

@@ -1,0 +1,338 @@
+"""The reader and writer of JSON Lines files: metrics.jsonl, events.jsonl, samples.jsonl.
+
+A line counts if it is a complete JSON object. An incomplete last line is torn (it is being written, or its writer was
+killed) and is skipped; any other invalid line is damaged, and is skipped and counted. Appending first removes or
+completes a torn line, so that a new record never joins it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxscale.runtime.monitor.upload import ExclusiveObject, Uploader
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import BadInput, Stop
+from jaxscale.system.foreign import parse_json
+
+MAX_LINE_BYTES = 8 * 2**20  # longer lines count as damaged
+CHUNK_BYTES = 2**20
+TAIL_BYTES = 1 << 18  # some hundred records of metrics; a whole file may have gigabytes
+FIRST_BYTES = 32 << 20  # read at the first poll of a local file: some 50,000 records
+MAX_UNWRITTEN = 10_000  # records buffered while a disk is full, about 10 MB
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Damage:
+    """Lines that a reader skipped."""
+
+    lines: int = 0  # damaged lines
+    first: int = 0  # number of the first damaged line, from 1
+    torn: bool = False  # the last line is incomplete
+    number: int = 0  # of the line read last
+
+
+def parse_record(line: bytes | None) -> Record | None:
+    """Parses the JSON object of a line; None for anything else."""
+    try:
+        record = parse_json(line) if line is not None else None
+    except BadInput:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_records(path: Any, damage: Damage | None = None) -> Iterator[Record]:
+    """Yields the records of a local or remote file in bounded memory; none if the file is missing.
+
+    Args: damage: counts skipped lines. Raises: OSError if the file cannot be read, BadInput if it is not a file.
+    """
+    for _, record in read_lines(path, damage):
+        yield record
+
+
+def read_lines(path: Any, damage: Damage | None = None) -> Iterator[tuple[bytes, Record]]:
+    """Yields (line without its newline, record), like read_records."""
+    with contextlib.suppress(FileNotFoundError), paths.open_binary(path) as file:
+        yield from parse_file(file, damage or Damage())
+
+
+def parse_file(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
+    """Yields (line, record) of an open file, like read_lines."""
+    for line, whole in split_lines(file):
+        damage.number += 1
+        if line is not None and not line.strip():
+            continue
+        if line is not None and (record := parse_record(line)) is not None:
+            yield line, record
+        elif whole:
+            damage.lines += 1
+            damage.first = damage.first or damage.number
+        else:
+            damage.torn = True
+
+
+def split_lines(file: Any) -> Iterator[tuple[bytes | None, bool]]:
+    """Yields (line, True if it has a newline) of each line; None for lines above MAX_LINE_BYTES."""
+    partial, skipping = b"", False
+    while chunk := file.read(CHUNK_BYTES):
+        *lines, partial = (partial + chunk).split(b"\n")
+        for line in lines:
+            yield (None if skipping or len(line) > MAX_LINE_BYTES else line), True
+            skipping = False
+        if len(partial) > MAX_LINE_BYTES:
+            partial, skipping = b"", True
+    if skipping or partial:
+        yield (None if skipping else partial), False
+
+
+def parse_lines(content: bytes) -> tuple[list[Record], int, int]:
+    """Parses lines as (records, number of damaged lines, bytes up to a torn last line)."""
+    *lines, last = content.split(b"\n")
+    parsed = [parse_record(line) for line in lines if line.strip()]
+    records = [record for record in parsed if record is not None]
+    ending = parse_record(last) if last else None
+    whole = len(content) - len(last) if ending is None else len(content)
+    return [*records, *([ending] if ending is not None else ())], len(parsed) - len(records), whole
+
+
+def tail_records(path: Any) -> list[Record]:
+    """Returns the records in the last TAIL_BYTES of a file; [] if it is missing. Raises as read_records."""
+    try:
+        if paths.is_remote(path):
+            whole = paths.read_bytes(path)
+            begin = max(0, len(whole) - TAIL_BYTES)
+            content = whole[begin:]
+        else:
+            with paths.open_binary(path) as file:
+                begin = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                content = file.read()
+    except FileNotFoundError:
+        return []
+    return parse_lines(content.partition(b"\n")[2] if begin else content)[0]
+
+
+class Follower:
+    """Reads new records of a file that another process appends to or replaces. Keeps no file open between polls."""
+
+    def __init__(self, path: Any, first_bytes: int = FIRST_BYTES):
+        """first_bytes: the first poll of a local file reads at most its last `first_bytes`."""
+        self.path, self.remote, self.first_bytes = paths.as_path(path), paths.is_remote(path), first_bytes
+        self.key: Any = None  # identity of the file that was read; a rewind replaces the file
+        self.offset = 0  # bytes read, up to a torn line
+        self.grown_at: float | None = None  # seconds since 1970
+        self.damaged = 0  # lines
+
+    def poll(self) -> tuple[list[Record], bool]:
+        """Returns (new records, True if they replace all earlier ones). Raises OSError if the file cannot be read."""
+        try:
+            return self.poll_bucket() if self.remote else self.poll_disk()
+        except FileNotFoundError:
+            gone, self.key, self.offset = self.key is not None, None, 0
+            return [], gone
+
+    def poll_disk(self) -> tuple[list[Record], bool]:
+        """Reads from the end of the last poll."""
+        stat = self.path.stat()
+        replaced = stat.st_ino != self.key or stat.st_size < self.offset
+        if replaced:
+            self.key, self.offset, self.damaged = stat.st_ino, 0, 0
+        self.grown_at = stat.st_mtime
+        if stat.st_size == self.offset:
+            return [], replaced
+        with paths.open_binary(self.path) as file:
+            if self.offset == 0 and stat.st_size > self.first_bytes:
+                file.seek(stat.st_size - self.first_bytes)
+                file.readline()  # skip a partial line
+                self.offset = file.tell()
+            file.seek(self.offset)
+            records, damaged, read = parse_lines(file.read())
+        self.offset, self.damaged = self.offset + read, self.damaged + damaged
+        return records, replaced
+
+    def poll_bucket(self) -> tuple[list[Record], bool]:
+        """Reads the whole object if it has changed."""
+        stat = self.path.stat()
+        key = (stat.st_mtime, stat.st_size)
+        if key == self.key:
+            return [], False
+        self.key, self.grown_at = key, stat.st_mtime
+        records, self.damaged, _ = parse_lines(self.path.read_bytes())
+        return records, True
+
+
+def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:
+    """Appends complete lines to the file, all or none; a missing file is created with this mode.
+
+    Objects of a bucket cannot be appended to and are rewritten. Args: durable: syncs to disk before returning.
+    Raises: OSError, after removing a partial write if the disk allows it; BadInput if the path is not a file; Stop if
+    this process no longer owns the folder.
+    """
+    if paths.is_remote(path):
+        before = paths.read_bytes(path) if path.exists() else b""
+        paths.write_bytes_atomic(path, without_torn_line(before) + content)
+        return
+    is_new = not os.path.exists(path)
+    if is_new:
+        fence.ask(path)
+    handle = paths.open_to_write(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if is_new else 0), mode)
+    try:
+        fence.ask(path)  # of the opened file
+        fix_last_line(handle)
+        before, written = os.fstat(handle).st_size, 0
+        try:
+            while written < len(content):  # one write unless the disk is full, so concurrent lines stay complete
+                written += os.write(handle, content[written:])
+            if durable:
+                os.fsync(handle)
+            if durable and is_new:
+                paths.sync_folder(path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                if os.fstat(handle).st_size == before + written:  # no other process has appended
+                    os.ftruncate(handle, before)
+            raise
+    finally:
+        os.close(handle)
+
+
+def fix_last_line(handle: int) -> None:
+    """Removes a torn last line, or adds a missing newline to a complete one."""
+    size = os.fstat(handle).st_size
+    if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
+        return
+    begin = max(0, size - MAX_LINE_BYTES)
+    found = os.pread(handle, size - begin, begin)
+    if (whole := without_torn_line(found)) == found + b"\n":
+        os.write(handle, b"\n")
+    else:
+        os.ftruncate(handle, begin + len(whole))
+
+
+def without_torn_line(content: bytes) -> bytes:
+    """Returns the content without a torn last line, and with a newline after a complete one."""
+    last = content[content.rfind(b"\n") + 1 :]
+    if not last:
+        return content
+    return content + b"\n" if parse_record(last) is not None else content[: -len(last)]
+
+
+def replace_with_copy(path: Any) -> None:
+    """Replaces a local file by a copy, so that appends of another process to the old one are not seen."""
+    with contextlib.suppress(FileNotFoundError):
+        paths.write_bytes_atomic(path, paths.read_bytes(path))
+
+
+def write_lines(path: Any, lines: Iterable[bytes]) -> None:
+    """Replaces the file atomically by these lines."""
+    paths.write_bytes_atomic(path, b"".join(line + b"\n" for line in lines))
+
+
+def abandon(workdir: Any, to_step: int, rewind: int) -> int:
+    """Moves the lines of metrics.jsonl after to_step, discarded by a rewind, to abandoned.jsonl; returns their number.
+
+    Adds "rewind": the number of the rewind. Idempotent after a crash.
+    """
+    folder = paths.as_path(workdir)
+    remaining, moved = [], []
+    for line, record in read_lines(folder / "metrics.jsonl"):
+        if not isinstance(step := record.get("step"), (int, float)):
+            continue  # the next start would drop it too
+        if step > to_step:
+            moved.append(json.dumps({"rewind": rewind} | record).encode())
+        else:
+            remaining.append(line)
+    if moved:
+        before = [line for line, _ in read_lines(folder / "abandoned.jsonl")]
+        known = set(before)
+        write_lines(folder / "abandoned.jsonl", [*before, *(line for line in moved if line not in known)])
+        write_lines(folder / "metrics.jsonl", remaining)
+    return len(moved)
+
+
+class RecordFile:
+    """A file that a run appends records to, on disk when `write` returns; a thread uploads them to a bucket.
+
+    Records that cannot be written are buffered in memory until the next write.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        *,
+        mode: int = 0o666,
+        durable: bool = False,
+        every_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """every_seconds: pause between uploads to a bucket."""
+        self.path, self.mode, self.durable = path, mode, durable
+        self.every_seconds, self.clock = every_seconds, clock
+        self.unwritten: collections.deque[str] = collections.deque(maxlen=MAX_UNWRITTEN)
+        self.cause: str | None = None  # of unwritten records
+        self.uploader: Uploader | None = None
+
+    def open_object(self) -> tuple[bytes, Uploader]:
+        """Returns (content of the bucket's object, its uploader). Raises as ExclusiveObject.read does."""
+        remote = ExclusiveObject(os.fspath(self.path))
+        found = remote.read()
+        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, clock=self.clock, write=remote.write)
+        return found, self.uploader
+
+    @property
+    def problem(self) -> str | None:
+        """Error that delays the file, or None; the pause between uploads is not an error."""
+        if self.uploader is not None:
+            return self.uploader.problem
+        if self.cause is None:
+            return None
+        lost = "; the oldest of its lines are lost" if len(self.unwritten) == MAX_UNWRITTEN else ""
+        return f"{self.path} is behind and tried again: {self.cause}{lost}"
+
+    def write(self, record: Mapping[str, Any]) -> bool:
+        """Returns True if the record is written or queued. Raises Stop if another process owns the folder."""
+        self.unwritten.append(json.dumps(record, allow_nan=False) + "\n")
+        return self.write_out()
+
+    def write_out(self) -> bool:
+        """Writes buffered records; returns True if none remain."""
+        text = "".join(self.unwritten)
+        try:
+            if not paths.is_remote(self.path):
+                append(self.path, text.encode(), mode=self.mode, durable=self.durable)
+            else:
+                uploader = self.uploader
+                if uploader is None:
+                    found, uploader = self.open_object()
+                    text = without_torn_line(found).decode("utf-8", "replace") + text
+                uploader.append(text)
+        except Stop:
+            self.unwritten.clear()
+            raise
+        except (OSError, BadInput) as error:
+            self.cause = getattr(error, "strerror", None) or str(error)
+            return False
+        self.unwritten.clear()
+        self.cause = None
+        return True
+
+    def upload_soon(self) -> None:
+        """Skips the pause between uploads once, without blocking."""
+        if self.uploader is not None:
+            self.uploader.skip_pause()
+
+    def flush(self, seconds: float) -> bool:
+        """Waits for all records to be written and uploaded; returns False on a timeout."""
+        if self.unwritten:
+            self.write_out()
+        return not self.unwritten and (self.uploader is None or self.uploader.flush(seconds))
+
+    def close(self) -> None:
+        """Stops the uploads."""
+        if self.uploader is not None:
+            self.uploader.close()

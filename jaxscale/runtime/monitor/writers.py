@@ -1,0 +1,230 @@
+"""The metrics writer: sends each record to metrics.jsonl, TensorBoard, the console and other services."""
+
+import io
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TextIO
+
+from jaxscale import units
+from jaxscale.runtime.monitor.alerts import Diagnosis
+from jaxscale.runtime.monitor.config import MonitorConfig
+from jaxscale.runtime.monitor.console import choose_style, find_display, open_console
+from jaxscale.runtime.monitor.records import Damage, Record, RecordFile, append, parse_file, read_lines, write_lines
+from jaxscale.runtime.monitor.sinks import Sink, open_sinks
+from jaxscale.runtime.monitor.tensorboard import Scalars
+from jaxscale.runtime.monitor.upload import LAST_SECONDS
+from jaxscale.system import paths
+from jaxscale.system.redact import redacted
+
+REMOTE_SECONDS = 10.0  # objects cannot be appended to and are rewritten, so not too often
+METRICS, SAMPLES, EXPERTS = "metrics.jsonl", "samples.jsonl", "experts.jsonl"
+SAMPLE_CHARACTERS = 70  # of a sample on the console
+
+
+class Writer:
+    """Writes metrics of steps (start_step, total_steps].
+
+    Args: start_step: the step that the run resumes from, 0 for a new one. Records of later steps in metrics.jsonl and
+    TensorBoard are dropped, since those steps are repeated; in a new run, step 0 as well. primary: True on the one
+    process that writes. diagnosis: receives every record, the existing ones first.
+    """
+
+    def __init__(
+        self,
+        workdir: Any,
+        cfg: MonitorConfig,
+        total_steps: int,
+        start_step: int = 0,
+        *,
+        primary: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        vitals: Callable[[], Mapping[str, Any]] = dict,
+        diagnosis: Diagnosis | None = None,
+    ):
+        """vitals: returns more values for each record when it is written: goodput and telemetry."""
+        self.vitals = vitals
+        self.sinks: list[Sink] = []
+        self.cfg, self.total_steps, self.start_step, self.primary = cfg, total_steps, start_step, primary
+        self.diagnosis = diagnosis if primary else None
+        self.workdir = paths.as_path(workdir)
+        notebook = stream is None and find_display() is not None
+        style = choose_style(cfg.progress, stream or sys.stdout, notebook=notebook) if primary else "off"
+        self.console = open_console(style, total_steps, stream, clock)
+        self.metrics_file, self.tensorboard, self.reported = None, None, set()
+        self.other_files: dict[str, RecordFile] = {}  # samples and expert counts, once there are any
+        self.clock = clock
+        if not primary:
+            return
+        self.metrics_file, existing = open_records(self.workdir / METRICS, start_step, clock)
+        for name in (SAMPLES, EXPERTS):
+            if (self.workdir / name).exists():  # drop records of repeated steps
+                self.other_files[name], _ = open_records(self.workdir / name, start_step, clock)
+        if self.diagnosis is not None:
+            self.diagnosis.replay(existing.records, self.say)
+        if existing.damaged:
+            self.say(f"metrics.jsonl: dropped {units.plural(existing.damaged, 'damaged line')}")
+        if existing.dropped_steps:
+            first, last = min(existing.dropped_steps), max(existing.dropped_steps)
+            self.say(f"metrics.jsonl: steps {first} to {last} are run again")
+        self.sinks = open_sinks(cfg.writers, self.workdir)
+        if cfg.tensorboard and paths.is_remote(workdir):
+            self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
+
+    def due(self, step: int) -> bool:
+        """Returns True for steps whose metrics are written: the first, the last and every log_every_steps."""
+        return step in (self.start_step + 1, self.total_steps) or step % self.cfg.log_every_steps == 0
+
+    def write(self, step: int, metrics: Mapping[str, float | int | None | str]) -> None:
+        """Writes one record everywhere. Names with slashes are groups.
+
+        Non-finite values become null in metrics.jsonl, since JSON has no NaN, and are listed in "nonfinite".
+        """
+        if self.metrics_file is None:  # not the primary process
+            return
+        to_python = lambda value: value.item() if hasattr(value, "item") else value
+        values = redacted({name: to_python(value) for name, value in {**metrics, **self.vitals()}.items()})
+        record = json_record(step, values)
+        self.metrics_file.write(record)
+        for sink in self.sinks:
+            sink.write(step, values)
+            self.log_address(sink)
+        if self.cfg.tensorboard and not paths.is_remote(self.workdir):
+            if self.tensorboard is None:
+                self.tensorboard = Scalars(self.workdir / "tensorboard", self.start_step)
+            scalars = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+            self.tensorboard.write(step, scalars)
+        self.console.metrics(step, values)
+        self.log_problems()
+        if self.diagnosis is not None:
+            self.diagnosis.update(record)
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Writes generated text to samples.jsonl and TensorBoard, and its beginning to the console."""
+        if not self.primary:
+            return
+        record = redacted({"step": step, "prompt": prompt, "text": text})
+        self.append(SAMPLES, record)
+        if self.tensorboard is not None:  # opened by earlier scalars
+            self.tensorboard.write_text(step, "sample", record["text"])
+        self.say(f"sample of step {step}: {' '.join(record['text'].split())[:SAMPLE_CHARACTERS]}")
+        self.log_problems()
+
+    def experts(self, step: int, counts: Mapping[str, Any]) -> None:
+        """Writes expert counts to experts.jsonl."""
+        if self.primary:
+            self.append(EXPERTS, {"step": step, **counts})
+            self.log_problems()
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Appends a record to a file in the work folder."""
+        if name not in self.other_files:
+            self.other_files[name], _ = open_records(self.workdir / name, self.start_step, self.clock)
+        self.other_files[name].write(record)
+
+    def log_problems(self) -> None:
+        """Logs write errors, once for each cause."""
+        problems = [output.problem for output in self.outputs() if output.problem]
+        for problem in problems:
+            if problem not in self.reported:
+                self.say(problem)
+        self.reported = set(problems)
+
+    def files(self) -> list[RecordFile]:
+        """Returns the open JSON Lines files."""
+        return [file for file in (self.metrics_file, *self.other_files.values()) if file is not None]
+
+    def outputs(self) -> list[Any]:
+        """Returns all open outputs."""
+        return [output for output in (*self.files(), self.tensorboard, *self.sinks) if output is not None]
+
+    def log_address(self, sink: Sink) -> None:
+        """Logs the address of the run in a service, once."""
+        if sink.announcement:
+            self.say(sink.announcement)
+            sink.announcement = ""
+
+    def upload_soon(self) -> None:
+        """Starts uploads to a bucket now, as before a save of the same step. Does not block."""
+        for file in self.files():
+            file.upload_soon()
+
+    def tick(self, step: int) -> None:
+        """Moves the progress bar; costs nothing else."""
+        self.console.tick(step)
+
+    def say(self, text: str) -> None:
+        """Prints a message without breaking the bar, and without control characters."""
+        if self.primary:
+            self.console.say(text)
+
+    def close(self) -> None:
+        """Flushes and closes all outputs. May be called twice."""
+        for file in self.files():
+            if not file.flush(LAST_SECONDS):
+                self.say(f"{file.path} lacks the last lines: {file.problem or 'no answer yet'}")
+        for output in self.outputs():
+            output.close()
+        if self.tensorboard is not None and self.tensorboard.problem and self.tensorboard.problem not in self.reported:
+            self.say(self.tensorboard.problem)
+        if self.diagnosis is not None:
+            self.diagnosis.close()
+        self.console.close()
+        for sink in self.sinks:
+            self.log_address(sink)
+            if sink.problem and sink.problem not in self.reported:
+                self.say(sink.problem)
+        self.metrics_file, self.other_files, self.tensorboard, self.sinks, self.diagnosis = None, {}, None, [], None
+        self.primary = False
+
+
+class ExistingRecords(NamedTuple):
+    """Records of a file from before this start."""
+
+    records: list[Record]  # up to start_step
+    dropped_steps: list[int]
+    damaged: int  # dropped lines
+
+
+def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tuple[RecordFile, ExistingRecords]:
+    """Drops records after start_step; returns (the file to append to, its existing records).
+
+    With start_step 0 all are dropped: the validation before the first step is repeated.
+    """
+    file, damage = RecordFile(path, every_seconds=REMOTE_SECONDS, clock=clock), Damage()
+    uploader = None
+    if paths.is_remote(path):
+        content, uploader = file.open_object()
+        found = parse_file(io.BytesIO(content), damage)
+    else:
+        found = read_lines(path, damage)
+    lines, records, dropped, without_step = [], [], [], 0
+    for line, record in found:
+        step = record.get("step")
+        if not isinstance(step, (int, float)):
+            without_step += 1
+        elif 0 < start_step and step <= start_step:
+            lines.append(line)
+            records.append(record)
+        else:
+            dropped.append(int(step))
+    damaged = damage.lines + damage.torn + without_step
+    if uploader is not None:
+        uploader.put("".join(f"{line.decode()}\n" for line in lines))
+    elif dropped or damaged:
+        write_lines(path, lines)
+    else:
+        append(path, b"")
+    return file, ExistingRecords(records, dropped, damaged)
+
+
+def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns one record of metrics.jsonl."""
+    assert "step" not in metrics and "nonfinite" not in metrics, f"reserved names in {sorted(metrics)}"
+    nonfinite = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+    record = {"step": step} | {name: None if name in nonfinite else value for name, value in metrics.items()}
+    if nonfinite:
+        record["nonfinite"] = nonfinite
+    return record

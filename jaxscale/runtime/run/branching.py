@@ -1,0 +1,115 @@
+"""Branches of a run: resume from another run's state and data position, optionally with a learning rate decay."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale import schema, units
+from jaxscale.config import RunConfig
+from jaxscale.core.optim.config import STABLE, OptimConfig
+from jaxscale.program.budget import decay_begin
+from jaxscale.runtime.checkpoint.branch import InitSource, parse_checkpoint_path
+from jaxscale.runtime.checkpoint.folders import all_steps
+from jaxscale.runtime.checkpoint.record import require_record
+from jaxscale.runtime.data.order import batch_index
+from jaxscale.runtime.run.options import NEVER
+from jaxscale.system.exits import BadInput
+
+MAX_LISTED = 3  # available steps in an error
+
+
+def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a branch of the run at `path`; with decay_tokens its learning rate decays at once.
+
+    Uses no device, since processes compare settings before they connect.
+    Args: path: a work folder (its newest step) or WORKDIR/checkpoints/STEP. recorded: settings of a branch that already
+    exists, which keeps its step whatever the trunk has saved since.
+    Raises BadInput if the step does not exist, or for a decay if its learning rate is not at the peak.
+    """
+    folder, step = find_step(recorded_source(path, recorded) or path)
+    settings = {"init.from_path": str(folder / str(step)), "init.what": "run"}
+    if decay_tokens is None:
+        return settings
+    run = require_record(folder / str(step))["run"]
+    check_stable(folder / str(step), step, run)
+    budget = run["budget"]
+    sizes = units.recorded_sizes(budget)
+    if sizes.vary and (largest := sizes.stages[-1][0]) > batch_index(step - 1, run["data"]["skipped"]):
+        raise BadInput(
+            f"--branch_from={path}: at step {step} its batches still grow (batch_ramp), and a branch with a decay has "
+            f"one size; branch from a step after batch {largest}, its first of {budget['batch_tokens']} tokens"
+        )
+    known = dict(seq_len=run["config"]["seq_len"], batch_tokens=budget["batch_tokens"])
+    steps = units.steps(units.resolve("--decay_tokens", decay_tokens, **known), known["batch_tokens"])
+    if steps < 1:
+        raise BadInput(f"--decay_tokens={decay_tokens} must be at least one step")
+    return settings | {
+        "train_tokens": sizes.begin(step + steps),
+        "optim.decay": "wsd",
+        "optim.decay_tokens": steps * known["batch_tokens"],
+        "optim.warmup_tokens": f"{budget['warmup_steps']} steps",
+    }
+
+
+def find_step(path: str) -> tuple[Any, int]:
+    """Returns (checkpoint folder, step) of a path. Raises BadInput if there is none."""
+    folder, step = parse_checkpoint_path(path)
+    steps = all_steps(folder)
+    if not steps:
+        raise BadInput(f"--branch_from={path} holds no checkpoint: {folder} has none that was completed")
+    if step is not None and step not in steps:
+        raise BadInput(
+            f"--branch_from={path}: step {step} is not a checkpoint; {folder} has {units.or_list(steps[-MAX_LISTED:])}"
+        )
+    return folder, steps[-1] if step is None else step
+
+
+def recorded_source(path: str, recorded: Mapping[str, Any]) -> str | None:
+    """Returns the checkpoint below `path` that an existing branch was initialized from, or None."""
+    source = (recorded.get("init") or {}).get("from_path")
+    return source if source and str(source).startswith(f"{path.rstrip('/')}/checkpoints/") else None
+
+
+def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:
+    """Raises BadInput unless the learning rate is at its peak before and after the step."""
+    optim, budget = schema.from_dict(OptimConfig, run["config"]["optim"], f"{folder}: optim"), run["budget"]
+    begin = decay_begin(optim, budget["total_steps"], budget.get("decay_start"))
+    if optim.decay not in STABLE:
+        reason, fix = f"follows decay={optim.decay}", f"a run with optim.decay={units.or_list(STABLE)}"
+    elif step < budget["warmup_steps"]:
+        reason, fix = f"is in its warmup of {budget['warmup_steps']} steps", "a later step"
+    elif begin is not None and step > begin:
+        reason, fix = f"decays from step {begin} on", f"step {begin} or one before it"
+    else:
+        return
+    raise BadInput(f"--decay_tokens: the rate of {folder} {reason}, and a decay begins at the peak; branch off {fix}")
+
+
+def check_branch(cfg: RunConfig, source: InitSource) -> None:
+    """Raises BadInput if a run with these settings cannot resume from the data position of the source."""
+    run = source.record["run"]
+    if not run.get("data"):
+        raise BadInput(
+            f"init.what='run': {source} is not of a run, and has no position in data; use 'state' or 'params'"
+        )
+    old, new = run["config"], schema.to_dict(cfg)
+    with contextlib.suppress(ValueError):
+        old = schema.to_dict(schema.from_dict(RunConfig, old))  # defaults for settings newer than that run
+    if changed := [name for name in NEVER if old.get(name) != new[name]]:
+        differences = "; ".join(f"{name}: {old.get(name)!r} there, {new[name]!r} here" for name in changed)
+        raise BadInput(
+            f"init.what='run' continues the data of {source}, whose rows depend on {', '.join(NEVER)}: {differences}; "
+            "set these as there, or use init.what='state', which reads the data from the beginning"
+        )
+    expected = batch_index(source.step, [tuple(part) for part in run["data"]["skipped"]])
+    if run["data"].get("batch_index", expected) != expected:
+        raise BadInput(f"init.what='run': {source} stands at batch {run['data']['batch_index']}, not at {expected}")
+
+
+def check_longer(cfg: RunConfig, source: InitSource, total_steps: int) -> None:
+    """Raises BadInput for a branch that would end where it begins."""
+    if total_steps <= source.step:
+        raise BadInput(
+            f"train_tokens={cfg.train_tokens} is {total_steps} steps, and the branch begins after step {source.step} "
+            f"of {source.checkpoints.directory.parent}; train_tokens counts from that run's beginning, so give more"
+        )

@@ -1,0 +1,79 @@
+"""Options of one start of a run that are not part of its config."""
+
+import dataclasses
+import difflib
+from typing import Any
+
+from jaxscale import schema
+from jaxscale.config import RunConfig
+from jaxscale.settings.command_line import flag
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.process import folder_mode
+
+# These determine the rows of each step: with other values a recorded data position would mean other rows.
+NEVER = ("seed", "seq_len", "batch_tokens", "batch_ramp", "seq_len_ramp")
+
+
+def allowed_names(name: str, text: str) -> tuple[str, ...]:
+    """Parses a list of settings or groups of settings. Raises BadInput for one that may never change."""
+    known = {part for setting, *_ in schema.describe(RunConfig) for part in groups_of(setting)}
+    names = tuple(one.strip() for one in text.split(","))
+    for one in names:
+        if one in NEVER:
+            raise BadInput(
+                f"{name}={one}: the rows of each step depend on {one}, so a run cannot continue with another value; "
+                "begin a new run in another work folder"
+            )
+        if one not in known:
+            leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
+            close = difflib.get_close_matches(one, known, n=1) or [leaf[n] for n in [one] if n in leaf]
+            hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, with commas between"
+            raise BadInput(f"{name}={one} is not a setting{hint}")
+    return names
+
+
+def groups_of(name: str) -> list[str]:
+    """Returns a setting and its groups: 'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Options of one start that are not part of the config."""
+
+    stop_after: int | None = flag(
+        None,
+        "saves and leaves after this step (counted from 1); the learning rate's horizon is unchanged",
+        "STEP",
+        least=1,
+    )
+    allow_change: tuple[str, ...] = flag(
+        (),
+        "settings, or groups of them, with commas between, in which a resumed run may differ from how it began: "
+        "--allow_change=optim.peak_lr. Recorded; never for the order of the data",
+        "NAMES",
+        read=lambda name, text: allowed_names(f"--{name}", text),
+    )
+    replay: str | None = flag(
+        None,
+        "a new run that repeats what another one decided: skipped steps, cuts, rewinds' batches",
+        "OLD_WORKDIR",
+    )
+    steal_lock: bool = flag(False, "takes the work folder from a process that holds it and is known to be gone")
+    mode: int = flag(
+        paths.PRIVATE,
+        "who may read the run's files on a local disk, as chmod says it of a folder",
+        "0700",
+        read=lambda _, text: folder_mode(text),
+        name="run_dir_mode",
+    )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Options by flag, which must be the same in all processes of a run."""
+        return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(RunOptions)}
+
+
+DEFAULT_OPTIONS = RunOptions()

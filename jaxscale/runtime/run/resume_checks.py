@@ -1,0 +1,258 @@
+"""Checks that config and data match the run in the work folder, and which changes are allowed."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxscale import schema
+from jaxscale.config import RunConfig
+from jaxscale.program.budget import BEGINNING, Position, recorded_rows
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.mixture import Mixture, same_prefix
+from jaxscale.runtime.data.order import Ranges, batch_index, merge_skips
+from jaxscale.runtime.data.pipeline import Corpus, open_data
+from jaxscale.runtime.data.remote import CacheUnwritable
+from jaxscale.runtime.eval.named import Evaluator
+from jaxscale.runtime.hosts.agree import agreed
+from jaxscale.runtime.run.changes import Change
+from jaxscale.runtime.run.options import NEVER, groups_of
+from jaxscale.runtime.training.decisions import Decisions
+from jaxscale.settings.unread import unread
+from jaxscale.system import paths
+from jaxscale.system.bucket_errors import Forbidden
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.units import BatchSizes, recorded_sizes
+
+MAX_LISTED = 8  # differences in an error
+DATA_SECONDS = 24 * 3600.0  # timeout: the first process may tokenize for hours after another is done
+
+
+def has_begun(workdir: str) -> bool:
+    """Returns True if the folder holds a run, complete or not."""
+    return (paths.as_path(workdir) / "config.json").exists()
+
+
+def recorded_settings(workdir: str) -> dict[str, Any]:
+    """Returns the settings of the last start of the run in the folder; {} without a run."""
+    return recorded_run(paths.as_path(workdir)).get("config", {})
+
+
+def recorded_run(folder: Any) -> dict[str, Any]:
+    """Returns config.json of the folder; {} if it is missing."""
+    return paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+
+
+def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position:
+    """Returns the position at which a run resumes from a checkpoint with this record.
+
+    Values in '%' follow train_tokens, except for a ramp whose last stage has begun and stages of data.mixture that have
+    begun, which keep their batches.
+    """
+    if not recorded or not step:
+        return BEGINNING
+    skipped = recorded["data"]["skipped"]
+    ramps = {name: recorded["budget"].get(name) or () for name in ("ramp", "seq_len_ramp")}
+    stages = {name: tuple((int(first), int(size)) for first, size in ramp) for name, ramp in ramps.items()}
+    last = batch_index(step - 1, skipped)
+    finished = {name: ramp for name, ramp in stages.items() if ramp and ramp[-1][0] <= last}
+    starts = (recorded.get("mixture") or {}).get("starts") or {}
+    begun = {start: batch for start, batch in starts.items() if batch <= last}
+    return Position(step, batch_index(step, skipped), finished, begun)
+
+
+def check_same_run(
+    cfg: RunConfig, folder: Any, recorded: Mapping[str, Any] | None, allowed: Sequence[str] = ()
+) -> list[Change]:
+    """Returns the changed settings, all of which may always change or are covered by `allowed`.
+
+    Restoring the checkpoint still rejects arrays of another name, shape or dtype.
+    Raises: Stop(CONFIG_MISMATCH) with the old and new value of every other changed setting.
+    """
+    if recorded is None:
+        recorded = recorded_run(folder)  # a run that stopped before its first checkpoint
+        if not recorded:
+            return []
+    if recorded.get("converted"):
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"{folder} holds a converted model and no run: train it in another --workdir, with --init_from={folder}",
+        )
+    old, new = recorded["config"], schema.to_dict(cfg)
+    with contextlib.suppress(ValueError):
+        before = schema.from_dict(RunConfig, old)
+        old = schema.to_dict(before)  # defaults for settings newer than the run
+        for unused in unread(before).keys() & unread(cfg).keys():
+            schema.put(old, unused, schema.look_up(new, unused))
+    may = schema.changeable(RunConfig)
+    changed = [
+        Change(name, was, now, allowed=not may.intersection(groups_of(name)))
+        for name, (was, now) in schema.difference(old, new).items()
+    ]
+    refused = [change for change in changed if change.allowed and not set(allowed).intersection(groups_of(change.name))]
+    if refused:
+        lines = "; ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in refused)
+        may_be_allowed = [change.name for change in refused if change.name not in NEVER]
+        leave = f", or allow it by --allow_change={','.join(may_be_allowed)}" * (len(may_be_allowed) == len(refused))
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"{folder} belongs to another config: {lines}; use another --workdir, or set these back{leave}",
+        )
+    return changed
+
+
+def open_same_data(
+    cfg: DataConfig,
+    recorded: Mapping[str, Any] | None,
+    log: Callable[[str], None],
+    open_data: Callable[..., Corpus] = open_data,
+    **settings: Any,
+) -> Corpus:
+    """Opens the corpus with open_data.
+
+    Raises: BadInput as open_data does; for an existing run instead Stop (DATA_MISMATCH), or Stop (STORAGE) if the data
+    cannot be reached now.
+    """
+    try:
+        return open_data(cfg, say=log, **settings)
+    except BadInput as error:
+        if recorded is None or isinstance(error, CacheUnwritable | Forbidden):
+            raise
+        if is_storage_error(error):
+            raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error
+        raise Stop(Exit.DATA_MISMATCH, f"the data of this run cannot be opened any more: {error}") from error
+
+
+def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
+    """Describes the parts of the data that differ from the record; '' if the record has no parts."""
+    old, new = data.get("parts"), corpus.parts
+    if not old or old == new:
+        return ""
+    names = [name for name in (*old, *(name for name in new if name not in old)) if old.get(name) != new.get(name)]
+    words = [
+        f"{name} is {'missing' if name not in new else 'new' if name not in old else 'another'}"
+        for name in names[:MAX_LISTED]
+    ]
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{', '.join(words)}{more}"
+
+
+def check_same_data(
+    cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | None, start_step: int, decisions: Decisions
+) -> Ranges:
+    """Returns the skipped ranges of the run: recorded, configured, and those of its rewinds.
+
+    Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with.
+    """
+    requested = [*cfg.data.skip_batches, *decisions.skip_batches]
+    if recorded is None:
+        return merge_skips((), requested, 0)
+    data = recorded["data"]
+    if data["fingerprint"] != corpus.fingerprint:
+        changes = describe_data_changes(corpus, data)
+        changes = changes or "text, tokenizer, held-out part or the order of a release differ"
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
+            f"{data['fingerprint'][:16]} then ({changes}); bring the old ones back, or begin another --workdir",
+        )
+    return merge_skips([tuple(r) for r in data["skipped"]], requested, start_step)
+
+
+def check_position(recorded: Mapping[str, Any], step: int) -> None:
+    """Raises Stop(CHECKPOINT_CORRUPT) if the recorded position in the data is not that after `step` steps."""
+    data = recorded["data"]
+    expected = batch_index(step, [tuple(r) for r in data["skipped"]])
+    if data.get("batch_index", expected) != expected:
+        raise Stop(
+            Exit.CHECKPOINT_CORRUPT,
+            f"step {step} cannot be resumed: its position in the data is batch {data['batch_index']}, and after "
+            f"{step} steps it must be batch {expected}",
+        )
+
+
+def check_hosts_agree(corpus: Corpus) -> None:
+    """Raises Stop(DATA_MISMATCH) on a process whose data differ from those of process 0."""
+    first = agreed(lambda: corpus.fingerprint, DATA_SECONDS)
+    if first != corpus.fingerprint:
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
+            f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
+            "tokenised text is older than the text, delete it",
+        )
+
+
+def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
+    """Raises Stop(DATA_MISMATCH) on a process whose evaluation data differ from those of process 0."""
+    if not evaluators:
+        return
+    found = {one.name: one.fingerprint for one in evaluators}
+    first = agreed(lambda: found, DATA_SECONDS)
+    if differ := [name for name in found if found[name] != first.get(name)]:
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the files of evals.{differ[0]} at process {jax.process_index()} are not those of process 0; give all "
+            "hosts the same files",
+        )
+
+
+def check_same_past(
+    sizes: BatchSizes,
+    mixture: Mixture | None,
+    recorded: dict[str, Any] | None,
+    start_step: int,
+    log: Callable[[str], None],
+) -> None:
+    """Raises Stop(DATA_MISMATCH) if these batch sizes (in rows) or the mixture would have changed completed steps."""
+    if not start_step:
+        return
+    assert recorded is not None, "steps that are done have a record"
+    old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
+    last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
+    then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
+    check_same_stages("batch_ramp gives other sizes", "rows", then, sizes, last)
+    if not same_prefix(old, new, sizes.begin(last + 1)):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "
+            f"that start after batch {last} may change (write their starts in tokens or steps: '%' follows "
+            "train_tokens); set these back, or begin another --workdir",
+        )
+    if old != new:
+        log("data: the mixture of later steps has changed; the change is recorded with the next checkpoint")
+
+
+def check_same_rows(row_tokens: BatchSizes, recorded: dict[str, Any] | None, start_step: int) -> None:
+    """Raises Stop(DATA_MISMATCH) if a completed batch would have had rows of another length."""
+    if not start_step:
+        return
+    assert recorded is not None, "steps that are done have a record"
+    last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
+    then = recorded_rows(recorded["budget"], recorded["config"]["seq_len"])
+    check_same_stages("seq_len_ramp gives rows of other lengths", "tokens in a row", then, row_tokens, last)
+
+
+def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, last: int) -> None:
+    """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size."""
+    past = lambda sizes: [stage for stage in sizes.stages if stage[0] <= last]
+    if past(then) != past(now):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"{what} to the batches up to {last}, which are done: (first batch, {unit}) were {past(then)} and would be "
+            f"{past(now)}; ends written in '%' follow train_tokens: set that back, or begin another --workdir, with "
+            "the ends in tokens",
+        )
+
+
+def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each package whose version differs from the checkpoint's."""
+    old = (recorded or {}).get("versions") or {}
+    return [
+        f"warning: {name} was {old[name]} when this run was last saved and is {version} now: numbers may differ in "
+        "their last bits"
+        for name, version in now.items()
+        if name in old and old[name] != version
+    ]

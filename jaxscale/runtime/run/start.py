@@ -1,0 +1,167 @@
+"""Resolves where a run starts, from config, work folder and data. Writes nothing."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.config import RunConfig
+from jaxscale.program.auto_dtype import Resolved
+from jaxscale.program.budget import BatchStage, Budget, remaining_stages, resolve_budget
+from jaxscale.runtime.checkpoint.branch import InitSource, open_source
+from jaxscale.runtime.checkpoint.tiers import TieredCheckpoints
+from jaxscale.runtime.data.dataset import Transform
+from jaxscale.runtime.data.mixture import Detour, Mixture
+from jaxscale.runtime.data.order import Ranges, batch_index, rows_trained
+from jaxscale.runtime.data.pipeline import Corpus
+from jaxscale.runtime.run.branching import check_branch, check_longer
+from jaxscale.runtime.run.changes import Change
+from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.run.replay import check_same_length, check_same_starts, read_decisions
+from jaxscale.runtime.run.resume_checks import (
+    check_hosts_agree,
+    check_same_data,
+    check_same_past,
+    check_same_rows,
+    check_same_run,
+    open_same_data,
+    recorded_position,
+    recorded_run,
+)
+from jaxscale.runtime.training.decisions import Decisions
+from jaxscale.runtime.training.loop_services import Services
+from jaxscale.units import BatchSizes
+
+Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """A prepared work folder, with config, options and services of this start."""
+
+    cfg: RunConfig
+    path: Any
+    checkpoints: TieredCheckpoints
+    services: Services
+    options: RunOptions
+    log: Log
+    replayed: Decisions | None  # of the run that --replay names
+    dtypes: tuple[Resolved, ...] = ()  # of settings with 'auto'
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The start of a run, resolved before compilation."""
+
+    step: int | None  # of the checkpoint, or None
+    recorded: dict[str, Any] | None  # the checkpoint's record of the run
+    changes: list[Change]  # of the config since then
+    decisions: Decisions
+    source: InitSource | None  # the checkpoint of another run that this one is initialized from
+    corpus: Corpus
+    budget: Budget
+    skipped: Ranges  # batches
+    nothing_to_do: str  # reason, or ''
+    detours: Sequence[Detour] = ()
+    mixture: Mixture | None = None
+    transforms: Sequence[Transform] = ()  # of training batches, in order
+
+    @property
+    def steps_done(self) -> int:
+        """Steps before this start, including those of the run that this one branches from."""
+        if self.step is None and self.source is not None and self.source.whole:
+            return self.source.step
+        return self.step or 0
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """Rows of each batch."""
+        return self.budget.batches(self.corpus.seq_len)
+
+    @property
+    def remaining_stages(self) -> list[BatchStage]:
+        """Batch sizes of the remaining steps."""
+        return remaining_stages(self.budget, self.corpus.seq_len, self.batch_of(self.steps_done), self.skipped)
+
+    def tokens_after(self, step: int) -> int:
+        """Returns the tokens of the first `step` steps."""
+        return rows_trained(step, self.sizes, self.skipped) * self.corpus.seq_len
+
+    def batch_of(self, step: int) -> int:
+        """Returns the index of the batch after `step` steps."""
+        return batch_index(step, self.skipped)
+
+
+def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = None) -> Start:
+    """Resolves the start from a checkpoint's step, or from the beginning (None).
+
+    Args: corpus: the data if already open. Raises BadInput, or Stop with CONFIG_MISMATCH or DATA_MISMATCH, if the run
+    in the folder cannot continue with these settings or data.
+    """
+    cfg, options, done = folder.cfg, folder.options, step or 0
+    recorded = None if step is None else folder.checkpoints.read_run(step)
+    changes = check_same_run(cfg, folder.path, recorded, options.allow_change)
+    source, before = open_ancestor(folder, recorded), recorded  # before: the record whose data position is used
+    if source is not None and source.whole:
+        check_branch(cfg, source)
+        before, done = source.record["run"], source.step
+    decisions = read_decisions(folder.path).with_recorded_detours(before and before["data"])
+    corpus = corpus or open_corpus(folder, before)
+    position = recorded_position(before, done)
+    budget = resolve_budget(cfg, corpus.epoch_tokens, position)
+    if source is not None and source.whole and done:
+        check_longer(cfg, source, budget.total_steps)
+    planned = budget
+    if decay := (folder.replayed or decisions.up_to(done)).decay:
+        budget = dataclasses.replace(budget, total_steps=decay.until, decay_start=decay.step)
+    if options.replay:
+        check_same_length(budget, options.replay)
+    skipped = check_same_data(cfg, corpus, before, done, decisions)
+    reason = nothing_to_do(done, budget.total_steps, options.stop_after)
+    start = Start(step, recorded, changes, decisions, source, corpus, budget, skipped, reason)
+    if reason:
+        return start
+    detours = (folder.replayed or decisions).detours
+    num_batches = start.batch_of(planned.total_steps - 1) + 1  # an early decay does not move mixture stages
+    mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours, begun=position.begun)
+    if options.replay and mixture is not None:
+        check_same_starts(mixture, options.replay)
+    check_same_past(start.sizes, mixture, before, done, folder.log)
+    check_same_rows(budget.row_tokens(cfg.seq_len), before, done)
+    transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture), start.batch_of(done))
+    return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
+
+
+def open_corpus(folder: RunFolder, recorded: dict[str, Any] | None) -> Corpus:
+    """Opens the run's data. Raises Stop(DATA_MISMATCH) if they differ between processes."""
+    cfg = folder.cfg
+    corpus = open_same_data(
+        cfg.data, recorded, folder.log, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed
+    )
+    folder.log(corpus.summary)
+    check_hosts_agree(corpus)
+    return corpus
+
+
+def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
+    """Returns the reason for which a run at this step has nothing left to train, or ''."""
+    if step >= total_steps:
+        return (
+            f"this run is complete at step {step}; a larger --config.train_tokens continues it, with the learning rate "
+            "of the longer schedule"
+        )
+    if stop_after is not None and step >= stop_after:
+        return f"this run is at step {step} already, and --stop_after={stop_after}"
+    return ""
+
+
+def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSource | None:
+    """Returns the checkpoint that a run is initialized from; None for random weights or a resumed run.
+
+    A run that stopped before its first checkpoint uses the recorded checkpoint, whatever the other run has saved since.
+    """
+    if folder.cfg.init.from_path is None or recorded is not None:
+        return None
+    ancestor = next(iter(recorded_run(folder.path).get("ancestry", ())), None)
+    source = open_source(folder.cfg.init.from_path, ancestor, log=folder.log)
+    init = folder.cfg.init
+    return dataclasses.replace(source, experts=init.experts, whole=init.what == "run")

@@ -1,0 +1,147 @@
+"""Startup and shutdown messages, and the text sample at the end of a run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxscale import units
+from jaxscale.build import Program
+from jaxscale.core.ema import ema_params
+from jaxscale.core.hardware import find_chip
+from jaxscale.core.mesh import mesh_layout
+from jaxscale.core.models.config import ModelConfig
+from jaxscale.core.state import TrainState
+from jaxscale.program.budget import Budget, batch_sizes
+from jaxscale.runtime.data.mixture import Mixture
+from jaxscale.runtime.data.pipeline import Corpus
+from jaxscale.runtime.eval.named import Evaluator
+from jaxscale.runtime.monitor.writers import Writer
+from jaxscale.runtime.sampling.config import SampleConfig, Sampling
+from jaxscale.runtime.sampling.generator import Engine, Generator, NotFinite
+from jaxscale.system import paths
+from jaxscale.system.redact import redact
+
+Log = Callable[[str], None]
+Sample = Callable[[TrainState], str]
+
+
+def log_program(
+    program: Program, budget: Budget, mixture: Mixture | None, evaluators: Sequence[Evaluator], log: Log
+) -> None:
+    """Logs mixture, model, mesh, horizon, parameter table and evaluators."""
+    for line in mixture.lines if mixture else ():
+        log(f"data: {line}")
+    log_model(program, budget, log)
+    for one in evaluators:
+        log(f"evals.{one.name}: {one.summary}")
+
+
+def log_model(program: Program, budget: Budget, log: Log) -> None:
+    """Logs model, mesh, horizon and parameters."""
+    cfg, mesh = program.cfg, program.mesh
+    device = mesh.devices.flat[0]
+    attention = program.plan.attention
+    reason = f" ({attention.reason})" if attention.reason else ""
+    log(
+        f"{cfg.model.name}: {count_params(cfg.model)}, {cfg.model.compute_dtype}, "
+        f"{attention.name} attention{reason}; {mesh.size} x {device.device_kind}"
+        + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
+    )
+    for line in program.plan.describe():
+        log(line)
+    if sizes := batch_sizes(program.configs):
+        log(f"batches: {sizes}")
+    if program.plan.stage_schedule:
+        log(f"pipeline: {program.plan.stage_schedule}")
+    if cfg.lora.on:
+        learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
+        log(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")
+    if options := str(program.plan.compiler_options):
+        log(f"compiler options: {options}")
+    chip = find_chip(device.device_kind)
+    peak = (
+        f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
+    )
+    flops = cfg.flops_per_token
+    log(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
+    for line in units.table(program.parameter_table):
+        log(line)
+
+
+def count_params(model: ModelConfig) -> str:
+    """Returns '46.7 B parameters, of which a token goes through 12.9 B'."""
+    active = f", of which a token goes through {units.count(model.active_params)}"
+    return f"{units.count(model.num_params)} parameters{active if model.active_params < model.num_params else ''}"
+
+
+def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Budget, log: Log) -> None:
+    """Logs the step from which the run resumes, and learning rates if the horizon has changed."""
+    if recorded["budget"]["total_steps"] != budget.total_steps:
+        last = recorded["budget"]["total_steps"]
+        rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
+        log(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
+    log(f"going on from step {step}")
+
+
+def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:
+    """Logs the end of this start; at the end of the run, also samples text if configured."""
+    step = int(state.step)
+    if step < writer.total_steps:
+        return writer.say(f"saved step {step} of {writer.total_steps}; the same command without --stop_after continues")
+    if sample is not None:
+        text = sample(state)  # collective
+        if jax.process_index() == 0:
+            paths.write_text_atomic(folder / "sample.txt", redact(text))
+        if cfg.every_steps:
+            writer.sample(step, cfg.prompt, text)
+        writer.say(f"--- sample, {len(text)} characters ---\n{text}\n---")
+    writer.say(f"done: {step} steps; checkpoints, metrics.jsonl and config.json are in {folder}")
+
+
+def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
+    """Returns the function that samples text from a state; None, with a logged reason, if it cannot."""
+    if not program.cfg.sample.num_tokens:
+        return None
+    if program.cfg.model.kind != "decoder":
+        log(f"no sample: {program.cfg.model.name} writes no text from left to right")
+        return None
+    if corpus.tokenizer is None:
+        log(f"no sample: data.name={program.cfg.data.name!r} has no tokenizer")
+        return None
+    return make_sample(program, corpus.tokenizer, log)
+
+
+def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) -> Sample:
+    """Returns state -> the prompt and sample.num_tokens sampled tokens, compiled at the first call.
+
+    The end-of-document token is never sampled. Rows have seq_len tokens as in training: when one is full, its second
+    half is continued. The seed is fixed, so samples differ only by the training in between. Collective.
+    """
+    cfg, longest = program.cfg, program.cfg.seq_len
+    prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
+    prompt = prompt or [tokenizer.eos_id]  # an empty prompt begins a document
+    engine = Engine(
+        program.model.unstaged,
+        batch=1,
+        longest=longest,
+        num_ids=tokenizer.vocab_size,
+        never=[tokenizer.eos_id],
+        say=lambda line: log(f"sample: {line}"),
+    )
+    sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
+
+    def sample(state: TrainState) -> str:
+        generator = Generator(engine, ema_params(state) if cfg.sample.ema else state.params)
+        ids, total, rows = list(prompt), len(prompt) + cfg.sample.num_tokens, 0
+        while len(ids) < total:
+            row = ids if len(ids) < longest else ids[-(longest // 2) :]
+            steps = generator.generate([row], sampling, total - len(ids), seed=cfg.seed, numbers=[rows])
+            try:
+                ids += [int(step_B[0]) for step_B in steps]
+            except NotFinite as error:  # the guard and recovery decide about a diverged run
+                return f"(no text: {error})"
+            rows += 1
+        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
+
+    return sample

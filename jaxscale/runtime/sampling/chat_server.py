@@ -1,0 +1,174 @@
+"""A local server with a page for chatting with a model: answers are streamed token by token, one at a time.
+
+POST /say {"messages": [{"role": ..., "content": ...}, ...]} is answered by lines of JSON: {"text": piece} for each
+piece, then {"done": reason, "tokens": n} or {"error": text}. Pages of other origins can neither ask (their Origin
+differs, and JSON requests need a CORS permission that is never given) nor read an answer.
+"""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxscale.runtime.sampling.chat_page import SCRIPT, STYLE, chat_page
+from jaxscale.runtime.sampling.text_stream import GeneratedText
+from jaxscale.system.exits import BadInput, Stop, print_stderr
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.local_server import ADDRESS, LocalHandler, LocalServer
+
+MAX_BYTES = 1 << 20  # of a conversation
+MAX_TURNS = 400  # of a conversation: its chat template renders in 0.1 s
+MAX_CHARACTERS_PER_TOKEN = 32  # for each token of a text; English has about 4, lines of spaces up to 16
+ROLES = ("user", "assistant")
+END_SECONDS = 3.0  # for an answer to end when the program does
+
+Answer = Callable[[Sequence[dict[str, str]], list[GeneratedText]], Iterator[str]]
+
+
+# the client has disconnected, or has read nothing for STALL_SECONDS
+DISCONNECTED = (ConnectionError, TimeoutError)
+
+
+class TooLong(BadInput):
+    """A conversation that does not fit into a text."""
+
+
+class ChatServer(LocalServer):
+    """Answers each request in a daemon thread."""
+
+    answer: Answer
+    title: str
+    longest: int  # tokens of a text
+    busy: threading.Lock
+    ending: threading.Event  # interrupts the answer in progress
+
+    def end_answer(self, seconds: float = END_SECONDS) -> bool:
+        """Interrupts the answer in progress and prevents others. False if it has not ended in time."""
+        self.ending.set()
+        return self.busy.acquire(timeout=seconds)
+
+
+def open_chat(answer: Answer, title: str, port: int, longest: int) -> ChatServer:
+    """Returns a listening server; serve_forever() runs it. Raises BadInput if the port is not available.
+
+    Args: answer: (messages, written) -> pieces of the model's turn; puts the whole turn into `written`. longest: tokens
+    of a text; requests that are certainly longer are refused without using the model.
+    """
+    busy, ending = threading.Lock(), threading.Event()
+    return ChatServer(ChatHandler, port, answer=answer, title=title, longest=longest, busy=busy, ending=ending)
+
+
+def csp_source(content: str) -> str:
+    """Returns the Content-Security-Policy source that allows only this script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+class ChatHandler(LocalHandler):
+    """GET / returns the page, POST /say a turn of the model."""
+
+    server: ChatServer
+    policy = f"default-src 'none'; style-src {csp_source(STYLE)}; script-src {csp_source(SCRIPT)}; connect-src 'self'"
+
+    def do_GET(self) -> None:
+        """Sends the page."""
+        if not self.is_for_us():
+            return
+        if self.path.partition("?")[0] != "/":
+            self.answer(404, "There is only one page: /", "text/plain")
+            return
+        self.answer(200, chat_page(self.server.title), "text/html")
+
+    def do_POST(self) -> None:
+        """Streams a turn of the model, or sends an error."""
+        if not self.is_for_us():
+            return
+        try:
+            messages = self.read_messages()
+        except BadInput as error:
+            self.refuse(413 if isinstance(error, TooLong) else 400, str(error))
+            return
+        if not self.server.busy.acquire(blocking=False):
+            self.refuse(503, "the model is answering another request; wait until it is done")
+            return
+        try:
+            self.stream(messages)
+        except DISCONNECTED:
+            self.close_connection = True  # nothing more is sent
+        finally:
+            self.server.busy.release()
+
+    def stream(self, messages: list[dict[str, str]]) -> None:
+        """Sends the pieces of the model's turn."""
+        written: list[GeneratedText] = []
+        self.begin(200, "application/x-ndjson")
+        try:
+            for piece in self.server.answer(messages, written):
+                self.send_line({"text": piece})
+                if self.server.ending.is_set():
+                    raise BadInput("the server has been ended")
+        except (BadInput, Stop) as error:
+            self.send_line({"error": str(error)})
+            return
+        except DISCONNECTED:
+            raise
+        except Exception as error:  # the page gets a short error, the terminal the cause
+            print_stderr(f"chat: {type(error).__name__}: {error}")
+            self.send_line({"error": "the model failed; see the terminal"})
+            raise
+        self.send_line({"done": written[0].reason, "tokens": written[0].tokens})
+
+    def read_messages(self) -> list[dict[str, str]]:
+        """Returns the conversation of the request. Raises BadInput if it is invalid, or from another page."""
+        port = self.server.server_address[1]
+        if self.path != "/say":
+            raise BadInput("turns are requested at /say")
+        if self.headers.get("Origin") not in (None, *(f"http://{name}:{port}" for name in (ADDRESS, "localhost"))):
+            raise BadInput("other pages may not send requests")
+        if self.headers.get_content_type() != "application/json":
+            raise BadInput("a conversation must be sent as application/json")
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal() and len(length) < 19) or not 0 < int(length) <= MAX_BYTES:
+            raise BadInput(f"a conversation must have 1 to {MAX_BYTES} bytes, as given in Content-Length")
+        body = self.rfile.read(int(length))
+        self.server.has_asked(self.connection)
+        messages = check_messages(parse_json(body))
+        check_length(messages, self.server.longest)
+        return messages
+
+    def refuse(self, code: int, reason: str) -> None:
+        """Sends an error."""
+        self.close_connection = True  # the request may not have been read
+        self.answer(code, json.dumps({"error": reason}) + "\n", "application/x-ndjson")
+
+    def send_line(self, value: dict[str, Any]) -> None:
+        """Sends a line of JSON immediately."""
+        self.wfile.write(json.dumps(value).encode() + b"\n")
+        self.wfile.flush()
+
+
+def check_messages(sent: Any) -> list[dict[str, str]]:
+    """Returns the messages of a request: turns of user and model alternate, and the user has the last one."""
+    messages = sent.get("messages") if isinstance(sent, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise BadInput("messages must be a list of turns")
+    found = []
+    for number, message in enumerate(messages):
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+        if role != ROLES[number % 2] or not isinstance(content, str):
+            raise BadInput(f"message {number + 1} must have role {ROLES[number % 2]!r} and a text as content")
+        found.append({"role": role, "content": content})
+    if len(found) % 2 == 0:
+        raise BadInput("the last message must be the user's")
+    return found
+
+
+def check_length(messages: Sequence[dict[str, str]], longest: int) -> None:
+    """Raises TooLong for more than `longest` tokens for certain, or for a template that would be slow to render."""
+    turns, characters = len(messages), sum(len(message["content"]) for message in messages)
+    if turns > min(MAX_TURNS, longest) or characters > MAX_CHARACTERS_PER_TOKEN * longest:
+        raise TooLong(
+            f"this has {turns:,} turns and {characters:,} characters; the limits are {min(MAX_TURNS, longest):,} "
+            f"turns, and texts of {longest:,} tokens; start a new conversation, or write less"
+        )

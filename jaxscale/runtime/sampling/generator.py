@@ -1,0 +1,349 @@
+"""Generates text token by token: a compiled prefill of the prompts, and a compiled decode step for all rows.
+
+Prompts of different length share a right-padded batch, in which every row has its own position. A row's random numbers
+depend on the seed, the row's number and how many tokens it has drawn, never on the batch or the mesh.
+
+B batch  T position of a prompt  V vocab
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.core.axes.tensor_axis import ReplicatedTensorAxis, make_tensor_axis
+from jaxscale.core.models.model import unembed
+from jaxscale.core.models.sharded import ShardedModel
+from jaxscale.core.rules import partition_spec
+from jaxscale.core.shardings import replicated
+from jaxscale.kernels.matmul.project import with_matmul_precision
+from jaxscale.runtime.sampling.config import Sampling
+from jaxscale.runtime.sampling.kv_cache import Cache, CacheReader, CacheRecorder, cache_axes, fill_cache, num_slots
+from jaxscale.system.exits import BadInput
+
+ENDED = -1  # in place of a token, for a row that has ended
+NOT_FINITE = -2  # in place of a token, for a row whose logits are not finite: raised as NotFinite, never yielded
+MIN_PROMPT = 16  # shortest padded length of prompts; longer ones are this times a power of two
+STEPS_IN_FLIGHT = 2  # decode steps in flight when a token is yielded, so that the device does not wait for the host
+
+
+class NotFinite(BadInput):
+    """The model's logits are NaN or infinite, so that no token can be drawn."""
+
+
+class DecodeState(NamedTuple):
+    """Decoding state of all rows."""
+
+    cache: Cache
+    lengths_B: jax.Array  # int32: tokens in the cache
+    last_B: jax.Array  # int32: the newest token, not in the cache yet
+    ended_B: jax.Array  # bool
+    drawn_B: jax.Array  # int32: tokens drawn so far
+    number_B: jax.Array  # int32: number of the row, for its random numbers
+    seen_BV: jax.Array | None  # bool: tokens of the text so far, if a penalty depends on them
+    seed: jax.Array  # uint32[]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Times of one call of generate() [seconds], without compilation."""
+
+    compile_seconds: float
+    prefill_seconds: float
+    prompt_tokens: int
+    decode_seconds: float
+    decoded_tokens: int  # without the first of each row, which the prefill gives
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second of prefill."""
+        return self.prompt_tokens / max(self.prefill_seconds, 1e-9)
+
+    @property
+    def decode_rate(self) -> float:
+        """Decoded tokens per second, over all rows."""
+        return self.decoded_tokens / max(self.decode_seconds, 1e-9)
+
+
+class Engine:
+    """Compiled programs of one model on a mesh, for batches of `batch` rows and texts of at most `longest` tokens.
+
+    It stores no parameters, so that they may be those of a model in training. num_ids: size of the tokenizer; ids above
+    it, which a padded vocabulary has, are never drawn, nor are those in `never`. say: receives lines about compilation.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        *,
+        batch: int,
+        longest: int,
+        num_ids: int | None = None,
+        never: Sequence[int] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        cfg, limit = sharded.cfg, sharded.cfg.max_seq_len
+        if cfg.kind != "decoder":
+            raise BadInput(f"model.name={cfg.name!r} writes no text from left to right; llama and gpt2 do")
+        if limit is not None and longest > limit:
+            raise BadInput(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")
+        self.sharded, self.longest, self.say = sharded, longest, say
+        self.batch = batch + -batch % sharded.plan.batch_axes.num_shards
+        self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
+        self.drawable_V[list(never)] = False
+        self.slots = num_slots(sharded.plan.needs, longest)
+        self.tensor = ReplicatedTensorAxis(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
+        self.cache_spec = partition_spec(cache_axes(cfg), sharded.plan.rules.params)
+        self.rows_spec = P(*partition_spec(("act_batch",), sharded.plan.rules.params))
+        self.programs: dict[Any, Any] = {}
+
+    def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
+        """Returns (the cache, float32[B, V] logits after the last token of each row), both of the local shard."""
+        recorder = CacheRecorder()
+        model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
+        T = tokens_BT.shape[1]
+        positions_BT = jnp.minimum(jnp.arange(T)[None], lengths_B[:, None] - 1)
+        text_BT = (jnp.arange(T)[None] < lengths_B[:, None]).astype(jnp.int32)
+        h_BTD = model.hidden(tokens_BT, positions_BT, text_BT)
+        h_BD = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        return fill_cache(recorder.whole, lengths_B, self.slots), unembed(model, h_BD)
+
+    def read_one(self, params: Any, cache: Cache, tokens_B: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
+        """Returns (the cache with one more token of each row, float32[B, V] logits after it)."""
+        recorder = CacheReader(cache, lengths_B, self.sharded.plan.needs, tuple(self.sharded.cfg.layer_stacks.values()))
+        model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
+        ones_B1 = jnp.ones_like(tokens_B)[:, None]
+        h_B1D = model.hidden(tokens_B[:, None], lengths_B[:, None], ones_B1)
+        return recorder.extended(), unembed(model, h_B1D[:, 0])
+
+    def state_spec(self, sampling: Sampling) -> DecodeState:
+        """Returns the partition spec of each array of the state."""
+        rows = self.rows_spec
+        seen = rows if sampling.depends_on_text else None
+        cache = Cache._make((self.cache_spec, self.cache_spec))
+        return DecodeState._make((cache, rows, rows, rows, rows, rows, seen, P()))
+
+    def draw(self, state: DecodeState, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
+        """Returns (the state with one more token, int32[B] the token, ENDED or NOT_FINITE)."""
+        broken_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
+        logits_BV = jnp.where(self.drawable_V[None], logits_BV, -jnp.inf)
+        row_key = lambda number, drawn: jax.random.fold_in(
+            jax.random.fold_in(jax.random.key(state.seed), number), drawn
+        )
+        keys_B = jax.vmap(row_key)(state.number_B, state.drawn_B)
+        next_B = choose(logits_BV, state.seen_BV, keys_B, sampling)
+        ended_B = state.ended_B | (state.lengths_B >= self.longest)
+        for stop in stop_ids:
+            ended_B |= (next_B == stop) & ~broken_B  # argmax of NaN is id 0, which may be a stop id
+        seen_BV = state.seen_BV
+        if seen_BV is not None:
+            seen_BV = seen_BV.at[jnp.arange(next_B.shape[0]), next_B].set(True)
+        state = state._replace(last_B=next_B, ended_B=ended_B, drawn_B=state.drawn_B + 1, seen_BV=seen_BV)
+        return state, jnp.where(ended_B, ENDED, jnp.where(broken_B, NOT_FINITE, next_B))
+
+    @functools.cache  # noqa: B019 - as long as the engine lives
+    def functions(self, sampling: Sampling, stop_ids: tuple[int, ...]) -> tuple[Callable, Callable]:
+        """Returns jitted (prefill(params, tokens_BT, ...), decode(params, state)), both -> (state, tokens_B)."""
+        sharded, rows, state_spec = self.sharded, self.rows_spec, self.state_spec(sampling)
+        with_model_precision = functools.partial(with_matmul_precision, sharded.cfg.matmul_precision)
+
+        def prefill(params: Any, tokens_BT, lengths_B, number_B, seed):
+            B, T = tokens_BT.shape
+            ended_B, lengths_B = lengths_B == 0, jnp.maximum(lengths_B, 1)
+            seen_BV = None
+            if sampling.depends_on_text:
+                text_BT = jnp.arange(T)[None] < lengths_B[:, None]
+                seen_BV = jnp.zeros((B, sharded.cfg.vocab_size), bool)
+                seen_BV = seen_BV.at[jnp.arange(B)[:, None], tokens_BT].max(text_BT)
+            cache, logits_BV = self.read_prompts(params, tokens_BT, lengths_B)
+            zeros_B = jnp.zeros_like(lengths_B)
+            state = DecodeState(cache, lengths_B, zeros_B, ended_B, zeros_B, number_B, seen_BV, seed)
+            return self.draw(state, logits_BV, sampling, stop_ids)
+
+        def decode(params: Any, state: DecodeState):
+            cache, logits_BV = self.read_one(params, state.cache, state.last_B, state.lengths_B)
+            state = state._replace(cache=cache, lengths_B=state.lengths_B + ~state.ended_B)
+            return self.draw(state, logits_BV, sampling, stop_ids)
+
+        shard_map, specs, out_specs = sharded.plan.batch_axes.shard_map, sharded.specs, (state_spec, rows)
+        prefill = shard_map(with_model_precision(prefill), (specs, rows, rows, rows, P()), out_specs)
+        decode = shard_map(with_model_precision(decode), (specs, state_spec), out_specs)
+        sharding = functools.partial(jax.sharding.NamedSharding, sharded.mesh)
+        shardings = jax.tree.map(sharding, state_spec, is_leaf=lambda leaf: isinstance(leaf, P))
+        out = (shardings, replicated(sharded.mesh))
+        return jax.jit(prefill, out_shardings=out), jax.jit(decode, donate_argnums=1, out_shardings=out)
+
+    def compiled(self, params: Any, arguments: tuple, sampling: Sampling, stop_ids: tuple[int, ...]):
+        """Returns (prefill, decode, seconds of compilation) for arguments of these shapes."""
+        began = time.monotonic()
+        length = arguments[0].shape[1]
+        prefill, decode = self.functions(sampling, stop_ids)
+        key = (sampling, stop_ids)
+        if (*key, length) not in self.programs:
+            rows = f"{self.batch} row{'s' if self.batch > 1 else ''}"
+            self.say(f"compiling for {rows}, prompts of up to {length} tokens and texts of up to {self.longest}")
+            lowered = prefill.lower(params, *arguments)
+            self.programs[*key, length] = lowered.compile()
+            state = jax.tree.map(
+                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                lowered.out_info[0],
+                self.programs[*key, length].output_shardings[0],
+            )
+            if key not in self.programs:
+                self.programs[key] = decode.lower(params, state).compile()
+            self.say(f"compiled in {time.monotonic() - began:.1f} s")
+        return self.programs[*key, length], self.programs[key], time.monotonic() - began
+
+
+@dataclasses.dataclass
+class Generator:
+    """An engine with the parameters of a model."""
+
+    engine: Engine
+    params: Any
+    timing: Timing | None = None  # of the last call of generate, once it has ended
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sampling,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        seed: int = 0,
+        numbers: Sequence[int] | None = None,
+    ) -> Iterator[np.ndarray]:
+        """Yields int32[rows] for each step: the next token of every prompt, -1 for a row that has ended.
+
+        A row ends before a token of stop_ids, and when its text has `longest` tokens. numbers: of the rows, for their
+        random numbers; None: prompt_numbers(prompts).
+        Raises BadInput for a prompt that is empty or too long, and for more prompts than rows, and NotFinite for logits
+        that are not finite.
+        """
+        engine, self.timing = self.engine, None
+        check_prompts(prompts, engine)
+        numbers = prompt_numbers(prompts) if numbers is None else numbers
+        arguments = self.shard_arguments(prompts, numbers, seed)
+        prefill, decode, compile_seconds = engine.compiled(self.params, arguments, settings, tuple(stop_ids))
+        began = time.monotonic()
+        state, tokens_B = prefill(self.params, *arguments)
+        pending, started, steps, written = collections.deque([tokens_B]), 1, 0, 0
+        prefill_seconds = None
+        while pending:
+            while started < max_new_tokens and len(pending) <= STEPS_IN_FLIGHT:
+                state, tokens_B = decode(self.params, state)
+                pending.append(tokens_B)
+                started += 1
+            found_B = np.asarray(pending.popleft())[: len(prompts)]
+            now = time.monotonic()
+            if prefill_seconds is None:
+                prefill_seconds, first = now - began, now
+            else:
+                written += int((found_B != ENDED).sum())
+            steps += 1
+            self.timing = Timing(compile_seconds, prefill_seconds, sum(map(len, prompts)), now - first, written)
+            if (broken := np.flatnonzero(found_B == NOT_FINITE)).size:
+                raise NotFinite(
+                    f"the model gives no finite logits for token {steps} after prompt {broken[0] + 1}: its weights "
+                    f"have diverged, or overflow {engine.sharded.cfg.compute_dtype}; use an older step, or float32"
+                )
+            if (found_B == ENDED).all():
+                return
+            yield found_B
+            if steps >= max_new_tokens:
+                return
+
+    def shard_arguments(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], seed: int) -> tuple:
+        """Returns the arguments of the prefill on the mesh. Unused rows have length 0."""
+        engine = self.engine
+        length = prompt_length(max(map(len, prompts)), engine.longest)
+        tokens_BT = np.zeros((engine.batch, length), np.int32)
+        lengths_B, number_B = np.zeros(engine.batch, np.int32), np.zeros(engine.batch, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens_BT[row, : len(prompt)] = prompt
+            lengths_B[row], number_B[row] = len(prompt), numbers[row]
+        rows = jax.sharding.NamedSharding(engine.sharded.mesh, engine.rows_spec)
+        arrays = jax.device_put((tokens_BT, lengths_B, number_B), rows)
+        return *arrays, jax.device_put(np.uint32(seed % 2**32), replicated(engine.sharded.mesh))
+
+
+def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling) -> jax.Array:
+    """Returns the logits of the distribution to draw from, float32[B, V], -inf for excluded tokens.
+
+    seen_BV: bool, tokens of the text so far; for a repetition penalty. At temperature 0 logits are not divided.
+    """
+    logits_BV = logits_BV.astype(jnp.float32)
+    if sampling.depends_on_text:
+        assert seen_BV is not None, "a repetition penalty needs the tokens of the text so far"
+        penalty = sampling.repetition_penalty
+        logits_BV = jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+    if sampling.temperature == 0:
+        return logits_BV
+    logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        threshold_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
+    if sampling.top_p < 1:
+        sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+        probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # probability of the likelier tokens
+        threshold_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
+    if sampling.min_p > 0:
+        threshold_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
+    return logits_BV
+
+
+def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
+    """Returns int32[B]: a token for each row, drawn with the row's key, so that rows do not affect each other."""
+    logits_BV = filtered(logits_BV, seen_BV, sampling)
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
+    """Raises BadInput for prompts that cannot be continued."""
+    if not 0 < len(prompts) <= engine.batch:
+        raise BadInput(f"{len(prompts)} prompts for a batch of {engine.batch} rows; give 1 to {engine.batch}")
+    for number, prompt in enumerate(prompts, 1):
+        if not len(prompt):
+            raise BadInput(f"prompt {number} has no token; give at least one")
+        if len(prompt) > engine.longest:
+            raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text has at most {engine.longest}")
+        if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
+            worst = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise BadInput(
+                f"prompt {number} has the token id {worst}, and the model's vocabulary is "
+                f"{engine.sharded.cfg.vocab_size}"
+            )
+
+
+def prompt_length(tokens: int, longest: int) -> int:
+    """Returns the padded length of prompts: one of few, so that few programs are compiled."""
+    length = MIN_PROMPT
+    while length < tokens:
+        length *= 2
+    return min(length, longest)
+
+
+def prompt_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Returns a number for each prompt's random numbers, from its tokens and how many before it are equal.
+
+    So equal prompts get different texts, unequal prompts independent ones, and a text does not depend on other prompts.
+    """
+    seen: collections.Counter = collections.Counter()
+    numbers = []
+    for prompt in map(tuple, prompts):
+        numbers.append(zlib.crc32(np.asarray([seen[prompt], *prompt], "<i4").tobytes()) >> 1)  # 31 bits fit int32
+        seen[prompt] += 1
+    return numbers

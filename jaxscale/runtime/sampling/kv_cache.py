@@ -1,0 +1,210 @@
+"""Key-value cache, with which each new token costs one position instead of the whole text.
+
+The model records its keys and values through core/recorder.py, as for training statistics, and has no code for caches.
+The slot of a position is the position modulo the number of slots, which holds the newest such token: with an attention
+window, as many slots as the window has positions are enough for any text.
+
+Latent attention (core/models/latent_attention.py) caches no keys and values of heads: it caches the latents as values
+and the key part with RoPE as keys, with one head each.
+
+B batch  T position of a prompt  R slot  N query heads  K kv heads  G query heads per kv head  H head dim  L layers
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.core.models.config import ModelConfig
+from jaxscale.core.models.latent_attention import Latents
+from jaxscale.core.models.lora import merged_weight
+from jaxscale.core.recorder import Recorder
+from jaxscale.kernels.attention.xla import MASK_VALUE
+from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.runtime.sampling.absorbed import attend_absorbed
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers, in the compute dtype."""
+
+    keys_LBRKH: jax.Array
+    values_LBRKH: jax.Array
+
+
+def cache_axes(cfg: ModelConfig) -> tuple[str, ...]:
+    """Returns the logical axes of both arrays. Latents belong to all heads, and are not sharded by head."""
+    heads = "channels" if cfg.latent_width else "kv_heads"
+    return ("layers", "act_batch", "act_seq", heads, "head_dim")
+
+
+def one_head(latents: Latents) -> tuple[jax.Array, jax.Array]:
+    """Returns (keys, values) [B, T, 1, features] to cache for latent attention."""
+    return latents.key_BSR[:, :, None], latents.kv_BSC[:, :, None]
+
+
+def num_slots(needs: AttentionNeeds, longest: int) -> int:
+    """Returns the slots of a cache for texts of at most `longest` tokens."""
+    return longest if needs.window is None or needs.window_layers else min(longest, needs.window)
+
+
+def slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
+    """Returns int32[B, R]: the position in each slot after `length` tokens; negative for an empty slot."""
+    last_B1, slot_1R = lengths_B[:, None] - 1, jnp.arange(slots)[None]
+    return last_B1 - jnp.mod(last_B1 - slot_1R, slots)
+
+
+class CacheRecorder(Recorder):
+    """Records the keys and values of a whole prompt."""
+
+    def __init__(self):
+        self.layer: tuple | None = None
+        self.stacks: list = []
+
+    @property
+    def whole(self) -> tuple:
+        """Returns (keys, values), both [L, B, T, K, H]."""
+        return joined_stacks(self.stacks)
+
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Wraps `attend` to record its keys and values."""
+
+        def recorded(q_BTNH, k_BTKH, v_BTKH, segments, **kwargs):
+            self.layer = (k_BTKH, v_BTKH)
+            return attend(q_BTNH, k_BTKH, v_BTKH, segments, **kwargs)
+
+        return recorded
+
+    def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Wraps `attend` to record its latents instead of the keys and values made of them."""
+
+        def recorded(q_BTNH, latents: Latents, *args, **kwargs):
+            out_BTNV = attend(q_BTNH, latents, *args, **kwargs)
+            self.layer = one_head(latents)
+            return out_BTNV
+
+        return recorded
+
+    def end_layer(self, x_BTD: jax.Array) -> tuple:
+        """Returns the keys and values of the layer."""
+        assert self.layer is not None, "a layer ends without attention"
+        return self.layer
+
+    def end_stack(self, seen: tuple) -> None:
+        """Adds the layers of a stack."""
+        self.stacks.append(seen)
+
+
+def joined_stacks(stacks: list[tuple]) -> tuple:
+    """Concatenates the layers of all stacks."""
+    return stacks[0] if len(stacks) == 1 else tuple(jnp.concatenate(parts) for parts in zip(*stacks, strict=True))
+
+
+def fill_cache(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
+    """Returns the cache of right-padded prompts of these lengths, from CacheRecorder.whole."""
+    position_BR = slot_positions(lengths_B, slots)
+
+    def gather(x_LBTKH: jax.Array) -> jax.Array:
+        T = x_LBTKH.shape[2]
+        if slots >= T:  # slot and position are equal; padding is overwritten before it is visible
+            return jnp.pad(x_LBTKH, ((0, 0), (0, 0), (0, slots - T), (0, 0), (0, 0)))
+        index_1BR11 = jnp.maximum(position_BR, 0)[None, :, :, None, None]
+        return jnp.take_along_axis(x_LBTKH, index_1BR11, axis=2)
+
+    return Cache(*map(gather, whole))
+
+
+class CacheReader(Recorder):
+    """Attention of one new token per row to the cache and to itself."""
+
+    def __init__(self, cache: Cache, lengths_B: jax.Array, needs: AttentionNeeds, stacks: Sequence[int]):
+        """lengths_B: cached tokens of each row, and so the position of the new one. stacks: layers of each."""
+        self.cache, self.lengths_B, self.needs = cache, lengths_B, needs
+        self.ends = np.cumsum(stacks).tolist()
+        self.layer: Cache | None = None
+        self.new: tuple | None = None
+        self.stacks: list = []
+
+    def layer_inputs(self) -> Cache:
+        """Returns the cache of the next stack."""
+        begin, end = [0, *self.ends][len(self.stacks) :][:2]
+        return self.cache if len(self.ends) == 1 else Cache(*(stacked[begin:end] for stacked in self.cache))
+
+    def begin_layer(self, cache: Cache) -> None:
+        """Sets the cache of the current layer."""
+        self.layer = cache
+
+    def layer_cache(self) -> Cache:
+        """Returns the cache of the current layer."""
+        assert self.layer is not None, "run_stack() calls begin_layer() before the layer"
+        return self.layer
+
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Replaces `attend` by attention to the cache. local: True in layers with the window, if not all have it."""
+
+        def attend_cached(q_B1NH, k_B1KH, v_B1KH, segments, *, local: bool | jax.Array | None = None):
+            self.new = (k_B1KH, v_B1KH)
+            cache = self.layer_cache()
+            seen_BR = visible_slots(self.lengths_B, cache[0].shape[1], self.needs.window, local)
+            return attend_one(q_B1NH, k_B1KH, v_B1KH, *cache, seen_BR, self.needs.softcap)
+
+        return attend_cached
+
+    def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Replaces `attend` by attention to the cached latents."""
+
+        def attend_cached(q_B1NH, latents: Latents, w_CNE, segments, *, local: bool | jax.Array | None = None):
+            self.new = one_head(latents)
+            cache = self.layer_cache()
+            cached = Latents(kv_BSC=cache[1][:, :, 0], key_BSR=cache[0][:, :, 0])
+            seen_BR = visible_slots(self.lengths_B, cache[0].shape[1], self.needs.window, local)
+            return attend_absorbed(q_B1NH, latents, cached, merged_weight(w_CNE), seen_BR, self.needs.softcap)
+
+        return attend_cached
+
+    def end_layer(self, x_BTD: jax.Array) -> tuple:
+        """Returns the new token's key and value."""
+        assert self.new is not None, "a layer ends without attention"
+        return self.new
+
+    def end_stack(self, seen: tuple) -> None:
+        """Adds the layers of a stack."""
+        self.stacks.append(seen)
+
+    def extended(self) -> Cache:
+        """Returns the cache with the new tokens added."""
+        rows_B = jnp.arange(self.lengths_B.shape[0])
+
+        def put(cached_LBRKH: jax.Array, new_LB1KH: jax.Array) -> jax.Array:
+            slot_B = jnp.mod(self.lengths_B, cached_LBRKH.shape[2])
+            return cached_LBRKH.at[:, rows_B, slot_B].set(new_LB1KH[:, :, 0])
+
+        return Cache(*map(put, self.cache, joined_stacks(self.stacks)))
+
+
+def visible_slots(lengths_B: jax.Array, slots: int, window: int | None, local: bool | jax.Array | None) -> jax.Array:
+    """Returns bool[B, R]: True if the token at position `length` attends to the slot."""
+    position_BR = slot_positions(lengths_B, slots)
+    seen_BR = position_BR >= 0
+    if window is None:
+        return seen_BR
+    near_BR = lengths_B[:, None] - position_BR < window
+    return seen_BR & (near_BR if local is None else near_BR | jnp.logical_not(local))
+
+
+def attend_one(q_B1NH, k_B1KH, v_B1KH, keys_BRKH, values_BRKH, seen_BR, softcap: float | None) -> jax.Array:
+    """Returns the attention of kernels.attention.xla at the last position of each row, [B, 1, N, H] in q.dtype."""
+    B, _, N, H = q_B1NH.shape
+    K = k_B1KH.shape[2]
+    q_BKGH = q_B1NH.reshape(B, K, N // K, H)
+    cached_BKGR = jnp.einsum("BKGH,BRKH->BKGR", q_BKGH, keys_BRKH, preferred_element_type=jnp.float32)
+    new_BKG1 = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k_B1KH, preferred_element_type=jnp.float32)
+    score = jnp.concatenate([cached_BKGR, new_BKG1], axis=-1) * H**-0.5
+    if softcap is not None:
+        score = softcap * jnp.tanh(score / softcap)
+    seen_BS = jnp.pad(seen_BR, ((0, 0), (0, 1)), constant_values=True)
+    probs = jax.nn.softmax(jnp.where(seen_BS[:, None, None], score, MASK_VALUE), axis=-1).astype(values_BRKH.dtype)
+    cached_BKGH = jnp.einsum("BKGR,BRKH->BKGH", probs[..., :-1], values_BRKH, preferred_element_type=jnp.float32)
+    new_BKGH = probs[..., -1:].astype(jnp.float32) * v_B1KH.reshape(B, K, 1, H).astype(jnp.float32)
+    return (cached_BKGH + new_BKGH).astype(q_B1NH.dtype).reshape(B, 1, N, H)

@@ -1,0 +1,167 @@
+"""Streams texts from a generator and a tokenizer, without incomplete characters and without stop texts."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jaxscale.runtime.sampling.config import Sampling
+from jaxscale.runtime.sampling.generator import ENDED, Generator
+from jaxscale.system.exits import BadInput
+
+REPLACED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
+CHARACTER_TOKENS = 4  # a character has at most four bytes (RFC 3629), and a token at least one
+CONTEXT = 8  # prompt tokens decoded with the first new one: some decoders drop a space at the beginning of a text
+Reason = Literal["end", "stop", "length"]  # an end token, a stop text, or the limit of tokens
+
+
+class Decoder(Protocol):
+    """The method of a tokenizer that is needed here."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
+        ...
+
+
+@dataclasses.dataclass
+class GeneratedText:
+    """The text that the model has added to a prompt."""
+
+    text: str = ""
+    tokens: int = 0
+    reason: Reason = "length"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteSettings:
+    """Settings of Generator.generate, and stop texts."""
+
+    sampling: Sampling
+    num_tokens: int
+    stop_ids: Sequence[int] = ()
+    stops: Sequence[str] = ()  # a text ends before any of them, even if it spans tokens
+    seed: int = 0
+    numbers: Sequence[int] | None = None
+
+    def steps(self, generator: Generator, prompts: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
+        """Yields the next token of every prompt."""
+        return generator.generate(prompts, self.sampling, self.num_tokens, self.stop_ids, self.seed, self.numbers)
+
+
+def write_ids(generator: Generator, prompts: Sequence[Sequence[int]], settings: WriteSettings) -> list[list[int]]:
+    """Returns the ids that the model adds to each prompt, without the stop id."""
+    found: list[list[int]] = [[] for _ in prompts]
+    for step_B in settings.steps(generator, prompts):
+        for ids, token in zip(found, step_B.tolist(), strict=True):
+            if token != ENDED:
+                ids.append(token)
+    return found
+
+
+def write_texts(
+    generator: Generator,
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    settings: WriteSettings,
+    written: list[GeneratedText],
+) -> Iterator[tuple[int, str]]:
+    """Yields (row, piece of its text) as the text is generated; `written` has each row's text so far.
+
+    A stop text is not part of the text. Raises as Generator.generate does.
+    """
+    streams = [TextStream(decoder.decode, prompt, settings.stops) for prompt in prompts]
+    written[:] = [GeneratedText() for _ in prompts]
+    active = set(range(len(prompts)))
+    for step_B in settings.steps(generator, prompts):
+        for row in sorted(active):
+            token, stream, output = int(step_B[row]), streams[row], written[row]
+            if token == ENDED:
+                active.remove(row)
+                full = len(prompts[row]) + output.tokens >= generator.engine.longest
+                output.reason = "length" if full else "end"
+                continue
+            output.tokens += 1
+            if piece := stream.push(token):
+                output.text += piece
+                yield row, piece
+            if stream.stopped:
+                output.reason = "stop"
+                active.remove(row)
+        if not active:
+            break
+    for row in active:  # the generator stops without a last step if all rows end in one
+        tokens = written[row].tokens
+        full = tokens >= settings.num_tokens or len(prompts[row]) + tokens >= generator.engine.longest
+        written[row].reason = "length" if full else "end"
+    for row, stream in enumerate(streams):
+        if piece := stream.end():
+            written[row].text += piece
+            if stream.stopped:
+                written[row].reason = "stop"
+            yield row, piece
+
+
+class TextStream:
+    """Converts tokens to text that later tokens cannot change.
+
+    stops: the text ends before the first of these to be complete, across token boundaries, and `stopped` becomes true.
+    Raises BadInput for an empty one.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
+        if "" in stops:
+            raise BadInput("a stop text is empty, and would end every text at once; leave it out")
+        self.decode, self.stops = decode, tuple(stops)
+        self.ids = list(prompt)[-CONTEXT:]  # tokens that are decoded; those before `begin` are only context
+        self.begin, self.num_emitted = len(self.ids), 0  # num_emitted: characters returned after the context
+        self.context = decode(self.ids) if self.ids else ""
+        self.pending, self.stopped = "", False
+
+    def push(self, token: int) -> str:
+        """Returns the text that has become final with this token."""
+        if self.stopped:
+            return ""
+        self.ids.append(token)
+        text = self.decode(self.ids)
+        whole = not text.endswith(REPLACED)
+        if not whole:  # perhaps an incomplete character: only text that the newest bytes cannot change is final
+            older = self.ids[: -(CHARACTER_TOKENS - 1)]
+            text = text[: common_prefix(self.decode(older), text)] if len(older) > self.begin else self.context
+        found = text[common_prefix(self.context, text) :]
+        new, self.num_emitted = found[self.num_emitted :], max(self.num_emitted, len(found))
+        if whole:  # the newest tokens are enough context for the next ones
+            self.ids, self.begin, self.num_emitted = self.ids[-CONTEXT:], min(CONTEXT, len(self.ids)), 0
+            self.context = self.decode(self.ids)
+        return self.cut_at_stop(new)
+
+    def end(self) -> str:
+        """Returns the rest of the text after the last token."""
+        if self.stopped:
+            return ""
+        text = self.decode(self.ids) if self.ids else ""
+        found = text[common_prefix(self.context, text) :]
+        return self.cut_at_stop(found[self.num_emitted :], last=True)
+
+    def cut_at_stop(self, new: str, last: bool = False) -> str:
+        """Returns the pending text and `new`, up to a possible beginning of a stop text."""
+        self.pending += new
+        found = [(begin + len(stop), begin) for stop in self.stops if (begin := self.pending.find(stop)) >= 0]
+        if found:
+            self.stopped, out = True, self.pending[: min(found)[1]]  # of several, the first to be complete
+            self.pending = ""
+            return out
+        keep = 0 if last else max((overlap(self.pending, stop) for stop in self.stops), default=0)
+        out, self.pending = self.pending[: len(self.pending) - keep], self.pending[len(self.pending) - keep :]
+        return out
+
+
+def overlap(text: str, stop: str) -> int:
+    """Returns the number of characters at the end of `text` that are the beginning of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def common_prefix(left: str, right: str) -> int:
+    """Returns the number of characters with which both begin."""
+    size = min(len(left), len(right))
+    return next((i for i in range(size) if left[i] != right[i]), size)

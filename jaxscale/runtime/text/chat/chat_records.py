@@ -1,0 +1,172 @@
+"""Parses JSON records of fine-tuning data: conversations, prompt-completion pairs, or plain text."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.runtime.text.config import ChatConfig
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import check_depth, parse_json
+
+ASSISTANT = "assistant"
+# Speakers in ShareGPT files.
+ROLES = {
+    "human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bard": ASSISTANT, "bing": ASSISTANT,
+    "assistant": ASSISTANT, "model": ASSISTANT, "function_call": ASSISTANT, "system": "system", "tool": "tool",
+    "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+WORD = re.compile(r"[A-Za-z][A-Za-z_-]*")
+
+
+class Conversation(NamedTuple):
+    """A conversation. in_loss: True for each assistant message with a loss."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    in_loss: tuple[bool, ...]
+    tools: Any = None  # unchanged, for the template
+
+
+class PromptCompletion(NamedTuple):
+    """A prompt without loss and a completion with loss; plain text is a completion."""
+
+    prompt: str
+    completion: str
+
+
+def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Conversation | PromptCompletion:
+    """Parses a conversation, a prompt-completion pair or plain text.
+
+    Raises: BadInput for other records; the message is appended to the record's location.
+    """
+    if not isinstance(record, Mapping):
+        raise BadInput(f"is {json_type(record)}, not an object")
+    try:
+        check_depth(record)
+    except BadInput as error:
+        raise BadInput(f"cannot be read: {error}") from None
+    if "messages" in record:
+        return make_conversation(openai_messages(record["messages"], "messages"), record)
+    if "conversations" in record:
+        return make_conversation(sharegpt_messages(record), record)
+    if cfg.prompt_field in record and cfg.completion_field in record:
+        return parse_pair(record, cfg)
+    if isinstance(record.get(text_field), str):
+        return PromptCompletion("", record[text_field])
+    has = ", ".join(map(str, record))[:300] or "nothing"
+    raise BadInput(
+        f"has neither messages nor conversations, nor {cfg.prompt_field} and {cfg.completion_field}, nor "
+        f"{text_field}, but {has}; see data.chat"
+    )
+
+
+def make_conversation(
+    messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], num_prompt: int = 0
+) -> Conversation:
+    """Builds a conversation; the first `num_prompt` messages and those with OpenAI's weight 0 have no loss."""
+    in_loss = [
+        index >= num_prompt and message["role"] == ASSISTANT and message.get("weight", 1) != 0
+        for index, message in enumerate(messages)
+    ]
+    unweighted = tuple({key: value for key, value in message.items() if key != "weight"} for message in messages)
+    return Conversation(unweighted, tuple(in_loss), parse_tools(record.get("tools")) or None)
+
+
+def parse_tools(tools: Any) -> Any:
+    """Returns the tools of a record; a JSON string, as in tables with heterogeneous tools, is parsed."""
+    if not isinstance(tools, str) or not tools:
+        return tools
+    try:
+        found = parse_json(tools)
+    except BadInput:
+        found = None
+    if not isinstance(found, list):
+        raise BadInput("has text as tools, which is not a JSON list")
+    return found
+
+
+def parse_pair(record: Mapping[str, Any], cfg: ChatConfig) -> Conversation | PromptCompletion:
+    """Parses prompt and completion: two texts, or two message lists, which form one conversation."""
+    prompt: Any = record[cfg.prompt_field]
+    completion: Any = record[cfg.completion_field]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before = openai_messages(prompt, cfg.prompt_field)
+        after = openai_messages(completion, cfg.completion_field)
+        return make_conversation([*before, *after], record, num_prompt=len(before))
+    for field, value in ((cfg.prompt_field, prompt), (cfg.completion_field, completion)):
+        if not isinstance(value, str):
+            raise BadInput(f"has {json_type(value)} as {field}, not text")
+    return PromptCompletion(str(prompt), str(completion))
+
+
+def openai_messages(found: Any, field: str) -> list[dict[str, Any]]:
+    """Parses messages with role and text; other fields are unchanged."""
+    if not isinstance(found, list):
+        raise BadInput(f"has {json_type(found)} as {field}, not a list")
+    return [openai_message(message, f"{field}[{index}]") for index, message in enumerate(found)]
+
+
+def openai_message(message: Any, where: str) -> dict[str, Any]:
+    """Parses one message: joins the parts of its content and parses the arguments of its tool calls."""
+    if not isinstance(message, Mapping):
+        raise BadInput(f"has {json_type(message)} as {where}, not an object")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if not isinstance(role, str) or not WORD.fullmatch(role):
+        raise BadInput(f"has {role!r} as {where}.role, which must be a word such as user")
+    role = ASSISTANT if role == "model" else role
+    if isinstance(content, list):
+        content = "".join(text_part(part, f"{where}.content") for part in content)
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise BadInput(f"has {json_type(content)} as {where}.content, not text")
+    parsed = {**message, "role": role, "content": content}
+    return parsed | {"tool_calls": [parse_arguments(call, where) for call in calls]} if calls else parsed
+
+
+def text_part(part: Any, where: str) -> str:
+    """Returns the text of a content part."""
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    what = part.get("type") if isinstance(part, Mapping) else json_type(part)
+    raise BadInput(f"has a part of {what!r} in {where}; only text is read")
+
+
+def parse_arguments(call: Any, where: str) -> Any:
+    """Returns a tool call with its arguments parsed: templates expect an object, OpenAI has JSON text."""
+    if not isinstance(call, Mapping):
+        raise BadInput(f"has {json_type(call)} in {where}.tool_calls, not an object")
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
+    except BadInput:
+        return call
+
+
+def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parses messages in ShareGPT's format (from, value)."""
+    found = record["conversations"]
+    if not isinstance(found, list):
+        raise BadInput(f"has {json_type(found)} as conversations, not a list")
+    messages = []
+    for index, message in enumerate(found):
+        where = f"conversations[{index}]"
+        if isinstance(message, Mapping) and "role" in message:  # both formats use this name
+            messages.append(openai_message(message, where))
+            continue
+        if not isinstance(message, Mapping) or not isinstance(message.get("value"), str):
+            raise BadInput(f"has no text as {where}.value")
+        if message.get("from") not in ROLES:
+            raise BadInput(f"has {message.get('from')!r} as {where}.from, which is not one of {', '.join(ROLES)}")
+        messages.append({"role": ROLES[message["from"]], "content": message["value"]})
+    system = record.get("system")
+    if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def json_type(value: Any) -> str:
+    """Returns JSON's name for the type of a value."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")

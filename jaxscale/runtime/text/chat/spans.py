@@ -1,0 +1,232 @@
+"""Renders a conversation with its chat template, finds the assistant turns for the loss mask, and encodes it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.text.chat.chat_records import ASSISTANT, Conversation, PromptCompletion
+from jaxscale.runtime.text.chat.special_tokens import CLOSE, OPEN, Guard
+from jaxscale.runtime.text.chat.template import ChatTemplate
+from jaxscale.runtime.text.tokenizer.base import Tokenizer
+from jaxscale.system.exits import BadInput
+
+NO_TURN = "no assistant turn"
+LINE_END = "\n"  # tokenizers do not merge across it, but some add a space at the start of a text
+
+
+class Piece(NamedTuple):
+    """A part of a document that is encoded separately."""
+
+    text: str  # or the name of a special token
+    special: bool
+    in_loss: bool
+
+
+class Span(NamedTuple):
+    """An assistant turn in a rendered text."""
+
+    begin: int
+    end: int
+    in_loss: bool
+
+
+class RenderedDocument(NamedTuple):
+    """A document in pieces. end_in_loss: its end token has a loss."""
+
+    pieces: tuple[Piece, ...]
+    end_in_loss: bool
+
+    @property
+    def text(self) -> str:
+        """Returns the whole text, for messages."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDocument:
+    """Renders a prompt, encoded as in generation, and its completion.
+
+    begin: special tokens before the prompt.
+    """
+    first = [Piece(name, True, False) for name in begin]
+    texts = [Piece(text, False, in_loss) for text, in_loss in ((pair.prompt, False), (pair.completion, True)) if text]
+    return RenderedDocument((*first, *texts), bool(pair.completion))
+
+
+def render_conversation(chat: Conversation, template: ChatTemplate, guard: Guard) -> RenderedDocument:
+    """Renders the conversation with the template.
+
+    The loss covers each assistant turn after its prompt, including the token that ends the turn, or the text in
+    {% generation %} tags. Text is split at the start of every assistant turn, where a prompt ends in generation.
+    Raises: BadInput, with a message to append to the record's location, if the template rejects the conversation, or
+    renders the text before a turn differently than the prompt of that turn.
+    """
+    mark = guard.choose_marker([list(chat.messages), chat.tools])
+    messages, tools = guard.escape(chat.messages, mark), guard.escape(chat.tools, mark) if chat.tools else None
+    whole = template.render(messages, tools, False)
+    if OPEN in whole:
+        turns = [flag for flag, message in zip(chat.in_loss, messages) if message["role"] == ASSISTANT]
+        whole, spans = marked_spans(whole, turns)
+    else:
+        spans = turn_spans(messages, chat.in_loss, tools, whole, template, guard)
+    return split_pieces(whole, spans, mark, guard)
+
+
+def render_prompt(
+    messages: Sequence[Mapping[str, Any]], tools: Any, template: ChatTemplate, guard: Guard
+) -> RenderedDocument:
+    """Renders the prompt of the assistant turn after these messages, as in render_conversation."""
+    mark = guard.choose_marker([list(messages), tools])
+    messages, tools = guard.escape(messages, mark), guard.escape(tools, mark) if tools else None
+    whole, spans = marked_spans(template.render(messages, tools, True), ())
+    spans = spans or turn_spans(messages, [False] * len(messages), tools, whole, template, guard)
+    return split_pieces(whole, spans, mark, guard)
+
+
+def turn_spans(
+    messages: Sequence[Mapping[str, Any]],
+    in_loss: Sequence[bool],
+    tools: Any,
+    whole: str,
+    template: ChatTemplate,
+    guard: Guard,
+) -> list[Span]:
+    """Returns turn_span of each assistant turn; turns without loss are skipped if it fails."""
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            try:
+                span = turn_span(messages, index, tools, whole, template, guard)
+                spans.append(span._replace(in_loss=in_loss[index]))
+            except BadInput:
+                if in_loss[index]:
+                    raise  # a turn without loss needs no span
+    return spans
+
+
+def turn_span(
+    messages: Sequence[Mapping[str, Any]], index: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
+) -> Span:
+    """Locates a turn in `whole` by rendering the conversation up to it.
+
+    Raises: BadInput if the template renders the text before the turn differently than its prompt.
+    """
+    before = template.render(messages[:index], tools, True)
+    after = template.render(messages[: index + 1], tools, False)
+    if not whole.startswith(before) or not after.startswith(before):
+        raise BadInput(
+            f"is rendered by the template {template.name} so that the text before turn {index + 1} differs from the "
+            "prompt of that turn; mark text with a loss in the template by {% generation %}"
+        )
+    begin, end = len(before), len(after)
+    last = list(guard.pattern.finditer(after, begin))[-1:]
+    if last:  # the end-of-turn token; a line end after it belongs to the next turn
+        end = last[0].end()
+    if not whole.startswith(after[:end]):  # the turn is shorter if others follow: Qwen3 drops reasoning
+        found_at = whole.find(last[0][0], begin) if last else -1
+        if found_at < 0:
+            raise BadInput(
+                f"is rendered by the template {template.name} so that the end of turn {index + 1} is unknown; "
+                "mark text with a loss in the template by {% generation %}"
+            )
+        end = found_at + len(last[0][0])
+    return Span(begin, end, True)
+
+
+def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
+    """Returns (text without marks, spans between marks).
+
+    turns: True for each assistant turn with a loss; () if there is none. Raises BadInput if the template does not
+    mark each turn once and some have no loss.
+    """
+    text, spans, begin = "", [], 0
+    for part in re.split(f"([{OPEN}{CLOSE}])", whole):
+        if part == OPEN:
+            begin = len(text)
+        elif part == CLOSE:
+            spans.append(Span(begin, len(text), bool(turns)))
+        else:
+            text += part
+    if all(turns):
+        return text, spans
+    if len(spans) != len(turns):
+        raise BadInput(f"has {len(turns)} assistant turns, not all with a loss, but the template marks {len(spans)}")
+    return text, [span._replace(in_loss=in_loss) for span, in_loss in zip(spans, turns)]
+
+
+def split_pieces(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> RenderedDocument:
+    """Splits the text at special tokens and span boundaries. mark: the guard character to remove."""
+    edges = {edge for span in spans for edge in (span.begin, span.end)}
+    specials = {found.start(): found.end() for found in guard.pattern.finditer(whole)}
+    inside = [edge for edge in edges if any(begin < edge < end for begin, end in specials.items())]
+    if inside:
+        raise BadInput("has a turn that begins or ends within a special token, so the token cannot be masked")
+    cuts = sorted({0, len(whole)} | edges | specials.keys() | set(specials.values()))
+    pieces = []
+    for begin, end in zip(cuts, cuts[1:]):
+        in_loss = any(s.in_loss and s.begin <= begin and end <= s.end for s in spans)
+        text = whole[begin:end].replace(mark, "")
+        if text:
+            pieces.append(Piece(text, specials.get(begin) == end, in_loss))
+    ends_open = bool(pieces) and pieces[-1].in_loss and not pieces[-1].special
+    return RenderedDocument(tuple(pieces), ends_open)
+
+
+def encode_rendered(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns (int32[n] ids without the end token, bool[n + 1] loss mask with the end token) of each document.
+
+    A special piece becomes the id of its token; the same name in other pieces is plain text.
+    """
+    found = []
+    for document, ids in zip(documents, encode_pieces(tokenizer, documents), strict=True):
+        in_loss = [np.full(len(part), piece.in_loss) for part, piece in zip(ids, document.pieces, strict=True)]
+        whole, loss_mask = concat_ids(ids), np.concatenate([*in_loss, [document.end_in_loss]]).astype(bool)
+        if len(whole) and whole[-1] == tokenizer.eos_id and document.pieces[-1].special:
+            whole, loss_mask = whole[:-1], loss_mask[:-1]  # the writer appends the end token
+        found.append((whole, loss_mask))
+    return found
+
+
+def encode_prompt(tokenizer: Tokenizer, document: RenderedDocument) -> np.ndarray:
+    """Returns int32[n]: the ids of the document, as in encode_rendered."""
+    return concat_ids(encode_pieces(tokenizer, [document])[0])
+
+
+def concat_ids(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenates parts to int32[n]."""
+    return np.concatenate([np.zeros(0, np.int32), *parts])
+
+
+def encode_pieces(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[list[np.ndarray]]:
+    """Returns the ids of each piece of each document."""
+    begins, continuations = [], []  # texts at the start of a document, and other texts
+    for document in documents:
+        for is_start, piece in zip(starts_document(tokenizer, document), document.pieces):
+            if not piece.special:
+                (begins if is_start else continuations).append(piece.text)
+    first, other = iter(tokenizer.encode_many(begins)), iter(encode_continuations(tokenizer, continuations))
+
+    def ids(is_start: bool, piece: Piece) -> np.ndarray:
+        found = [tokenizer.special_ids[piece.text]] if piece.special else next(first if is_start else other)
+        return np.asarray(found, np.int32)
+
+    return [list(map(ids, starts_document(tokenizer, document), document.pieces)) for document in documents]
+
+
+def starts_document(tokenizer: Tokenizer, document: RenderedDocument) -> list[bool]:
+    """Returns True for each piece whose text is encoded as at the start of a document."""
+    before = [True, *(tokenizer.prefix_after_special and piece.special for piece in document.pieces[:-1])]
+    return before[: len(document.pieces)]
+
+
+def encode_continuations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Encodes texts that follow others, without the space that some tokenizers add at the start."""
+    line_end = tokenizer.encode(LINE_END)
+    after_line_end = tokenizer.encode(f"{LINE_END}a")
+    if np.array_equal(after_line_end[len(line_end) :], tokenizer.encode("a")) or not np.array_equal(
+        after_line_end[: len(line_end)], line_end
+    ):
+        return list(tokenizer.encode_many(texts))
+    found = tokenizer.encode_many([LINE_END + text for text in texts])
+    return [ids[len(line_end) :] for ids in found]

@@ -1,0 +1,252 @@
+"""Text columns of Parquet and Arrow files, read in bounded memory."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.part import SKIP_REMAINDER, WHOLE, Damaged, Part, Records, damage_fix
+from jaxscale.runtime.text.sources.unpack import RATIO_FLOOR
+from jaxscale.system.exits import BadInput
+
+BATCH_BYTES = 8 << 20
+BATCH_ROWS = 1024
+NUMBER_TYPES = {"INT32": 4, "INT64": 8}  # bytes per value of Parquet types
+NUMBER_BYTES = 5  # maximum of a dictionary index per row
+
+
+def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each row as bytes, for the row groups of the part.
+
+    Raises: BadInput naming a file that is not Parquet, is truncated, or has no text column.
+    """
+    with open_parquet(path, cfg) as table:
+        names = select_columns(table.schema_arrow, path, cfg)
+        for row, batch in parquet_batches(table, [name for name in names if name], path, cfg, part):
+            yield from batch_rows(batch, names, row, path)
+
+
+def parquet_batches(
+    table: Any, columns: list[str], path: str, cfg: ReadConfig, part: Part = WHOLE
+) -> Iterator[tuple[int, Any]]:
+    """Yields (first row, record batch) of these columns, for the row groups of the part.
+
+    Raises: Damaged as text_bytes and validated.
+    """
+    meta = table.metadata
+    row = sum(meta.row_group(group).num_rows for group in range(part.begin))
+    for group in range(part.begin, min(part.end, meta.num_row_groups)):
+        size = text_bytes(table, group, path, cfg, columns)
+        rows = max(1, meta.row_group(group).num_rows)
+        batches = table.iter_batches(
+            batch_size=min(BATCH_ROWS, max(1, BATCH_BYTES * rows // max(size, 1))),
+            row_groups=[group],
+            columns=columns,
+            use_threads=False,
+        )
+        for batch in validated(batches, path, cfg):
+            yield row, batch
+            row += batch.num_rows
+
+
+def open_parquet(path: str, cfg: ReadConfig) -> Any:
+    """Opens a Parquet file. A text column in dictionary encoding stays encoded, so that memory is bounded."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with opening(path, cfg, "Parquet"):
+        table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        if (columns := column_indices(table, [cfg.text_field])) and is_dictionary_encoded(table.metadata, columns[0]):
+            table.close()
+            table = pyarrow.parquet.ParquetFile(
+                path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=[cfg.text_field]
+            )
+        return table
+
+
+@contextlib.contextmanager
+def opening(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
+    """Wraps the opening of a file. Raises Damaged if it does not have this format or is truncated."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise Damaged(f"{path} cannot be read as {kind}: {first_line(error)}; {damage_fix(cfg)}") from None
+
+
+def is_dictionary_encoded(meta: Any, column: int) -> bool:
+    """Returns True if a row group stores the column as dictionary indices."""
+    for group in range(meta.num_row_groups):
+        chunk = meta.row_group(group).column(column)
+        if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+            numbers = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
+            if numbers <= NUMBER_BYTES * chunk.num_values + 1024:
+                return True
+    return False
+
+
+def column_indices(table: Any, fields: Iterable[str]) -> list[int]:
+    """Returns the column indices of these fields in row groups, including nested ones."""
+    schema = table.metadata.schema
+    inside = tuple(f"{field}." for field in fields)
+    paths = [f"{schema.column(i).path}." for i in range(len(schema))]
+    return [i for i, path in enumerate(paths) if path.startswith(inside)]
+
+
+def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Iterable[str]) -> int:
+    """Returns the unpacked bytes of fields of a row group. Raises Damaged if they exceed the limits of cfg."""
+    chunks = [table.metadata.row_group(group).column(i) for i in column_indices(table, fields)]
+    if not chunks:
+        return table.metadata.row_group(group).total_byte_size
+    size, packed = sum(map(unpacked_bytes, chunks)), max(sum(chunk.total_compressed_size for chunk in chunks), 1)
+    if size > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed) or size > cfg.max_unpacked_bytes:
+        raise Damaged(
+            f"{path} is refused: {packed:,} bytes of its row group {group} unpack to {size:,}, more than "
+            f"{cfg.where}max_unpacked_ratio or {cfg.where}max_unpacked_bytes allow; take it out, or raise them"
+        )
+    return size
+
+
+def unpacked_bytes(chunk: Any) -> int:
+    """Returns the bytes of a column chunk in memory. Run-length encoding makes files of numbers much smaller."""
+    return max(chunk.total_uncompressed_size, chunk.num_values * NUMBER_TYPES.get(chunk.physical_type, 0))
+
+
+def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each row of an Arrow file or stream, as read_parquet."""
+    import pyarrow
+
+    with opening(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
+        schema, batches = arrow_batches(mapped)
+        names = select_columns(schema, path, cfg)
+        for row, batch in small_batches(validated(batches, path, cfg)):
+            yield from batch_rows(batch, names, row, path)
+
+
+def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Yields (first row, record batch of at most BATCH_ROWS rows)."""
+    row = 0
+    for batch in batches:
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            yield row + first, batch.slice(first, BATCH_ROWS)
+        row += batch.num_rows
+
+
+def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
+    """Returns (schema, record batches) of an Arrow file or stream; Hugging Face datasets write streams."""
+    import pyarrow
+
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    if not is_file:
+        stream = pyarrow.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    file = pyarrow.ipc.open_file(source)
+    return file.schema, map(file.get_batch, range(file.num_record_batches))
+
+
+def validated(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
+    """Yields the batches after validation. Raises Damaged naming the file and row."""
+    import pyarrow
+
+    rows = 0
+    while True:
+        try:
+            batch = next(batches, None)
+            if batch is not None:
+                batch.validate()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise Damaged(
+                f"{path} is broken after row {rows:,} or a little more ({first_line(error)}); "
+                f"{damage_fix(cfg, SKIP_REMAINDER)}"
+            ) from None
+        if batch is None:
+            return
+        yield batch
+        rows += batch.num_rows
+
+
+def first_line(error: Exception) -> str:
+    """Returns the beginning of a message."""
+    return str(error).partition("\n")[0][:200]
+
+
+def select_columns(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
+    """Returns the columns of text and metadata, '' for a missing one. Raises BadInput without a text column."""
+    fields = (cfg.text_field, *cfg.metadata_fields)
+    names = [name if name and type_of(schema, name) is not None else "" for name in fields]
+    if not names[0]:
+        raise BadInput(f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.set_field}")
+    return tuple(names)
+
+
+def type_of(schema: Any, name: str) -> Any:
+    """Returns the Arrow type of a column, or None; a.b is the field b of the column a."""
+    with contextlib.suppress(KeyError, ValueError, IndexError, AttributeError, TypeError):
+        head, *tail = [name] if name in schema.names else name.split(".")
+        kind = schema.field(head).type
+        for inner in tail:
+            kind = kind.field(inner).type
+        return kind
+    return None
+
+
+def batch_rows(batch: Any, names: tuple[str, ...], row: int, path: str) -> Records:
+    """Yields the rows of a batch, with text as bytes, so that data.invalid_utf8 applies."""
+    texts = as_bytes(column_of(batch, names[0]), path, names[0])
+    empty = [""] * batch.num_rows
+    columns = zip(*(column_strings(column_of(batch, name)) if name else empty for name in names[1:]))
+    for number, text, metadata in zip(range(row, row + batch.num_rows), texts, columns):
+        yield number, number, text or b"", metadata
+
+
+def column_of(batch: Any, name: str) -> Any:
+    """Returns a column or a field of one."""
+    import pyarrow.compute
+
+    if name in batch.schema.names:
+        return batch.column(name)
+    head, *tail = name.split(".")
+    field = pyarrow.compute.StructFieldOptions(tail)
+    return pyarrow.compute.call_function("struct_field", [batch.column(head)], field)
+
+
+def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
+    """Yields the values of a text column. Raises BadInput for other types."""
+    import pyarrow
+
+    if isinstance(column, pyarrow.DictionaryArray):
+        known = list(as_bytes(column.dictionary, path, name))
+        return (None if i is None else known[i] for i in column.indices.to_pylist())
+    try:
+        values = column.cast(pyarrow.large_binary())
+    except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
+        raise BadInput(f"{path}: column {name!r} is {column.type}, not text") from None
+    values.validate(full=True)  # the offsets are untrusted
+    return iter(values.to_pylist())
+
+
+def column_strings(column: Any) -> list[str]:
+    """Returns the values of a column as text, '' for null; invalid UTF-8 is replaced."""
+    import pyarrow
+
+    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+        values = column.cast(pyarrow.large_binary())
+        values.validate(full=True)
+        return [(value or b"").decode("utf-8", "replace") for value in values.to_pylist()]
+    return ["" if value is None else str(value) for value in column.to_pylist()]
+
+
+def parquet_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
+    """Splits the row groups into parts of about part_bytes of text."""
+    with open_parquet(path, cfg) as table:
+        parts, begin, num_bytes = [], 0, 0
+        for group in range(table.metadata.num_row_groups):
+            num_bytes += text_bytes(table, group, path, cfg, [cfg.text_field])
+            if num_bytes >= part_bytes:
+                parts, begin, num_bytes = [*parts, Part(begin, group + 1)], group + 1, 0
+        return [*parts, Part(begin, table.metadata.num_row_groups)] if num_bytes or not parts else parts

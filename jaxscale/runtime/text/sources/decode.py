@@ -1,0 +1,105 @@
+"""Decodes bytes to text: invalid documents are skipped, repaired or raise, as data.invalid_utf8 says."""
+
+import codecs
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.left_out import count_skipped
+from jaxscale.system.exits import BadInput
+
+REPAIRED = "repaired: "  # prefix of the counts of repairs, which are not losses
+SURROGATES = re.compile("[\ud800-\udfff]")
+NOT_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufffd]")  # control characters and U+FFFD
+MAX_INVALID = 4
+MAX_INVALID_SHARE = 0.05  # of the characters; with more it is not text in any encoding
+BYTE_ORDER_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+
+
+def decode_text(
+    content: bytes | str, cfg: ReadConfig, skipped: Counter, path: str, place: Callable[[int], str]
+) -> str | None:
+    """Decodes the content; returns None if it was skipped and counted. Repairs are counted too.
+
+    place: formats the location of a byte of the content.
+    Raises: BadInput naming file and location if cfg.invalid_utf8 is 'stop'.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        if "\0" not in text:
+            return text
+        reason, start = "it holds NUL", text.index("\0")
+    except UnicodeDecodeError as error:
+        reason, start = error.reason, error.start
+    if cfg.invalid_utf8 == "stop":
+        raise BadInput(
+            f"{path} is not UTF-8 at {place(start)} ({reason}); repair it, or set {cfg.where}invalid_utf8='skip'"
+        )
+    if cfg.invalid_utf8 == "repair":
+        text, how = repair(content, cfg)
+        if len(NOT_TEXT.findall(text)) <= max(MAX_INVALID, MAX_INVALID_SHARE * len(text)):
+            skipped[f"{REPAIRED}{how}"] += 1
+            return text
+        count_skipped(skipped, "no text in any encoding", len(content))
+        return None
+    count_skipped(skipped, "invalid UTF-8" if reason != "it holds NUL" else "NUL bytes", len(content))
+    return None
+
+
+def repair(content: bytes | str, cfg: ReadConfig) -> tuple[str, str]:
+    """Returns (valid text, the repair).
+
+    Tries UTF-8, the encoding of a byte order mark or the settings, then UTF-8 with invalid bytes read as Windows-1252
+    (a superset of Latin-1's letters), with U+FFFD for bytes undefined in both.
+    """
+    text, how = (content, "") if isinstance(content, str) else repair_bytes(content, cfg)
+    if "\0" in text:
+        text, how = text.replace("\0", ""), how or "NUL removed"
+    return text, how
+
+
+def is_utf8(text: str) -> bool:
+    """Returns False for a text with a lone surrogate, which JSON can contain. 30 times as fast as a search."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def repair_strings(value: Any) -> Any:
+    """Repairs all strings of a JSON value: removes NUL and replaces lone surrogates by U+FFFD."""
+    if isinstance(value, str):
+        return SURROGATES.sub("\ufffd", value).replace("\0", "")
+    if isinstance(value, dict):
+        return {repair_strings(key): repair_strings(inner) for key, inner in value.items()}
+    return [repair_strings(inner) for inner in value] if isinstance(value, list) else value
+
+
+def repair_bytes(content: bytes, cfg: ReadConfig) -> tuple[str, str]:
+    """Returns (text, its encoding, or '' for UTF-8)."""
+    bom_encodings = [name for mark, name in BYTE_ORDER_MARKS if content.startswith(mark)]
+    for encoding in ("utf-8", *bom_encodings[:1], *([cfg.encoding] if cfg.encoding else [])):
+        try:
+            text = content.decode(encoding)
+        except UnicodeError:
+            continue
+        return (text, "") if encoding == "utf-8" else (SURROGATES.sub("\ufffd", text), encoding)
+    return content.decode("utf-8", "windows-1252-fallback"), "windows-1252"
+
+
+def windows_1252(error: UnicodeError) -> tuple[str, int]:
+    """Decodes invalid bytes as Windows-1252; an error handler of codecs."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return error.object[error.start : error.end].decode("cp1252", "replace"), error.end
+
+
+codecs.register_error("windows-1252-fallback", windows_1252)
+
+
+def is_repair(reason: str) -> bool:
+    """Returns True if a count is of repairs, not of skipped documents."""
+    return reason.startswith(REPAIRED)

@@ -1,0 +1,240 @@
+"""Files that match globs, with names that do not change when a corpus moves."""
+
+import collections
+import contextlib
+import glob
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from jaxscale.runtime.text.config import Globs
+from jaxscale.units import plural
+
+STREAMS = ("hf://", "seqio://")  # schemes of datasets that other libraries read
+PACKED = (".gz", ".zst")
+NOT_TEXT = (".bin", ".npy", ".npz", ".zip", ".tar", ".tgz", ".xz", ".bz2", ".pdf", ".model", ".idx")
+TABLES = (".csv", ".tsv")
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+Identity: TypeAlias = tuple[int, int] | str  # device and inode, or a path
+
+
+def ignore_line(line: str) -> None:
+    """Ignores a log line."""
+
+
+class SourceFile(NamedTuple):
+    """A file of a corpus. `name` is relative to the fixed part of its glob, so that the corpus can move."""
+
+    path: str
+    name: str
+    source: str
+
+
+def list_files(
+    globs: Globs,
+    setting: str,
+    default_source: str,
+    same: Callable[[str], str] = str,
+    say: Callable[[str], None] = ignore_line,
+) -> tuple[list[SourceFile], list[str]]:
+    """Returns the files that the globs match, sorted within each source, and a line for each unusable glob.
+
+    A file occurs once per source, even if several globs or links lead to it.
+
+    Args: setting: name for messages, such as data.files. same: maps a path to that of the file that identifies it.
+    say: logs skipped links.
+    """
+    sources = globs if isinstance(globs, dict) else {default_source: globs}
+    files: dict[tuple[str, Identity], SourceFile] = {}
+    problems: list[str] = []
+    links: dict[str, str] = {}  # skipped link -> path that is read
+    for source, patterns in sources.items():
+        if not patterns:
+            problems.append(f"{setting}.{source} is empty; name its files, or take the source out")
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            if pattern.startswith(STREAMS) or is_remote_manifest(pattern):
+                files.setdefault((source, pattern), SourceFile(pattern, pattern, source))
+                continue
+            found, problem = match(pattern, f"{setting}.{source}" if isinstance(globs, dict) else setting, links)
+            problems += [problem] if problem else []
+            base = fixed_folder(pattern)
+            for path in found:
+                file, key = SourceFile(path, os.path.relpath(path, base), source), (source, file_identity(same(path)))
+                first = files.setdefault(key, file)
+                if same(first.path) != same(path):
+                    files[key], link = (first, file) if link_rank(first.path) < link_rank(path) else (file, first)
+                    links[link.path] = files[key].path
+    if links:
+        link, path = next(iter(links.items()))
+        say(f"{setting}: left out {plural(len(links), 'link')} to what is read already, such as {link}, that is {path}")
+    order = {source: i for i, source in enumerate(sources)}
+    return sorted(files.values(), key=lambda file: (order[file.source], file.name, file.path)), problems
+
+
+def file_identity(path: str) -> Identity:
+    """Returns (device, inode) of a file or folder, equal for all its names; the path if it is neither."""
+    if is_stream(path):
+        return path
+    try:
+        status = os.stat(path)
+    except OSError:
+        return path
+    return (status.st_dev, status.st_ino) if status.st_ino else path
+
+
+def link_rank(path: str) -> tuple[bool, int, str]:
+    """Returns a sort key of names of one file: not a link first, then fewest folders, then alphabetical."""
+    return os.path.realpath(path) != path, path.count(os.sep), path
+
+
+def glob_unique(pattern: str, links: dict[str, str]) -> set[str]:
+    """Returns the matches of a glob, as glob.glob, but visits each folder once, since links may form cycles.
+
+    links: collects {link to a folder: folder} of links that are not followed.
+    """
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        return set(glob.glob(pattern))
+    place = parts.index("**")
+    tail = parts[place + 1 :] or ["*"]
+    roots = sorted(glob.glob(os.sep.join(parts[:place]) or os.sep))
+    found = (glob_unique(os.path.join(glob.escape(folder), *tail), links) for folder in folders_below(roots, links))
+    return set().union(*found)
+
+
+def folders_below(roots: Sequence[str], links: dict[str, str]) -> Iterator[str]:
+    """Yields the roots and the folders below them once, links last; '**' does not match hidden folders."""
+    visited: dict[Identity, str] = {}
+    folders, linked = collections.deque(roots), collections.deque[str]()
+    while folders or linked:
+        folder = (folders or linked).popleft()
+        first = visited.setdefault(file_identity(folder), folder)
+        if first != folder:
+            links[folder] = first
+            continue
+        yield folder
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:  # as glob.glob, skips unreadable folders
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if not entry.name.startswith(".") and os.path.isdir(entry.path):
+                    (linked if entry.is_symlink() else folders).append(entry.path)
+
+
+def match(pattern: str, setting: str, links: dict[str, str]) -> tuple[list[str], str | None]:
+    """Returns (absolute paths, None), or ([], the problem and its fix). links: see glob_unique."""
+    if "://" in pattern:
+        return [], (
+            f"{setting}={pattern}: in a bucket, only the manifest.json of a prepared set can be read; copy or mount "
+            "other files on this machine"
+        )
+    full = os.path.abspath(os.path.expanduser(pattern))
+    if is_saved_dataset(full):
+        return [full], None
+    if os.path.isdir(full):
+        return [], f"{setting}={pattern} is a folder; name its files, such as {os.path.join(pattern, '**', '*.txt')}"
+    if os.path.isfile(full):
+        return [full], None  # before globbing: a name may contain brackets
+    matched = sorted(glob_unique(full, links))
+    found = [path for path in matched if os.path.isfile(path)]
+    if unreadable := [path for path in matched if not os.path.isfile(path) and not os.path.isdir(path)]:
+        what = "a link that leads nowhere" if os.path.islink(unreadable[0]) else "a pipe or a device, not a file"
+        return [], f"{setting}={pattern}: {unreadable[0]} is {what}; remove it, or restore its file"
+    if not found:
+        what = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        return [], f"{setting}={pattern} {what}; seen from {os.getcwd()}"
+    return found, None
+
+
+def is_remote_manifest(pattern: str) -> bool:
+    """Returns True for the address of a prepared set's manifest in a bucket."""
+    return pattern.startswith("gs://") and pattern.endswith(".json") and not glob.has_magic(pattern)
+
+
+def fixed_folder(pattern: str) -> str:
+    """Returns the folder before the first wildcard."""
+    parts = Path(os.path.abspath(os.path.expanduser(pattern))).parts[:-1]
+    has_wildcard = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return str(Path(*parts[:has_wildcard]))
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Returns True for a folder written by save_to_disk of Hugging Face datasets."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+def is_stream(path: str) -> bool:
+    """Returns True for the name of a dataset that another library reads."""
+    return path.startswith(STREAMS)
+
+
+def unpacked_name(path: str) -> str:
+    """Returns the path in lower case without .gz or .zst."""
+    name = path.lower()
+    for ending in PACKED:
+        name = name.removesuffix(ending)
+    return name
+
+
+def text_problem(file: SourceFile) -> str | None:
+    """Returns a message if the file's suffix is not that of text, else None."""
+    if file.path.lower().endswith(".json"):
+        return f"{file.path} may be one JSON value or many; name it .jsonl if each line is one, or .txt if it is text"
+    return not_documents_problem(file)
+
+
+def not_documents_problem(file: SourceFile) -> str | None:
+    """Returns a message if the file's suffix is not that of documents, else None."""
+    if not is_stream(file.path) and unpacked_name(file.path).endswith(TABLES):
+        return (
+            f"{file.path} is a table by its name, and would be read as prose; write its column of text as .jsonl or "
+            ".parquet, or name it .txt if it is prose"
+        )
+    if not is_stream(file.path) and unpacked_name(file.path).endswith(NOT_TEXT):
+        return (
+            f"{file.path} is not text by its name; data.files reads .jsonl, .parquet, .arrow, .array_record, .warc, "
+            ".html and text, plain or .gz or .zst (for ids in a .bin set data.name='tokens')"
+        )
+    return None
+
+
+def size_of(path: str) -> int | None:
+    """Returns the bytes of a file or saved dataset; None for a stream, whose size is unknown."""
+    if is_stream(path):
+        return None
+    if os.path.isdir(path):
+        return sum(os.path.getsize(inner) for inner in folder_files(path))
+    return os.path.getsize(path)
+
+
+def file_stamp(path: str) -> tuple[int, int]:
+    """Returns (bytes, mtime in nanoseconds), part of cache keys; (0, 0) for a stream."""
+    if is_stream(path):
+        return 0, 0
+    if is_saved_dataset(path):
+        stats = [os.stat(inner) for inner in folder_files(path)]
+        return sum(status.st_size for status in stats), max(status.st_mtime_ns for status in stats)
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def folder_files(path: str) -> list[str]:
+    """Returns all files below a folder, sorted."""
+    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+
+
+def stdlib_files() -> list[SourceFile]:
+    """Returns the source files of the standard library without tests, about 800 files and 12 MB.
+
+    Sources: 'modules' at the top level and 'packages' in folders.
+    """
+    root = sysconfig.get_paths()["stdlib"]
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
+        for name in names:
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)
+                source = "modules" if folder == root else "packages"
+                files.append(SourceFile(path, os.path.relpath(path, root), source))
+    return sorted(files, key=lambda file: (file.source, file.name))

@@ -1,0 +1,184 @@
+"""JSON Lines files: .jsonl, .ndjson, and .json.gz as in Dolma."""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.blocks import BYTE_ORDER_MARK, read_blocks, read_lines
+from jaxscale.runtime.text.sources.decode import REPAIRED, SURROGATES, is_utf8, repair
+from jaxscale.runtime.text.sources.left_out import count_skipped
+from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Metadata, Part, Records
+from jaxscale.system import packages
+from jaxscale.system.exits import BadInput
+
+orjson: Any = None  # optional: faster, with equal results
+if packages.is_installed("orjson"):
+    import orjson
+
+JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines")
+MISSING = object()
+JSON_ERRORS = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # of `loads`; orjson's is a JSONDecodeError
+
+
+def json_records(
+    path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
+) -> Iterator[tuple[int, int, bytes, Any, bool]]:
+    """Yields (offset, line number, line, value, is_valid) of each nonblank line.
+
+    is_valid: False if the line was reparsed, since it may have invalid UTF-8 or a lone surrogate. The value of a line
+    that is not UTF-8 is the line, unless cfg says to repair it.
+    Raises: BadInput naming file and line for one that is not JSON, if cfg says to stop.
+    """
+    blocks = read_blocks(path, cfg, skipped, part)
+    for offset, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, part.begin):
+        is_valid = True
+        try:
+            record = loads(line)
+        except JSON_ERRORS:
+            is_valid = False
+            content = line.removeprefix(BYTE_ORDER_MARK)  # also inside a file that was concatenated
+            record = reparse(content, cfg, skipped, f"{path} {format_line(number, part)}")
+        if record is not MISSING:
+            yield offset, number, line, record, is_valid
+
+
+def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each nonblank line; bytes for a line that is not UTF-8.
+
+    Raises: BadInput naming file and line for one that is not an object, or has no text in the text field.
+    """
+    text_field, metadata_fields = cfg.text_field, cfg.metadata_fields
+    for offset, number, line, record, is_valid in json_records(path, cfg, skipped, part):
+        text = record.get(text_field) if is_valid and type(record) is dict else None
+        if type(text) is str:  # the common case
+            yield offset, number, text, get_metadata(record, metadata_fields, line)
+        else:
+            yield from record_text(record, offset, number, line, cfg, skipped, f"{path} {format_line(number, part)}")
+
+
+def record_text(
+    record: Any, offset: int, number: int, line: bytes, cfg: ReadConfig, skipped: Counter, place: str
+) -> Records:
+    """Yields the text of a record, which is an object, or bytes that are not UTF-8.
+
+    Raises: BadInput beginning with `place` if it is invalid and cfg says to stop.
+    """
+    if isinstance(record, bytes):
+        yield offset, number, record, NO_METADATA
+        return
+    text = get_field(record, cfg.text_field, MISSING)
+    if text is not None and not isinstance(text, (str, bytes)):
+        skip_or_raise(f"{place}{missing_text_reason(record, text, cfg)}", cfg, skipped, "without text field", len(line))
+        return
+    if isinstance(text, str) and not is_utf8(text):
+        if cfg.invalid_utf8 == "repair":
+            text = SURROGATES.sub("\ufffd", text)
+            skipped[f"{REPAIRED}half a surrogate pair"] += 1
+        else:
+            text = text.encode("utf-8", "surrogatepass")
+    yield offset, number, text or "", get_metadata(record, cfg.metadata_fields, line)
+
+
+def loads(line: bytes) -> Any:
+    """Parses a line with the fast parser. Raises JSON_ERRORS, also for JSON that only strict_loads accepts."""
+    if orjson is not None:
+        return orjson.loads(line)
+    if b"\\ud" in line or b"\\uD" in line:
+        raise BadInput("it may hold half a surrogate pair, which the other parser refuses")
+    return strict_loads(line.decode())
+
+
+def strict_loads(text: str) -> Any:
+    """Parses with the json module. Raises BadInput with a message that follows 'is not'."""
+    try:
+        return json.loads(text, parse_int=parse_int)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise BadInput("JSON that can be read: it is nested too deeply") from None
+
+
+def parse_int(digits: str) -> int | float:
+    """Parses an integer; one with more digits than int() accepts becomes inf."""
+    return int(digits) if len(digits) < 4000 else float(digits)
+
+
+def reparse(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
+    """Parses a line again that the fast parser rejected.
+
+    Returns the line if it is not UTF-8 and not to be repaired; MISSING if it is blank, or not JSON and counted.
+
+    Raises: BadInput beginning with `place` if it is not JSON and cfg says to stop.
+    """
+    if not line.strip():
+        return MISSING
+    how = ""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        if cfg.invalid_utf8 != "repair":
+            return line
+        text, how = repair(line, cfg)
+    try:
+        record = strict_loads(text)
+    except BadInput as error:
+        skip_or_raise(f"{place} is not {error}", cfg, skipped, "not JSON", len(line))
+        return MISSING
+    if how:
+        skipped[f"{REPAIRED}{how}"] += 1
+    return record
+
+
+def get_field(record: Any, field: str, missing: Any = None) -> Any:
+    """Returns a field of a record, or `missing`; a.b is the field b of the object a."""
+    if not isinstance(record, dict):
+        return missing
+    if field in record:
+        return record[field]
+    head, dot, tail = field.partition(".")
+    return get_field(record.get(head), tail, missing) if dot else missing
+
+
+def get_metadata(record: dict[str, Any], fields: Metadata, line: bytes = b"") -> Metadata:
+    """Returns get_string of the fields of a record; '' for an empty field name."""
+    id, url, licence, language = [get_string(record, field, line) if field else "" for field in fields]
+    return id, url, licence, language
+
+
+def get_string(record: dict[str, Any], field: str, line: bytes = b"") -> str:
+    """Returns a field as text; '' if it is missing, null, an object or a list."""
+    value = record.get(field)
+    if value is None:
+        if "." not in field:
+            return ""
+        value = get_field(record, field)
+    if type(value) is float and line and orjson is not None:  # may be an integer of more than 64 bits
+        with contextlib.suppress(*JSON_ERRORS):
+            value = get_field(strict_loads(line.decode()), field)
+    if not isinstance(value, (str, int, float)):
+        return ""
+    word = str(value)
+    return word if word.isascii() else SURROGATES.sub("\ufffd", word)
+
+
+def missing_text_reason(record: Any, text: Any, cfg: ReadConfig) -> str:
+    """Returns why a record has no text."""
+    if text is not MISSING:
+        return f": field {cfg.text_field!r} is {type(text).__name__}, not text"
+    has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+    return f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.set_field}"
+
+
+def skip_or_raise(message: str, cfg: ReadConfig, skipped: Counter, reason: str, size: int) -> None:
+    """Raises BadInput, or counts the record of `size` bytes if data.damaged='skip'."""
+    if cfg.damaged == "stop":
+        raise BadInput(message)
+    count_skipped(skipped, reason, size)
+
+
+def format_line(number: int, part: Part) -> str:
+    """Formats 'line 3', with the part's first byte if lines are counted from there."""
+    return f"line {number}" + (f" after byte {part.begin}" if part.begin else "")

@@ -1,0 +1,120 @@
+"""Reads documents from a file of any supported format, whole or in parts."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.sources.array_record_text import array_record_parts, is_array_record, read_array_record
+from jaxscale.runtime.text.sources.blocks import check_unpacked, cut_parts, is_packed, next_line, packed_problem
+from jaxscale.runtime.text.sources.columns import parquet_parts, read_arrow, read_parquet
+from jaxscale.runtime.text.sources.data_sets import read_dataset, read_seqio
+from jaxscale.runtime.text.sources.decode import decode_text
+from jaxscale.runtime.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
+from jaxscale.runtime.text.sources.jsonl import JSON_LINES, format_line, read_json_lines
+from jaxscale.runtime.text.sources.left_out import BROKEN, count_skipped
+from jaxscale.runtime.text.sources.part import WHOLE, Damaged, Part, Records, read_error
+from jaxscale.runtime.text.sources.text import read_text, text_parts
+from jaxscale.runtime.text.sources.warc import read_page, read_warc
+from jaxscale.system.exits import BadInput
+
+
+class FormatReader(NamedTuple):
+    """Functions that read files of one format."""
+
+    unit: str  # name of a record in messages; '' for plain text, located by byte
+    read: Callable[[str, ReadConfig, Counter, Part], Records]
+    cut: Callable[[str, ReadConfig, int], list[Part]] | None = None  # (path, settings, bytes of a part)
+
+
+READERS: dict[tuple[str, ...], FormatReader] = {  # by file suffix
+    JSON_LINES: FormatReader(
+        "line", read_json_lines, lambda path, cfg, part_bytes: cut_parts(path, part_bytes, next_line)
+    ),
+    (".parquet",): FormatReader("row", read_parquet, parquet_parts),
+    (".arrow", ".feather"): FormatReader("row", read_arrow),
+    (".warc", ".wet"): FormatReader("record at byte", read_warc),
+    (".html", ".htm", ".xhtml"): FormatReader("page", read_page),
+}
+
+
+def format_reader(path: str) -> FormatReader:
+    """Returns the reader of a file, by its name."""
+    name = unpacked_name(path)
+    if path.startswith("hf://") or is_saved_dataset(path):
+        return FormatReader("row", read_dataset)
+    if path.startswith("seqio://"):
+        return FormatReader("example", read_seqio)
+    if is_array_record(name):
+        return FormatReader("record", read_array_record, array_record_parts)
+    plain = FormatReader("", read_text, text_parts)
+    return next((kind for endings, kind in READERS.items() if name.endswith(endings)), plain)
+
+
+@contextlib.contextmanager
+def handle_damage(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
+    """Wraps the reading of a file: counts damage, or raises BadInput, as data.damaged says."""
+    try:
+        yield
+    except Damaged as error:
+        if cfg.damaged == "stop":
+            raise BadInput(str(error)) from None
+        skipped[BROKEN] += 1
+    except BadInput as error:
+        if cfg.damaged == "stop" and is_packed(path) and (cause := packed_problem(path, cfg)):
+            raise BadInput(cause) from None  # bytes unpacked before the break was detected are not text
+        raise error
+    except OSError as error:
+        raise read_error(path, error) from None
+
+
+def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Document]:
+    """Yields the documents of a file, or of a part of it, in order; skipped documents are counted.
+
+    skipped: {reason: count}, also of repairs, see decode.is_repair.
+    Raises: BadInput naming file and location where cfg says to stop, or if the file cannot be read.
+    """
+    path, name, source = file
+    unit, read, _ = format_reader(path)
+    max_bytes, licence = cfg.max_document_bytes, cfg.licence
+    with handle_damage(path, cfg, skipped):
+        for offset, number, content, (id, url, document_licence, language) in read(path, cfg, skipped, part):
+            if not content:
+                skipped["empty"] += 1
+                continue
+            if isinstance(content, bytes) or "\0" in content:
+                place = lambda start, offset=offset, number=number: format_position(unit, part, offset, number, start)
+                content = decode_text(content, cfg, skipped, path, place)
+                if content is None:
+                    continue
+            if 4 * len(content) > max_bytes and len(content.encode()) > max_bytes:
+                count_skipped(skipped, "longer than max_document_bytes", len(content.encode()))
+                continue
+            yield Document(content, source, name, offset, id, url, document_licence or licence, language)
+
+
+def format_position(unit: str, part: Part, offset: int, number: int, start: int) -> str:
+    """Formats the location of a byte: 'line 3', 'row 7', or its offset in plain text."""
+    if not unit:
+        return str(offset + start)
+    if unit == "line":
+        return format_line(number, part)
+    return f"{unit} {number}"
+
+
+def split_file(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
+    """Splits a file into parts of about part_bytes; read_file of all parts gives all of its documents.
+
+    Plain text and JSON lines are split at document starts, Parquet between row groups, ArrayRecord between records;
+    other formats and packed files are one part.
+    """
+    if part_bytes < 1:
+        raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
+    cut = format_reader(file.path).cut
+    with handle_damage(file.path, cfg, Counter()):
+        if cut and not is_packed(file.path):
+            check_unpacked(file.path, cfg)
+        return cut(file.path, cfg, part_bytes) if cut else [WHOLE]
+    return [WHOLE]

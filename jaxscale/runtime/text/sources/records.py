@@ -1,0 +1,191 @@
+"""Records of evaluation files (JSON Lines, Parquet, Arrow) and lines of list files, with names for messages."""
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.blocks import read_blocks
+from jaxscale.runtime.text.sources.columns import arrow_batches
+from jaxscale.runtime.text.sources.files import unpacked_name
+from jaxscale.runtime.text.sources.jsonl import JSON_LINES, skip_or_raise
+from jaxscale.runtime.text.sources.jsonl import json_records as read_values
+from jaxscale.runtime.text.sources.left_out import TRAILING
+from jaxscale.runtime.text.sources.part import Damaged
+from jaxscale.runtime.text.sources.read import handle_damage
+from jaxscale.runtime.text.sources.text import numbered_lines
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import check_depth
+
+ROWS_AT_ONCE = 1024
+BATCH_BYTES = 256 << 20  # of rows of a table that are decoded together, if each has the longest text
+LONGEST_LINE = 8 << 20  # bytes
+MOST_TEXT = 128 << 20  # bytes of an unpacked file: evaluation items are in memory
+MOST_RECORDS = 1_000_000
+ENDINGS = (*JSON_LINES, ".parquet", ".arrow")
+Damage = Literal["stop", "skip"]
+Found = TypeVar("Found")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListReadConfig(ReadConfig):
+    """Read settings for files in which no record may be skipped."""
+
+    may_skip: ClassVar[bool] = False
+
+
+def kind_of(path: Path | str) -> str:
+    """Returns the lower-case suffix of a file name, without .gz or .zst."""
+    return os.path.splitext(unpacked_name(str(path)))[1]
+
+
+def read_records(
+    path: Path, damaged: Damage | None = None, skipped: Counter | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields (FILE:LINE or FILE:ROW counted from 1, value) of each record of a file.
+
+    Args: damaged: 'skip' counts unreadable records in `skipped`; None: as 'stop', without that setting in messages.
+    Raises: BadInput naming the file, the line that is not JSON, or the limit that is exceeded.
+    """
+    kind, skipped = kind_of(path), Counter() if skipped is None else skipped
+    assert kind in ENDINGS, path
+    if kind in JSON_LINES:
+        found = ((f"{path.name}:{line}", value) for line, value in json_records(str(path), damaged, skipped, MOST_TEXT))
+    else:
+        table = parquet_records(path) if kind == ".parquet" else arrow_records(path)
+        found = yield_readable(table, path, list_config(damaged), skipped)
+    total = 0
+    for number, (name, value) in enumerate(found, 1):
+        total += text_size(value)
+        if number > MOST_RECORDS:
+            raise too_large(path, f"has more than {MOST_RECORDS:,} records")
+        if total > MOST_TEXT:
+            raise too_large(path, f"holds more than {MOST_TEXT:,} characters")
+        yield name, value
+
+
+def too_large(path: Path | str, what: str) -> BadInput:
+    """Returns the error for a file beyond a limit."""
+    return BadInput(f"{path} {what}; use a part of it")
+
+
+def text_size(value: Any) -> int:
+    """Returns the characters of all strings in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + text_size(part) for key, part in value.items())
+    return sum(map(text_size, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def list_config(damaged: Damage | None = None) -> ReadConfig:
+    """Returns the settings for evaluation files and lists."""
+    cls = ListReadConfig if damaged is None else ReadConfig
+    return cls(damaged=damaged or "stop", max_line_bytes=LONGEST_LINE)
+
+
+def yield_readable(found: Iterator[Found], path: Path | str, cfg: ReadConfig, skipped: Counter) -> Iterator[Found]:
+    """Yields the records of a file; see `handle_damage`."""
+    with handle_damage(str(path), cfg, skipped):
+        yield from found
+
+
+def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int, max_bytes: int | None) -> None:
+    """Raises BadInput for a file of more than `most` bytes, or, if nothing may be skipped, with too long a line."""
+    if max_bytes is not None and total > max_bytes:
+        raise too_large(path, f"holds more than {max_bytes:,} bytes")
+    if cfg.damaged == "stop" and skipped["longer than max_line_bytes"]:
+        raise too_large(path, f"has a line of more than {LONGEST_LINE:,} bytes")
+    if cfg.damaged == "stop" and skipped[TRAILING]:
+        raise BadInput(f"{path} has other bytes after the packed data; unpack it, or fetch it again")
+
+
+def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, str]]:
+    """Yields (number from 1, line without its end) of a text file, which may be packed.
+
+    most: limit of its bytes. Raises BadInput naming the file, the line that is not UTF-8, or the limit that is
+    exceeded.
+    """
+    cfg, skipped, total = list_config(), Counter(), 0
+    lines = numbered_lines(read_blocks(path, cfg, skipped), cfg, skipped, 0)
+    for _, number, line in yield_readable(lines, path, cfg, skipped):
+        total += len(line)
+        check_bounds(path, cfg, skipped, total, max_bytes)
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{path} line {number} is not UTF-8 ({error.reason}); write it again") from None
+        yield number, text
+    check_bounds(path, cfg, skipped, total, max_bytes)
+
+
+def json_records(
+    path: str, damaged: Damage | None = None, skipped: Counter | None = None, max_bytes: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yields (number from 1, value) of nonblank lines. Args and errors: see read_records and text_lines."""
+    cfg, skipped, total = list_config(damaged), Counter() if skipped is None else skipped, 0
+    for _, number, line, value, _ in yield_readable(read_values(path, cfg, skipped), path, cfg, skipped):
+        total += len(line)
+        check_bounds(path, cfg, skipped, total, max_bytes)
+        if isinstance(value, bytes):
+            skip_or_raise(f"{path} line {number} is not UTF-8", cfg, skipped, "invalid UTF-8", len(line))
+            continue
+        try:
+            check_depth(value)
+        except BadInput as error:
+            skip_or_raise(f"{path} line {number} is not JSON: {error}", cfg, skipped, "not JSON", len(line))
+            continue
+        yield number, value
+    check_bounds(path, cfg, skipped, total, max_bytes)
+
+
+def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of a Parquet file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    def batches(file: Any) -> Iterator[Any]:
+        for group in range(file.metadata.num_row_groups):
+            size = file.metadata.row_group(group).total_byte_size
+            if size > MOST_TEXT:
+                raise too_large(path, f"has a row group of {size:,} bytes, and at most {MOST_TEXT:,} are unpacked")
+            at_once = rows_at_once(size)  # dictionary encoding may repeat one long text in all rows
+            yield from file.iter_batches(at_once, row_groups=[group], use_threads=False)
+
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:  # without threads: see lineage.py
+            yield from rows(path, batches(file))
+    except pyarrow.ArrowInvalid as error:
+        raise Damaged(f"{path} is not whole Parquet: {error}") from None
+
+
+def arrow_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of an Arrow file or stream (Hugging Face datasets write streams)."""
+    import pyarrow
+
+    try:
+        with pyarrow.OSFile(str(path)) as source:
+            yield from rows(path, arrow_batches(source)[1])
+    except pyarrow.ArrowInvalid as error:
+        raise Damaged(f"{path} is not whole Arrow: {error}") from None
+
+
+def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of Arrow record batches."""
+    number = 0
+    for batch in batches:
+        if batch.nbytes > MOST_TEXT:
+            raise too_large(path, f"has a batch of {batch.nbytes:,} bytes, and at most {MOST_TEXT:,} are unpacked")
+        at_once = rows_at_once(batch.nbytes)
+        for first in range(0, batch.num_rows, at_once):
+            for value in batch.slice(first, at_once).to_pylist():
+                number += 1
+                yield f"{path.name}:{number}", value
+
+
+def rows_at_once(size: int) -> int:
+    """Returns the number of rows to decode together, if each may have a text of `size` bytes."""
+    return min(ROWS_AT_ONCE, max(1, BATCH_BYTES // max(size, 1)))

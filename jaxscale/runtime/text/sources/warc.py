@@ -1,0 +1,277 @@
+"""Web pages in WARC files (ISO 28500, WARC/1.1), WET files of extracted text, and single HTML files.
+
+resiliparse (Bevendorff et al. 2018) or trafilatura (Barbaresi 2021) extract the main text of a page.
+"""
+
+import io
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jaxscale.runtime.text.config import ReadConfig
+from jaxscale.runtime.text.sources.blocks import as_file, read_blocks
+from jaxscale.runtime.text.sources.left_out import FIXES, count_skipped
+from jaxscale.runtime.text.sources.part import (
+    NO_METADATA,
+    SKIP_REMAINDER,
+    WHOLE,
+    Damaged,
+    Part,
+    Records,
+    damage_fix,
+    importing,
+)
+
+MAX_HEADER_BYTES = 1 << 16
+HTML = ("text/html", "application/xhtml+xml")
+OK_STATUS = ("200", "203", "206")  # status codes of responses with the requested page
+OTHERS = ("warcinfo", "request", "metadata", "revisit", "continuation")
+DECLARED = re.compile(
+    rb"""<(?:meta|\?xml)[^>]{0,512}?(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.I
+)
+TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9-]*+)([^<>]*+)>")  # possessive, to avoid quadratic time
+NEVER_NESTED = set(  # elements without an end tag, or with an optional one
+    "area base br col embed hr img input link meta param source track wbr p li dt dd option optgroup tr td th thead "
+    "tbody tfoot colgroup html body rp rt".split()
+)
+MODES = {"fast": "fast", "precision": "favor_precision", "recall": "favor_recall"}  # arguments of trafilatura
+MAX_DEPTH = 1000  # browsers go to about 512
+DECLARED_WITHIN = 4096  # bytes; the HTML standard says 1024, but many pages exceed it
+MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+
+
+class Record(NamedTuple):
+    """A WARC record. The block is None if it was too long."""
+
+    offset: int
+    header: dict[str, str]
+    block: bytes | None
+
+
+def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each page or text record in a WARC file; id is the record's, url the page's.
+
+    Records without a page (requests, images, responses such as 404) are counted in `skipped`.
+    """
+    for record in warc_records(path, cfg, skipped, part):
+        kind = record.header.get("warc-type", "")
+        url = record.header.get("warc-target-uri", "").strip("<>")
+        id = record.header.get("warc-record-id", "").strip("<>")
+        if kind not in ("response", "resource", "conversion"):
+            skipped["WARC: no page but a " + (kind if kind in OTHERS else "record of an unknown kind")] += 1
+        elif record.block is None:
+            count_skipped(skipped, "longer than max_line_bytes", int(record.header["content-length"]))
+        elif kind == "conversion":
+            yield record.offset, record.offset, record.block.strip(b"\r\n"), (id, url, "", "")
+        else:
+            mime = record.header.get("content-type", "")
+            found = http_body(record.block, cfg) if kind == "response" else ("", mime, record.block)
+            if not isinstance(found, str) and not found[1].lower().startswith(HTML):
+                found = "WARC: not HTML"
+            if isinstance(found, str):
+                count_skipped(skipped, found, len(record.block)) if found in FIXES else skipped.update([found])
+                continue
+            text = page_text(found[2], charset_of(found[1]), cfg, skipped)
+            if text is not None:
+                yield record.offset, record.offset, text, (id, url, "", "")
+
+
+def warc_records(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Record]:
+    """Yields the records. Raises Damaged naming file and byte of a truncated or invalid one."""
+    stream = as_file(read_blocks(path, cfg, skipped, part))
+    fix = damage_fix(cfg, SKIP_REMAINDER)
+    while not at_end(stream):
+        offset = stream.tell()
+        head = read_head(stream)
+        if head is None or not head.startswith(b"WARC/"):
+            raise Damaged(f"{path} has no WARC record at byte {offset:,}, unpacked; {fix}")
+        header = parse_header(head)
+        length = header.get("content-length", "")
+        if not (length.isascii() and length.isdecimal() and len(length) < 19):
+            raise Damaged(f"{path}: the WARC record at byte {offset:,}, unpacked, has an invalid Content-Length; {fix}")
+        size = int(length)
+        block = stream.read(size) if size <= cfg.max_line_bytes else None
+        if (skip_bytes(stream, size) if block is None else len(block)) < size:
+            raise Damaged(f"{path} is cut short in the WARC record at byte {offset:,}, unpacked; {fix}")
+        yield Record(offset, header, block)
+
+
+def at_end(stream: io.BufferedReader) -> bool:
+    """Skips line ends; returns True at the end of the stream."""
+    while buffer := stream.peek():
+        remaining = buffer.lstrip(b"\r\n")
+        stream.read(len(buffer) - len(remaining))
+        if remaining:
+            return False
+    return True
+
+
+def read_head(stream: io.BufferedReader) -> bytes | None:
+    """Returns the bytes up to and including the next blank line; None at the end or beyond MAX_HEADER_BYTES."""
+    head = b""
+    while len(head) < MAX_HEADER_BYTES and (line := stream.readline(MAX_HEADER_BYTES)):
+        head += line
+        if head.endswith(b"\r\n\r\n"):
+            return head
+    return None
+
+
+def skip_bytes(stream: io.BufferedReader, size: int) -> int:
+    """Skips up to `size` bytes and returns the number skipped."""
+    skipped_bytes = 0
+    while skipped_bytes < size and (num_read := len(stream.read(min(size - skipped_bytes, 1 << 20)))):
+        skipped_bytes += num_read
+    return skipped_bytes
+
+
+def parse_header(head: bytes) -> dict[str, str]:
+    """Parses header fields, names in lower case, first value of each; a line with leading space is a continuation."""
+    found: dict[str, str] = {}
+    lines = head.decode("utf-8", "replace").replace("\r\n ", " ").replace("\r\n\t", " ").split("\r\n")
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.strip().lower(), value.strip())
+    return found
+
+
+def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, str, bytes] | str:
+    """Returns (status, content type, decoded body) of an HTTP response, or the reason for a missing page."""
+    head, blank, body = block.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/") or len(head) > MAX_HEADER_BYTES:
+        return "WARC: not HTTP"
+    fields, status = parse_header(head), head.split(maxsplit=2)[1:2]
+    if not status or status[0].decode("ascii", "replace") not in OK_STATUS:
+        return "WARC: no page but another answer"
+    if "chunked" in fields.get("transfer-encoding", "").lower():
+        body = decode_chunked(body)
+    encoding = fields.get("content-encoding", "").lower().strip()
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        unpacked = unpack_body(body, cfg.max_line_bytes)
+        if unpacked is None:
+            return "longer than max_line_bytes"
+        body = unpacked
+    elif encoding not in ("", "identity", "none") and not body.lstrip()[:1] == b"<":
+        return "WARC: packed in an unknown way"
+    return status[0].decode(), fields.get("content-type", ""), body
+
+
+def decode_chunked(body: bytes) -> bytes:
+    """Decodes a chunked body (RFC 9112, 7.1); unchanged if it is not chunked, since some crawlers decode it."""
+    pieces, place = [], 0
+    while True:
+        end = body.find(b"\r\n", place, place + 64)
+        digits = body[place:end].split(b";")[0].strip() if end >= 0 else b""
+        if not digits or len(digits) > 8 or digits.strip(b"0123456789abcdefABCDEF"):
+            return b"".join(pieces) if pieces else body
+        size = int(digits, 16)
+        if not size:
+            return b"".join(pieces)
+        pieces.append(body[end + 2 : end + 2 + size])
+        place = end + 2 + size + 2
+
+
+def unpack_body(body: bytes, limit: int) -> bytes | None:
+    """Unpacks a gzip or deflate body; unchanged if it is neither (some crawlers unpack it); None if too long."""
+    for window in (zlib.MAX_WBITS | 32, -zlib.MAX_WBITS):
+        try:
+            unpacked = zlib.decompressobj(window).decompress(body, limit + 1)
+        except zlib.error:
+            continue
+        return unpacked if len(unpacked) <= limit else None
+    return body
+
+
+def charset_of(content_type: str) -> str:
+    """Returns the charset of a Content-Type, or ''."""
+    for word in content_type.split(";")[1:]:
+        name, _, value = word.partition("=")
+        if name.strip().lower() == "charset":
+            return value.strip().strip("\"'")
+    return ""
+
+
+def read_page(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of an HTML file."""
+    page = as_file(read_blocks(path, cfg, skipped)).read(cfg.max_line_bytes + 1)
+    if len(page) > cfg.max_line_bytes:
+        count_skipped(skipped, "longer than max_line_bytes", os.path.getsize(path))
+    elif not page.strip():
+        yield 0, 1, b"", NO_METADATA
+    elif (text := page_text(page, "", cfg, skipped)) is not None:
+        yield 0, 1, text, NO_METADATA
+
+
+def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> str | None:
+    """Returns the text of a page; None if it is not text, which is counted.
+
+    charset: of the HTTP header, or ''. It has priority over the page's own declaration, as in the HTML standard
+    (https://html.spec.whatwg.org/multipage/parsing.html#determining-the-character-encoding); without either, it is
+    guessed.
+    """
+    html = page_string(page, charset)
+    if html.count("\ufffd") > 0.01 * len(html) or "\0" in html[:1024]:
+        count_skipped(skipped, "page that is no text", len(page))
+        return None
+    if too_deep(html):
+        count_skipped(skipped, "page nested too deeply", len(page))
+        return None
+    return extract(html, cfg)
+
+
+def too_deep(html: str) -> bool:
+    """Returns True if elements are nested more than MAX_DEPTH deep: extractors take quadratic time in the depth."""
+    if html.count("<") < MAX_DEPTH:
+        return False
+    depth = 0
+    for end, name, remaining in TAG.findall(html):
+        if not remaining.endswith("/") and name.lower() not in NEVER_NESTED:
+            depth = max(depth - 1, 0) if end else depth + 1
+            if depth > MAX_DEPTH:
+                return True
+    return False
+
+
+def page_string(page: bytes, charset: str) -> str:
+    """Decodes a page by its byte order mark, `charset`, its declaration, or a guess, in this order."""
+    with importing("reading web pages", "resiliparse"):
+        from resiliparse.parse import encoding as encodings
+    for mark, name in MARKS:
+        if page.startswith(mark):
+            return page[len(mark) :].decode(name, "replace")
+    declared = DECLARED.search(page[:DECLARED_WITHIN])
+    for name in (charset, declared[1].decode("ascii") if declared else ""):
+        encoding = encodings.map_encoding_to_html5(name, fallback_utf8=False) if name else None
+        if encoding and encoding.startswith("utf-16") and declared and name != charset:
+            encoding = "utf-8"  # a declaration readable as ASCII cannot be UTF-16
+        if encoding:
+            break
+    else:
+        encoding = "utf-8" if is_utf8(page) else encodings.detect_encoding(page)
+    return encodings.bytes_to_str(page, encoding or "utf-8", errors="replace")
+
+
+def is_utf8(page: bytes) -> bool:
+    """Returns True if the bytes are UTF-8."""
+    try:
+        page.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def extract(html: str, cfg: ReadConfig) -> str:
+    """Returns the text of the main content, '' if there is none."""
+    if cfg.html_text == "trafilatura":
+        with importing(f"{cfg.where}html_text='trafilatura'", "trafilatura with lxml_html_clean"):
+            import trafilatura
+        mode: dict[str, Any] = {} if cfg.html_mode == "default" else {MODES[cfg.html_mode]: True}
+        return trafilatura.extract(html, include_comments=False, **mode) or ""
+    with importing("reading web pages", "resiliparse"):
+        from resiliparse.extract.html2text import extract_plain_text
+    return extract_plain_text(
+        html, main_content=True, preserve_formatting=True, alt_texts=False, links=False, comments=False
+    )

@@ -1,0 +1,85 @@
+"""Tokenizers with more ids than the embedding table of their model.
+
+Gemma 3's has <image_soft_token>, which is not in the table of the text-only model; adapters are published with a
+padding token that their model lacks. Such ids are never sampled, and text that contains them raises.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from jaxscale.runtime.text.tokenizer.base import EncodedBlock, Tokenizer
+from jaxscale.system.exits import BadInput
+
+
+def fits(tokenizer: Tokenizer, vocab_size: int) -> bool:
+    """Returns True if a model with vocab_size ids covers all ids of text, and the begin and end tokens."""
+    ends = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
+    is_text = (tokenizer.token_bytes[vocab_size:] > 0) | tokenizer.fallback[vocab_size:]
+    return ends < vocab_size and not is_text.any()
+
+
+def describe_unused(tokenizer: Tokenizer, vocab_size: int) -> str:
+    """Returns a message about special tokens outside the model's vocabulary, to follow the tokenizer's name; or ''."""
+    names = sorted(name for name, i in tokenizer.special_ids.items() if i >= vocab_size)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    line = f"has special tokens outside the model's vocabulary, which are never used: {', '.join(names[:3])}{more}"
+    return line if names else ""
+
+
+def limit_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """Returns the tokenizer; if it has more ids than the model, one that raises for them."""
+    return tokenizer if tokenizer.vocab_size <= vocab_size else cast(Tokenizer, BoundedTokenizer(tokenizer, vocab_size))
+
+
+class BoundedTokenizer:
+    """A tokenizer that raises BadInput for text with an id outside the model's vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer = tokenizer
+        self.special_ids = BoundedIds(tokenizer.special_ids)
+        self.special_ids.vocab_size = vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # accessed while copying, before _whole is set
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns int32[tokens]."""
+        return self._checked(self._tokenizer.encode(text))
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encodes each text."""
+        return [self._checked(ids) for ids in self._tokenizer.encode_many(texts)]
+
+    def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
+        """Encodes each text into one array."""
+        block = self._tokenizer.encode_block(texts)
+        self._checked(block.ids)
+        return block
+
+    def _checked(self, ids: np.ndarray) -> np.ndarray:
+        if (largest := int(ids.max(initial=0))) >= self.special_ids.vocab_size:
+            raise BadInput(self.special_ids.refusal(largest))
+        return ids
+
+
+class BoundedIds(dict[str, int]):
+    """{name: id}; access to an id outside the model's vocabulary raises BadInput."""
+
+    vocab_size = 0
+
+    def __getitem__(self, name: str) -> int:
+        if (found := super().__getitem__(name)) >= self.vocab_size:
+            raise BadInput(self.refusal(found))
+        return found
+
+    def refusal(self, found: int) -> str:
+        """Returns the message for an id."""
+        name = next((name for name, i in self.items() if i == found), "a token")
+        return (
+            f"a text has {name}, which is token id {found} of the tokenizer, but the model has {self.vocab_size} ids; "
+            "remove it from the text or the chat template"
+        )

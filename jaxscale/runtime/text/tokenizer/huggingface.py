@@ -1,0 +1,221 @@
+"""Tokenizers in tokenizer.json and vocab.txt format, with the `tokenizers` package."""
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+
+from jaxscale.runtime.text.tokenizer.added import Neighbors, add_all
+from jaxscale.runtime.text.tokenizer.base import (
+    LARGEST,
+    Encode,
+    EncodedBlock,
+    Tokenizer,
+    choose_begin,
+    choose_eos,
+    concat_block,
+    find_objective_tokens,
+    fingerprint,
+    library_errors,
+)
+from jaxscale.runtime.text.tokenizer.config import EncodeConfig
+from jaxscale.runtime.text.tokenizer.fast import make_encode
+from jaxscale.runtime.text.tokenizer.pretokenize import byte_alphabet
+from jaxscale.runtime.text.tokenizer.wordpiece import read_vocab_txt
+from jaxscale.system import foreign
+from jaxscale.system.exits import BadInput
+
+JSON, VOCAB_TXT = "tokenizer.json", "vocab.txt"
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json or vocab.txt. The name of a special token in text is encoded as plain text.
+
+    Batches of texts use the fastest encoder that gives the same ids (see fast.py); `encoder` is its name.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        eos_token: str = "",
+        begin_tokens: Sequence[str] | None = None,
+        encoding: EncodeConfig = EncodeConfig(),  # noqa: B008 - frozen
+        neighbors: Neighbors = Neighbors(),  # noqa: B008 - a tuple
+    ):
+        self._tokenizer, self._is_changed = read_file(path, neighbors)
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()  # truncation and padding are saved in some files
+        self._tokenizer.no_padding()
+        self._encoding = encoding
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = path
+        self.vocab_size = max(ids.values()) + 1
+        self.eos_id = choose_eos(path, eos_token, ids)
+        self.eos_token = self._tokenizer.id_to_token(self.eos_id) or ""
+        with self._works():
+            whole = self._tokenizer.encode("a", add_special_tokens=True)
+        first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
+        self.marks = find_objective_tokens(self.special_ids)
+        self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
+        self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
+        name, content = self.saved_file()
+        kind = name if name == VOCAB_TXT else "tokenizers"
+        self.fingerprint = fingerprint(kind, content, self.eos_id, self.begin_ids)
+        self.prefix_after_special = self._restarts_after_special()
+        self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
+
+    def saved_file(self) -> tuple[str, bytes]:
+        """Returns (name, content) of a single file that gives the same ids; with added tokens a tokenizer.json."""
+        if self._is_changed:
+            return JSON, self._tokenizer.to_str().encode()
+        return VOCAB_TXT if self.name.endswith(".txt") else JSON, foreign.read_named(self.name, LARGEST)
+
+    def _restarts_after_special(self) -> bool:
+        """Returns True if text after a special token is encoded as at the start of a document."""
+        name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
+        self._tokenizer.encode_special_tokens = False
+        with self._works():
+            ids = self._tokenizer.encode(f"{name}a", add_special_tokens=False).ids
+        self._tokenizer.encode_special_tokens = True
+        return ids[:1] == [self.eos_id] and ids[1:] == self.encode("a").tolist()
+
+    @property
+    def encoder(self) -> str:
+        """Returns the package that encodes batches: 'gigatoken', 'tiktoken' or 'tokenizers'."""
+        return self._fast[0]
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns int32[tokens] without special tokens."""
+        with self._works():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
+        """Encodes each text into one array.
+
+        Raises: BadInput if a fast encoder gives other ids, or if a text is not valid Unicode.
+        """
+        try:
+            return self._fast[1](texts)
+        except (TypeError, UnicodeEncodeError):  # raised by the packages for invalid Unicode
+            for text in texts:
+                check_text(text)
+            raise
+
+    @functools.cached_property
+    def _fast(self) -> tuple[str, Encode]:
+        """Returns (name, encoder), created and tested at first use."""
+        return make_encode(self.name, json.loads(self._tokenizer.to_str()), self._encode_exactly, self._encoding)
+
+    def _encode_exactly(self, texts: Sequence[str]) -> EncodedBlock:
+        """Encodes texts with the tokenizers package."""
+        with self._works():
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return concat_block(one.ids for one in encoded)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Decodes ids without special tokens."""
+        with self._works():
+            return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
+
+    def _works(self) -> contextlib.AbstractContextManager[None]:
+        """Wraps calls of the package: some files load but fail to encode."""
+        return library_errors(f"data.tokenizer={self.name} does not work")
+
+    def _count_bytes(self, spec: dict) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (token_bytes, fallback).
+
+        Bytes are exact for byte-level models and SentencePiece's alphabet; otherwise those of the token's name. They
+        are counted after normalization (lower case, NFC).
+        """
+        byte_level = '"ByteLevel"' in json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")])
+        unknown = (spec.get("model") or {}).get("unk_token")
+        added = self._tokenizer.get_added_tokens_decoder()
+        byte_of = byte_alphabet()
+        if byte_level and unknown is None and (absent := byte_of.keys() - self._tokenizer.get_vocab().keys()):
+            self.loss_reason = (
+                f"its vocabulary lacks {len(absent)} of the 256 bytes and it has no unknown token: train it again with "
+                "initial_alphabet=ByteLevel.alphabet(), or name another tokenizer"
+            )
+        counts, fallback = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, bool)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                counts[i] = 0 if added[i].special else len(token.encode())
+                fallback[i] = token == unknown
+            elif byte_level:
+                counts[i] = len(token)  # one character per byte
+                fallback[i] = byte_of.get(token, 0) >= 0x80
+            else:
+                counts[i] = piece_bytes(token)
+                fallback[i] = token == unknown or is_byte_piece(token)
+        return counts, fallback
+
+
+def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns the tokenizer of a file with the tokens of the files next to it, and whether that changed it.
+
+    Raises: BadInput for an unreadable file, and for one that is nondeterministic or contradicts the other files.
+    """
+    content, settings = foreign.read_named(path, LARGEST), dict(neighbors.settings)
+    if path.endswith(".model"):
+        from jaxscale.runtime.text.tokenizer.sentencepiece_json import convert
+
+        made, is_changed = convert(content, path, neighbors), True
+    else:
+        is_list = path.endswith(".txt")
+        lowercase = settings.get("do_lower_case")
+        kind = f"WordPiece {VOCAB_TXT}" if is_list else JSON
+        with library_errors(f"data.tokenizer={path} cannot be read as a {kind}"):
+            made = read_vocab_txt(content, lowercase) if is_list else tokenizers.Tokenizer.from_str(content.decode())
+        is_changed = is_list and lowercase is not None
+    check_deterministic(path, made.model)
+    check_prefix_space(path, made, settings.get("add_prefix_space"))
+    with library_errors(f"data.tokenizer={path} does not work"):
+        return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
+
+
+def check_deterministic(path: str, model: tokenizers.models.Model) -> None:
+    """Raises BadInput for a model with random ids, with which training would not be reproducible."""
+    found = {name: getattr(model, name, None) for name in ("dropout", "alpha", "nbest_size")}
+    for name, value in found.items():
+        if value:
+            raise BadInput(
+                f"data.tokenizer={path}: {name}={value} in its model makes the ids random; set "
+                f'"{name}" to null in that file'
+            )
+
+
+def check_prefix_space(path: str, made: tokenizers.Tokenizer, declared: bool | None) -> None:
+    """Raises BadInput if the files differ in add_prefix_space: transformers 4 follows one, 5 the other."""
+    actual = getattr(made.pre_tokenizer, "add_prefix_space", None)
+    if isinstance(declared, bool) and isinstance(actual, bool) and actual != declared and path.endswith(JSON):
+        raise BadInput(
+            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, and tokenizer_config.json next "
+            f"to it has {declared}; make them agree"
+        )
+
+
+def check_text(text: str) -> None:
+    """Raises BadInput with the location of a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text[max(0, error.start - 20) : error.start + 20]
+        raise BadInput(f"half a surrogate pair at character {error.start} of a text, near {shown!r}") from None
+
+
+def is_byte_piece(piece: str) -> bool:
+    """Returns True for SentencePiece's name of a byte, '<0x0A>'."""
+    return re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece) is not None
+
+
+def piece_bytes(piece: str) -> int:
+    """Returns the bytes of text of a piece: '▁' is a space, '<0x0A>' one byte, '##' nothing."""
+    if is_byte_piece(piece):
+        return 1
+    return len(piece.replace("▁", " ").removeprefix("##").encode()) or len(piece)

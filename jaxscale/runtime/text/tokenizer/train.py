@@ -1,0 +1,96 @@
+"""Trains a tokenizer on a sample of the corpus and writes a tokenizer.json or a SentencePiece .model."""
+
+import hashlib
+import heapq
+import importlib.metadata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig, special_names
+from jaxscale.system import packages
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import write_bytes_atomic
+
+PIECE_CHARACTERS = 1 << 20  # unit of sampling
+
+
+class TrainedTokenizer(NamedTuple):
+    """A trained tokenizer and its provenance."""
+
+    path: str
+    trainer: str  # the package and its version
+    vocab_size: int  # less than requested if the text has fewer pieces
+    documents: int  # in the sample; a very long one counts once per piece
+    text_bytes: int
+    sha256: str  # of the file
+
+
+def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str | Path) -> TrainedTokenizer:
+    """Trains on a sample of `texts` and writes `path`; equal texts in any order give equal bytes.
+
+    path: ends in cfg.ending. Raises: BadInput if it does not, if a package is missing, or if the
+    texts are too small for the vocabulary.
+    """
+    path = Path(path)
+    if path.suffix != cfg.ending:
+        raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {cfg.ending}; rename it")
+    package = cfg.trainer if cfg.kind == "bpe" else "sentencepiece" if cfg.is_sentencepiece else "tokenizers"
+    if not packages.is_installed(package):
+        raise BadInput(f"trainer={package} is not installed: pip install 'jaxscale[prepare]'")
+    sampled = sample(texts, cfg.sample_bytes, cfg.seed)
+    if not sampled:
+        raise BadInput(f"no text to train {path} on, or none that fits in sample_bytes={cfg.sample_bytes}")
+    content, vocab_size = train(sampled, cfg)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(path, content)  # readers assume that the file is complete
+    return TrainedTokenizer(
+        path=str(path),
+        trainer=f"{package} {importlib.metadata.version(package)}",
+        vocab_size=vocab_size,
+        documents=len(sampled),
+        text_bytes=sum(len(text.encode()) for text in sampled),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def train(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
+    """Returns (tokenizer.json or SentencePiece .model, number of ids)."""
+    from jaxscale.runtime.text.tokenizer import bpe, sentencepiece, wordpiece  # heavy dependencies
+
+    if cfg.is_sentencepiece:
+        return sentencepiece.train_sentencepiece(texts, cfg)
+    if cfg.kind == "wordpiece":
+        tokenizer = wordpiece.train_wordpiece(texts, cfg)
+    else:
+        tokenizer = bpe.train_bpe(texts, cfg.vocab_size, special_names(cfg), cfg.split, cfg.trainer)
+    return tokenizer.to_str(pretty=True).encode(), tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def sample(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
+    """Returns the texts with the smallest hashes, up to `sample_bytes` of UTF-8, in hash order.
+
+    The result does not depend on the order of `texts` or on their division among workers; another seed selects others.
+    Memory: at most sample_bytes and one piece; documents are cut into pieces of PIECE_CHARACTERS.
+    """
+    key = seed.to_bytes(16, "little", signed=True)
+    heap: list[tuple[int, bytes]] = []  # max-heap by hash
+    size, limit = 0, 1 << 128  # hashes from here on are excluded
+    for text in split_texts(texts):
+        raw = text.encode()
+        order = int.from_bytes(hashlib.blake2b(raw, digest_size=16, key=key).digest(), "big")
+        if order >= limit:
+            continue
+        heapq.heappush(heap, (-order, raw))
+        size += len(raw)
+        while size > sample_bytes:
+            negative_hash, raw = heapq.heappop(heap)
+            size, limit = size - len(raw), -negative_hash
+    return [raw.decode() for _, raw in sorted(heap, reverse=True)]
+
+
+def split_texts(texts: Iterable[str]) -> Iterator[str]:
+    """Yields the texts, long ones in pieces, without empty ones."""
+    for text in texts:
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            yield text[start : start + PIECE_CHARACTERS]

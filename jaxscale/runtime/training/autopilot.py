@@ -1,0 +1,247 @@
+"""Reads the guard's metrics of each step, records events and carries out recovery, identically in every process."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxscale import units
+from jaxscale.core import guard
+from jaxscale.core.batch import Batch
+from jaxscale.core.state import TrainState
+from jaxscale.core.train_config import GuardConfig, RecoveryConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.hosts.agree import agreed
+from jaxscale.runtime.monitor.events import Note, ignore
+from jaxscale.runtime.training import recovery
+from jaxscale.runtime.training.decisions import Decisions, LrCut
+from jaxscale.runtime.training.replicas import ReplicaMonitor
+from jaxscale.system.exits import Exit, Stop
+
+FIX = "lower optim.peak_lr, lengthen optim.warmup_tokens, or look at the data of these steps"
+VERDICT_TEXT = {
+    guard.NOT_FINITE: "a loss or gradient that is not finite",
+    guard.ABSURD_NORM: "an absurd gradient norm",
+    guard.LOSS_RATIO: "a loss too far above the window's median",
+    guard.LOSS_SIGMAS: "a loss too many sigmas above the window's median",
+    guard.NORM_SIGMAS: "a gradient norm too many sigmas above the window's median",
+    guard.NORM_RATIO: "a gradient norm too far above optim.clip_norm",
+    guard.ORDERED: "been skipped in the run that is replayed",
+}
+
+
+class Rewound(Exception):
+    """Raised if the run continues from an older checkpoint: open it again."""
+
+
+class Rescheduled(Rewound):
+    """Raised if the decay begins early: open the run again at the step that was just saved."""
+
+
+class AutopilotSpec(NamedTuple):
+    """Inputs of an Autopilot, made by runtime/run/assembly.py."""
+
+    recovery: RecoveryConfig
+    guard: GuardConfig
+    note: Note = ignore
+    past: Decisions = Decisions()  # of this run
+    replayed: Decisions | None = None  # of the run that is replayed; then no new decision is taken, except to stop
+    start_step: int = 0
+    batch_index: Callable[[int], int] = lambda step: step  # steps done -> index of the next batch
+    gradient_norms: Callable[[TrainState, Batch], dict[str, jax.Array]] | None = None  # compiled at the first call
+    replicas: ReplicaMonitor | None = None
+
+
+class Autopilot:
+    """Recovery of one start of a run. Steps are counted from 1, as in metrics.jsonl; `now` is the number done."""
+
+    def __init__(self, spec: AutopilotSpec, checkpoints: Checkpoints):
+        self.spec, self.checkpoints = spec, checkpoints
+        self.state = spec.past.recovery_state(spec.guard.window_steps, spec.start_step)
+        self.cuts, self.last_bad = list(spec.past.cuts), max(self.state.bad, default=-math.inf)
+        self.alarms = recovery.AlarmState()
+        self.action: recovery.Action | None = None
+        self.last_skipped: tuple[Batch, recovery.StepReading, int] | None = None
+        self.recovery = spec.recovery
+        if spec.replayed is not None:  # a replay decides nothing itself, not even after the replayed run's end
+            self.recovery = dataclasses.replace(spec.recovery, steps=())
+
+    def observe(self, step: int, values: dict[str, Any], batch: Batch) -> None:
+        """Reads the metrics of a step and sets `action`, the recovery to carry out, or None."""
+        verdict = values["verdict"]
+        if verdict == guard.NO_TARGETS:
+            self.spec.note("alarm", step, what=guard.VERDICTS[verdict], batch=self.spec.batch_index(step - 1))
+            return
+        bad = bool(values["skipped"]) and verdict != guard.LOSS_SCALE
+        reading = recovery.StepReading(
+            step, values["objective"], values["grad_norm"], values["loss_median"], bad, values["skipped_in_row"]
+        )
+        self.alarms, new_alarms = recovery.update_alarms(self.spec.recovery, self.alarms, reading)
+        facts = {
+            "loss": finite_or_none(reading.loss),
+            "grad_norm": finite_or_none(reading.grad_norm),
+            "batch": self.spec.batch_index(step - 1),
+        }
+        for name in new_alarms:
+            self.spec.note("spike" if name == "spike" else "alarm", step, what=name, **facts)
+        if bad:
+            self.spec.note("skipped", step, why=guard.VERDICTS[verdict], **facts)
+            self.last_bad, self.last_skipped = step, (batch, reading, verdict)
+        if verdict == guard.NEW_LEVEL:
+            self.spec.note("alarm", step, what=guard.VERDICTS[verdict], **facts)
+        state, action = recovery.decide(self.recovery, self.spec.guard, self.state, reading)
+        if self.action is None and (self.spec.replayed is None or step >= self.spec.replayed.last_step):
+            self.state, self.action = state, action
+            return
+        # The step was in flight when recovery decided about an earlier one, or the replayed run has handled it.
+        self.state = self.state._replace(bad=state.bad)
+        if bad and self.action and self.action.kind == "rewind":
+            self.action = self.action._replace(last_bad=step)
+
+    def act(self, now: int, state: TrainState) -> TrainState:
+        """Carries out the action, if any, and returns the state to continue with.
+
+        To be called when all dispatched steps have been read. Raises Rewound, or Stop (NON_FINITE) if no recovery step
+        is left.
+        """
+        action, self.action = self.action, None
+        if action is None:
+            return state
+        if action.kind == "cut_lr":
+            active = next((cut.factor for cut in reversed(self.cuts) if cut.until > now), 1.0)
+            cut = LrCut(now + 1, active / self.spec.recovery.cut_factor, now + self.spec.recovery.cut_steps)
+            self.spec.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
+            self.cuts.append(cut)
+            return cut_learning_rate(state, cut)
+        if action.kind == "rewind":
+            self.rewind(now, action)
+        raise self.halt_error(state, no_checkpoint=action.kind == "rewind")
+
+    def rewind(self, now: int, action: recovery.Action) -> None:
+        """Records the rewind and raises Rewound; returns if none of the checkpoints can be used."""
+        cfg = self.spec.recovery
+        before = recovery.rewind_before_step(action.first_bad, cfg.rewind_margin_steps)
+        oldest = recovery.oldest_clean_step(action.first_bad, cfg.max_rewind_steps)
+        to = self.newest_checkpoint((oldest, before, "clean"), (oldest, action.first_bad, "clean"), (0, before, None))
+        if to is None:
+            return
+        batch_index, margin = self.spec.batch_index, cfg.rewind_margin_steps
+        start, stop = batch_index(max(to, action.first_bad - 1 - margin)), batch_index(action.last_bad - 1) + 1
+        facts = {"first_bad": action.first_bad, "last_bad": action.last_bad, "skip_batches": [[start, stop]]}
+        following = next(n for n in map(batch_index, itertools.count(to)) if not start <= n < stop)
+        clean = [following, cfg.clean_steps, cfg.clean_source] if cfg.clean_steps else None
+        self.spec.note("rewind", now, to=to, batch=batch_index(to), why="skipped", clean=clean, **facts)
+        raise Rewound
+
+    def newest_checkpoint(self, *ranges: tuple[int, int, str | None]) -> int | None:
+        """Returns the newest checkpoint in the first of these ranges that has one; (first step, end, health) each.
+
+        Waits for a save in progress. If it fails, the failure is recorded and an older checkpoint is used.
+        """
+        self.checkpoints.join()
+        self.checkpoints.take_failure()
+        find = lambda: [self.checkpoints.newest(before=before, health=health) for _, before, health in ranges]
+        found = zip(agreed(find), ranges, strict=True)
+        return next((step for step, (oldest, *_) in found if step is not None and step >= oldest), None)
+
+    def halt_error(self, state: TrainState, no_checkpoint: bool) -> Stop:
+        """Returns the error that names the step, and the parameter whose gradient is not finite or largest."""
+        assert self.last_skipped is not None, "recovery acts after a bad step"
+        batch, reading, verdict = self.last_skipped
+        in_row, skipped = reading.skipped_in_row, len(self.state.bad)
+        count, what = in_row, f"{units.plural(in_row, 'step')} in a row"
+        if in_row <= self.spec.guard.max_skipped_in_row:
+            count, what = skipped, f"{skipped} of the last {self.spec.guard.window_steps} steps"
+        done = (f"{len(self.cuts)} cuts of the learning rate", f"{len(self.spec.past.rewinds)} rewinds")
+        were, name = "were" if count > 1 else "was", guard.SETTINGS.get(verdict)
+        setting = f", or raise train.guard.{name} if these steps were well" if name else ""
+        tried = f", after {' and '.join(done)}" if self.cuts or self.spec.past.rewinds else ""
+        tried += f", and no checkpoint before step {self.state.bad[0]} to go back to" if no_checkpoint else ""
+        return Stop(
+            Exit.NON_FINITE,
+            f"{what} {were} refused, up to step {reading.step}, which had {VERDICT_TEXT[verdict]} "
+            f"(loss {reading.loss:.4g}, gradient norm {reading.grad_norm:.4g}"
+            f"{self.worst_gradient(state, batch, reading.step)}){tried}; {FIX}{setting}",
+        )
+
+    def worst_gradient(self, state: TrainState, batch: Batch, step: int) -> str:
+        """Returns ', first not finite in blocks/mlp/up', or ', largest in ...'; '' if norms cannot be computed."""
+        if self.spec.gradient_norms is None:
+            return ""
+        at_step = state._replace(step=scalar_like(state.step, step - 1))
+        norms = {name: float(norm) for name, norm in jax.device_get(self.spec.gradient_norms(at_step, batch)).items()}
+        first = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+        return f", first not finite in {first}" if first else f", largest in {max(norms, key=norms.__getitem__)}"
+
+    def set_order(self, now: int, state: TrainState) -> TrainState:
+        """Sets the guard's order for the next step to the decision of the replayed run, if any."""
+        replayed = self.spec.replayed
+        if replayed is None or now >= replayed.last_step:
+            return state
+        order = guard.SKIP if now + 1 in replayed.skipped else guard.APPLY
+        return state._replace(guard=state.guard._replace(order=scalar_like(state.guard.order, order)))
+
+    def replay_decisions(self, now: int, state: TrainState) -> TrainState:
+        """Applies the decisions of the replayed run after this step; before a save, as in that run."""
+        for cut in self.spec.replayed.cuts if self.spec.replayed else ():
+            if cut.step == now + 1:
+                self.spec.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
+                state = cut_learning_rate(state, cut)
+                self.state = self.state._replace(answered=cut.step - 1)
+        decay = self.spec.replayed.decay if self.spec.replayed else None
+        if decay and decay.step == now:  # the schedule includes it from the start
+            self.spec.note("early_decay", now, until=decay.until, why="as in the run that is replayed")
+        return state
+
+    def health(self, now: int) -> str:
+        """'suspect' if a step of the last window was skipped, else 'clean'."""
+        return "suspect" if self.last_bad > now - self.spec.guard.window_steps else "clean"
+
+    def check_replicas(self, now: int, state: TrainState, saving: bool, leaving: str | None) -> None:
+        """Compares the devices' copies of the state if that is due.
+
+        Raises: Rewound at the first difference, to run the same steps again. Stop (SILENT_CORRUPTION) if they differ
+        again, or none of the checkpoints is clean; Stop (PREEMPTED) if the process must stop now.
+        """
+        monitor = self.spec.replicas
+        if monitor is None or not monitor.due(now, saving) or monitor.check_agreement(now, state):
+            return
+        if leaving:
+            raise Stop(
+                Exit.PREEMPTED,
+                f"{leaving}: step {now} was not saved, because copies of the state differ; the same command continues "
+                "from the last checkpoint",
+            )
+        to = self.newest_checkpoint((0, now, "clean"))
+        if to is None:
+            raise Stop(
+                Exit.SILENT_CORRUPTION,
+                f"after step {now} devices hold different copies of the state, and none of the checkpoints is clean; "
+                "start a new run, without the devices named above",
+            )
+        self.spec.note(
+            "rewind", now, to=to, batch=self.spec.batch_index(to), why="replicas", skip_batches=[], clean=None
+        )
+        raise Rewound
+
+
+def cut_learning_rate(state: TrainState, cut: LrCut) -> TrainState:
+    """Returns the state with the learning rate of its next steps multiplied by the cut's factor."""
+    values = {"lr_factor": cut.factor, "cut_until": cut.until}
+    fields = {name: scalar_like(getattr(state.guard, name), value) for name, value in values.items()}
+    return state._replace(guard=state.guard._replace(**fields))
+
+
+def scalar_like(like: jax.Array, value: float) -> jax.Array:
+    """Returns a scalar with the dtype and sharding of `like`, without communication between processes."""
+    host = np.asarray(value, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host)
+
+
+def finite_or_none(value: float) -> float | None:
+    """Returns the number, or None if it is not finite, because JSON has no NaN."""
+    return value if math.isfinite(value) else None

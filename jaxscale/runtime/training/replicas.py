@@ -1,0 +1,281 @@
+"""Detection of silent data corruption by comparing replicas: finds a wrong bit in one copy and names the device.
+
+Data-parallel replicas of the state are updated independently, so copies that differ are a fault of a device's memory or
+of what it computed alone. A wrong gradient of one device is not detected, because the all-reduce gives it to all; nor
+is a fault in shards without a replica. A run that finds a difference runs the same steps again before it decides.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxscale import units
+from jaxscale.core.batch import Batch
+from jaxscale.core.rules import Rules
+from jaxscale.core.shardings import replicated
+from jaxscale.core.state import TrainState
+from jaxscale.core.step import TrainStep
+from jaxscale.core.train_config import ReplicaConfig
+from jaxscale.runtime.checkpoint.fingerprint import fingerprint
+from jaxscale.runtime.checkpoint.record import named_leaves
+from jaxscale.runtime.monitor.events import Note, ignore
+from jaxscale.system import faults
+from jaxscale.system.exits import Exit, Stop
+
+SHOWN_LEAVES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaDifference:
+    """Copies of one shard of a leaf that differ."""
+
+    leaf: str
+    devices: tuple[int, ...]  # jax ids of those whose copy is wrong, or of all without a majority
+    certain: bool  # True if a majority of copies agrees
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaReport:
+    """Result of a comparison of all copies."""
+
+    differences: tuple[ReplicaDifference, ...]
+    descriptions: dict[int, str]  # by device id: its kind and process
+
+    @property
+    def same(self) -> bool:
+        """True if all copies agree."""
+        return not self.differences
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Ids of the devices whose copies are wrong, or may be wrong if no majority agrees."""
+        certain = {device for found in self.differences if found.certain for device in found.devices}
+        return tuple(sorted(certain or {device for found in self.differences for device in found.devices}))
+
+    @property
+    def certain(self) -> bool:
+        """True if a majority of copies agrees for some shard."""
+        return any(found.certain for found in self.differences)
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Names of the arrays whose copies differ."""
+        return tuple(dict.fromkeys(found.leaf for found in self.differences))
+
+    def __str__(self) -> str:
+        """'device 5 (process 0) holds other bits of params/head than the other copies', or that all are the same."""
+        if self.same:
+            return "all copies are the same"
+        names = ", ".join(f"device {device} ({self.descriptions[device]})" for device in self.devices)
+        more = f" and {len(self.leaves) - SHOWN_LEAVES} more arrays" if len(self.leaves) > SHOWN_LEAVES else ""
+        leaves = ", ".join(self.leaves[:SHOWN_LEAVES]) + more
+        if self.certain:
+            plural = len(self.devices) > 1
+            return f"{names} {'hold' if plural else 'holds'} other bits of {leaves} than the other copies"
+        return f"{names} hold different bits of {leaves}, and too few copies to say which of them is wrong"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaCoverage:
+    """Part of a state that has replicas to compare."""
+
+    copied_bytes: int  # of arrays with replicas, each counted once
+    total_bytes: int
+    fewest_copies: int  # of those; 0 without replicas
+    regathered: bool = False  # True if each step gathers parameters from the shards that are updated (ZeRO-1, ZeRO-2)
+
+    def __str__(self) -> str:
+        """Describes the part of the state with replicas, and if a wrong one can be identified."""
+        if not self.copied_bytes:
+            return "no part of the state is held by more than one device: no copies to compare"
+        share = self.copied_bytes / self.total_bytes
+        percent = f"{share:.2g}" if share < 0.01 else f"{share:.0%}"
+        amount = f"{units.size(self.copied_bytes)} of {units.size(self.total_bytes)} of the state ({percent})"
+        small = "; the rest has no copy, and a wrong bit there is not seen" if share < 1 else ""
+        voice = "a wrong copy is named" if self.fewest_copies > 2 else "of two copies that differ both are named"
+        soon = "; each step renews the copies from one of them, so only a bit that flips between the last step and the "
+        soon = f"{soon}comparison is seen" if self.regathered else ""
+        return f"{amount} are held by {self.fewest_copies} devices or more: {voice}{small}{soon}"
+
+
+def replica_coverage(abstract_state: Any, rules: Rules) -> ReplicaCoverage:
+    """Returns the coverage of a state with these shardings."""
+    copied = total = fewest = 0
+    for leaf in jax.tree.leaves(abstract_state):
+        num_bytes = leaf.size * leaf.dtype.itemsize
+        total += num_bytes
+        copies = len(leaf.sharding.device_set) // len(shard_devices(leaf))
+        if copies > 1:
+            copied += num_bytes
+            fewest = min(fewest or copies, copies)
+    return ReplicaCoverage(copied, total, fewest, regathered=rules.params != rules.moments)
+
+
+def make_replica_check(mesh: Mesh, abstract_state: Any) -> Callable[[Any], ReplicaReport]:
+    """Returns check(state) -> ReplicaReport, which compares all copies bit for bit, the same in all processes.
+
+    Each device computes a fingerprint of its shard of every replicated array; one uint32 per array is communicated. The
+    state is not changed and not donated. Compiled at the first call.
+    """
+    leaves = {name: leaf for name, leaf in named_leaves(abstract_state).items()}
+    groups = {name: [ids for ids in shard_devices(leaf).values() if len(ids) > 1] for name, leaf in leaves.items()}
+    compared = [name for name, found in groups.items() if found]
+    devices = list(mesh.devices.flat)
+    descriptions = {device.id: f"{device.device_kind}, process {device.process_index}" for device in devices}
+    position = {device.id: i for i, device in enumerate(devices)}
+    specs = [leaves[name].sharding.spec for name in compared]
+    per_device = PartitionSpec(mesh.axis_names)
+
+    @functools.partial(jax.jit, out_shardings=replicated(mesh))
+    def device_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
+        """Returns uint32[devices, arrays]."""
+        # In shard_map an array is the device's shard, and XLA cannot assume that replicas are equal.
+        local = lambda *arrays: jnp.stack([fingerprint(array) for array in arrays])[None]
+        return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=per_device, check_vma=False)(*arrays)
+
+    def check(state: Any) -> ReplicaReport:
+        if not compared:
+            return ReplicaReport((), descriptions)
+        arrays = named_leaves(state)
+        fingerprints = np.asarray(device_fingerprints([arrays[name] for name in compared]))
+        differences = []
+        for column, name in enumerate(compared):
+            for ids in groups[name]:
+                by_device = {device: int(fingerprints[position[device], column]) for device in ids}
+                if (difference := find_difference(name, by_device)) is not None:
+                    differences.append(difference)
+        return ReplicaReport(tuple(differences), descriptions)
+
+    return check
+
+
+def find_difference(leaf: str, fingerprints: dict[int, int]) -> ReplicaDifference | None:
+    """Returns the devices whose fingerprints differ from the majority; None if all agree."""
+    counts = Counter(fingerprints.values())
+    if len(counts) == 1:
+        return None
+    (likeliest, votes), *_ = counts.most_common(1)
+    certain = 2 * votes > len(fingerprints)
+    wrong = tuple(device for device, value in fingerprints.items() if not certain or value != likeliest)
+    return ReplicaDifference(leaf, wrong, certain)
+
+
+def shard_devices(leaf: Any) -> dict[tuple, list[int]]:
+    """Returns {index of a shard: ids of the devices that hold it}."""
+    found: dict[tuple, list[int]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        key = tuple(part.indices(length) for part, length in zip(index, leaf.shape))
+        found.setdefault(key, []).append(device.id)
+    return found
+
+
+class ReplicaMonitor:
+    """Compares the copies, and remembers a difference across the restart that runs its steps again."""
+
+    def __init__(
+        self,
+        cfg: ReplicaConfig,
+        check: Callable[[Any], ReplicaReport],
+        *,
+        note: Note = ignore,
+        say: Callable[[str], None] = print,
+    ):
+        self.cfg, self.check, self.note, self.say = cfg, check, note, say
+        self.suspected: int | None = None  # the step after which copies differed
+        self.passing: Counter[int] = Counter()  # by device
+
+    def due(self, step: int, saving: bool) -> bool:
+        """True if the copies are to be compared after `step` steps; always before a save, so that none saves errors."""
+        every = self.cfg.every_steps
+        return every > 0 and (saving or step % every == 0 or step == self.suspected)
+
+    def check_agreement(self, step: int, state: Any) -> bool:
+        """Returns True if all copies of the state after `step` steps agree; if not, rewind and run the steps again.
+
+        The same in all processes. Raises Stop (SILENT_CORRUPTION) naming the device if they differ again, or if a
+        device has had too many transient faults.
+        """
+        report = self.check(state)
+        if report.same:
+            if self.suspected is not None and step >= self.suspected:
+                self.log(step, "passing", "the same steps give the same copies now: a fault that has passed")
+                self.suspected = None
+            return True
+        if self.suspected is not None:
+            self.stop(
+                step, report, f"and the steps up to {self.suspected}, run once more, end in different copies again"
+            )
+        self.passing.update(report.devices)
+        often = [device for device in report.devices if self.passing[device] > self.cfg.max_passing]
+        if often:
+            times = (f"device {device} has had {units.plural(self.passing[device], 'such fault')}" for device in often)
+            self.stop(step, report, f"and {', '.join(times)} (train.replicas.max_passing={self.cfg.max_passing})")
+        self.suspected = step
+        self.log(step, "unknown", f"{report}; the same steps are run again from the last checkpoint", report)
+        return False
+
+    def stop(self, step: int, report: ReplicaReport, reason: str) -> None:
+        """Raises the Stop that names the device."""
+        self.log(step, "lasting", f"{report}: {reason}", report)
+        raise Stop(
+            Exit.SILENT_CORRUPTION,
+            f"after step {step} {report}, {reason}; take the device's machine out of the run and start the same "
+            "command: the checkpoints were saved from copies that agreed",
+        )
+
+    def log(self, step: int, verdict: str, text: str, report: ReplicaReport | None = None) -> None:
+        """Logs a difference or its end, and records it as an event."""
+        facts = {"devices": list(report.devices), "leaves": list(report.leaves)} if report else {}
+        self.note("replicas_differ", step, verdict=verdict, **facts)
+        self.say(f"replicas, step {step}: {text}")
+
+
+def flip_bit(state: Any, device: int, *, leaf: str | None = None, bit: int = 7) -> Any:
+    """Returns the state with one bit flipped in one device's shard of a leaf, to simulate a memory fault.
+
+    Args: device: jax id. leaf: a name; default: the first parameter with replicas, or else the first parameter. bit:
+    counted from the lowest of the first byte, modulo the bits of the shard.
+    """
+    leaves = named_leaves(state)
+    names = [name for name in leaves if name.startswith("params/")]
+    copied = [name for name in names if len(replica_devices(leaves[name], device)) > 1]
+    name = leaf or (copied or names)[0]
+    array = leaves[name]
+    parts = []
+    for shard in array.addressable_shards:
+        data = shard.data
+        if shard.device.id == device:
+            host = np.array(data)
+            raw_bytes = host.reshape(-1).view(np.uint8)
+            index = bit % (raw_bytes.size * 8)
+            raw_bytes[index // 8] ^= np.uint8(1 << (index % 8))
+            data = jax.device_put(host, data.sharding)
+        parts.append(data)
+    leaves[name] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+
+
+def replica_devices(array: jax.Array, device: int) -> list[int]:
+    """Returns ids of the devices that hold the same shard of the array as this one."""
+    return next((ids for ids in shard_devices(array).values() if device in ids), [])
+
+
+def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
+    """Wraps the step, first called at start_step, to flip bits of the state where JAXSCALE_FLIP_BIT asks for it."""
+    if faults.flipped_bit() is None:
+        return train_step
+    steps = itertools.count(start_step)
+
+    def corrupted(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        device = faults.bit_flip_device(next(steps))
+        return train_step(state if device is None else flip_bit(state, device), batch)
+
+    return corrupted

@@ -1,0 +1,97 @@
+"""Graceful stop on SIGTERM and SIGINT: the first asks the loop to save and stop, the second stops at once.
+
+A preemption or maintenance notice of the cloud asks for the same. With several processes, all stop after the same step,
+whichever of them got the signal.
+"""
+
+import contextlib
+import os
+import signal
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from jaxscale.runtime.hosts.agree import Board
+from jaxscale.runtime.hosts.maintenance import Maintenance
+from jaxscale.system.exits import Exit, Stop, Terminated
+
+# A process signalled after step n, before it begins n + 1, posts the step after which all stop. Another process may
+# have begun n + 1 by then, but when it reads the board after beginning n + 2 it has read the metrics of n + 1, which
+# do not exist before every process has begun that step. So all processes see the line in time, and no device waits.
+STEPS_AHEAD = 2
+
+
+@contextlib.contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Raises Terminated in the block on SIGTERM, so that the lock is released and exporters are stopped.
+
+    Used before the first step and after the last; StopRequest handles signals in between. A second signal ends the
+    process at once.
+    """
+
+    def handle(number: int, frame: types.FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class StopRequest:
+    """Context manager that records the first signal; `requested` is its name, or None."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, board: Board | None = None):
+        """board: shared by all processes and refreshed before each stop_after(); None for one process."""
+        self.board = board
+        self.requested: str | None = None
+        self.posted = self.signalled = False
+        self.previous: dict[signal.Signals, Any] = {}  # their handlers
+        self.maintenance = Maintenance(self.request)
+
+    def __enter__(self) -> "StopRequest":
+        self.previous = {number: signal.signal(number, self.handle_signal) for number in self.SIGNALS}
+        self.maintenance.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.maintenance.__exit__()
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def stop_after(self, step: int) -> str | None:
+        """Returns the signal if the run is to save and stop after `step` steps, or None; the same in every process.
+
+        To be called after each step, when the metrics of the step before it have been read.
+        """
+        if self.board is None:
+            return self.requested
+        if self.requested and not self.posted:
+            self.posted = True
+            self.board.post("leave", f"{step + STEPS_AHEAD} {self.requested}")
+        line = self.board.read("leave")
+        if line is None:
+            return None
+        last, _, name = line.partition(" ")
+        if step > int(last):
+            raise Stop(Exit.PEER_LOST, f"all were to leave after step {last}, and this one is at {step}; start again")
+        return name if step == int(last) else None
+
+    def request(self, reason: str) -> None:
+        """Asks the loop to save and stop; from any thread."""
+        self.requested = self.requested or reason
+
+    def handle_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """Signal handler. A second signal restores the default action and is raised again.
+
+        A notice of the cloud does not count as the first signal, because its save is in progress.
+        """
+        if self.signalled:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signalled = True
+        self.request(signal.Signals(number).name)

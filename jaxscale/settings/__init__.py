@@ -1,0 +1,1 @@
+"""Settings as files and flags: their parser, help, conditions, old names and leftovers."""

@@ -1,0 +1,167 @@
+"""Makes a checked RunConfig from a config file and a command line.
+
+A config is executed, so it must be a local file.
+"""
+
+import contextlib
+import difflib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxscale import schema
+from jaxscale.config import RunConfig
+from jaxscale.settings.command_line import MAX_DIGITS, Arguments
+from jaxscale.settings.renamed import current_name, with_current_names
+from jaxscale.settings.unread import as_read, refuse_unread
+from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import is_secret, redacted
+
+MAX_NAME = 128  # characters of a run's name
+FLAG_SETTINGS = (
+    ("skip-data", "data.skip_batches"), ("init_from", "init.from_path"), ("budget_dollars", "limit.dollars"),
+    ("deadline", "limit.deadline"),
+)  # fmt: skip
+SKIPPED = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}}):([0-9]{{1,{MAX_DIGITS}}})")
+
+
+def load_config(
+    path: str, overrides: Mapping[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
+) -> RunConfig:
+    """Returns the RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and overrides.
+
+    'configs/auto.py:depth=8' calls get_config('depth=8'). A config is executed, so it must be a local file.
+    recorded: returns the settings of the run that resumes; settings that are not read are refused unless it has them.
+    """
+    overrides = current_overrides(overrides or {})
+    values = with_current_names(config_values(path), RunConfig.renamed)
+    cfg = schema.from_dict(RunConfig, schema.merge(values, overrides))
+    check_no_secrets(schema.flatten(schema.to_dict(cfg)))
+    refuse_unread(cfg, overrides, lambda: with_current_names(recorded(), RunConfig.renamed))
+    return cfg
+
+
+def current_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns overrides of a RunConfig with the current names of settings."""
+    return {current_name(name, RunConfig.renamed): value for name, value in overrides.items()}
+
+
+def file_text(cfg: RunConfig) -> str:
+    """Returns the text of a config file for this config, without settings that are not read."""
+    return f"import json\n\n\ndef get_config():\n    return json.loads({json.dumps(as_read(cfg))!r})\n"
+
+
+def check_no_secrets(settings: dict[str, Any]) -> None:
+    """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
+    cleaned = redacted([[value, name] for name, value in settings.items()])  # in one call: it reads the environment
+    for (name, value), clean in zip(settings.items(), cleaned):
+        # eos_token etc. are words of a vocabulary; an access token is recognized by its form
+        if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
+            raise BadInput(
+                f"{name} holds a secret, by its name; libraries read secrets from the environment, where they belong"
+            )
+        if clean != [value, name]:
+            raise BadInput(
+                f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
+                "libraries read secrets from the environment, where they belong"
+            )
+
+
+def with_flags(arguments: Arguments) -> dict[str, Any]:
+    """Returns the overrides with those flags that set a setting, such as --skip-data=A:B,C:D for data.skip_batches.
+
+    Raises BadInput for invalid ranges, and if both a flag and its setting are given.
+    """
+    overrides: dict[str, Any] = dict(arguments.overrides)
+    for flag, name in FLAG_SETTINGS:
+        if (text := arguments.options.get(flag)) is None:
+            continue
+        if name in overrides:
+            raise BadInput(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
+        overrides[name] = skipped_batches(text) if flag == "skip-data" else text
+    return overrides
+
+
+def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
+    """Parses the ranges of --skip-data."""
+    found = []
+    for part in text.split(","):
+        if (ends := SKIPPED.fullmatch(part.strip())) is None:
+            raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
+        found.append((int(ends[1]), int(ends[2])))
+    return tuple(found)
+
+
+def config_values(path: str) -> dict[str, Any]:
+    """Returns the values of the file's get_config() as nested dicts."""
+    if "://" in path:
+        raise BadInput(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
+    name, argument = split_argument(path)
+    file = pathlib.Path(name)
+    if not name:
+        raise BadInput("--config must be given, such as --config=configs/quickstart.py")
+    if not file.is_file():
+        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        close = difflib.get_close_matches(str(file), near, n=1)
+        raise BadInput(f"--config={name} is not a file{f'; did you mean {close[0]}?' if close else ''}")
+    spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise BadInput(f"--config={name} is not a Python file: a config is code, in a file whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        with neighbours_first(file.parent):
+            spec.loader.exec_module(module)
+            if not hasattr(module, "get_config"):
+                raise BadInput("it has no get_config()")
+            values = module.get_config(argument) if argument else module.get_config()
+        values = values.to_dict() if hasattr(values, "to_dict") else values
+        if not isinstance(values, dict):
+            raise BadInput(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
+    except (Exception, SystemExit) as error:  # user code: report whatever it raises in one line
+        kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
+        message = " ".join(str(error).split())
+        raise BadInput(f"--config={path} cannot be read: {kind}{message}{line_of(error, str(file))}") from None
+    return values
+
+
+def split_argument(path: str) -> tuple[str, str]:
+    """Splits 'configs/auto.py:depth=8' into (file, argument). A colon elsewhere belongs to the file's name."""
+    name, mark, argument = path.partition(".py:")
+    return (f"{name}.py", argument) if mark else (path, "")
+
+
+@contextlib.contextmanager
+def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
+    """Lets a config import modules from its folder, as a script can. Restores sys.path and sys.modules."""
+    path, known = str(folder.resolve()), set(sys.modules)
+    sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # removed by the config itself
+            sys.path.remove(path)
+        for name in set(sys.modules) - known:  # a config in another folder may import the same name
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and os.path.dirname(file) == path:  # not subfolders, which may hold an environment
+                del sys.modules[name]
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """Returns ' (line 7)', the last line of `file` in the traceback; '' if it is not in it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def config_name(path: str) -> str:
+    """Returns a short name for the work folder: 'configs/auto.py:depth=8' -> 'auto-depth8'."""
+    name, argument = split_argument(path)
+    stem = pathlib.Path(name).stem
+    name = f"{stem}-{argument.replace('=', '')}" if argument else stem
+    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)  # without path separators
+    return plain[:MAX_NAME].lstrip(".") or "run"

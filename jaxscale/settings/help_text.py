@@ -1,0 +1,232 @@
+"""The main(argv) of a verb: parses its flags, and --help prints its page and settings within the terminal's width."""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from jaxscale import schema
+from jaxscale.settings.command_line import Arguments, flags_of, parse
+from jaxscale.system.exits import BadInput, put
+
+DEFAULT_SIZE = (120, 24)  # without a terminal and COLUMNS
+MIN_WIDTH = 40
+FLAG_WIDTH = 22
+UNGROUPED = "run"  # settings outside of groups
+SUMMARIES = {
+    UNGROUPED: "settings outside of groups", "model": "the model: its family and sizes",
+    "evals": "evaluations during training", "sources": "the raw text, by name",
+}  # fmt: skip
+FLAG = re.compile(r"( *--.*?\S {2,})\S")  # of a line, up to the flag's description
+HELP_WORDS = ("help", "-h", "--help", "--helpfull")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """main(argv) of a verb; see `command`."""
+
+    work: Callable[[Arguments], int | None]
+    flags: type
+    page: str
+    settings: type | None
+    subverbs: Mapping[str, Collection[str]]
+    alone: str
+    instead: Mapping[str, "Command"]
+    passes_on: bool
+    moved: Mapping[str, str]
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Parses argv, runs the verb and returns its exit code, or prints the page. Raises BadInput as `parse` does."""
+        for word, other in self.instead.items():
+            if {word, f"{word}=true"} & set(argv):
+                return other(argv)
+        words, behind = list(argv), ()
+        if self.passes_on and "--" in words:
+            cut = words.index("--")
+            words, behind = words[:cut], tuple(words[cut + 1 :])
+        words, subverb = words or [self.alone] * bool(self.alone), ""
+        if self.subverbs and words[0] in HELP_WORDS:
+            words = ["--help"]
+        elif self.subverbs:
+            default = [self.alone] if words[0].startswith("-") and self.alone in self.subverbs else []
+            subverb, *words = [*default, *words]
+            if subverb not in self.subverbs:
+                verb = self.work.__module__.rpartition(".")[2]
+                if subverb in self.moved:
+                    now = self.moved[subverb]
+                    raise BadInput(f"jaxscale {verb} {subverb} has moved; run `{now}` in a checkout of jaxscale")
+                raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; it has {', '.join(self.subverbs)}")
+        arguments = parse(words, self.flags, self.subverbs.get(subverb))
+        if arguments.help:
+            show_help(self.page, self.settings, arguments.topic)
+            return 0
+        code = self.work(dataclasses.replace(arguments, subverb=subverb, words=tuple(words), behind=behind))
+        return 0 if code is None else code
+
+
+def command(
+    flags: type,
+    more: str = "",
+    *,
+    settings: type | None = None,
+    without: type | None = None,
+    subverbs: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+    alone: str = "",
+    instead: Mapping[str, Command] = types.MappingProxyType({}),
+    passes_on: bool = False,
+    moved: Mapping[str, str] = types.MappingProxyType({}),
+) -> Callable[[Callable[[Arguments], int | None]], Command]:
+    """Decorates a function of Arguments that returns an exit code (None: 0) to make the main(argv) of a verb.
+
+    The docstring of the function's module is its page. Args: more: appended to the page. settings: a dataclass whose
+    groups --help lists. without: flags that are not listed. subverbs: {first word: the fields of `flags` that may
+    follow it}. alone: the word that an empty command line stands for. instead: flags that select another command.
+    passes_on: words after -- are for another program.
+    """
+
+    def decorate(work: Callable[[Arguments], int | None]) -> Command:
+        page = page_of(docstring(sys.modules[work.__module__]) + more, flags, without)
+        return Command(work, flags, page, settings, subverbs, alone, instead, passes_on, moved)
+
+    return decorate
+
+
+def docstring(owner: types.ModuleType | type) -> str:
+    """Returns the docstring of a module or a class; from the source file under -OO, where Python drops it."""
+    if sys.flags.optimize < 2:
+        return owner.__doc__ or ""
+    module = owner if isinstance(owner, types.ModuleType) else sys.modules[owner.__module__]
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except OSError:
+        return "This text is missing: Python ran with -OO, and the source files are not installed."
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
+    return ast.get_docstring(tree if owner is module else next(classes), clean=False) or ""
+
+
+def page_of(text: str, flags: type, without: type | None = None) -> str:
+    """Returns the page of a verb: its module's docstring, with a line for each flag after the examples.
+
+    without: flags that the text describes.
+    """
+    summary, *parts = text.strip("\n").split("\n\n")
+    number = next((n for n, part in enumerate(parts) if not part.startswith(" ")), len(parts))
+    lines = flag_lines(flags, flags_of(without) if without else ())
+    return "\n\n".join([summary, *parts[:number], *([lines] if lines else []), *parts[number:]]) + "\n"
+
+
+def flag_lines(flags: type, without: Collection[str] = ()) -> str:
+    """Returns a line for each listed flag: its value or default, and its help."""
+    lines, labels = [], []
+    for name, field in flags_of(flags).items():
+        metadata = field.metadata
+        if name in without or not metadata.get("listed", True):
+            continue
+        value = metadata.get("value") or str(field.default)
+        suffix = "" if field.default is False else f"[={value}]" if metadata.get("bare") else f"={value}"
+        labels.append(f"--{name}{suffix}")
+        if metadata["help"]:
+            label, labels = " ".join(labels), []
+            first = f"  {label:<{FLAG_WIDTH}}  "
+            lines += textwrap.wrap(
+                metadata["help"], DEFAULT_SIZE[0], initial_indent=first, subsequent_indent=" " * len(first),
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+    return "\n".join(lines)
+
+
+def show_help(page: str, settings: type | None = None, topic: str = "") -> None:
+    """Prints a verb's page and the groups of its settings; with a topic the settings of one group, or of 'all'."""
+    if settings is None:
+        put(fit_width(page))
+    elif topic == "all":
+        put(fit_width(f"{page}\nSettings:\n{describe_settings(settings)}"))
+    elif topic:
+        put(fit_width(describe_settings(settings, topic)))
+    else:
+        put(fit_width(f"{page}\nSettings:\n{list_groups(settings)}"))
+
+
+def list_groups(cls: type) -> str:
+    """Returns a line for each group of settings, and a line on --help GROUP."""
+    hints, docs = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        docs[field.name] = first_sentence(docstring(kind)) if is_group else ""
+    groups = by_group(cls)
+    width = max(map(len, groups))
+    lines = [f"  {name.ljust(width)}  {len(groups[name]):3}  {SUMMARIES.get(name) or docs[name]}" for name in groups]
+    return "\n".join([*lines, "", "--help GROUP lists the settings of one, --help all lists every setting."])
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence of a docstring, at most its first line."""
+    return re.split(r"[.;:](?:\s|$)|\n", text, maxsplit=1)[0]
+
+
+def describe_settings(cls: type, group: str = "") -> str:
+    """Describes the settings of `cls`, or of one group: type, default, help, and the model or kind that has it.
+
+    Raises BadInput for an unknown group.
+    """
+    groups = by_group(cls)
+    if group and group not in groups:
+        close = difflib.get_close_matches(group, groups, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(groups)} and all"
+        raise BadInput(f"--help {group}: no group of settings has this name; {hint}")
+    return "\n".join(line for name in ([group] if group else groups) for line in groups[name])
+
+
+def by_group(cls: type) -> dict[str, list[str]]:
+    """Returns {group: the lines of its settings}, in the order of the fields."""
+    groups: dict[str, list[str]] = {UNGROUPED: []}
+    for kind, name, type_, default, text in schema.describe_groups(cls):
+        owner = f" ({kind})" if kind else ""
+        line = f"  --config.{name}={default}{owner}\n      {type_}{': ' + text if text else ''}"
+        groups.setdefault(name.partition(".")[0] if "." in name else UNGROUPED, []).append(line)
+    return groups
+
+
+def fit_width(text: str) -> str:
+    """Wraps the text to the terminal's width: flag descriptions keep their column, paragraphs are refilled."""
+    width = max(shutil.get_terminal_size(DEFAULT_SIZE).columns, MIN_WIDTH)
+    return "\n".join(line for lines in paragraphs(text) for line in wrap(lines, width))
+
+
+def paragraphs(text: str) -> list[list[str]]:
+    """Splits the text into the lines of each flag and paragraph."""
+    parts: list[list[str]] = []
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        above = parts[-1][-1] if parts else ""
+        may_continue = above.strip() and line.strip() and not line.lstrip().startswith("--")
+        flag = FLAG.match(parts[-1][0]) if parts else None
+        if may_continue and (indent == flag.end() - 1 if flag else not indent and not above.startswith((" ", "--"))):
+            parts[-1].append(line)
+        else:
+            parts.append([line])
+    return parts
+
+
+def wrap(lines: list[str], width: int) -> list[str]:
+    """Returns the lines unchanged if they fit, else refilled."""
+    if max(map(len, lines)) <= width:
+        return lines
+    flag = FLAG.match(lines[0])
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    hang = " " * (flag.end() - 1 if flag and flag.end() < width // 2 else indent + 4 * (0 < indent < 6))
+    first = flag[1] if flag else " " * indent
+    words = " ".join([lines[0][len(first) :], *(line.strip() for line in lines[1:])])
+    if flag and len(first) >= width // 2:
+        first, words = " " * indent, f"{flag[1].strip()}  {words}"
+    return textwrap.wrap(
+        words, width, initial_indent=first, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
+    )

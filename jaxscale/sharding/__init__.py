@@ -1,1 +1,0 @@
-"""The device mesh, the axis rules, collectives per mesh axis, and pipeline schedules."""

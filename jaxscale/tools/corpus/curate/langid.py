@@ -1,0 +1,176 @@
+"""Language identification with py3langid's model, vectorized over a block of documents.
+
+The model (Lui and Baldwin, "langid.py", ACL 2012; 97 languages) is a byte automaton whose states emit features, and a
+naive Bayes score over them: log(1 + count) times the feature's log-likelihoods, summed, plus the class priors. The
+library walks the automaton byte by byte in Python. Here one numpy step moves all documents by one byte. The sums are
+exact, hence the same bits on every machine: log-likelihoods are multiples of 2^-10 below 32 (they come as float16, and
+are kept as int16), and log(1 + count) is a float32, so that a float64 holds each product and any sum below 2^19 whole,
+in whichever order they are added.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.runtime.text.document import Document, Outcome, Stage
+from jaxscale.runtime.text.sources.part import PREPARE, importing
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus.curate.config import LanguageConfig
+
+REASON = "language: not wanted"
+DOUBT = "language: not sure enough"
+UNKNOWN = "und"  # ISO 639-2 code for "undetermined": a text without any feature, such as an empty one
+TAG = re.compile(r"([a-z]{2,3})([-_].*)?", re.DOTALL)  # a language's ISO 639 code, then script, region ... (BCP 47)
+CHUNK = 1024  # documents stepped together: enough to hide numpy's cost per call, few enough for the cache
+SCALE = 1024
+NEXT_BITS = 32  # of a table entry: index of the next row; the feature is in the upper bits
+
+
+class LanguageModel(NamedTuple):
+    """Automaton and scores, arranged to step many texts at once."""
+
+    table: np.ndarray  # uint64[rows * 256]: at row + byte, index of the next row; upper bits: 1 + feature, or 0
+    start: int  # index of the first state's row
+    likelihoods: np.ndarray  # int16[features, classes]: log P(feature | class), in units of 1 / SCALE
+    priors: np.ndarray  # float64[classes]: log P(class)
+    labels: tuple[str, ...]  # code of each class; two scripts of one language may share it
+    first: np.ndarray  # intp[classes]: the first class with the same label
+
+
+@functools.cache
+def load_model() -> LanguageModel:
+    """Returns py3langid's model (about 110 MB), cached per process. Raises BadInput if the package is missing."""
+    with importing("identifying languages", "py3langid", f"{PREPARE}, or leave the stage out"):
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    model = LanguageIdentifier.from_model_file(MODEL_FILE)
+    moves = np.frombuffer(model.tk_nextmove, dtype=f"u{model.tk_nextmove.itemsize}")
+    rows = np.frombuffer(model.tk_row, dtype=f"u{model.tk_row.itemsize}").astype(np.uint64) << np.uint64(8)
+    features = (np.asarray(model.tk_output, np.int64) + 1).astype(np.uint64)  # 0: the state emits none
+    labels = tuple(model.nb_classes)
+    first = np.array([labels.index(label) for label in labels], np.intp)
+    packed = rows | features << np.uint64(NEXT_BITS)
+    scaled = np.asarray(model.nb_ptc, np.float32) * SCALE
+    likelihoods = scaled.astype(np.int16)
+    if np.any(likelihoods != scaled):
+        raise BadInput("this py3langid's model has finer scores than can be summed exactly; use py3langid 0.4")
+    return LanguageModel(packed[moves], int(rows[0]), likelihoods, np.asarray(model.nb_pc, np.float64), labels, first)
+
+
+def as_bytes(text: str) -> bytes:
+    """Returns the text normalized as in training: NFC, UTF-8, and lower-cased if it is all capitals."""
+    if text.isupper():
+        text = text.lower()
+    if text.isascii():
+        return text.encode("ascii")
+    return unicodedata.normalize("NFC", text).encode("utf-8", errors="surrogatepass")
+
+
+def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
+    """Returns uint32[T, D]: 1 + the feature that each of D texts emits after each byte, or 0. texts: longest first."""
+    lengths = np.array([len(text) for text in texts])
+    T, D = int(lengths[0]) if len(texts) else 0, len(texts)
+    features_TD = np.zeros((T, D), np.uint32)
+    bytes_DT = np.zeros((D, T), np.uint8)
+    for row, text in zip(bytes_DT, texts):
+        row[: len(text)] = np.frombuffer(text, np.uint8)
+    bytes_TD = np.ascontiguousarray(bytes_DT.T).astype(np.uint64)
+    active = np.searchsorted(-lengths, -np.arange(T), side="left")  # texts longer than t: the first ones
+    place, low = np.full(D, start, np.uint64), np.uint64((1 << NEXT_BITS) - 1)
+    for t, n in enumerate(active.tolist()):
+        entry = table[place[:n] + bytes_TD[t, :n]]
+        features_TD[t, :n] = entry >> np.uint64(NEXT_BITS)
+        np.bitwise_and(entry, low, out=place[:n])
+    return features_TD
+
+
+@functools.lru_cache(maxsize=4)
+def log_counts(most: int) -> np.ndarray:
+    """Returns float64[most + 1], log(1 + n) rounded to float32, which hides last-bit differences of C libraries."""
+    return np.array([math.log1p(n) for n in range(most + 1)], np.float32).astype(np.float64)
+
+
+def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (float64[D, classes] log-posteriors, bool[D] True if a text emits a feature). texts: longest first."""
+    features_DT = np.ascontiguousarray(walk(model.table, model.start, texts).T)
+    D, T = features_DT.shape
+    found = np.zeros((D, len(model.labels)))
+    features_DT.sort(axis=1)
+    starts_DT = np.zeros((D, T), bool)  # where a run of one feature begins
+    starts_DT[:, :1], starts_DT[:, 1:] = True, features_DT[:, 1:] != features_DT[:, :-1]
+    starts_DT &= features_DT > 0
+    owners, places = np.nonzero(starts_DT)
+    counts = np.diff(places, append=0)
+    last = np.flatnonzero(np.diff(owners, append=-1)) if len(owners) else np.zeros(0, np.intp)
+    counts[last] = T - places[last]  # the highest feature's run goes to the end
+    weights = log_counts(T)[counts]
+    rows = features_DT[owners, places] - 1
+    bounds = np.searchsorted(owners, np.arange(D + 1))
+    most = int(np.diff(bounds).max(initial=0))
+    gathered, exact = np.empty((most, found.shape[1]), np.int16), np.empty((most, found.shape[1]))  # stay in cache
+    for d in range(D):
+        begin, end = int(bounds[d]), int(bounds[d + 1])
+        part = model.likelihoods.take(rows[begin:end], axis=0, out=gathered[: end - begin], mode="clip")
+        np.copyto(exact[: end - begin], part)
+        np.matmul(weights[begin:end], exact[: end - begin], out=found[d])
+    return found / SCALE + model.priors, bounds[1:] > bounds[:-1]
+
+
+def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[tuple[str, float]]:
+    """Returns the language of each text and its probability, ('und', 0.0) for a text without features.
+
+    The probability is the library's: a softmax of the scores over the square root of the number of bytes.
+    """
+    model = model or load_model()
+    encoded = [as_bytes(text) for text in texts]
+    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
+    answers = [(UNKNOWN, 0.0)] * len(encoded)
+    for begin in range(0, len(order), CHUNK):
+        part = order[begin : begin + CHUNK]
+        values, seen = scores(model, [encoded[i] for i in part])
+        lengths = np.array([max(1, len(encoded[i])) for i in part])
+        values /= np.sqrt(lengths)[:, None]
+        odds = np.exp(values - values.max(axis=1, keepdims=True, initial=-np.inf))
+        merged = np.zeros_like(odds)
+        np.add.at(merged.T, model.first, odds.T)
+        best = merged.argmax(axis=1)
+        probability = merged[np.arange(len(part)), best] / merged.sum(axis=1)
+        for i, language, sure, any_sign in zip(part, best, probability, seen):
+            if any_sign:
+                answers[i] = (model.labels[language], round(float(sure), 4))  # exp differs in its last bits by machine
+    return answers
+
+
+def named_language(tag: str) -> str:
+    """Returns the ISO 639 code in a language tag, 'en' for 'EN' and 'en-US'; '' if it has none."""
+    found = TAG.fullmatch(tag.strip().lower())
+    return found[1] if found and found[1] != UNKNOWN else ""
+
+
+def make_language(cfg: LanguageConfig) -> Stage:
+    """Returns a stage that adds each document's language and score column "language", and drops by language."""
+    keep = frozenset(cfg.keep)
+    head = cfg.head_chars or None
+    if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # labels from a file may include others
+        raise BadInput(
+            f"keep={cfg.keep}: the model does not know {sorted(unknown)}; it knows {sorted(set(load_model().labels))}"
+        )
+
+    def judge(doc: Document, language: str, probability: float) -> Outcome:
+        if keep and language not in keep:
+            return Outcome(None, REASON, detail=language)
+        if probability < cfg.min_probability:
+            return Outcome(None, DOUBT, detail=language)
+        return Outcome(dataclasses.replace(doc, language=language, scores=(*doc.scores, ("language", probability))))
+
+    def stage(docs: Sequence[Document]) -> list[Outcome]:
+        named = [named_language(doc.language) if cfg.known == "trust" else "" for doc in docs]
+        found = iter(identify([doc.text[:head] for doc, language in zip(docs, named) if not language]))
+        return [judge(doc, *((language, 1.0) if language else next(found))) for doc, language in zip(docs, named)]
+
+    return stage

@@ -1,0 +1,197 @@
+"""Settings of a preparation: sources, stages in order, and the settings of each stage."""
+
+import dataclasses
+import difflib
+import os
+from typing import ClassVar, Literal
+
+from jaxscale.runtime.text.config import DocumentsConfig, Globs
+from jaxscale.runtime.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus.curate.config import (
+    C4Config,
+    ContaminationConfig,
+    ExactConfig,
+    FineWebConfig,
+    GopherConfig,
+    LanguageConfig,
+    LicenceConfig,
+    LineConfig,
+    NearConfig,
+    RepairConfig,
+    RepetitionConfig,
+    SubstringConfig,
+    ToxicityConfig,
+)
+from jaxscale.tools.corpus.curate.filter_config import ClassifierConfig, UrlConfig
+from jaxscale.tools.corpus.curate.pii import PIIConfig
+
+STAGES = (
+    "url_blocklist", "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence",
+    "toxicity", "classifier", "substring", "decontaminate", "pii",
+)  # fmt: skip
+
+
+JOINS = ("exact_dedup", "line_dedup", "near_dedup")  # each compares all documents, so a pass ends before it
+
+
+TRAINED = "train"  # value of tokenizer.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeReadConfig(DocumentsConfig):
+    """Settings for reading the files of all sources."""
+
+    where: ClassVar[str] = "read."
+
+    language_field: str = setting("language", "field or column of the document's language; for language.known='trust'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One named part of the corpus."""
+
+    files: str | tuple[str, ...] = setting(
+        help="glob or globs: .txt .jsonl .parquet .arrow .warc .html, .gz, .zst, ..."
+    )
+    licence: str = setting("", "of documents that have none in a licence field")
+    synthetic: bool = setting(False, "the text was written by a model")
+    text_field: str | None = setting(None, "as read.text_field, for this source alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer of the shards."""
+
+    name: str = setting(
+        TRAINED, "train: a new one, trained on the documents that remain; or 'bytes', a tokenizer.json, a .model"
+    )
+    eos_token: str = setting(
+        "",
+        "the token that ends a document; "
+        "empty: eos_token of tokenizer_config.json next to the tokenizer, else a usual name",
+    )
+    bos_token: str = setting(
+        "",
+        "the token that begins a document; empty: as the tokenizer's own files say (Llama's and Gemma's have one, "
+        "GPT-2's and Qwen's none); none: nothing",
+    )
+    train: TrainTokenizerConfig = setting(TrainTokenizerConfig)
+    encode: EncodeConfig = setting(EncodeConfig)
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the tokenizer is trained in this preparation."""
+        return self.name == TRAINED
+
+    def path(self, folder: str) -> str:
+        """Returns the path for load_tokenizer. folder: of the work, which holds a trained tokenizer."""
+        return f"{folder}/tokenizer{self.train.ending}" if self.is_trained else os.path.expanduser(self.name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteConfig:
+    """Settings of the shards."""
+
+    shard_tokens: int = setting(100_000_000, "approximate tokens of a shard, which is built in memory")
+    seed: int = setting(0, "of the shuffle")
+
+    def __post_init__(self):
+        if self.shard_tokens < 1:
+            raise BadInput(f"shard_tokens={self.shard_tokens} must be 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """Row plans that are published with the shards: a run with these settings opens one at once. Other runs, and runs
+    over several sets, plan their rows at their first start, about a microsecond per document, and cache them."""
+
+    seq_len: int | tuple[int, ...] = setting((), "of the runs; several: a plan for each; empty: none")
+    seed: int = setting(0, "of the runs")
+    packing: Literal["best_fit", "concat"] = setting("best_fit", "data.packing of the runs")
+    val_fraction: float = setting(0.05, "data.val_fraction of the runs")
+    mixture: bool = setting(False, "the runs set data.mixture, whatever its weights")
+
+    def __post_init__(self):
+        if bad := [seq_len for seq_len in self.seq_lens if seq_len < 1]:
+            raise BadInput(f"seq_len={bad[0]} must be 1 or more")
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Row lengths, in tokens, of the plans."""
+        return (self.seq_len,) if isinstance(self.seq_len, int) else self.seq_len
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """A recipe: the same recipe, input and seed give the same shards, byte for byte, with any number of processes."""
+
+    sources: dict[str, SourceConfig] = setting({}, "name to files; --input=GLOB is short for one source named text")
+    stages: tuple[str, ...] = setting(
+        ("repair", "language", "exact_dedup", "near_dedup"), f"in this order, of {', '.join((*STAGES, *JOINS))}"
+    )
+    read: RecipeReadConfig = setting(RecipeReadConfig)
+    url_blocklist: UrlConfig = setting(UrlConfig)
+    repair: RepairConfig = setting(RepairConfig)
+    language: LanguageConfig = setting(LanguageConfig)
+    gopher_repetition: RepetitionConfig = setting(RepetitionConfig)
+    gopher_quality: GopherConfig = setting(GopherConfig)
+    c4: C4Config = setting(C4Config)
+    fineweb: FineWebConfig = setting(FineWebConfig)
+    licence: LicenceConfig = setting(LicenceConfig)
+    toxicity: ToxicityConfig = setting(ToxicityConfig)
+    classifier: ClassifierConfig = setting(ClassifierConfig)
+    exact_dedup: ExactConfig = setting(ExactConfig)
+    line_dedup: LineConfig = setting(LineConfig)
+    near_dedup: NearConfig = setting(NearConfig)
+    substring: SubstringConfig = setting(SubstringConfig)
+    decontaminate: ContaminationConfig = setting(ContaminationConfig)
+    pii: PIIConfig = setting(PIIConfig)
+    tokenizer: TokenizerConfig = setting(TokenizerConfig)
+    write: WriteConfig = setting(WriteConfig)
+    rows: RowsConfig = setting(RowsConfig)
+    block_bytes: int = setting(16 << 20, "of text that a process works on at a time")
+
+    def __post_init__(self):
+        if self.block_bytes < 1 << 10:
+            raise BadInput(f"block_bytes={self.block_bytes} must be 1024 or more")
+        if not self.sources:
+            raise BadInput("sources is empty; give --input='raw/*.jsonl.gz', or sources in the recipe")
+        known = (*STAGES, *JOINS)
+        for name in self.stages:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+                raise BadInput(f"stages has {name!r}, which is not a stage{hint}")
+        if twice := sorted({name for name in self.stages if self.stages.count(name) > 1}):
+            raise BadInput(f"stages has {twice[0]!r} twice; each stage runs once")
+        if "decontaminate" in self.stages and not self.decontaminate.files:
+            raise BadInput(
+                "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, write "
+                "('none',), or leave the stage out"
+            )
+        if "url_blocklist" in self.stages and not (self.url_blocklist.lists or self.url_blocklist.words):
+            raise BadInput(
+                "stages has 'url_blocklist', and no list: name files in url_blocklist.lists or url_blocklist.words, or "
+                "leave the stage out"
+            )
+        classifier = self.classifier
+        if "classifier" in self.stages and not (classifier.weights or classifier.good and classifier.bad):
+            raise BadInput(
+                "stages has 'classifier', and no model: name files in classifier.good and classifier.bad to train one, "
+                "or classifier.weights"
+            )
+
+    @property
+    def globs(self) -> Globs:
+        """File patterns of each source."""
+        return {name: source.files for name, source in self.sources.items()}
+
+    def read_cfg(self, source: str) -> DocumentsConfig:
+        """Returns the settings for reading the files of a source."""
+        source_cfg = self.sources[source]
+        overrides = {} if source_cfg.text_field is None else {"text_field": source_cfg.text_field}
+        language_field = self.read.language_field if self.language.known == "trust" else ""
+        licence = source_cfg.licence or self.read.licence
+        return dataclasses.replace(self.read, licence=licence, language_field=language_field, **overrides)

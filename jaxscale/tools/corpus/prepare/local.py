@@ -1,0 +1,126 @@
+"""Runs the tasks of a preparation on all cores of this machine, in processes that end with their parent."""
+
+import concurrent.futures
+import itertools
+import multiprocessing.context
+import multiprocessing.process
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from jaxscale.system.exits import BadInput
+from jaxscale.system.open_files import require_open_files
+from jaxscale.tools.corpus.prepare.dedup import Join, find_pairs_by_shuffle
+from jaxscale.tools.corpus.prepare.shuffle import Shuffle
+from jaxscale.tools.corpus.prepare.tokens import write_shards_by_shuffle
+
+WATCH_SECONDS = 1.0
+PIPES = 2  # for each process: one to start it, one that shows that it ended
+TASKS_AHEAD = 4  # tasks submitted per process: none idles, and few results accumulate
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "ARROW_NUM_THREADS")
+
+
+class LocalExecutor:
+    """dedup.Executor with `workers` processes on this machine. Close it after use."""
+
+    def __init__(self, workers: int):
+        self.workers = workers
+        self.context = RecordedContext()
+        self.pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def run_all(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+        """Yields function(task) of all tasks as they finish, in any order. With one worker, in this process.
+
+        Raises: BadInput if a task raised it or a process was killed; otherwise what the task raised.
+        """
+        if self.workers == 1 or len(tasks) == 1:
+            yield from map(function, tasks)
+            return
+        try:
+            self.pool = self.pool or start_pool(self.workers, self.context)
+            yield from run_windowed(self.pool, function, tasks, TASKS_AHEAD * self.workers)
+        except BrokenProcessPool:
+            raise BadInput(
+                "a worker process was killed, by a signal or for lack of memory; run the same command again to resume, "
+                "with fewer --workers or a smaller --config.block_bytes if it happens again"
+            ) from None
+
+    def find_pairs(self, join: Join) -> None:
+        """Writes the pairs of a join below join.pairs."""
+        find_pairs_by_shuffle(self.run_all, join)
+
+    def write_shards(self, shards: Shuffle) -> Iterator[str]:
+        """Yields the name of each finished shard."""
+        return write_shards_by_shuffle(self.run_all, shards)
+
+    def __enter__(self) -> "LocalExecutor":
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        """Stops the processes, immediately after an error."""
+        if self.pool is None:
+            return
+        self.pool.shutdown(wait=kind is None, cancel_futures=True)
+        for process in self.context.started if kind else ():
+            if process.is_alive():
+                process.terminate()
+
+
+class RecordedContext(multiprocessing.context.SpawnContext):
+    """Spawn context that records its processes: a Python caller may have other children."""
+
+    def __init__(self):
+        self.started: list[multiprocessing.process.BaseProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> multiprocessing.process.BaseProcess:
+        """Returns a process that is not started."""
+        self.started.append(super().Process(*args, **kwargs))
+        return self.started[-1]
+
+
+def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.ProcessPoolExecutor:
+    """Returns a pool of single-threaded processes.
+
+    Raises BadInput if the limit on open files is too low for this many processes.
+    """
+    require_open_files(PIPES * workers, f"pipes to {workers} --workers")
+    saved = {name: os.environ.get(name) for name in (*THREADS, "TOKENIZERS_PARALLELISM")}
+    os.environ.update(dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"})
+    try:
+        pool = concurrent.futures.ProcessPoolExecutor(workers, context, init_worker, (os.getpid(),))
+        for future in [pool.submit(os.getpid) for _ in range(workers)]:  # starts them, with this environment
+            future.result()
+        return pool
+    finally:
+        for name, value in saved.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def run_windowed(
+    pool: concurrent.futures.Executor, function: Callable[[Any], Any], tasks: Sequence[Any], window: int
+) -> Iterator[Any]:
+    """Yields results as they complete, with at most `window` tasks submitted at a time; raises what a task raised."""
+    remaining, waiting = iter(tasks), set()
+    while True:
+        waiting |= {pool.submit(function, task) for task in itertools.islice(remaining, window - len(waiting))}
+        if not waiting:
+            return
+        done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
+        while done:
+            yield done.pop().result()
+
+
+def init_worker(parent: int) -> None:
+    """Ignores Ctrl-C, which the parent handles, and ends this process when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,384 @@
+"""HTML report of a preparation: one self-contained page without scripts, with warnings about the result."""
+
+import collections
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxscale import schema, units
+from jaxscale.runtime.data.manifest import NAME as MANIFEST
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import read_json, write_text_atomic
+from jaxscale.system.redact import in_html
+from jaxscale.tools.corpus.curate.config import ContaminationConfig, NearConfig
+from jaxscale.tools.corpus.curate.duplicates import detection_table
+from jaxscale.tools.corpus.prepare.config import RecipeReadConfig
+from jaxscale.tools.corpus.prepare.fertility import FertilityRow
+from jaxscale.tools.corpus.prepare.tally import SCORE_BINS, Sample, Tally
+
+FACTS, PAGE = "report.json", "report.html"
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
+h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem;border-bottom:1px solid #d5dae0}
+table{border-collapse:collapse;margin:.6rem 0}td,th{padding:.2rem .7rem;text-align:right;
+border-bottom:1px solid #e8ebef}
+td:first-child,th:first-child,td.t{text-align:left}th{color:#57606a;font-weight:600}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f8fa;padding:.6rem;border-radius:4px;max-height:16rem;
+overflow:auto;font-size:12.5px}summary{cursor:pointer}.warn{background:#fff4dc;padding:.4rem .8rem;border-left:4px solid
+#d99a1c;margin:.4rem 0}.bar{fill:#3b77c2}.muted{color:#57606a}svg text{font:11px system-ui,sans-serif;fill:#57606a}
+"""
+CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # browsers neither run nor load anything for this page
+MOST_LANGUAGES = 8  # in one line
+WHERE = RecipeReadConfig.where
+MOST_ROWS = 40  # in a table; the remaining rows are added up
+# Heuristics of this project without a published source; each only suggests a check.
+LARGE_SOURCE = 0.8  # of all tokens, where there are several sources
+LOW_RETENTION, HIGH_RETENTION = 0.05, 0.98
+MANY_DUPLICATES = 0.3
+LARGE_SYNTHETIC = 0.5
+FEW_BYTES_PER_TOKEN = 2.0  # English text has about 4.4 with 32K ids
+QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "classifier")
+MISSING = (  # groups of stages, and the warning when none of the group runs
+    (("language",), "languages are not identified: text in any language is kept"),
+    (QUALITY, "no quality rules: boilerplate, spam and lists are kept"),
+    (("exact_dedup", "near_dedup"), "no deduplication: models memorize repeated text, and token counts are inflated"),
+    (("decontaminate",), "no decontamination: evaluation items may be in the training text"),
+    (("pii",), "personal data are neither redacted nor dropped"),
+    (("toxicity",), "toxicity is not measured"),
+)
+
+
+def rewrite_report(output: pathlib.Path) -> None:
+    """Writes report.html from the manifest and report.json. Raises BadInput if the set is not complete."""
+    if not (output / MANIFEST).exists():
+        raise BadInput(f"{output} has no {MANIFEST}: no set was completed there; prepare it first")
+    write_text_atomic(output / PAGE, report_page(read_facts(output) | {"manifest": read_json(output / MANIFEST)}))
+
+
+def read_facts(output: pathlib.Path) -> dict[str, Any]:
+    """Returns the content of report.json. Raises BadInput for a file that prepare did not write."""
+    facts = read_json(output / FACTS) if (output / FACTS).exists() else None
+    if not isinstance(facts, dict) or not facts.keys() >= {"tally", "clusters", "fertility"}:
+        raise BadInput(f"{output / FACTS} was not written by prepare; restore it, or prepare the set again")
+    return facts
+
+
+def report_page(facts: Mapping[str, Any]) -> str:
+    """Returns the page. facts: 'manifest', 'tally' (Tally.to_json), 'clusters', 'fertility', as in report.json."""
+    tally, manifest = Tally.from_json(facts["tally"]), facts["manifest"]
+    sections = [
+        summary_section(manifest, tally),
+        warnings_section(find_warnings(tally, manifest, facts)),
+        funnel_section(tally, manifest["recipe"]["stages"]),
+        reasons_section(tally, "dropped", "Dropped documents"),
+        reasons_section(tally, "edited", "Edited documents"),
+        reading_section(tally),
+        histogram_section(tally),
+        clusters_section(facts.get("clusters", ())),
+        detection_section(manifest["recipe"]),
+        classifier_section(tally, facts.get("classifier")),
+        contamination_section(tally),
+        fertility_section(facts.get("fertility", ())),
+    ]
+    body = "\n".join(section for section in sections if section)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
+        f"<title>Data report</title><style>{STYLE}</style><body>{body}</body></html>\n"
+    )
+
+
+def escape(value: Any) -> str:
+    """Returns the value as HTML text without secrets; unprintable and bidirectional control characters as U+FFFD."""
+    return in_html("".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value)))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns an HTML table with escaped cells; numbers get separators and align right, text aligns left."""
+
+    def cell(tag: str, value: Any) -> str:
+        text = f"{value:,}" if isinstance(value, int) else escape(value)
+        side = "" if text[:1].isdigit() or text in ("-", "") or tag == "th" else ' class="t"'
+        return f"<{tag}{side}>{text}</{tag}>"
+
+    line = lambda tag, row: "<tr>" + "".join(cell(tag, value) for value in row) + "</tr>"
+    return "<table>" + line("th", header) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+def share(part: float, whole: float) -> str:
+    """Returns a percentage such as '3.1%', or '-' if `whole` is 0."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def summary_section(manifest: Mapping[str, Any], tally: Tally) -> str:
+    """Heading and main numbers of the set."""
+    read, lost = tally.total("in", "read"), tally.left_out(WHERE)
+    documents, tokens = manifest["num_documents"], manifest["num_tokens"]
+    skipped = f"; {lost.documents:,} more were left out while reading" if lost else ""
+    rows = [
+        ("documents", f"{documents:,} of {read:,} read ({share(documents, read)}){skipped}"),
+        ("tokens", f"{tokens:,} ({units.count(tokens)}), end tokens included"),
+        ("text", units.size(manifest["text_bytes"])),
+        ("shards", f"{len(manifest['shards']):,}"),
+        ("tokenizer", f"{manifest['tokenizer']['name']}, {manifest['tokenizer']['vocab_size']:,} ids"),
+        ("fingerprint", manifest["fingerprint"]),
+    ]
+    return f"<h1>Data report</h1>{table(('', ''), rows)}"
+
+
+def warnings_section(lines: Sequence[str]) -> str:
+    """Section of warnings to check before training on this set."""
+    if not lines:
+        return "<h2>Warnings</h2><p>None.</p>"
+    return "<h2>Warnings</h2>" + "".join(f'<div class="warn">{escape(line)}</div>' for line in lines)
+
+
+def funnel_section(tally: Tally, stages: Sequence[str]) -> str:
+    """Table of documents and bytes before and after each stage, by source."""
+    sources = sorted({key[2] for key in tally.counts if key[:2] == ("in", "read")})
+    rows: list[tuple] = []
+    for source in sources:
+        number = tally.counts["in", "read", source, "documents"]
+        rows.append((source, "read", "", number, units.size(tally.counts["in", "read", source, "bytes"]), ""))
+        for stage in stages:
+            before = tally.counts["in", stage, source, "documents"]
+            after = tally.counts["out", stage, source, "documents"]
+            size = tally.counts["out", stage, source, "bytes"]
+            if before:
+                rows.append(("", stage, before, after, units.size(size), share(before - after, before)))
+    head = ("source", "stage", "documents in", "out", "text out", "dropped")
+    return f"<h2>Funnel</h2>{table(head, rows)}"
+
+
+def reasons_section(tally: Tally, kind: str, title: str) -> str:
+    """Section with counts by reason and source, and samples. kind: 'dropped' or 'edited'."""
+    numbers: collections.Counter = collections.Counter()
+    for key, n in tally.counts.items():
+        if key[0] == kind and key[-1] == "documents":
+            numbers[key[1], key[3], key[2]] += n
+    reasons = collections.Counter()
+    for (stage, reason, _), n in numbers.items():
+        reasons[stage, reason] += n
+    if not reasons:
+        return ""
+    parts = [f"<h2>{title}</h2>"]
+    for (stage, reason), n in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+        by_source = {source: m for (s, r, source), m in numbers.items() if (s, r) == (stage, reason)}
+        where = ", ".join(f"{escape(source)} {m:,}" for source, m in sorted(by_source.items()))
+        shown = "".join(sample_html(sample) for sample in tally.samples.get((stage, reason), ()))
+        parts.append(
+            f"<details><summary><b>{escape(stage)}</b>: {escape(reason)} - {n:,} documents "
+            f'<span class="muted">({where})</span></summary>{shown}</details>'
+        )
+    return "".join(parts)
+
+
+def sample_html(sample: Sample) -> str:
+    """One dropped or edited document."""
+    where = f'<p class="muted">{escape(sample.source)}: {escape(sample.file)} at {sample.offset:,}</p>'
+    after = "" if sample.after is None else f"<p>became</p><pre>{escape(sample.after)}</pre>"
+    return f"{where}<pre>{escape(sample.before)}</pre>{after}"
+
+
+def reading_section(tally: Tally) -> str:
+    """Table of documents that reading skipped or repaired."""
+    rows = [(key[1], key[2], n) for key, n in sorted(tally.counts.items()) if key[0] == "read"]
+    return f"<h2>Left out, or repaired, while reading</h2>{table(('source', 'what', 'number'), rows)}" if rows else ""
+
+
+def histogram_section(tally: Tally) -> str:
+    """Histograms of lengths as read and of languages as saved and as dropped."""
+    lengths, languages = collections.Counter(), collections.Counter()
+    for key, n in tally.counts.items():
+        if key[0] == "length":
+            lengths[int(key[2])] += n
+        if key[0] == "language":
+            languages[key[2] or "not identified"] += n
+    ordered = [(f"under {units.size(2**power)}", lengths[power]) for power in sorted(lengths)]
+    parts = [f"<h2>Lengths, as read</h2>{bars(ordered)}"] if ordered else []
+    parts += [f"<h2>Languages, as kept</h2>{bars(largest_first(languages))}"] if languages else []
+    dropped = dropped_languages(tally)
+    parts += [f"<h2>Languages, as dropped</h2>{bars(largest_first(dropped))}"] if dropped else []
+    return "".join(parts)
+
+
+def dropped_languages(tally: Tally) -> collections.Counter:
+    """Returns {language: documents dropped for it}."""
+    return collections.Counter({key[3]: n for key, n in tally.counts.items() if key[:2] == ("detail", "language")})
+
+
+def bars(rows: Sequence[tuple[str, int]]) -> str:
+    """SVG with a horizontal bar for each (label, number)."""
+    most = max(n for _, n in rows)
+    lines = []
+    for i, (label, n) in enumerate(rows):
+        y, width = 20 * i, max(1, round(500 * n / most))
+        lines.append(f'<text x="150" y="{y + 14}" text-anchor="end">{escape(label)}</text>')
+        lines.append(f'<rect class="bar" x="158" y="{y + 3}" width="{width}" height="14"/>')
+        lines.append(f'<text x="{164 + width}" y="{y + 14}">{n:,}</text>')
+    return f'<svg width="760" height="{20 * len(rows) + 4}" role="img">{"".join(lines)}</svg>'
+
+
+def largest_first(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Returns the MOST_ROWS largest numbers in descending order, and the sum of the others as one more row."""
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+    remaining = sum(n for _, n in ordered[MOST_ROWS:])
+    return ordered[:MOST_ROWS] + ([(f"{len(ordered) - MOST_ROWS:,} others", remaining)] if remaining else [])
+
+
+def clusters_section(found: Sequence[Mapping[str, Any]]) -> str:
+    """Sections with the histogram of duplicate group sizes and the largest groups."""
+    parts = []
+    for join in found:
+        sizes = [(f"{size} alike", number) for size, number in join["sizes"]]
+        parts.append(f"<h2>Groups of duplicates: {escape(join['name'])}</h2>{bars(sizes) if sizes else '<p>None.</p>'}")
+        for group in join["largest"]:
+            where = f"{escape(group['file'])} at {group['offset']:,}"
+            text = f"<pre>{escape(group['text'])}</pre>"
+            parts.append(f"<details><summary>{group['size']:,} alike; kept: {where}</summary>{text}</details>")
+    return "".join(parts)
+
+
+def detection_section(recipe: Mapping[str, Any]) -> str:
+    """Table of the detection probability of near duplicates by similarity, for the recipe's settings."""
+    if "near_dedup" not in recipe["stages"]:
+        return ""
+    cfg = schema.from_dict(NearConfig, recipe["near_dedup"])
+    rows = detection_table(cfg)
+    shown = [(f"{jaccard:.2f}", f"{found:.3f}", f"{found * passed:.3f}") for jaccard, found, passed in rows]
+    head = ("Jaccard similarity", "becomes a candidate", "is dropped")
+    return f"<h2>How surely near duplicates are found</h2><p>{threshold_sentence(cfg)}</p>{table(head, shown)}"
+
+
+def threshold_sentence(cfg: NearConfig) -> str:
+    """Returns a sentence on what the near-duplicate threshold means for two texts of equal length.
+
+    If a share p of the words changes independently, an n-gram survives with probability (1 - p)^n, so of 2k n-grams
+    both texts share (1 - p)^n k. A passage of share q that only one text has leaves 1 - q.
+    """
+    shared = 2 * cfg.threshold / (1 + cfg.threshold)
+    changed = 1 - shared ** (1 / cfg.ngram_words)
+    return (
+        f"threshold={cfg.threshold:g} of sequences of {cfg.ngram_words} words: a document is a near duplicate of "
+        f"another if no more than about {changed:.1%} of its words were changed here and there, or if it lacks one "
+        f"passage of no more than about {1 - cfg.threshold:.0%} of the other."
+    )
+
+
+def classifier_section(tally: Tally, model: Mapping[str, Any] | None) -> str:
+    """Section with the number of documents and the shares of held-out examples above each classifier threshold."""
+    bins: collections.Counter = collections.Counter()
+    for key, n in tally.counts.items():
+        if key[:2] == ("score", "classifier"):
+            bins[int(key[3])] += n
+    if not bins:
+        return ""
+    holdout_shares = {round(SCORE_BINS * least): (good, bad) for least, good, bad in (model["kept"] if model else ())}
+    total, rows = sum(bins.values()), []
+    for least in range(1, SCORE_BINS):
+        passing = sum(n for place, n in bins.items() if place >= least)
+        shares = [f"{value:.1%}" for value in holdout_shares.get(least, ())]
+        rows.append((f"{least / SCORE_BINS:.2f}", f"{passing:,} ({share(passing, total)})", *shares))
+    head = ("score at least", "documents", *(("good examples", "bad examples") if model else ()))
+    intro = "" if not model else (
+        f"<p>Trained on {model['good']:,} good and {model['bad']:,} bad examples, of which "
+        f"{model['held_out'][0]:,} and {model['held_out'][1]:,} were held out: {model['accuracy']:.1%} of these "
+        f"are classified correctly at 0.5 (balanced accuracy), ROC AUC {model['auc']:.3f}.</p>"
+    )  # fmt: skip
+    ordered = [(f"{place / SCORE_BINS:.2f} to {(place + 1) / SCORE_BINS:.2f}", n) for place, n in sorted(bins.items())]
+    return f"<h2>Learned filter: what thresholds keep</h2>{intro}{table(head, rows)}<h3>Scores</h3>{bars(ordered)}"
+
+
+def contamination_section(tally: Tally) -> str:
+    """Table of evaluation items found in the documents."""
+    hits: collections.Counter = collections.Counter()
+    for key, n in tally.counts.items():
+        if key[:2] == ("detail", "decontaminate"):
+            hits[key[3]] += n
+    if not hits:
+        return ""
+    return f"<h2>Evaluation items found</h2>{table(('item', 'documents'), largest_first(hits))}"
+
+
+def fertility_section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Table of tokenizer fertility by source and language."""
+    if not rows:
+        return ""
+    names = FertilityRow._fields
+    plain = lambda value: "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
+    shown = [[plain(row[name]) for name in names] for row in rows[:MOST_ROWS]]
+    return f"<h2>Tokenizer, by source and language</h2>{table([n.replace('_', ' ') for n in names], shown)}"
+
+
+def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Returns the warnings, one line each."""
+    stages = manifest["recipe"]["stages"]
+    lost = tally.left_out(WHERE)
+    lines = [lost.line] if lost and lost.is_much else []
+    lines += [tally.loss.line("the tokenizer")] if tally.loss.is_much else []
+    lines += [text for names, text in MISSING if not set(names) & set(stages)]
+    decontaminate = schema.from_dict(ContaminationConfig, manifest["recipe"].get("decontaminate", {}))
+    lines += evaluation_warnings(decontaminate, facts.get("evaluation"))
+    return [*lines, *retention_warnings(tally, manifest), *source_warnings(manifest), *tokenizer_warnings(facts)]
+
+
+def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int] | None) -> list[str]:
+    """Returns warnings about the evaluation items. looked_for: count_items, or None without that stage."""
+    if item_counts is None:
+        return []
+    if not cfg.is_named:
+        return ["decontaminate.files names no evaluation items, and none were looked for"]
+    if not item_counts["too_short"]:
+        return []
+    least = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
+    return [
+        f"{item_counts['too_short']:,} of {item_counts['items']:,} evaluation items are too short to be looked for: no "
+        f"text of theirs has {least} words"
+    ]
+
+
+def retention_warnings(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields warnings about how many documents remain and what is known of them."""
+    read = tally.total("in", "read")
+    share_saved = manifest["num_documents"] / read if read else 1.0
+    if share_saved < LOW_RETENTION:
+        yield f"only {share_saved:.1%} of the documents are kept; look at the largest drops below"
+    if share_saved > HIGH_RETENTION and len(manifest["recipe"]["stages"]) > 1:
+        yield f"{share_saved:.1%} of the documents are kept: the text was clean already, or the rules do not match it"
+    if languages := dropped_languages(tally):
+        listed = ", ".join(f"{name} {n:,}" for name, n in largest_first(languages)[:MOST_LANGUAGES])
+        yield f"documents dropped by language: {listed}; set language.keep to keep a language"
+    for join in ("exact_dedup", "near_dedup"):
+        before, after = tally.total("in", join), tally.total("out", join)
+        if before and 1 - after / before > MANY_DUPLICATES:
+            yield f"{1 - after / before:.0%} of the documents before {join} were duplicates"
+    if hits := tally.total("dropped", "decontaminate") + tally.total("edited", "decontaminate"):
+        yield f"{hits:,} documents held text of evaluation items; the list is below"
+    unknown = sum(n for key, n in tally.counts.items() if key[0] == "language" and not key[2])
+    total = sum(n for key, n in tally.counts.items() if key[0] == "language")
+    if "language" in manifest["recipe"]["stages"] and unknown:
+        yield f"the language of {unknown:,} of {total:,} kept documents is not known"
+
+
+def source_warnings(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields warnings about proportions and licences of the sources."""
+    sources, tokens = manifest["recipe"]["sources"], manifest["num_tokens"]
+    for name, source in manifest["sources"].items():
+        if len(sources) > 1 and source["tokens"] > LARGE_SOURCE * tokens:
+            yield f"{name} has {source['tokens'] / tokens:.0%} of all tokens and will dominate what the model learns"
+        if not source["documents"]:
+            yield f"no document of {name} is left"
+        if not sources[name]["licence"]:
+            yield f"no licence is recorded for {name}; set sources.{name}.licence"
+    synthetic = sum(manifest["sources"][name]["tokens"] for name, source in sources.items() if source["synthetic"])
+    if tokens and synthetic > LARGE_SYNTHETIC * tokens:
+        yield f"{synthetic / tokens:.0%} of the tokens are marked as synthetic"
+
+
+def tokenizer_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yields warnings for sources and languages with few bytes per token."""
+    for row in facts.get("fertility", ()):
+        if row["source"] != "all" and (row["bytes_per_token"] or 9) < FEW_BYTES_PER_TOKEN and row["documents"] >= 10:
+            what = f"{row['source']} in {row['language'] or 'unknown language'}"
+            yield f"the tokenizer has {row['bytes_per_token']:.2f} bytes a token for {what}: rows hold little text"

@@ -1,0 +1,284 @@
+"""Tokenizes blocks in the order of a seeded shuffle and gathers them into shards.
+
+Each shard takes its range of shuffle keys from every block; many blocks are shuffled in levels (shuffle.py).
+"""
+
+import contextlib
+import functools
+import hashlib
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jaxscale.runtime.data.header import tokenizer_header
+from jaxscale.runtime.data.shard_writer import ShardWriter, dtype_for
+from jaxscale.runtime.data.verified import remove
+from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.tokenizer.base import EncodedBlock, Tokenizer, frame_documents, split_ids
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer
+from jaxscale.runtime.text.tokenizer.loss import TextLoss, measure_loss
+from jaxscale.system.paths import make_private, replacing, sync_folder, write_bytes_atomic
+from jaxscale.tools.corpus.prepare.block_files import mark_done, read_done, read_table, to_table, write_table
+from jaxscale.tools.corpus.prepare.config import PrepareConfig, TokenizerConfig
+from jaxscale.tools.corpus.prepare.fertility import measure
+from jaxscale.tools.corpus.prepare.lookup import Blocks, blocks_of, recipe_of
+from jaxscale.tools.corpus.prepare.shuffle import RunAll, Shuffle, run_shuffle
+
+MERGE_BATCH_FILES = 16  # files' tokens in memory during a merge: 128 MB for blocks of 16 MiB
+SHARDS_IN_FOLDER = 1000  # five files each; more shards go into subfolders of this many
+IS_WHOLE = "is_whole"  # column of blocks with documents that came as token ids: no EOS is appended to those
+FERTILITY_DOCUMENTS = 20  # documents of each block, chosen by the shuffle, for fertility
+
+
+def shuffle_keys(seed: int, place: tuple[int, int], count: int) -> np.ndarray:
+    """Returns uint64[count], the sort key of each document of a block in the shuffled set.
+
+    Keys depend only on the seed and the document's position in the input, so the order is the same for any number of
+    workers, and blocks are independent.
+    """
+    name = f"shuffle {seed} {place[0]} {place[1]}".encode()
+    key = int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "little")
+    return np.random.Philox(key=key).random_raw(count)
+
+
+def tokenize_block(
+    cfg: PrepareConfig, path: str, base: pathlib.Path, documents: Sequence[Document], place: tuple[int, int]
+) -> tuple[int, list, TextLoss]:
+    """Writes BASE.ids (documents with BOS and EOS) and BASE.arrow (a row for each), in the order of their shuffle keys.
+
+    Args: path: of the tokenizer. place: of the block, (piece, index in it).
+    Returns (number of tokens, fertility of a sample as plain data, tokenizer loss on samples).
+    Raises BadInput if the fast encoder is wrong or gives an id outside the vocabulary.
+    """
+    tokenizer = tokenizer_of(path, cfg.tokenizer)
+    keys = shuffle_keys(cfg.write.seed, place, len(documents))
+    order = np.argsort(keys, kind="stable")
+    documents = [documents[i] for i in order]
+    is_whole = [bool(document.ids) for document in documents]
+    encoded = tokenizer.encode_block([document.text for document in documents if not document.ids])
+    block = frame_documents(encoded, tokenizer, dtype_for(tokenizer.vocab_size - 1))
+    ids, lengths = merge_ids(block, documents) if any(is_whole) else block
+    rows = to_table(documents, with_text=False)
+    rows = rows.append_column("key", pa.array(keys[order]))
+    rows = rows.append_column("tokens", pa.array(lengths))
+    rows = rows.append_column("bytes", pa.array([document.size for document in documents], pa.int64()))
+    if any(is_whole):
+        rows = rows.append_column(IS_WHOLE, pa.array(is_whole))
+    write_bytes_atomic(f"{base}.ids", ids.data)
+    write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)  # not compressed: each shard reads a part of it
+    loss = measure_loss(tokenizer, [one.text for one in documents if not one.ids])
+    return len(ids), measure(tokenizer, documents[:FERTILITY_DOCUMENTS]), loss
+
+
+def merge_ids(block: EncodedBlock, documents: Sequence[Document]) -> EncodedBlock:
+    """Returns the encoded texts merged, in document order, with the documents that came as token ids."""
+    encoded = iter(block.split())
+    parts = [
+        np.frombuffer(document.ids, "<u4").astype(block.ids.dtype) if document.ids else next(encoded)
+        for document in documents
+    ]
+    return EncodedBlock(np.concatenate(parts), np.array([len(part) for part in parts], np.int64))
+
+
+@functools.lru_cache(maxsize=2)
+def tokenizer_of(path: str, cfg: TokenizerConfig) -> Tokenizer:
+    """Returns the tokenizer, cached per process."""
+    return load_tokenizer(path, cfg.eos_token, cfg.bos_token, cfg.encode)
+
+
+class TokenBlocks(NamedTuple):
+    """Token blocks of a pass, as the source of a shuffle."""
+
+    folder: str  # of the work
+    number: int  # of the pass
+
+    def base(self, number: int) -> str:
+        """Returns the path of a block without its suffix."""
+        return blocks_of(self.folder, self.number)[number]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the blocks."""
+        cfg = recipe_of(self.folder).tokenizer
+        return tokenizer_of(cfg.path(self.folder), cfg)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of ids."""
+        return np.dtype(dtype_for(self.tokenizer.vocab_size - 1))
+
+
+def shard_shuffle(blocks: Blocks, count: int) -> Shuffle:
+    """Returns the shuffle that makes `count` shards of the blocks of a pass."""
+    source, between = TokenBlocks(blocks.folder, blocks.number), f"{blocks.folder}/shuffled"
+    return Shuffle(source, between, len(blocks), count, merges_first=True)
+
+
+def shard_name(number: int, count: int) -> str:
+    """Returns 'shard-00001-of-00042', or '00003/shard-03000-of-04200' if one folder would hold too many."""
+    folder = f"{number // SHARDS_IN_FOLDER:05d}/" if count > SHARDS_IN_FOLDER else ""
+    return f"{folder}shard-{number:05d}-of-{count:05d}"
+
+
+def write_shards_by_shuffle(run_all: RunAll, shuffle: Shuffle) -> Iterator[str]:
+    """Yields the names of finished shards, for an executor without a built-in shuffle."""
+    yield from run_shuffle(run_all, shuffle, merge_tokens, write_shard)
+
+
+def merge_tokens(task: Shuffle) -> None:
+    """Runs a task before the last level: writes BASE.ids and BASE.arrow, in the format of a block."""
+    base, done = task.path(task.level, task.number), task.path(task.level, task.number, ".done.json")
+    if read_done(done) is not None:
+        return
+    base.parent.mkdir(parents=True, exist_ok=True)
+    files = [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")]
+    with replacing(files[0]) as ids_file, replacing(files[1]) as rows_file:
+        write_merged(task, ids_file, rows_file)
+    mark_done(done, {}, files)
+
+
+def write_merged(task: Shuffle, ids_file: BinaryIO, rows_file: BinaryIO) -> None:
+    """Writes the merged ids and rows of a task in key order, in parts, so that memory does not grow with its inputs.
+
+    Its input files, MAX_FAN_IN at most, stay open, two descriptors each.
+    """
+    numbers, begin, end = task.inputs_of_task()
+    parts = -(-len(numbers) // MERGE_BATCH_FILES)
+    bounds = [begin + (end - begin) * part // parts for part in range(parts + 1)]
+    with contextlib.ExitStack() as stack:
+        open_input = lambda number: stack.enter_context(OpenDocuments(input_base(task, number), task.source.dtype))
+        found = [open_input(number) for number in numbers]
+        schema = pa.unify_schemas([documents.rows.schema for documents in found])  # some blocks have no scores
+        writer = stack.enter_context(pa.ipc.new_file(rows_file, schema))
+        for first, last in zip(bounds, bounds[1:]):
+            ids, rows = merge_by_key([documents.between(first, last) for documents in found])
+            ids_file.write(np.ascontiguousarray(ids).data)
+            shuffle = pa.concat_tables([schema.empty_table(), rows], promote_options="default")
+            writer.write_table(shuffle.combine_chunks())
+
+
+def total(rows: pa.Table, column: str) -> int:
+    """Returns the sum of a column, without nulls."""
+    return int(pc.call_function("sum", [rows.column(column)]).as_py() or 0)
+
+
+def write_shard(task: Shuffle, collect: Callable[[], tuple[np.ndarray, pa.Table]] | None = None) -> str:
+    """Writes the shard to work/shards/NAME atomically and returns its name. Memory: one shard's tokens.
+
+    collect: returns (ids, rows) of the shard; None reads them from the files of the shuffle.
+    """
+    work, name = pathlib.Path(task.source.folder), shard_name(task.number, task.outputs)
+    final = work / "shards" / name
+    folder, plain_name = final.parent, final.name
+    done = folder / f"{plain_name}.done.json"
+    if final.is_dir() and read_done(done, final, (work.parent / name).parent) is not None:
+        return name  # files that were moved to the output are checked there
+    remove(final)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{plain_name}.", dir=folder))  # others may write it too
+    ids, rows = collect() if collect else read_task(task)
+    cfg, tokenizer = recipe_of(task.source.folder), task.source.tokenizer
+    ends = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+    writer = ShardWriter(temporary, plain_name, **ends, sources=tuple(cfg.sources))
+    lengths = rows.column("tokens").to_numpy()
+    known = pc.SetLookupOptions(pa.array(tuple(cfg.sources)))
+    numbers = pc.call_function("index_in", [rows.column("source")], known).to_numpy()
+    num_ids_documents = total(rows, IS_WHOLE) if IS_WHOLE in rows.column_names else 0
+    writer.add_block(ids, lengths, numbers, is_whole=num_ids_documents > 0)
+    header = {
+        "tokenizer": tokenizer_header(tokenizer, pathlib.Path(cfg.tokenizer.path(task.source.folder)).name),
+        "eos_id": tokenizer.eos_id,
+        "text_bytes": total(rows, "bytes"),
+        "skipped": {},
+        "files": [{"name": plain_name, "source": "", "documents": len(rows)}],
+        **({"ids_documents": num_ids_documents} if num_ids_documents else {}),
+    }
+    others = [name for name in ("key", "tokens", "source", "bytes", IS_WHOLE) if name in rows.column_names]
+    writer.finish(tokenizer.token_bytes, header, lineage=rows.drop_columns(others))
+    mark_done(done, {}, sorted(temporary.iterdir()), temporary)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(temporary)  # the other process made it, with the same bytes
+    sync_folder(folder)
+    return name
+
+
+def read_task(task: Shuffle) -> tuple[np.ndarray, pa.Table]:
+    """Returns (concatenated ids, a row for each document), in key order, of the files that a task reads."""
+    numbers, begin, end = task.inputs_of_task()
+    return merge_by_key(
+        [documents_between(input_base(task, number), begin, end, task.source.dtype) for number in numbers]
+    )
+
+
+def input_base(task: Shuffle, number: int) -> str:
+    """Returns the path, without its suffix, of an input of a task."""
+    return task.source.base(number) if task.level == 1 else str(task.path(task.level - 1, number))
+
+
+class OpenDocuments:
+    """Documents in BASE.ids and BASE.arrow, in the order of their keys."""
+
+    def __init__(self, base: str, dtype: np.dtype):
+        self.dtype = dtype
+        self.rows = read_table(pathlib.Path(f"{base}.arrow"))
+        self.keys = self.rows.column("key").to_numpy()
+        self.ends = np.cumsum(self.rows.column("tokens").to_numpy())
+        self.file = open(f"{base}.ids", "rb")
+
+    def __enter__(self) -> "OpenDocuments":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def between(self, begin: int, end: int) -> tuple[np.ndarray, pa.Table]:
+        """Returns copies of (ids, rows) of the documents with keys in [begin, end)."""
+        first = int(np.searchsorted(self.keys, np.uint64(begin)))
+        last = int(np.searchsorted(self.keys, np.uint64(end - 1), side="right"))
+        if first == last:
+            return np.zeros(0, self.dtype), self.rows.slice(0, 0)
+        start, stop = int(self.ends[first - 1]) if first else 0, int(self.ends[last - 1])
+        self.file.seek(self.dtype.itemsize * start)
+        # Read, not mapped: a map for each of many blocks would exceed the limits on open files and maps.
+        return np.fromfile(self.file, self.dtype, stop - start), self.rows.take(np.arange(first, last))
+
+
+def documents_between(base: str, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, pa.Table]:
+    """Returns (ids, rows) of the documents in BASE.ids and BASE.arrow with keys in [begin, end)."""
+    with OpenDocuments(base, dtype) as documents:
+        return documents.between(begin, end)
+
+
+def merge_by_key(found: Sequence[tuple[np.ndarray, pa.Table]]) -> tuple[np.ndarray, pa.Table]:
+    """Returns (ids, rows) merged in key order."""
+    some = [(ids, rows) for ids, rows in found if len(rows)]
+    if not some:
+        return found[0]
+    parts: list[np.ndarray] = []
+    for ids, rows in some:
+        parts += split_ids(ids, rows.column("tokens").to_numpy())
+    rows = pa.concat_tables([rows for _, rows in some], promote_options="default")
+    order = np.argsort(rows.column("key").to_numpy(), kind="stable")
+    return np.concatenate([parts[i] for i in order]), rows.take(order)
+
+
+def move_shards(folder: pathlib.Path, names: Sequence[str], output: pathlib.Path) -> None:
+    """Moves the finished shards from work/shards/NAME to the output. Resumes if called again."""
+    for name in names:
+        source, target = folder / "shards" / name, (output / name).parent
+        if not target.is_dir():
+            make_private(target, output.stat().st_mode & 0o777)
+        for path in sorted(source.iterdir(), key=lambda path: path.suffix == ".json"):  # headers last
+            path.rename(target / path.name)
+    for target in {(output / name).parent for name in names} | {output}:
+        sync_folder(target)

@@ -1,0 +1,257 @@
+"""Tasks of a preparation: one piece of the input, or one block of the previous pass, through the stages of a pass.
+
+A task is a pure function of its arguments and the work folder, so it can run in any process, on any machine, and again.
+Output files are named by pass, piece and block (lookup.py); `done` files are written last and list the others.
+
+    000000012-000003.arrow            the fourth block of piece 12: documents after the stages
+    000000012-000003.near_dedup.*     its sketch for a join
+    000000012-000003.ids, .arrow      its tokens in shuffled order, and metadata of each document
+    000000012-000003.kept.json        done file of this block alone, while piece 12 is unfinished
+    000000012.done.json               piece 12 is finished: its blocks and counts
+    running/12.json                   progress of piece 12, if it has several blocks
+"""
+
+import functools
+import json
+import pathlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.runtime.data.fields import FieldChoice, choose_field, read_fields
+from jaxscale.runtime.data.token_columns import Vocabulary, read_ids
+from jaxscale.runtime.text.document import Document, Stage
+from jaxscale.runtime.text.sources.files import SourceFile
+from jaxscale.runtime.text.sources.part import Part
+from jaxscale.runtime.text.sources.read import handle_damage, read_file
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import write_text_atomic
+from jaxscale.tools.corpus.curate.classifier import make_classifier
+from jaxscale.tools.corpus.curate.contamination import make_contamination
+from jaxscale.tools.corpus.curate.langid import make_language
+from jaxscale.tools.corpus.curate.licence import make_licence
+from jaxscale.tools.corpus.curate.pii import make_pii
+from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher
+from jaxscale.tools.corpus.curate.repair import make_repair
+from jaxscale.tools.corpus.curate.repetition import make_repetition
+from jaxscale.tools.corpus.curate.substring import make_substring
+from jaxscale.tools.corpus.curate.toxicity import make_toxicity
+from jaxscale.tools.corpus.curate.urls import make_urls
+from jaxscale.tools.corpus.prepare.block_files import (
+    from_table,
+    group_blocks,
+    mark_done,
+    read_done,
+    read_table,
+    to_table,
+    write_table,
+)
+from jaxscale.tools.corpus.prepare.config import STAGES, PrepareConfig
+from jaxscale.tools.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
+from jaxscale.tools.corpus.prepare.join import signatures_path
+from jaxscale.tools.corpus.prepare.lookup import Pass, block_base, blocks_of, done_path, passes_of, piece_of, recipe_of
+from jaxscale.tools.corpus.prepare.progress import RUNNING
+from jaxscale.tools.corpus.prepare.tally import Tally
+from jaxscale.tools.corpus.prepare.tokens import tokenize_block, tokenizer_of
+
+MAKERS: dict[str, Callable[[Any], Stage]] = {
+    "url_blocklist": make_urls,
+    "repair": make_repair,
+    "language": make_language,
+    "gopher_repetition": make_repetition,
+    "gopher_quality": make_gopher,
+    "c4": make_c4,
+    "fineweb": make_fineweb,
+    "licence": make_licence,
+    "toxicity": make_toxicity,
+    "classifier": make_classifier,
+    "substring": make_substring,
+    "decontaminate": make_contamination,
+    "pii": make_pii,
+}
+assert set(MAKERS) == set(STAGES)
+
+
+class Task(NamedTuple):
+    """One task: a piece of the input in the first pass, a block of the previous pass in later ones."""
+
+    folder: str  # of the work
+    pass_number: int
+    number: int = 0
+
+
+class BlockResult(NamedTuple):
+    """One block that a pass has written, as stored in done files."""
+
+    index: int  # index in its piece
+    documents: int
+    tokens: int = 0
+    keys: Sequence[int] = ()  # number of keys in its sketch for each join
+    fertility: Sequence[Any] = ()  # fertility.measure of a sample
+
+
+def run_task(task: Task) -> dict[str, Any]:
+    """Runs the task unless it is done, and returns the content of its done file."""
+    cfg, step = recipe_of(task.folder), passes_of(task.folder)[task.pass_number]
+    done = done_path(*task)
+    if (finished := read_done(done)) is not None:
+        return finished | {"was_done": True}
+    found: dict[str, Any] = {}  # result of the last block
+    tally, blocks, files, block_marks = Tally(), [], [], []
+    running, outputs, was_done = PieceProgress(task), [], False
+    for index, documents in enumerate(input_blocks(cfg, task, tally, running)):
+        if index:  # a piece with several blocks gets a done file for each
+            if not was_done:
+                mark_done(block_marks[-1], found, outputs)
+            running.write(found, was_done)
+        base = block_base(*task, index)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        block_marks.append(pathlib.Path(f"{base}.kept.json"))
+        earlier = read_done(block_marks[-1])
+        was_done = earlier is not None
+        found = earlier or process_block(cfg, task, base, documents, index)
+        outputs = block_files(base, step) if found["blocks"] else []
+        blocks += found["blocks"]
+        files += outputs
+        tally.merge(Tally.from_json(found["tally"]))
+    result = {"number": task.number, "blocks": blocks, "tally": tally.to_json()}
+    done.parent.mkdir(parents=True, exist_ok=True)
+    mark_done(done, result, files)
+    for path in (*block_marks, running.path):
+        path.unlink(missing_ok=True)
+    return result | {"earlier": dict(running.earlier)}
+
+
+def process_block(
+    cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: list[Document], index: int
+) -> dict[str, Any]:
+    """Runs the stages on a block. Returns 'blocks' (one, or none if no document is left) and 'tally'."""
+    tally = Tally()
+    if task.pass_number == 0:
+        tally.add_lengths(documents)
+        tally.add_documents(("in", "read"), documents)
+    for name in passes_of(task.folder)[task.pass_number].stages:
+        documents = tally.record(name, documents, stage_of(task.folder, name)(documents))
+    blocks = [write_block(cfg, task, base, documents, index, tally)] if documents else []
+    return {"blocks": blocks, "tally": tally.to_json()}
+
+
+class PieceProgress:
+    """Progress of a piece with several blocks, in a file read by progress.read_running."""
+
+    def __init__(self, task: Task):
+        self.path = pathlib.Path(task.folder) / RUNNING / f"{task.number}.json"
+        self.share = self.resumed_share = 0.0
+        self.documents = self.bytes = 0
+        self.earlier = Counter()  # documents and bytes of blocks that an earlier process finished
+
+    def set_share(self, share: float) -> None:
+        """Sets the share of the piece that is read."""
+        self.share = share
+
+    def write(self, found: Mapping[str, Any], was_done: bool) -> None:
+        """Writes the progress file. found: result of the finished block; was_done: by an earlier process."""
+        read = Counter()
+        for *name, number in found["tally"]["counts"]:
+            read.update({name[-1]: number} if name[:2] == ["in", "read"] else {})
+        if was_done:
+            self.resumed_share = self.share
+            self.earlier += read
+        else:
+            self.documents += read["documents"]
+            self.bytes += read["bytes"]
+        self.path.parent.mkdir(exist_ok=True)
+        write_text_atomic(self.path, json.dumps([self.share, self.resumed_share, self.documents, self.bytes]))
+
+
+def block_files(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
+    """Returns the files that a pass writes for a block."""
+    if step.ends == "tokens":
+        return [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")]
+    sketches = [sketch_path(str(base), join) for join in step.joins]
+    signatures = [path for path in map(signatures_path, sketches) if path.exists()]
+    return [pathlib.Path(f"{base}.arrow"), *sketches, *signatures]
+
+
+def input_blocks(cfg: PrepareConfig, task: Task, tally: Tally, running: PieceProgress) -> Iterator[list[Document]]:
+    """Yields the blocks that the stages process, read from the input or, after joins, from the previous pass."""
+    if task.pass_number == 0:
+        file, part = piece_of(task.folder, task.number)
+        skipped: Counter = Counter()
+        part = part._replace(on_progress=running.set_share)
+        yield from group_blocks(read_documents(cfg, task.folder, file, skipped, part), cfg.block_bytes)
+        tally.add_skipped(file.source, file.name, part.begin, skipped)
+        return
+    before = task.pass_number - 1
+    documents = from_table(read_table(pathlib.Path(f"{blocks_of(task.folder, before)[task.number]}.arrow")))
+    folders = {join: join_folder(task.folder, before, join) for join in passes_of(task.folder)[before].joins}
+    yield apply_joins(cfg, folders, task.number, documents, tally)
+
+
+def read_documents(
+    cfg: PrepareConfig, folder: str, file: SourceFile, skipped: Counter, part: Part
+) -> Iterator[Document]:
+    """Yields the documents of a part of a file; token ids are also decoded, so that stages can judge the text.
+
+    Raises: BadInput as read_file and read_ids do, and for labels, which shards do not support.
+    """
+    read_cfg = cfg.read_cfg(file.source)
+    choice = FieldChoice("text")  # default for a damaged file that is skipped: read_file counts it
+    with handle_damage(file.path, read_cfg, Counter()):
+        choice = choose_field(file.path, read_fields(file.path, read_cfg), read_cfg)
+    if choice.kind != "ids":
+        yield from read_file(file, read_cfg, skipped, part)
+        return
+    tokenizer = tokenizer_of(cfg.tokenizer.path(folder), cfg.tokenizer)
+    vocabulary = Vocabulary(tokenizer.vocab_size, f"tokenizer.name={cfg.tokenizer.name}")
+    with handle_damage(file.path, read_cfg, skipped):
+        for offset, found, words in read_ids(file.path, choice, read_cfg, vocabulary, skipped, part):
+            if found.loss_mask is not None:
+                raise BadInput(
+                    f"{found.place} has labels that are not learned, which prepared sets do not support; train on the "
+                    "file itself (data.files)"
+                )
+            text, (id, url, licence, language) = tokenizer.decode(found.ids.tolist()), words
+            content = found.ids.astype("<u4").tobytes()
+            licence = licence or read_cfg.licence
+            yield Document(text, file.source, file.name, offset, id, url, licence, language, ids=content)
+
+
+def write_block(
+    cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: Sequence[Document], index: int, tally: Tally
+) -> BlockResult:
+    """Writes a block in the format of its pass. place: index of the block in its piece."""
+    step = passes_of(task.folder)[task.pass_number]
+    if step.ends == "tokens":
+        tally.add_languages(documents)
+        tally.add_documents(("written",), documents)
+        position = (task.number, index)
+        tokens, fertility, loss = tokenize_block(cfg, cfg.tokenizer.path(task.folder), base, documents, position)
+        tally.add_loss(loss)
+        return BlockResult(index, len(documents), tokens, fertility=fertility)
+    keys = write_sketches(cfg, step.joins, str(base), documents)
+    write_table(pathlib.Path(f"{base}.arrow"), to_table(documents))
+    return BlockResult(index, len(documents), keys=keys)
+
+
+def join_folder(folder: str, number: int, join: str) -> pathlib.Path:
+    """Returns the folder with the results of a join after pass `number`."""
+    return pathlib.Path(folder) / "joins" / f"{number}-{join}"
+
+
+def block_rows(result: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
+    """Yields the rows of lookup.Blocks for a result of run_task."""
+    for found in result["blocks"]:
+        block = BlockResult(*found)
+        yield (result["number"], block.index, block.documents, block.tokens, *block.keys)
+
+
+@functools.lru_cache(maxsize=64)
+def stage_of(folder: str, name: str) -> Stage:
+    """Returns the stage, cached per process: some load a model."""
+    return make_stage(recipe_of(folder), name)
+
+
+def make_stage(cfg: PrepareConfig, name: str) -> Stage:
+    """Returns the stage of that name with the recipe's settings."""
+    return MAKERS[name](getattr(cfg, name))

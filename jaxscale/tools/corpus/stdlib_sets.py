@@ -1,0 +1,169 @@
+"""Small datasets from this Python's standard library, for use without a network: text, questions, conversations.
+
+  python -m jaxscale.tools.corpus.stdlib_sets --output=sets --most_bytes=2000000
+
+The same Python gives the same files. Sources are parsed, not imported.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import json
+import pathlib
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxscale.runtime.text.sources.files import stdlib_files
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.help_text import command
+from jaxscale.system.exits import BadInput, put, run_and_exit
+from jaxscale.system.paths import write_text_atomic
+
+HOLDOUT_EVERY = 10  # one of this many modules is held out
+WRONG = 3  # wrong answers per question
+SHORTEST, LONGEST = 12, 160  # characters of an answer
+
+
+class DocumentedName(NamedTuple):
+    """A function or class and the first line of its docstring."""
+
+    name: str  # json.dumps
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of this command."""
+
+    output: str = flag(
+        "",
+        "text.jsonl (source of modules, to train on), held.jsonl (of other modules), chat.jsonl (what each function "
+        "and class is for, by the first line of its documentation), questions.jsonl (the same of the other "
+        "modules, each with three wrong answers: for `jaxscale evaluate`)",
+        "FOLDER",
+    )
+    most_bytes: int | None = flag(
+        None, "of source, so that a small run has a small set; all unless given, about 12 MB", "N", least=1
+    )
+
+
+@command(Flags, alone="--help")
+def main(arguments: Arguments) -> None:
+    """Writes the datasets."""
+    if not arguments.flags.output:
+        raise BadInput("--output must be given: the folder for the sets")
+    folder = pathlib.Path(arguments.flags.output)
+    counts = write_sets(folder, arguments.flags.most_bytes)
+    put(f"{folder}: " + ", ".join(f"{count} lines in {name}" for name, count in counts.items()))
+
+
+def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str, int]:
+    """Writes the four files and returns {name: lines}. Raises BadInput if there is too little source."""
+    sources = read_sources(most_bytes)
+    train = {name: text for name, text in sources.items() if not is_validation(name)}
+    validation = {name: text for name, text in sources.items() if is_validation(name)}
+    parts = (train.items(), validation.items())
+    answers, asked = ([entry for item in part for entry in documented_names(*item)] for part in parts)
+    if not train or not validation or len({entry.line for entry in asked}) <= WRONG:
+        raise BadInput(f"{len(sources)} modules are too few for training and held-out data; raise --most_bytes")
+    files = {
+        "text.jsonl": [{"id": name, "text": text} for name, text in train.items()],
+        "held.jsonl": [{"id": name, "text": text} for name, text in validation.items()],
+        "chat.jsonl": [conversation(entry) for entry in answers],
+        "questions.jsonl": questions(asked),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, records in files.items():
+        write_text_atomic(folder / name, "".join(json.dumps(record) + "\n" for record in records))
+    return {name: len(records) for name, records in files.items()}
+
+
+def read_sources(most_bytes: int | None) -> dict[str, str]:
+    """Returns {module: source} of pseudorandom modules, at most `most_bytes`."""
+    found, size = {}, 0
+    for file in sorted(stdlib_files(), key=lambda file: digest(file.name)):
+        try:
+            text = pathlib.Path(file.path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # some modules test other encodings
+            continue
+        text_bytes = len(text.encode())
+        if most_bytes is not None and size + text_bytes > most_bytes:
+            continue
+        found[module_name(file.name)] = text
+        size += text_bytes
+    return dict(sorted(found.items()))
+
+
+def module_name(path: str) -> str:
+    """Returns 'json.decoder' for 'json/decoder.py', 'json' for 'json/__init__.py'."""
+    return ".".join(pathlib.PurePath(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+def is_validation(name: str) -> bool:
+    """Returns True for a held-out module."""
+    return int(digest(f"held {name}"), 16) % HOLDOUT_EVERY == 0
+
+
+def digest(name: str) -> str:
+    """Returns the sha256 of a name."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def documented_names(module: str, source: str) -> Iterator[DocumentedName]:
+    """Yields public functions, classes and methods whose docstring begins with a suitable line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about invalid escapes in old sources
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:  # intentionally invalid, such as the data of lib2to3
+            return
+    yield from names_in_body(module, tree.body)
+
+
+def names_in_body(name: str, body: Sequence[ast.stmt]) -> Iterator[DocumentedName]:
+    """Yields the documented names of a module's or class's statements."""
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        line = (ast.get_docstring(node) or "").partition("\n")[0].strip()
+        if SHORTEST <= len(line) <= LONGEST and line.isascii():
+            yield DocumentedName(f"{name}.{node.name}", line)
+        if isinstance(node, ast.ClassDef):
+            yield from names_in_body(f"{name}.{node.name}", node.body)
+
+
+def question(entry: DocumentedName) -> str:
+    """Returns the question about an entry."""
+    return f"What is {entry.name} for?"
+
+
+def conversation(entry: DocumentedName) -> dict:
+    """Returns a line of chat.jsonl."""
+    return {
+        "messages": [{"role": "user", "content": question(entry)}, {"role": "assistant", "content": entry.line}],
+        "id": entry.name,
+    }
+
+
+def questions(asked: Sequence[DocumentedName]) -> list[dict]:
+    """Returns the lines of questions.jsonl; wrong answers are those of other entries, shuffled per question."""
+    lines = sorted({entry.line for entry in asked})
+    found = []
+    for entry in asked:
+        draw = random.Random(digest(entry.name))
+        choices = [entry.line, *draw.sample([line for line in lines if line != entry.line], WRONG)]
+        draw.shuffle(choices)
+        found.append(
+            {
+                "context": f"Question: {question(entry)}\nAnswer:",
+                "choices": choices,
+                "answer": choices.index(entry.line),
+            }
+        )
+    return found
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,299 @@
+"""PEFT LoRA adapters: merged into their base model, loaded next to it, or exported from a run.
+
+PEFT stores A as [rank, in] and B as [out, rank]; our leaves are the transposes, with the axes of the weight.
+Where one PEFT matrix is several leaves (GPT-2's fused QKV), its A is copied to each; on export the A of the leaves are
+stacked and the B block-diagonal, with the sum of the ranks.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.lora import A, B
+from jaxscale.runtime.checkpoint.export_config import HUB_NAME
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop import adapter_config, hf_checkpoint
+from jaxscale.tools.interop.adapter_config import AdapterConfig
+from jaxscale.tools.interop.families import Family, TensorPair, first_names, tensors
+from jaxscale.tools.interop.families.family import matches_any
+from jaxscale.tools.interop.hf_checkpoint import PICKLED, read_object
+from jaxscale.tools.interop.ranges import list_files, stat_file
+from jaxscale.tools.interop.safetensors import Tensor, read_header, same_bytes
+
+WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # PEFT's prefix of a model's module names
+A_SUFFIX, B_SUFFIX, BASE_SUFFIX = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
+HEAD = "lm_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Contents of a PEFT adapter folder."""
+
+    folder: Any
+    config: AdapterConfig
+    tensors: Mapping[str, Tensor]
+    files: dict[str, int]
+
+    @property
+    def identity(self) -> str:
+        """sha256 of the config and of each tensor's file, version and offset."""
+        located = [[t.name, t.file.name, t.file.size, t.file.version, t.start] for t in self.tensors.values()]
+        return hashlib.sha256(repr((self.config, sorted(located))).encode()).hexdigest()
+
+
+def open_adapter(name: str) -> Adapter | None:
+    """Opens the adapter in a folder; None without one. Raises BadInput if it cannot be read."""
+    folder = paths.as_path(name)
+    files = stop_if_unreachable(lambda: list_files(folder), folder)
+    if adapter_config.FILE not in files:
+        return None
+    config = adapter_config.read(read_object(folder, adapter_config.FILE, files))
+    if WEIGHTS not in files:
+        pickled = next((file for file in files if file.startswith("adapter_model") and file.endswith(PICKLED)), None)
+        fix = f"{pickled} is a pickle, which is never read; save it again with a newer PEFT" if pickled else "fetch it"
+        raise BadInput(f"--from={name} has no {WEIGHTS}; {fix}")
+    return Adapter(folder, config, read_header(stop_if_unreachable(lambda: stat_file(folder / WEIGHTS), folder)), files)
+
+
+def match_adapter(
+    adapter: Adapter, family: Family, cfg: AnyModelConfig, base: Mapping[str, Tensor]
+) -> dict[str, TensorPair]:
+    """Returns {PEFT module name: weight pair} of all modules with an adapter.
+
+    Args: base: the model's tensors; PEFT stores a copy of an adapted head, which must be equal to the model's.
+    Raises BadInput for tensors that are not A or B of a weight, for ranks that differ from the config, and where the
+    modules with tensors are not those that the config targets.
+    """
+    names = set(adapter.tensors)
+    attempts = [linear_modules(family, cfg, base) for base in family.prefixes]
+    modules = max(attempts, key=lambda found: sum(f"{PEFT_PREFIX}{module}{A_SUFFIX}" in names for module in found))
+    found = {module: pair for module, pair in modules.items() if f"{PEFT_PREFIX}{module}{A_SUFFIX}" in names}
+    known = {f"{PEFT_PREFIX}{module}{ending}" for module in found for ending in (A_SUFFIX, B_SUFFIX)}
+    where = adapter.folder / WEIGHTS
+    for module, name in ((module, f"{PEFT_PREFIX}{module}{BASE_SUFFIX}") for module in found):
+        if name in names and module == HEAD and not same_bytes(base[f"{HEAD}.weight"], adapter.tensors[name]):
+            raise BadInput(
+                f"{where}: {name} differs from {HEAD}.weight of the base model; give the adapter's own base model"
+            )
+        known |= {name} if module == HEAD else set()
+    module_of = lambda name: name.removeprefix(PEFT_PREFIX).removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
+    others = {name for name in names - known if not matches_any(f"{module_of(name)}.weight", family.left_out)}
+    if missing := sorted(name for name in known - names if not name.endswith(BASE_SUFFIX)):
+        raise BadInput(f"{where} has no {first_names(missing)}; fetch it again")
+    if others:
+        raise BadInput(
+            f"{where} has {first_names(sorted(others))}, which are not LoRA matrices of a "
+            f"{family.model_type}; if PEFT reads it, merge it there with merge_and_unload"
+        )
+    for module in modules:
+        if (module in found) != adapter.config.has(module):
+            said = "has tensors of" if module in found else "has no tensors of"
+            raise BadInput(f"{where} {said} {module}, and target_modules in {adapter_config.FILE} says otherwise")
+    if not found:
+        raise BadInput(f"{where} has no LoRA matrices")
+    for module, pair in found.items():
+        rank, outs, ins = adapter.config.rank_of(module), *out_in_dims(pair)
+        for ending, shape in ((A_SUFFIX, (rank, ins)), (B_SUFFIX, (outs, rank))):
+            if (hf_name := adapter.tensors[f"{PEFT_PREFIX}{module}{ending}"].shape) != shape:
+                raise BadInput(
+                    f"{where}: {module}{ending} has shape {list(hf_name)}, and by {adapter_config.FILE} and the base "
+                    f"model it is {list(shape)}; is it the adapter of another model?"
+                )
+    return found
+
+
+def linear_modules(family: Family, cfg: AnyModelConfig, base: str) -> dict[str, TensorPair]:
+    """Returns {module: weight pair} of all matrices but embeddings."""
+    pairs = tensors(family, cfg, base)
+    return {
+        pair.hf_name.removesuffix(".weight"): pair
+        for pair in pairs
+        if pair.row.inputs and pair.hf_name.endswith(".weight") and "embedding" not in pair.leaves[0]
+    }
+
+
+def out_in_dims(pair: TensorPair) -> tuple[int, int]:
+    """Returns (out, in) of a matrix."""
+    first, last = pair.hf_shape
+    return (first, last) if pair.row.transposed else (last, first)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged(Tensor):
+    """A weight with its adapter merged, in float32."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    transposed: bool
+
+    def read(self) -> np.ndarray:
+        """W + scale B A, summed in float64 and rounded once, in blocks of rows."""
+        merged, a, b = super().read().astype(np.float32), self.a.read(), self.b.read()
+        w_OI = merged if self.transposed else merged.T
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        rows = max(1, (8 << 20) // max(1, a.shape[1]))
+        for row in range(0, len(w_OI), rows):
+            w_OI[row : row + rows] += self.scale * (b[row : row + rows] @ a)
+        return merged
+
+
+def merged_tensors(
+    adapter: Adapter, found: Mapping[str, TensorPair], matched: Sequence[TensorPair], base: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the base model's tensors; those with an adapter are Merged."""
+    module_of_leaf = {(pair.leaves, pair.place): module for module, pair in found.items()}
+    merged = dict(base)
+    for pair in matched:
+        if module := module_of_leaf.get((pair.leaves, pair.place)):
+            a, b = (adapter.tensors[f"{PEFT_PREFIX}{module}{ending}"] for ending in (A_SUFFIX, B_SUFFIX))
+            fields = {field.name: getattr(merged[pair.hf_name], field.name) for field in dataclasses.fields(Tensor)}
+            merged[pair.hf_name] = Merged(
+                **fields, a=a, b=b, scale=adapter.config.scale_of(module), transposed=pair.row.transposed
+            )
+    return merged
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAdapterPair(TensorPair):
+    """A or B of one PEFT matrix that is several leaves: each leaf has its rows of A and its columns of B."""
+
+    def to_leaves(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns A for each leaf."""
+        self.check(self.hf_name, tensor.shape, self.hf_shape)
+        return tuple(tensor.T.reshape(shape) for shape in self.leaf_shapes)
+
+    def to_hf(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
+        """Concatenates A of all leaves along the rank, or puts their B on the diagonal."""
+        if self.row.hf_name == A_SUFFIX:
+            return np.concatenate([leaf.reshape(-1, leaf.shape[-1]).T for leaf in leaves])
+        out = np.zeros(self.hf_shape, leaves[0].dtype)
+        row = column = 0
+        for leaf in (leaf.reshape(leaf.shape[0], -1).T for leaf in leaves):
+            out[row : row + leaf.shape[0], column : column + leaf.shape[1]] = leaf
+            row, column = row + leaf.shape[0], column + leaf.shape[1]
+        return out
+
+
+def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -> list[TensorPair]:
+    """Returns the pairs of A and B of a weight. Args: out: for an export, which stacks A of fused leaves."""
+    count, (outs, ins) = pair.row.inputs, out_in_dims(pair)
+    several = len(pair.leaves) > 1
+    hf_name = rank * len(pair.leaves) if several and out else rank
+    kinds = ((A_SUFFIX, A, (hf_name, ins), several), (B_SUFFIX, B, (outs, hf_name), several and out))
+    made = []
+    for ending, which, hf_shape, is_fused in kinds:
+        names = tuple(f"{name}{which}" for name in pair.leaves)
+        shapes = [(*shape[:count], rank) if which == A else (rank, *shape[count:]) for shape in pair.leaf_shapes]
+        row = dataclasses.replace(
+            pair.row, leaf_names=names, hf_name=ending, inputs=count if which == A else 1, transposed=True
+        )
+        pair_type = FusedAdapterPair if is_fused else TensorPair
+        in_pairs = pair.interleaved_dims if which == B else 0  # permutes outputs
+        name = f"{PEFT_PREFIX}{module}{ending}"
+        made.append(pair_type(names, pair.layer, tuple(shapes), name, hf_shape, row, interleaved_dims=in_pairs))
+    return made
+
+
+def run_from_adapter(
+    adapter: Adapter, found: Mapping[str, TensorPair], cfg: AnyModelConfig
+) -> tuple[LoraConfig, list[TensorPair]]:
+    """Returns the settings and tensors of a LoRA run that continues from an adapter.
+
+    Raises BadInput for ranks or scales that differ between matrices, and for layers without an adapter.
+    """
+    scales = {(adapter.config.rank_of(module), adapter.config.scale_of(module)) for module in found}
+    way_out = "a run with adapters has one rank and scale, and adapts a matrix in all layers; merge it instead"
+    if len(scales) > 1:
+        raise BadInput(f"--adapter: {adapter.folder} has several ranks or scales, and {way_out}")
+    ((rank, scale),) = scales
+    layers = collections.Counter(strip_layer(pair.leaves[0]) for pair in found.values())
+    for name, number in layers.items():
+        if any(pair.expert is not None for pair in found.values() if strip_layer(pair.leaves[0]) == name):
+            raise BadInput(f"--adapter: {adapter.folder} adapts experts, which a run cannot train; merge it instead")
+        if not name.startswith("blocks/"):
+            raise BadInput(
+                f"--adapter: {adapter.folder} adapts {name}, and a run adapts only the blocks; merge it instead"
+            )
+        if number != cfg.num_layers:
+            raise BadInput(
+                f"--adapter: {adapter.folder} adapts {name} in {number} of {cfg.num_layers} layers, and {way_out}"
+            )
+    pairs = [one for module, pair in found.items() for one in adapter_pairs(module, pair, rank)]
+    names = sorted({name for pair in found.values() for name in map(strip_layer, pair.leaves)})
+    targets = tuple(re.escape(name.removeprefix("blocks/").replace("/", ".")) + "$" for name in names)
+    return LoraConfig(rank=rank, alpha=scale * rank, targets=targets), pairs
+
+
+def strip_layer(name: str) -> str:
+    """Returns 'blocks/attention/wq' for 'blocks/3/attention/wq'."""
+    return re.sub(r"^blocks/\d+/", "blocks/", name)
+
+
+def adapter_of_run(
+    family: Family, cfg: AnyModelConfig, lora: LoraConfig, has: Callable[[str], bool], base: str | None
+) -> tuple[list[TensorPair], dict[str, Any]]:
+    """Returns (tensor pairs, adapter_config.json) of a LoRA run. Args: has: True for the name of a saved leaf.
+
+    Raises BadInput where one PEFT matrix is several leaves and only some of them have an adapter.
+    """
+    pairs, joint, transposed = [], {}, True
+    for module, pair in linear_modules(family, cfg, family.prefixes[0]).items():
+        adapted = [name for name in pair.leaves if has(name + A)]
+        if not adapted:
+            continue
+        if pair.expert is not None:
+            raise BadInput(
+                f"{adapted[0]} is an adapter of experts, which are not exported alone: PEFT's names for fused "
+                "experts depend on its version; merge it with jaxscale ckpt merge_lora, and export that"
+            )
+        if len(adapted) < len(pair.leaves):
+            raise BadInput(
+                f"{adapted[0]} has an adapter and not all of {module} has, which PEFT cannot represent; merge it"
+            )
+        pairs += adapter_pairs(module, pair, lora.rank, out=True)
+        joint[".".join(module.split(".")[-2:])] = len(pair.leaves)
+        transposed = pair.row.transposed
+    if pairs and len(cfg.layer_stacks) > 1:
+        raise BadInput(
+            "the first layers, without experts, have no adapters, and target_modules would include them; merge them "
+            "with jaxscale ckpt merge_lora, and export that"
+        )
+    return pairs, adapter_config.write(lora.rank, lora.alpha, list(joint), base, joint, transposed)
+
+
+def base_model_folder(adapter: Adapter, given: str | None) -> str:
+    """Returns the folder of an adapter's base model.
+
+    Raises BadInput if it is unknown or not local, and where transformers 5 and PEFT would choose different ones.
+    """
+    base = given or adapter.config.base
+    if base is None:
+        raise BadInput(f"{adapter.folder} is an adapter that names no base model; give --base=FOLDER")
+    model = next((name for name in (hf_checkpoint.WEIGHTS, hf_checkpoint.INDEX) if name in adapter.files), None)
+    if given is None and model and hf_checkpoint.CONFIG in adapter.files and not is_folder_of(adapter, base):
+        raise BadInput(
+            f"the adapter in {adapter.folder} is for {base[:200]}, and there is also {model} in its folder: "
+            "transformers 5 reads it with the one, transformers 4 and PEFT with the other; give --base=FOLDER"
+        )
+    if given is None and (paths.is_remote(base) or not paths.as_path(base).is_dir()):
+        fetched = f"--base={base[:200]}, which fetches it from the Hub, or " if HUB_NAME.fullmatch(base) else ""
+        raise BadInput(
+            f"{adapter.folder} is an adapter of {base[:200]}, which is not a local folder; give {fetched}--base=FOLDER"
+        )
+    return base
+
+
+def is_folder_of(adapter: Adapter, base: str) -> bool:
+    """Returns True if the base model is in the adapter's own folder."""
+    return paths.absolute(base) == paths.absolute(adapter.folder)

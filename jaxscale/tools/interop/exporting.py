@@ -1,0 +1,340 @@
+"""Exports a checkpoint as a folder that transformers loads, with one tensor in memory at a time.
+
+The arrays are compared with the fingerprints taken when they were saved. config.json is written last: a folder without
+it is unfinished.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxscale import schema
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.mup_config import folding_factor, without_mup
+from jaxscale.runtime.checkpoint.export_folder import JOURNAL
+from jaxscale.runtime.checkpoint.folders import size_and_md5
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import digest, weight_leaves
+from jaxscale.runtime.checkpoint.restore import newest_readable_step
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason, stop_if_unwritable
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr
+from jaxscale.system.faults import crash_point
+from jaxscale.tools.interop import adapter_config, adapters, families
+from jaxscale.tools.interop.chunking import array_shapes, contiguous
+from jaxscale.tools.interop.families import TensorPair
+from jaxscale.tools.interop.families.rope_scaling import MAX_POSITIONS, with_static_rope
+from jaxscale.tools.interop.hf_checkpoint import CONFIG, INDEX, WEIGHTS
+from jaxscale.tools.interop.journal import Journal, open_journal
+from jaxscale.tools.interop.layer_reader import LayerReader
+from jaxscale.tools.interop.safetensors import DTYPES, encode_header
+
+SHARD_NAME = "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
+BLOCK_BYTES = 32 << 20  # of a tensor made contiguous at a time
+FORMATS = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
+Format = Literal["bfloat16", "float32"]
+WeightsName = Literal["params", "ema"]
+MISSING_HINTS = dict(params="", ema="; train.ema.decay keeps one")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportSource:
+    """The step of a run to export."""
+
+    folder: Any  # of the step
+    record: Mapping[str, Any]
+    cfg: AnyModelConfig
+    family: families.Family
+    pairs: tuple[TensorPair, ...]
+    what: WeightsName
+    adapter: Mapping[str, Any] | None = None  # adapter_config.json, if only adapters are exported
+    factors: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # leaf -> factor that is folded into it (muP)
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """The run's part of the step's record."""
+        return self.record["run"]
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, str]:
+        """{parameter: leaf of the checkpoint}: {'w': 'params/w'}."""
+        return weight_leaves(self.record["leaves"], self.what)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportFile:
+    """A file of the export."""
+
+    name: str
+    pairs: tuple[TensorPair, ...]
+    header: bytes
+    num_bytes: int  # of the whole file
+
+
+def open_step(
+    checkpoints: Checkpoints,
+    step: int | None,
+    what: WeightsName = "params",
+    adapter: bool = False,
+    base: str | None = None,
+) -> tuple[int, ExportSource]:
+    """Returns (step, its source); step None: the newest.
+
+    Args: adapter: export only the adapters of a LoRA run. base: their base model; None: the run's own.
+    Raises: BadInput for a model that no Hugging Face family represents.
+    """
+    steps = checkpoints.all_steps()
+    if not steps:
+        raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
+    if step is not None and step not in steps:
+        raise BadInput(f"--step={step}: no such step; the steps are {', '.join(map(str, steps))}")
+    step = newest_readable_step(checkpoints, print_stderr) if step is None else step
+    assert step is not None, "with steps, newest_readable_step returns one or raises"
+    record = checkpoints.read_record(step)
+    checkpoints.log_changed_files(step, print_stderr, small=True)
+    values = record["run"].get("config", {}).get("model")
+    if values is None:
+        raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")
+    lora = schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora")
+    if lora.on and not adapter:
+        raise BadInput(
+            f"step {step} has LoRA adapters apart from its weights, and other tools would read only the weights; merge "
+            f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export "
+            "that, or --adapter exports the adapters alone, for PEFT"
+        )
+    cfg = with_static_rope(schema.convert(values, AnyModelConfig, "model"))
+    origin = hf_origin(record["run"])
+    trained, cfg = cfg, without_mup(cfg)  # no family has muP: its factors go into the weights
+    family = families.family_for(cfg, origin.get("model_type"))
+    folder = checkpoints.directory / str(step)
+    if adapter:
+        if not lora.on:
+            raise BadInput(
+                f"--adapter: step {step} has no adapters; leave it out, or name a run with lora.rank above 0"
+            )
+        has = weight_leaves(record["leaves"], what).__contains__
+        pairs, config = adapters.adapter_of_run(family, cfg, lora, has, base or origin.get("from"))
+        if not pairs:
+            raise BadInput(f"step {step} has no {what} of its adapters{MISSING_HINTS[what]}")
+        return step, ExportSource(folder, record, cfg, family, tuple(pairs), what, config)
+    pairs = tuple(families.tensors(family, cfg))
+    check_leaves(record, array_shapes(pairs) | families.untracked_leaves(cfg), what, step)
+    factors = {name: folding_factor(trained, name) for pair in pairs for name in pair.leaves}
+    return step, ExportSource(folder, record, cfg, family, pairs, what, factors=factors)
+
+
+def hf_origin(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the record of the Hugging Face model that a run's weights come from (model_type, kept), or {}."""
+    origins = (run.get("converted") or {}, *(run.get("ancestry") or ()))
+    return next((one for one in origins if "model_type" in one or "kept" in one), {})
+
+
+def check_leaves(
+    record: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: WeightsName, step: int
+) -> None:
+    """Raises BadInput unless the step has exactly the arrays of its config, with their shapes."""
+    leaves, named = record["leaves"], weight_leaves(record["leaves"], what)
+    if not named:
+        raise BadInput(f"step {step} has no {what}{MISSING_HINTS[what]}")
+    for name, shape in shapes.items():
+        saved = leaves.get(named.get(name))
+        if saved is None or saved[:2] != [list(shape), "float32"]:
+            found = "missing" if saved is None else f"{saved[1]}{saved[0]}"
+            raise BadInput(f"step {step}: {what}/{name} is {found}, and by its config it is float32{list(shape)}")
+    if extra := sorted(named.keys() - shapes.keys()):
+        raise BadInput(f"step {step} has {named[extra[0]]}, which is not part of its config's model")
+
+
+def export_step(
+    source: ExportSource,
+    to: Any,
+    *,
+    dtype: Format,
+    shard_bytes: int,
+    texts: Mapping[str, bytes],
+    config: Mapping[str, Any],
+    on_bytes: Callable[[int, int, int], None] = lambda done, total, resumed_bytes: None,
+    send: Callable[[Any], str] = lambda folder: "",
+) -> dict[str, Any]:
+    """Writes the folder and returns counts; kept_bytes were written by an earlier, killed export.
+
+    Args: texts: tokenizer files. config: config.json. send: uploads the finished folder and returns its URL; if it
+    raises, the journal stays, so that the same command retries the upload.
+
+    Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that differs from
+    its fingerprint, (STORAGE) if the folder cannot be written.
+    """
+    number_type = FORMATS[dtype]
+    names = (WEIGHTS, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
+    shards = plan_shards(source.pairs, number_type, shard_bytes, names[0])
+    folder, journal = prepare_folder(to, source, shards, dtype)
+    with contextlib.closing(journal):
+        total, done, resumed_bytes = sum(shard.num_bytes for shard in shards), 0, 0
+        with reading(source, "its index"):
+            leaves = LayerReader(source.folder)
+        for shard in shards:
+            noted = journal.done.get(shard.name)
+            if noted and size_and_md5(folder / shard.name) == tuple(noted["mark"]):
+                resumed_bytes += shard.num_bytes
+                done += shard.num_bytes
+                continue
+            report = lambda now, before=done, resumed_bytes=resumed_bytes: on_bytes(before + now, total, resumed_bytes)
+            write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
+            mark, sums = stop_if_unwritable(write, folder)
+            journal.note(shard.name, {"mark": mark, "sums": sums})
+            stop_if_unwritable(journal.flush, folder)
+            crash_point("export/shard")
+            done += shard.num_bytes
+        check_sums(source, journal)
+        files = dict(texts)
+        if len(shards) > 1:
+            files[INDEX] = as_json(weights_index(shards))
+        for name, content in files.items():
+            stop_if_unwritable(
+                lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder
+            )
+        crash_point("export/config")
+        stop_if_unwritable(lambda: paths.write_bytes_atomic(folder / names[1], as_json(config)), folder)
+        pushed = send(folder)
+        journal.remove()
+        counts = dict(num_tensors=len(source.pairs), num_files=len(shards), num_bytes=total)
+        return counts | dict(kept_bytes=resumed_bytes, pushed=pushed)
+
+
+def prepare_folder(to: Any, source: ExportSource, shards: Sequence[ExportFile], dtype: str) -> tuple[Any, Journal]:
+    """Returns (folder, journal). Raises BadInput if the folder holds anything but this export."""
+    folder = paths.absolute(to)
+    plan = [[shard.name, shard.num_bytes, [pair.hf_name for pair in shard.pairs]] for shard in shards]
+    identity = digest([source.record["sha256"], source.what, dtype, plan])
+    journal, resumed = open_journal(folder, JOURNAL, identity, f"--to={to}")
+    if resumed:
+        paths.remove_temporaries(folder, ("*",))
+    return folder, journal
+
+
+@contextlib.contextmanager
+def reading(source: ExportSource, what: str) -> Iterator[None]:
+    """Raises Stop (CHECKPOINT_CORRUPT) if an array or index cannot be read inside, (STORAGE) if storage fails."""
+    try:
+        yield
+    except Exception as error:  # TensorStore raises various types for corrupted bytes
+        code = Exit.STORAGE if is_storage_error(error) else Exit.CHECKPOINT_CORRUPT
+        reason = f"{what} cannot be read: {short_reason(error)}; export another step"
+        raise Stop(code, f"{source.folder}: {reason}") from None
+
+
+def write_shard(
+    path: Any,
+    shard: ExportFile,
+    source: ExportSource,
+    leaves: LayerReader,
+    dtype: np.dtype,
+    on_bytes: Callable[[int], None],
+) -> tuple[list, dict[str, int]]:
+    """Writes one file; returns ([bytes, md5], {leaf: partial fingerprint of its layers in this file})."""
+    sums: dict[str, int] = {}
+    with paths.growing_file(path, shard.num_bytes) as file:
+        file.write(shard.header)
+        for pair in shard.pairs:
+            write_tensor(file, pair, source, leaves, dtype, sums)
+            on_bytes(file.num_bytes)
+    return [file.num_bytes, file.md5.hexdigest()], sums
+
+
+def write_tensor(
+    file: Any, pair: TensorPair, source: ExportSource, leaves: LayerReader, dtype: np.dtype, sums: dict[str, int]
+) -> None:
+    """Writes one tensor, the only large array in memory. Args: sums: partial fingerprints, updated in place."""
+    parts = []
+    for name in pair.leaves:
+        factor = source.factors.get(name, 1.0)
+        with reading(source, source.leaves[name]):
+            part, mark = leaves.read(source.leaves[name], pair.place, dtype if factor == 1.0 else np.dtype(np.float32))
+        parts.append(part if factor == 1.0 else (part * np.float32(factor)).astype(dtype))
+        sums[name] = (sums.get(name, 0) + mark) % 2**32
+    tensor = pair.to_hf(parts)
+    assert tensor.shape == pair.hf_shape and tensor.dtype == dtype, f"{pair.hf_name} has another shape or dtype"
+    rows = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes)) if tensor.ndim else 1
+    for row in range(0, len(tensor) if tensor.ndim else 1, rows):
+        block = contiguous(tensor[row : row + rows] if tensor.ndim else tensor)
+        file.write(block.reshape(-1).view(np.uint8))
+
+
+def check_sums(source: ExportSource, journal: Journal) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) naming an array whose fingerprint differs from the saved one."""
+    for name, mark in journal.fingerprints("sums").items():
+        if mark != source.record["leaves"][source.leaves[name]][2]:
+            raise Stop(
+                Exit.CHECKPOINT_CORRUPT,
+                f"{source.folder}: the bits of {source.leaves[name]} are not those that were saved; the export in "
+                f"{journal.path.parent} is not finished: remove it, and export another step",
+            )
+
+
+def hf_config(source: ExportSource, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json: the model's keys, the passed-through keys and special token ids.
+
+    Args: end_ids: bos_token_id and eos_token_id of the exported tokenizer.
+    max_position_embeddings is the larger of the run's seq_len and the base model's, unless RoPE scaling sets it.
+    """
+    resumed_bytes = dict((source.run.get("converted") or {}).get("kept") or {})
+    if not resumed_bytes:
+        origin = dict(hf_origin(source.run).get("kept") or {})
+        resumed_bytes = origin | {name: value for name, value in end_ids.items() if value is not None}
+        longest = source.run["config"].get("seq_len") or 0, resumed_bytes.pop(MAX_POSITIONS, None) or 0
+        if not {MAX_POSITIONS, "n_positions"} & source.family.write_config(source.cfg).keys():
+            resumed_bytes[MAX_POSITIONS] = max(longest)
+    resumed_bytes.pop("dtype", None)
+    return families.write(source.family, source.cfg, resumed_bytes | {"torch_dtype": dtype})
+
+
+def as_json(value: Any) -> bytes:
+    """Encodes JSON with the indentation of transformers."""
+    return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def plan_shards(
+    pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS
+) -> list[ExportFile]:
+    """Groups tensors in order into files of up to shard_bytes; a larger tensor gets its own file.
+
+    Args: single: the file name if one file holds all tensors.
+    """
+    groups: list[list[TensorPair]] = [[]]
+    filled = 0
+    for pair in pairs:
+        size = tensor_bytes(pair, dtype)
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(pair)
+        filled += size
+    shards = []
+    for number, group in enumerate(groups, 1):
+        name = single if len(groups) == 1 else SHARD_NAME.format(number, len(groups))
+        header = encode_header({pair.hf_name: (dtype, pair.hf_shape) for pair in group})
+        shards.append(
+            ExportFile(name, tuple(group), header, len(header) + sum(tensor_bytes(pair, dtype) for pair in group))
+        )
+    return shards
+
+
+def tensor_bytes(pair: TensorPair, dtype: np.dtype) -> int:
+    """Returns the bytes of one exported tensor."""
+    return math.prod(pair.hf_shape) * dtype.itemsize
+
+
+def weights_index(shards: Sequence[ExportFile]) -> dict[str, Any]:
+    """Returns the content of model.safetensors.index.json."""
+    total = sum(shard.num_bytes - len(shard.header) for shard in shards)
+    places = {pair.hf_name: shard.name for shard in shards for pair in shard.pairs}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -1,0 +1,208 @@
+"""Opens the folder of a Hugging Face model: config.json and the safetensors files of its index.
+
+Sizes in config.json are checked against the tensors before anything is allocated.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.runtime.checkpoint.export_config import HUB_NAME
+from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
+from jaxscale.system import foreign, paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import short
+from jaxscale.tools.interop.ranges import list_files, stat_file
+from jaxscale.tools.interop.safetensors import Tensor, read_header, same_bytes
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+VARIANT = re.compile(r"model\.[\w-]+\.safetensors|model\.safetensors\.index\.[\w-]+\.json")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # loading a pickle can run code
+LAYERS = ("num_hidden_layers", "n_layer")  # each layer has its tensors
+MAX_LAYERS = 4096  # the deepest published models have about 130
+SIZES = (  # each is an axis of some tensor, or a divisor of one
+    "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_attention_heads", "n_head",
+    "num_key_value_heads", "head_dim", "n_positions", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
+ROUTER = ".gate.weight"  # suffix of a router's name
+MAX_EXPERTS = 4096  # of a layer: published models have up to 512
+TOKEN_COUNTS = ("max_position_embeddings", "sliding_window")
+MAX_TOKENS = 1 << 31  # tokens, above any model's context
+END_IDS = ("bos_token_id", "eos_token_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class HfCheckpoint:
+    """A Hugging Face checkpoint whose headers are read."""
+
+    folder: Any
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    files: dict[str, int]  # {name: bytes} of the folder
+    notes: tuple[str, ...] = ()  # lines to print about the chosen files
+
+    @property
+    def identity(self) -> str:
+        """sha256 of the config and of each tensor's file, version, dtype, shape and offset."""
+        tensor_locations = [
+            [t.name, t.file.name, t.file.size, t.file.version, t.dtype_name, t.shape, t.start]
+            for t in self.tensors.values()
+        ]
+        return hashlib.sha256(json.dumps([self.config, sorted(tensor_locations)], sort_keys=True).encode()).hexdigest()
+
+
+def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
+    """Opens a folder, local or gs://, and checks every header. flag: for errors.
+
+    Raises: BadInput, one line, if there is none, if it is pickled, or if a file breaks the rules of its format.
+    """
+    if name.endswith(PICKLED) or name.endswith(".safetensors"):
+        pickled = name.endswith(PICKLED)
+        raise BadInput(f"{flag}={name} " + (pickle_message(name) if pickled else "is a file: give its folder"))
+    folder = paths.as_path(name)
+    files = stop_if_unreachable(lambda: list_files(folder), folder)
+    if not files:
+        hint = f"; to fetch it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
+        raise BadInput(f"{flag}={name} is not a folder with files{hint}")
+    if CONFIG not in files:
+        raise BadInput(f"{flag}={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
+    config = read_object(folder, CONFIG, files)
+    both = f"{WEIGHTS} is read, as transformers does, and {INDEX} next to it is not"
+    notes = (both,) if WEIGHTS in files and INDEX in files else ()
+    return HfCheckpoint(folder, config, find_tensors(f"{flag}={name}", folder, files), files, notes)
+
+
+def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
+    """Returns {name: tensor} of model.safetensors, else of the files in the index, as transformers does.
+
+    flag: the flag with its value. Raises BadInput if neither exists, and as read_index does.
+    """
+    if WEIGHTS in files:
+        return headers(folder, [WEIGHTS])[WEIGHTS]
+    if INDEX in files:
+        return read_index(folder, files)
+    if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
+        raise BadInput(f"{flag} has {pickled[0]}, which {pickle_message(str(folder))}")
+    missing = f"{flag} has neither {WEIGHTS} nor {INDEX}"
+    if variants := sorted((file for file in files if VARIANT.fullmatch(file)), key=lambda file: ".index." not in file):
+        raise BadInput(
+            f"{missing}; there is {variants[0]}, a variant, which is read only on request, as in transformers; "
+            f"rename it to {INDEX if '.index.' in variants[0] else WEIGHTS}"
+        )
+    others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
+    raise BadInput(missing + (f"; there is {others[0]}" if others else ""))
+
+
+def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
+    """Returns {name: tensor} of every file in the index: transformers loads all their tensors.
+
+    Raises: BadInput for an index that does not match the files, and for a tensor that differs between two files.
+    """
+    weight_map = read_object(folder, INDEX, files).get("weight_map")
+    where = f"{folder / INDEX}: weight_map"
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadInput(f"{where} must map tensor names to files; fetch it again")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not is_plain(file):
+            raise BadInput(
+                f"{where} puts {tensor!r} into {str(file)[:120]!r}, which is not a .safetensors file in its folder"
+            )
+        if file not in files:
+            raise BadInput(f"{where} puts {tensor!r} into {file}, which is missing; fetch it")
+    found = headers(folder, sorted(set(weight_map.values())))
+    for tensor, file in weight_map.items():
+        if tensor not in found[file]:
+            raise BadInput(f"{where} puts {tensor!r} into {file}, which does not have it; fetch both again")
+    tensors: dict[str, Tensor] = {}
+    for file, inside in found.items():
+        for name, tensor in inside.items():
+            if name in tensors and not same_bytes(tensors[name], tensor):
+                raise BadInput(
+                    f"{folder}: {name} in {tensors[name].file.name} and in {file} differ; remove the file that is old"
+                )
+            tensors[name] = tensor
+    return tensors | {tensor: found[file][tensor] for tensor, file in weight_map.items()}
+
+
+def headers(folder: Any, files: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Returns {file: {name: tensor}}."""
+    return {
+        file: read_header(stop_if_unreachable(lambda file=file: stat_file(folder / file), folder)) for file in files
+    }
+
+
+def is_plain(file: str) -> bool:
+    """True for the plain name of a .safetensors file, without a path."""
+    return re.fullmatch(r"[\w][\w.=+-]*\.safetensors", file, re.ASCII) is not None
+
+
+def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises BadInput for anything else, or a file that is too large."""
+    if files[name] > foreign.LARGEST_JSON:
+        raise BadInput(f"{folder / name} has {files[name]} bytes, above the limit of {foreign.LARGEST_JSON}")
+    content = stop_if_unreachable(lambda: foreign.read_bytes(folder / name), folder)
+    try:
+        value = foreign.parse_json(content)
+    except BadInput as error:
+        raise BadInput(f"{folder / name} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{folder / name} is not a JSON object; fetch it again")
+    return value
+
+
+def pickle_message(name: str) -> str:
+    """Returns the reason why pickles are not read, and a command that converts one to safetensors."""
+    folder = name.rpartition("/")[0] if name.endswith(PICKLED) else name
+    made = "; ".join(f"{which}.from_pretrained('{folder or '.'}').save_pretrained('FOLDER')" for which in "mt")
+    return (
+        "is pickled: loading it can run code in it, so it is never read. If you trust it: "
+        'python -c "from transformers import AutoModelForCausalLM as m, AutoTokenizer as t; '
+        f'{made}", then --from=FOLDER'
+    )
+
+
+def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raises BadInput for a size that is impossible with these tensors."""
+    whole = [
+        tensor.shape for tensor in tensors.values() if tensor.stop > tensor.start
+    ]  # empty tensors may have any shape
+    longest = max((size for shape in whole for size in shape), default=0)
+    routers = [tensor.shape for name, tensor in tensors.items() if name.endswith(ROUTER)]
+    max_experts = max((shape[0] for shape in routers if shape), default=longest)
+    rules = [
+        (LAYERS, min(len(tensors), MAX_LAYERS), f"there are {len(tensors):,} tensors"),
+        (SIZES, longest, f"the longest axis of a tensor has {longest:,}"),
+        (EXPERTS, min(max_experts, MAX_EXPERTS), f"the longest first axis of a router has {max_experts:,}"),
+        (TOKEN_COUNTS, MAX_TOKENS, "no model has a longer context"),
+    ]
+    inner = config.get("text_config")
+    for group in (config, inner if isinstance(inner, Mapping) else {}):
+        for names, most, reason in rules:
+            for name in names:
+                check_count(name, group.get(name), most, reason)
+
+
+def check_count(name: str, value: Any, most: int, reason: str) -> None:
+    """Raises BadInput unless the value is None or an integer from 1 to `most`."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BadInput(f"config.json: {name}={short(value)} must be an integer, 1 or more")
+    if value > most:
+        raise BadInput(f"config.json: {name}={short(value)} is too large: {reason}; fetch it again")
+
+
+def check_end_ids(config: Mapping[str, Any], vocab_size: int, where: str) -> None:
+    """Raises BadInput for a bos_token_id or eos_token_id that is not an id (or list of ids) of the vocabulary."""
+    for name in END_IDS:
+        value = config.get(name)
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(one) is not int or not 0 <= one < vocab_size:
+                raise BadInput(
+                    f"{where}: {name}={short(value)} must be an id from 0 to {vocab_size - 1}, or a list of them"
+                )

@@ -1,0 +1,115 @@
+"""Downloads from and uploads to the Hugging Face Hub. The token is read from the environment alone."""
+
+import dataclasses
+import os
+import pathlib
+import re
+from typing import Any
+
+from jaxscale.runtime.checkpoint.export_config import HUB_NAME, check_hub_name
+from jaxscale.runtime.checkpoint.export_folder import ENDPOINT, TOKEN, check_endpoint, check_push
+from jaxscale.system import packages, paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.redact import shown
+from jaxscale.tools.interop import adapter_config, hf_checkpoint, tokenizer_files
+
+PRIVATE = ".*"  # hidden files such as the journal are not pushed
+ALLOW_PATTERNS = (  # files of a repository that are downloaded; no pickles
+    hf_checkpoint.CONFIG, hf_checkpoint.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
+    f"{tokenizer_files.MORE_TEMPLATES}/*.jinja",
+)  # fmt: skip
+IGNORE_PATTERNS = (
+    "consolidated*",
+    "*/*.safetensors",
+)  # copies of the same weights in the maker's format, and in subfolders
+ADDRESS = re.compile(
+    rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """A Hub repository in the local cache."""
+
+    name: str  # OWNER/NAME
+    revision: str  # the commit
+    folder: str
+
+
+def repository(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
+    """Parses (OWNER/NAME, revision) of a repository; None for a path.
+
+    OWNER/NAME is a path if that folder, or a folder OWNER, exists.
+    """
+    found = ADDRESS.fullmatch(name)
+    if found is None or not HUB_NAME.fullmatch(found[1]):
+        return None
+    if "://" not in name and paths.as_path(name.partition("/")[0]).exists():
+        return None
+    return found[1], revision or found[2]
+
+
+def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
+    """Downloads a repository; None for a path. flag: named in errors.
+
+    Raises: BadInput if it does not exist or cannot be read, Stop (STORAGE) if the Hub does not answer.
+    """
+    if (asked := repository(name, revision)) is None:
+        if revision is not None and flag == "--from":
+            raise BadInput(f"--revision={revision} is of a repository of the Hub, and {flag}={name} is none")
+        return None
+    name, revision = asked
+    check_hub_name(flag.removeprefix("--"), name)
+    if not packages.is_installed("huggingface_hub"):
+        raise BadInput(f"{flag}={name} is fetched from the Hub by huggingface_hub: pip install 'jaxscale[hub]'")
+    token = os.environ.get(TOKEN, "").strip()
+    check_endpoint(bool(token))
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(ALLOW_PATTERNS),
+            ignore_patterns=list(IGNORE_PATTERNS),
+            token=token or False,
+        )
+    except refused as error:
+        at = f" at {revision}" if revision else ""
+        raise BadInput(
+            f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {cause(error, 200)}"
+        ) from None
+    except Exception as error:  # of whatever client the package has below it
+        raise Stop(Exit.STORAGE, f"{flag}={name} was not fetched: {cause(error)}; run the same command again") from None
+    return Fetched(name, pathlib.Path(folder).name, folder)
+
+
+def cause(error: Exception, characters: int = 300) -> str:
+    """Returns the message of an error on one line, without secrets."""
+    return " ".join(shown(str(error)).split())[:characters]
+
+
+def push_folder(folder: Any, name: str, message: str) -> str:
+    """Uploads a folder as one commit and returns its URL. Creates a private repository if there is none.
+
+    Raises: Stop (STORAGE) if the Hub refuses or does not answer.
+    """
+    check_push(name, folder)
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    api = huggingface_hub.HfApi(os.environ.get(ENDPOINT) or None, token=os.environ[TOKEN].strip())
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
+        )
+    except Exception as error:  # of whatever client the package has below it
+        reason = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
+        raise Stop(Exit.STORAGE, reason) from None
+    return str(getattr(done, "commit_url", done))

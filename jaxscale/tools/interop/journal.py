@@ -1,0 +1,91 @@
+"""The progress journal of a conversion, so that an interrupted one resumes and repeats nothing."""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.runtime.checkpoint.lock_stores import folder_lock
+from jaxscale.runtime.checkpoint.storage_errors import read_optional, stop_if_unwritable
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a second of the same object
+
+
+def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Journal", bool]:
+    """Returns (the folder's journal, True if this conversion was started before).
+
+    Raises BadInput if the folder holds anything but this conversion.
+    """
+    journal = Journal(folder / name, identity)
+    existing = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
+    if existing:
+        raise BadInput(f"{flag} is in use, it holds {min(existing)}; name a new folder")
+    paths.make_run_dir(folder)
+    return journal, stop_if_unwritable(journal.begin, folder)
+
+
+class Journal:
+    """A JSON file {what: identity, done: {part: facts}}, removed at the end. identity: of the conversion."""
+
+    def __init__(self, path: Any, identity: str):
+        self.path, self.identity = path, identity
+        self.done: dict[str, Any] = {}
+        self.pending: dict[str, Any] = {}  # done, and not yet durable
+        self.last_write = 0.0
+        self.close: Callable[[], Any] = lambda: None  # releases the folder lock
+
+    def begin(self) -> bool:
+        """Locks the folder; True if this conversion was started before, with its parts in `done`.
+
+        Raises: BadInput for another conversion's journal, or if another process holds the lock.
+        """
+        self.lock_folder()
+        found = read_optional(self.path)
+        if found:
+            if found.get("what") != self.identity:
+                self.close()
+                raise BadInput(
+                    f"{self.path} is of another conversion, or of files that have changed since; name a new folder, "
+                    f"or remove {self.path.parent} to begin again"
+                )
+            self.done = dict(found.get("done", {}))
+            return True
+        self.write()
+        return False
+
+    def lock_folder(self) -> None:
+        """Locks the folder, where the file system has locks; the system releases it when the process dies."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(folder_lock(self.path.parent, "converting into"))
+        self.close = weakref.finalize(self, stack.close)
+
+    def note(self, part: str, value: Any) -> None:
+        """Adds a finished part, recorded by the next `flush`, once its data are durable."""
+        self.pending[part] = value
+
+    def flush(self) -> None:
+        """Records the pending parts, whose data are durable; rate-limited in a bucket."""
+        self.done |= self.pending
+        self.pending = {}
+        if not paths.is_remote(self.path) or time.monotonic() - self.last_write >= REMOTE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the journal file."""
+        paths.write_json(self.path, {"what": self.identity, "done": self.done})
+        self.last_write = time.monotonic()
+
+    def fingerprints(self, key: str) -> dict[str, int]:
+        """Returns {leaf: sum of its parts' fingerprints under this key}."""
+        found: dict[str, int] = {}
+        for noted in self.done.values():
+            for name, mark in noted[key].items():
+                found[name] = (found.get(name, 0) + mark) % 2**32
+        return found
+
+    def remove(self) -> None:
+        """Deletes the journal file."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,173 @@
+"""The safetensors format: the header's length in 8 bytes, a JSON header, and the tensors' bytes without gaps.
+
+Described at github.com/huggingface/safetensors (README, "Format"). Files are untrusted: every dtype, shape and
+offset is checked against the others and the file's size before a tensor is read.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json, short
+from jaxscale.tools.interop.ranges import File
+
+LENGTH_BYTES = 8
+LONGEST_HEADER = 32 << 20  # bytes: about 300,000 tensors. parsing needs up to thirty times as many
+ALIGNMENT = 8  # of the tensors' bytes, by padding the header with spaces
+MOST_AXES = 16
+BLOCK_BYTES = 32 << 20  # of each of two compared tensors in memory at a time
+DTYPES = {  # dtypes that are converted
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
+}  # fmt: skip
+UNSUPPORTED_DTYPE_BYTES = {  # bytes per element of known dtypes that are not converted
+    "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file."""
+
+    name: str
+    file: File
+    dtype_name: str  # dtype as in the header
+    shape: tuple[int, ...]
+    start: int  # byte offset in the file
+    stop: int
+
+    def read(self) -> np.ndarray:
+        """Returns the values. Raises BadInput for an unsupported dtype, and as File.read_into does."""
+        if self.dtype_name not in DTYPES:
+            raise BadInput(f"{self.file.path}: {self.name} is {self.dtype_name}; {conversion_hint(self.dtype_name)}")
+        values = np.empty(self.shape, DTYPES[self.dtype_name])
+        if values.size:
+            self.file.read_into(self.start, values.reshape(-1).view(np.uint8))
+        return values
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are bitwise equal; compared in blocks."""
+    if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
+        return False
+    size = one.stop - one.start
+    for begin in range(0, size, BLOCK_BYTES):
+        end = min(begin + BLOCK_BYTES, size)
+        if one.file.read(one.start + begin, one.start + end) != other.file.read(other.start + begin, other.start + end):
+            return False
+    return True
+
+
+def conversion_hint(dtype_name: str) -> str:
+    """Returns a hint for a dtype that is not converted."""
+    known = f"only {', '.join(DTYPES)} are converted: "
+    if dtype_name.startswith("F8") or dtype_name in ("I8", "U8"):
+        return f"{known}use the unquantized weights of that model"
+    return f"{known}load it with transformers, call .to(torch.float32) and save_pretrained"
+
+
+def read_header(file: File) -> dict[str, Tensor]:
+    """Returns {name: tensor} of a file. Raises BadInput, one line, for any violation of the format."""
+    if file.size < LENGTH_BYTES + 2:
+        raise invalid_file(file, f"it has {file.size} bytes, too few for a header")
+    length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
+    if length > LONGEST_HEADER or LENGTH_BYTES + length > file.size:
+        too_long = length > LONGEST_HEADER
+        limit = f"more than the limit of {LONGEST_HEADER}" if too_long else f"of a file of {file.size} bytes"
+        raise invalid_file(file, f"the header length is {length} bytes, {limit}")
+    try:
+        header = parse_json(file.read(LENGTH_BYTES, LENGTH_BYTES + length), object_pairs_hook=reject_duplicates)
+    except BadInput as error:
+        raise invalid_file(file, f"its header is not a JSON object ({' '.join(str(error).split())})") from None
+    if not isinstance(header, dict):
+        raise invalid_file(file, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    begin = LENGTH_BYTES + length
+    tensors = {name: parse_entry(file, name, described, begin) for name, described in header.items()}
+    check_covered(file, tensors.values(), begin)
+    return tensors
+
+
+def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the JSON object. Raises BadInput for a duplicate name."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} is there twice")
+    return found
+
+
+def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
+    """Parses a tensor's header entry. begin: byte offset of the data."""
+    where = f"{clip(name)!r}"
+    if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
+        raise invalid_file(file, f"{where} is not described by dtype, shape and data_offsets alone")
+    dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    if dtype_name not in (*DTYPES, *UNSUPPORTED_DTYPE_BYTES):  # a tuple, because a hostile value may not be hashable
+        raise invalid_file(
+            file,
+            f"{where} has dtype {short(dtype_name)}, which is none of {', '.join([*DTYPES, *UNSUPPORTED_DTYPE_BYTES])}",
+        )
+    if not is_size_list(shape) or len(shape) > MOST_AXES:
+        raise invalid_file(file, f"{where} has shape {short(shape)}, which is not a list of at most {MOST_AXES} sizes")
+    if not is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise invalid_file(file, f"{where} has data_offsets {short(offsets)}, which are not [begin, end]")
+    size = math.prod(shape) * (
+        DTYPES[dtype_name].itemsize if dtype_name in DTYPES else UNSUPPORTED_DTYPE_BYTES[dtype_name]
+    )
+    if offsets[1] - offsets[0] != size:
+        raise invalid_file(
+            file, f"{where}, {dtype_name}{short(shape)}, needs {size} bytes and has {offsets[1] - offsets[0]}"
+        )
+    if begin + offsets[1] > file.size:
+        raise invalid_file(
+            file, f"{where} ends at byte {begin + offsets[1]} of a file of {file.size}: it was cut short"
+        )
+    return Tensor(name, file, dtype_name, tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def is_size_list(value: Any) -> bool:
+    """True for a list of non-negative integers."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+
+
+def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
+    """Raises BadInput unless the tensors cover the file without gaps from the header to its end."""
+    end, before = begin, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
+        if tensor.start != end:
+            what = "overlap" if tensor.start < end else f"leave {tensor.start - end} bytes between them"
+            raise invalid_file(file, f"{clip(before)} and {clip(tensor.name)!r} {what}")
+        end, before = tensor.stop, repr(tensor.name)
+    if end != file.size:
+        raise invalid_file(file, f"{file.size - end} bytes after {clip(before)} belong to no tensor")
+
+
+def invalid_file(file: File, cause: str) -> BadInput:
+    """Returns the error for an invalid file."""
+    return BadInput(f"{file.path} is not a valid safetensors file: {cause}; fetch it again")
+
+
+def clip(text: str) -> str:
+    """Shortens a name: a hostile one may be long."""
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def encode_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
+    """Returns the header of a file with these tensors in order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text

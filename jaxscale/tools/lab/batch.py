@@ -1,0 +1,193 @@
+"""Training tokens to a target loss over the batch size, and the critical batch from curves and from gradient noise."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale import units
+from jaxscale.tools.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, curves_of, drawing, line, mean_line
+from jaxscale.tools.lab.rate import BATCH, FACTORS, RATE, bounds, floor_of, inside, over_rates
+from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.tools.planning.scaling import critical_batch as published_batch
+from jaxscale.tools.reporting.page_tables import n
+from jaxscale.tools.reporting.page_text import count
+from jaxscale.tools.reporting.plots import Line, with_points
+
+TIMES = (1, 2, 4, 8, 16)  # relative to the config's batch
+NOISE_TIMES = (1, 8)  # batches, relative to the config's, whose gradient norms are compared
+NOISE_STEPS = 48  # gradients per batch; the interval shrinks with the square root of it
+MARGIN = 1.02  # times the highest final loss: a target loss that every batch reaches
+PREDICTED = (
+    (
+        "arXiv:1812.06162",
+        "tokens to a loss grow as 1 + batch / critical batch, which is about the gradient noise scale",
+    ),
+    ("arXiv:2001.08361, eq. 1.4", "the critical batch depends on the loss alone: 2e8 tokens * loss ** -4.76"),
+    ("arXiv:2410.21676", "it grows with the data that a model is trained on, hardly with its size"),
+)
+
+LIMITS = (
+    *SMALL,
+    "The loss is one that every batch reached, the largest at its end: an early one for the others, soon after their "
+    "warmup, and the critical batch grows as the loss falls.",
+)
+
+
+def batch_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of batches x rates x seeds, at equal tokens; rates follow the square root of the batch."""
+    optim, usual = base.cfg.optim, base.cfg.tokens_per_step
+    found = []
+    for batch in options.batches or tuple(usual * times for times in TIMES):
+        root = (batch / usual) ** 0.5
+        rates = options.rates or [optim.peak_lr * root * factor for factor in FACTORS[1:4]]
+        found += over_rates(base, {BATCH: batch}, rates, options.seeds_of(2))
+    return found
+
+
+def noise_trials(base: Base, best: Result) -> list[Trial]:
+    """Returns short runs at a learning rate of 0 from the weights of a finished run, which log gradient norms."""
+    still = floor_of(base.cfg.optim, 0.0) | {
+        "optim.warmup_tokens": 0, "init.from_path": best.folder, "checkpoint.save_every_steps": 0,
+        "monitor.log_every_steps": 1,
+    }  # fmt: skip
+    return [
+        base.with_settings({BATCH: batch, RATE: 0.0}, 0, still | {"train_tokens": f"{NOISE_STEPS} steps"})
+        for batch in (base.cfg.tokens_per_step * times for times in NOISE_TIMES)
+    ]
+
+
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
+    """Compares tokens and steps to one loss across batches, and estimates the critical batch in two ways."""
+    results = inside(run(batch_trials(base, options)), options, run, of_batch)
+    if not (best := best_rates(results, of_batch)):
+        return Conclusion(["At every batch and rate a run diverged."], LIMITS, PREDICTED, [], (), [])
+    return conclude(results, run(noise_trials(base, min(best, key=of_batch))))
+
+
+def of_batch(result: Result) -> int:
+    """Returns the tokens per step."""
+    return int(result.at(BATCH))
+
+
+def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[Result]:
+    """Returns the runs at the rate with the lowest mean loss, for each group by `key`.
+
+    Rates at which a run diverged are excluded.
+    """
+    found = []
+    for group in groups_of(results, key).values():
+        by_rate = groups_of(group, lambda r: float(r.at(RATE))).values()
+        steady = [runs for runs in by_rate if not any(r.diverged for r in runs)]
+        found += min(steady, key=lambda runs: mean([r.loss for r in runs]).value, default=[])
+    return found
+
+
+def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
+    """Returns the Conclusion of these results, with each batch at its best rate.
+
+    still: results of noise_trials, the smaller batch first.
+    """
+    best, tried = best_rates(results, of_batch), dict(sorted(groups_of(results, of_batch).items()))
+    by_batch = dict(sorted(groups_of(best, of_batch).items()))
+    target = max(ending(r) for r in best) * MARGIN
+    reached = {
+        b: mean(found) for b, runs in by_batch.items() if (found := [t for r in runs if (t := to_loss(r, target))])
+    }
+    verdict = [
+        f"Tokens to a training loss of {target:.3f}: "
+        + ", ".join(f"{count(tokens.value)} at {count(batch)} a step" for batch, tokens in reached.items())
+        + "."
+    ]
+    law: Critical | None = None
+    try:
+        law = critical_batch(list(reached), [tokens.value for tokens in reached.values()])
+        verdict.append(f"The critical batch by these curves is {tokens_text(law.batch)}.")
+    except NotTold as error:
+        verdict.append(f"These curves give no critical batch: {error}.")
+    verdict.append(noise_text(still))
+    loss = mean([r.loss for r in best]).value
+    verdict.append(
+        f"Kaplan's law for the loss reached ({loss:.2f} nats, of bytes here where the law is of words' pieces): "
+        f"{count(published_batch(loss))} tokens."
+    )
+    verdict += bounds({f"{count(batch)} tokens": runs for batch, runs in tried.items()})
+    rows = [
+        [
+            n(count(b)), n(f"{runs[0].at(RATE):.3g}"), n(str(mean([r.loss for r in runs]))),
+            *of_target(b, reached.get(b), runs[0]),
+        ]
+        for b, runs in by_batch.items()
+    ]  # fmt: skip
+    head = ("tokens a step", "best rate tried", "held-out loss", "tokens to the loss", "steps", "FLOPs")
+    return Conclusion(verdict, LIMITS, PREDICTED, drawn(tried, by_batch, reached, law), head, rows)
+
+
+def drawn(
+    tried: Mapping[int, Sequence[Result]],
+    by_batch: Mapping[int, Sequence[Result]],
+    reached: Mapping[int, Estimate],
+    law: Critical | None,
+) -> list[Drawing]:
+    """Returns the plots. tried: all runs of each batch. by_batch: those at its best rate."""
+    fits: list[Line] = with_points([line("seen", {b: t.value for b, t in reached.items()}, 0)])
+    if law:
+        fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
+    places = {batch: place for place, batch in enumerate(tried)}
+    name = lambda batch: f"{count(batch)} tokens a step"
+    curves = lambda by: [
+        one
+        for batch, runs in by_batch.items()
+        for one in curves_of(name(batch), runs, places[batch], by=by(batch), smoothed=True)
+    ]
+    rates = [one for batch, runs in tried.items() for one in mean_line(name(batch), runs, RATE, places[batch])]
+    a_token = next(iter(by_batch.values()))[0].trial.cfg.flops_per_token
+    note = f"A token takes {a_token:.3g} FLOPs at every batch, so over FLOPs the curves are the same."
+    return [
+        drawing("Tokens to one loss", fits, "tokens a step", log_below=True, numbers="count"),
+        drawing("Loss over the learning rate", rates, "learning rate", log_below=True, unit="nats, held out"),
+        drawing("Training loss over tokens, smoothed", curves(lambda _: 1), "tokens", unit="nats", note=note),
+        drawing(
+            "Training loss over steps, smoothed", curves(lambda batch: batch), "steps of the optimizer",
+            log_below=True, unit="nats",
+        ),
+    ]  # fmt: skip
+
+
+def of_target(batch: int, tokens: Estimate | None, run: Result) -> list:
+    """Returns the table cells with the tokens, steps and FLOPs to the target loss."""
+    if tokens is None:
+        return [n("never"), n(""), n("")]
+    flops = tokens.value * run.trial.cfg.flops_per_token
+    return [n(count(tokens.value)), n(f"{tokens.value / batch:,.0f}"), n(f"{flops:.3g}")]
+
+
+def ending(result: Result) -> float:
+    """Returns the mean training loss over the last twentieth of a run."""
+    _, losses = result.curve()
+    last = losses[-max(1, len(losses) // 20) :]
+    return sum(last) / len(last)
+
+
+def to_loss(result: Result, target: float) -> float | None:
+    """Returns the tokens to the target loss, smoothed over the same fraction of a run at every batch."""
+    tokens, losses = result.curve()
+    return tokens_to(target, tokens, losses, half=max(1, len(losses) // 40))
+
+
+def tokens_text(batch: Estimate) -> str:
+    """Formats a batch with its interval: '12.3K tokens (9K to 16K)'."""
+    between = f" ({count(batch.low)} to {count(batch.high)})" if batch.low is not None else ""
+    return f"{count(batch.value)} tokens{between}"
+
+
+def noise_text(still: Sequence[Result]) -> str:
+    """Describes the gradient noise scale in a sentence."""
+    norms = [[row["grad_norm"] for row in r.history.rows if row.get("grad_norm")] for r in still]
+    try:
+        small, large = (float(r.at(BATCH)) for r in still)
+        scale = noise_scale(small, large, *norms)
+    except NotTold as error:
+        return f"The gradient noise scale at the end of training could not be told: {error}."
+    steps = units.count(len(norms[0]))
+    measured = f"at the end of training, from {steps} gradients of each of two batches"
+    return f"The gradient noise scale {measured}, is {tokens_text(scale)}, at a lower loss than that of the curves."

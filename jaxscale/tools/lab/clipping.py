@@ -1,0 +1,69 @@
+"""Gradient clipping: the highest learning rate without divergence, with and without it."""
+
+from collections.abc import Sequence
+
+from jaxscale.tools.lab.estimate import mean
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line
+from jaxscale.tools.lab.rate import RATE, over_rates
+from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.tools.reporting.page_tables import n
+
+CLIP = "optim.clip_norm"
+FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # relative to the config's rate
+USUAL = 1.0  # clip_norm for configs without clipping
+PREDICTED = (
+    ("arXiv:1905.11881", "clipping allows rates that would diverge without, where curvature grows with the norm"),
+    ("arXiv:1412.6980", "Adam's updates have the same size however large the gradient: clipping can move little"),
+)
+
+
+def clipping_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of (with clipping, without) x rates x seeds."""
+    optim, found = base.cfg.optim, []
+    for clip in (optim.clip_norm or USUAL, 0.0):
+        rates = options.rates or [optim.peak_lr * factor for factor in FACTORS]
+        found += over_rates(base, {CLIP: clip}, rates, options.seeds_of(2))
+    return found
+
+
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
+    """Finds the highest rate at which no run diverged, with clipping and without."""
+    return conclude(run(clipping_trials(base, options)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """Returns the Conclusion of these results."""
+    verdict, rows, lines, norms, highest, best = [], [], [], [], {}, {}
+    for place, (clip, runs) in enumerate(groups_of(results, lambda r: float(r.at(CLIP))).items()):
+        name = f"clipped at {clip:g}" if clip else "not clipped"
+        by_rate = dict(sorted(groups_of(runs, lambda r: float(r.at(RATE))).items()))
+        steady = [rate for rate, of in by_rate.items() if not any(r.diverged for r in of)]
+        lost = [rate for rate in by_rate if rate not in steady]
+        highest[name] = (max((r for r in steady if not lost or r < min(lost)), default=None), bool(lost))
+        if steady:
+            best[name] = min((mean([r.loss for r in by_rate[rate]]) for rate in steady), key=lambda end: end.value)
+            norms += curves_of(f"{name}, rate {max(steady):.3g}", by_rate[max(steady)], place, "grad_norm")
+        lines += mean_line(name, runs, RATE, place)
+        rows += [
+            [
+                name, n(f"{rate:.3g}"), n(f"{sum(r.diverged for r in of)} of {len(of)}"),
+                n(str(mean([r.loss for r in of])) if rate in steady else "n/a"),
+                n(f"{max((max(r.curve('grad_norm')[1], default=0.0) for r in of), default=0.0):.3g}"),
+            ]
+            for rate, of in by_rate.items()
+        ]  # fmt: skip
+    for name, (rate, met) in highest.items():
+        if rate is None:
+            verdict.append(f"{name}: a run diverged at the lowest rate already.")
+        else:
+            bound = "above that one was lost" if met else "the highest tried: no limit was met; give --rates beyond it"
+            verdict.append(f"{name}: no run was lost up to a rate of {rate:.3g} ({bound}).")
+    if len(best) == 2:
+        with_it, without = best.values()
+        verdict.append(f"At its best rate a run ends at {with_it} nats with clipping, at {without} without.")
+    drawings = [
+        drawing("Loss over the learning rate", lines, "learning rate", log_below=True, unit="nats, held out"),
+        drawing("Gradient norm before clipping", norms, "tokens", log=True),
+    ]
+    head = ("", "learning rate", "diverged", "held-out loss", "largest norm")
+    return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)

@@ -1,0 +1,164 @@
+"""Options and conclusions of experiments, and helpers for their plots."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.tools.lab.estimate import running_mean
+from jaxscale.tools.lab.trial import Base, Result, Trial
+from jaxscale.tools.reporting.axes import Axis, axis_over
+from jaxscale.tools.reporting.page_tables import Cell
+from jaxscale.tools.reporting.plots import COLORS, Band, Line, Plot, color_of
+
+SMOOTHED = 40  # a moving average spans 1 / SMOOTHED of a curve on each side
+# Times log(vocabulary), the loss of a uniform guess: a run with a higher loss has diverged. The factor is a choice: a
+# new model and its first steps have losses near the guess, and should not count.
+LOST = 1.5
+Run = Callable[[Sequence[Trial]], list[Result]]  # runs the trials that have not ended, and reads all results
+
+
+class Options(NamedTuple):
+    """Options of an experiment. An empty value selects the experiment's default."""
+
+    seeds: int = 0
+    rates: tuple[float, ...] = ()  # learning rates
+    batches: tuple[int, ...] = ()  # tokens per step
+    sizes: tuple[float, ...] = ()  # relative to the config's width, or its layers
+    target: float = 0.0  # parameters, relative to a ladder's largest rung
+    names: tuple[str, ...] = ()  # optimizers, or precisions
+    vary: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, values)
+
+    def seeds_of(self, default: int) -> range:
+        """Returns the seeds, as offsets from the config's seed."""
+        return range(self.seeds or default)
+
+
+class Drawing(NamedTuple):
+    """A plot and its horizontal axis."""
+
+    plot: Plot
+    across: Axis
+    below: str
+
+
+class Conclusion(NamedTuple):
+    """Contents of an experiment's page, in order."""
+
+    verdict: Sequence[str]  # sentences, with uncertainties
+    limits: Sequence[str]  # limits of what the runs show
+    predicted: Sequence[tuple[str, str]]  # (source, its prediction)
+    drawings: Sequence[Drawing]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+
+
+class Experiment(NamedTuple):
+    """A question that runs can answer."""
+
+    what: str  # one line for --help
+    question: str  # title of the page
+    answer: Callable[[Base, Options, Run], Conclusion]
+
+
+def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: bool = False, **more: Any) -> Drawing:
+    """Returns a plot and its axis. log_below: makes the axis logarithmic. more: further fields of Plot."""
+    lines = [one for one in drawn if isinstance(one, Line)]
+    bands = [one for one in drawn if isinstance(one, Band)]
+    across = axis_over([x for line in lines for x in line.steps], log=log_below)
+    if bands:
+        more["note"] = " ".join([BANDS, more.get("note", "")]).strip()
+    return Drawing(Plot(title=title, lines=lines, bands=bands, named=True, **more), across, below)
+
+
+def line(
+    label: str, points: Mapping[Any, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"
+) -> Line:
+    """Returns a line through the points in order of x. points: {x: y}, or (x, y) pairs. place: index of its color."""
+    ordered = sorted(points.items() if isinstance(points, Mapping) else points)
+    return Line(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
+
+
+def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, float]]:
+    """Returns {seed: {value of the setting: loss}} of the runs that did not diverge."""
+    found: dict[int, dict[float, float]] = {}
+    for result in results:
+        if not result.diverged:
+            found.setdefault(result.seed, {})[float(result.at(name))] = result.loss
+    return found
+
+
+def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> list[Line]:
+    """Returns loss over a setting: a dot for each run, and a line through the means.
+
+    Diverged runs have no dot, and values at which a run diverged have no mean.
+    """
+    points = [(float(r.at(name)), r.loss) for r in results if not r.diverged]
+    whole = {x: [y for at, y in points if at == x] for x, _ in points}
+    lost = {float(r.at(name)) for r in results if r.diverged}
+    means = {x: sum(ys) / len(ys) for x, ys in whole.items() if x not in lost}
+    return [line(label, points, place, "dots"), line(label, means, place)]
+
+
+def curve_line(
+    label: str,
+    result: Result,
+    place: int,
+    metric: str = "loss",
+    by: float = 1.0,
+    style: str = "line",
+    smoothed: bool = False,
+) -> Line:
+    """Returns a line of a metric over tokens, which are divided by `by`.
+
+    smoothed: applies a moving average over a twentieth of the run.
+    """
+    tokens, values = result.curve(metric)
+    if smoothed:
+        values = list(map(float, running_mean(values, max(1, len(values) // SMOOTHED))))
+    return Line(label, [t / by for t in tokens], values, color_of(place % COLORS), style)
+
+
+def curves_of(
+    label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
+) -> list[Line | Band]:
+    """Returns the mean of a metric over the seeds that did not diverge, and a band from lowest to highest.
+
+    If all diverged, returns the first run up to the point where it diverged.
+    """
+    shown = [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]
+    return banded([curve_line(label, r, place, metric, by, smoothed=smoothed) for r in shown])
+
+
+def until_lost(result: Result) -> Result:
+    """Returns the result up to the first loss far above that of a uniform guess.
+
+    Later losses would compress the other curves of a plot.
+    """
+    rows, most = result.history.rows, LOST * math.log(result.trial.cfg.model.vocab_size)
+    selected = itertools.takewhile(lambda row: row.get("loss") is None or row["loss"] <= most, rows)
+    return result._replace(history=dataclasses.replace(result.history, rows=tuple(selected)))
+
+
+def banded(lines: Sequence[Line]) -> list[Line | Band]:
+    """Returns the mean of lines with one label at the x that all share, and a band from lowest to highest."""
+    if len(lines) < 2:
+        return list(lines)
+    tables = [dict(zip(line.steps, line.values)) for line in lines]
+    shared = sorted(set.intersection(*map(set, tables)))
+    columns = [[table[x] for table in tables] for x in shared]
+    label, color = lines[0].label, lines[0].color
+    means = [sum(column) / len(column) for column in columns]
+    return [
+        Band(label, shared, list(map(min, columns)), list(map(max, columns)), color),
+        lines[0]._replace(steps=shared, values=means),
+    ]
+
+
+BANDS = "Lines are means over seeds, bands reach from the lowest to the highest."
+SMALL = (
+    "It holds for this model, these data and this length of training: what is best moves with all three, so the same "
+    "experiment should be made at two sizes before a large run believes it.",
+    "Intervals are of seeds alone (90%), by Student's t.",
+)

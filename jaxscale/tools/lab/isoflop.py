@@ -1,0 +1,153 @@
+"""Model size against tokens at equal FLOPs: the three approaches of arXiv:2203.15556 to the best size, compared."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxscale.tools.lab.estimate import mean, power
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line
+from jaxscale.tools.lab.sizes import train_tokens_of, wider
+from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of
+from jaxscale.tools.planning.best_size import three_approaches
+from jaxscale.tools.planning.envelope import Curve, curve_of_run, smooth
+from jaxscale.tools.planning.loss_law import Point
+from jaxscale.tools.planning.scaling import KAPLAN_FLOPS, KAPLAN_TOKENS
+from jaxscale.tools.reporting.page_tables import n
+from jaxscale.tools.reporting.page_text import count, plain
+from jaxscale.tools.reporting.plots import Line
+
+SIZE, BUDGET = "width", "FLOPs"
+WIDTHS = (0.5, 1, 1.5, 2, 3)  # relative to the config's width
+BUDGETS = (0.25, 0.5, 1.0, 2.0)  # relative to the FLOPs of the config's run
+FARTHER = 10.0  # times the largest budget: the laws' predictions there are reported
+PREDICTED = (
+    ("arXiv:2203.15556", "the best size and the tokens grow alike, as C ** 0.50 and C ** 0.50 (approach 1)"),
+    ("arXiv:2404.10102", "the same data, fitted again: C ** 0.51 (approach 3)"),
+    ("arXiv:2001.08361", "the best size grows as C ** 0.73; later work traces that to schedules and to small models"),
+)
+
+
+def isoflop_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of budgets x sizes x seeds. The tokens of a run follow from its budget and size."""
+    tokens, found = train_tokens_of(base), []
+    for part in BUDGETS:
+        flops = part * tokens * base.cfg.flops_per_token
+        for times in options.sizes or WIDTHS:
+            settings = wider(base.cfg, times)
+            sized = base.with_settings(settings).cfg
+            steps = max(1, round(flops / sized.flops_per_token / sized.tokens_per_step))
+            settings["train_tokens"] = steps * sized.tokens_per_step
+            at = {SIZE: sized.model.embed_dim, BUDGET: flops}
+            found += [base.with_settings(settings, seed, at=at) for seed in options.seeds_of(1)]
+    return distinct(found)  # two sizes may round to the same number of heads
+
+
+def point_of(result: Result) -> Point:
+    """Returns the end of a run as a point for fitting loss laws."""
+    cfg = result.trial.cfg
+    tokens = result.history.latest("tokens_seen") or 0
+    return Point(cfg.model.num_params, tokens, result.loss, result.folder, cfg.flops_per_token * tokens)
+
+
+def curve_of(result: Result) -> Curve:
+    """Returns the training loss curve of a run."""
+    cfg = result.trial.cfg
+    return curve_of_run(cfg.model.num_params, cfg.flops_per_token, *result.curve())
+
+
+def smooth_line(curve: Curve, place: int) -> Line:
+    """Returns the smoothed curve that the approaches compare, over FLOPs."""
+    log_tokens, log_losses = smooth(curve)
+    points = list(zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses)))
+    return line(f"{count(curve.params)} parameters", points, place)
+
+
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
+    """Estimates how the best size grows with FLOPs."""
+    return conclude(run(isoflop_trials(base, options)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """Returns the Conclusion of these results."""
+    finished = [(r, point_of(r)) for r in results if not r.diverged]
+    if not finished:
+        return Conclusion(["All runs diverged."], SMALL, PREDICTED, [], (), [])
+    points, budgets = [point for _, point in finished], sorted({float(r.at(BUDGET)) for r, _ in finished})
+    curves = [curve_of(result) for result, _ in finished]
+    said = f"{FARTHER:g} times the largest tried"
+    ways = three_approaches(points, curves, FARTHER * budgets[-1], description=said, budgets=budgets, within=0.25)
+    bests = [(way.name, {o.flops: o.params for o in way.law.optima}) for way in ways if way.law is not None]
+    places = {params: place for place, params in enumerate(sorted({curve.params for curve in curves}))}
+    drawings = [
+        drawing(
+            "Training loss over FLOPs, smoothed", [smooth_line(curve, places[curve.params]) for curve in curves],
+            "FLOPs", log_below=True, unit="nats",
+        ),
+        drawing(
+            "Loss over size, at equal FLOPs",
+            [one for place, flops in enumerate(budgets) for one in mean_ends(finished, flops, place)],
+            "parameters", log_below=True, unit="nats, held out",
+        ),
+        drawing(
+            "Best size", [line(name, best, place, "dots") for place, (name, best) in enumerate(bests)],
+            "FLOPs", log_below=True, log=True, numbers="count",
+        ),
+    ]  # fmt: skip
+    texts = lambda flops, p: (
+        f"{flops:.3g}", count(p.params), count(p.tokens), plain(p.tokens / p.params), f"{p.loss:.4f}"
+    )  # fmt: skip
+    rows = [list(map(n, texts(float(r.at(BUDGET)), p))) for r, p in finished]
+    lost = len(results) - len(finished)
+    limits = (
+        *SMALL,
+        "Rates go with the inverse of the width (Muon's with that of its root), under muP "
+        "by its rules, and were tuned at one size alone.",
+    )
+    if lost:
+        limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
+    head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")
+    verdict = [lowest_text(finished), *(way.text for way in ways), *kaplan_texts(finished)]
+    return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
+
+
+def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
+    """Describes power laws without a loss floor, compared with those of arXiv:2001.08361.
+
+    Fits the lowest loss over FLOPs, and the largest size's loss over tokens. Empty with fewer than three of either.
+    """
+    budgets = groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET)))
+    lowest = {flops: min(r.loss for r in runs) for flops, runs in budgets.items()}
+    largest = max(p.params for _, p in held)
+    largest_runs = [(p.tokens, p.loss) for _, p in held if p.params == largest]
+    if len(lowest) < 3 or len({tokens for tokens, _ in largest_runs}) < 3:
+        return []
+    by_flops, by_tokens = power(list(lowest), list(lowest.values())).exponent, power(*zip(*largest_runs)).exponent
+    return [
+        f"Without a floor the lowest losses go as C ** {by_flops}, and those of {count(largest)} parameters as D ** "
+        f"{by_tokens}, where arXiv:2001.08361 has C ** -{KAPLAN_FLOPS[1]:.3f} and D ** -{KAPLAN_TOKENS[1]:.3f}."
+    ]
+
+
+def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
+    """Describes the size with the lowest loss at each budget.
+
+    Also states if it is the smallest or largest size tried, and therefore only a bound.
+    """
+    parts = []
+    for flops, runs in sorted(groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET))).items()):
+        by_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)
+        losses = {size: mean([r.loss for r in of]) for size, of in by_size.items()}
+        best = min(losses, key=lambda size: losses[size].value)
+        end = "" if min(losses) < best < max(losses) else ", the smallest" if best == min(losses) else ", the largest"
+        parts.append(f"{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats){end}")
+    inside = any(part.endswith(")") for part in parts)
+    beyond = "" if inside else " None lies inside those tried: what a law says below of a best size is a guess."
+    return f"The best of the sizes tried: {'; '.join(parts)}.{beyond}"
+
+
+def mean_ends(held: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[Line]:
+    """Returns loss over size at one budget: a dot for each run, and a line through the means."""
+    points = [(p.params, p.loss) for r, p in held if float(r.at(BUDGET)) == flops]
+    means = {size: mean([loss for at, loss in points if at == size]).value for size, _ in points}
+    label = f"{flops:.2g} FLOPs"
+    return [line(label, points, place, "dots"), line(label, means, place)]

@@ -1,0 +1,125 @@
+"""Optimizers compared at their best learning rates: tokens and seconds to one loss."""
+
+import math
+import typing
+from collections.abc import Mapping, Sequence
+
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.lab.batch import best_rates, ending, to_loss
+from jaxscale.tools.lab.estimate import apart, mean
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line
+from jaxscale.tools.lab.rate import OPTIMIZER, RATE, bounds, inside, middle_rate, over_rates
+from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.tools.reporting.page_tables import n
+from jaxscale.tools.reporting.page_text import count, duration
+
+FACTORS = (0.25, 0.5, 1, 2, 4)
+PREDICTED = (
+    ("arXiv:2502.16982 (Muon)", "about half of AdamW's FLOPs to the same loss, of large models"),
+    ("arXiv:2509.02046", "no optimizer is more than 1.4 times as fast as a tuned AdamW at 0.1B, 1.1 times at 1.2B"),
+    ("arXiv:1910.05446", "a ranking turns with how well each is tuned"),
+)
+LIMITS = (
+    *SMALL,
+    "Optimizers are compared by runs of one seed, which read the same batches; the noise is taken from all together.",
+    "Rates alone were tuned: not momentum, decay or warmup, and every optimizer has the config's.",
+    "Seconds are of this machine as it was then, with whatever else ran on it.",
+)
+
+
+def names_of(options: Options) -> tuple[str, ...]:
+    """Returns the optimizers' names. Raises BadInput for an unknown one."""
+    known = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
+    for name in options.names:
+        if name not in known:
+            raise BadInput(f"--names has {name!r}; optim.name may be {', '.join(known)}")
+    return options.names or known
+
+
+def optimizer_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of optimizers x rates x seeds."""
+    optim, found = base.cfg.optim, []
+    for name in names_of(options):
+        rates = options.rates or [middle_rate(optim, name) * factor for factor in FACTORS]
+        found += over_rates(base, {OPTIMIZER: name}, rates, options.seeds_of(2))
+    return found
+
+
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
+    """Compares optimizers, each at its best rate."""
+    return conclude(inside(run(optimizer_trials(base, options)), options, run, lambda r: r.at(OPTIMIZER)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """Returns the Conclusion of these results. The first optimizer is the reference."""
+    by_name = groups_of(results, lambda r: r.at(OPTIMIZER))
+    best = groups_of(best_rates(results, lambda r: r.at(OPTIMIZER)), lambda r: r.at(OPTIMIZER))
+    lost = [f"With {name} a run diverged at every rate." for name in by_name if name not in best]
+    if not best:
+        return Conclusion(lost, SMALL, PREDICTED, [], (), [])
+    first = next(iter(best))
+    target = mean([ending(r) for r in best[first]]).value
+    reached = {name: {r.seed: to_loss(r, target) for r in runs} for name, runs in best.items()}
+    losses = {name: {r.seed: r.loss for r in runs} for name, runs in best.items()}
+    ends = {name: mean(list(of.values())) for name, of in losses.items()}
+    logs = {name: {s: math.log(t) for s, t in of.items() if t} for name, of in reached.items() if all(of.values())}
+    tokens = {name: mean([t for t in reached[name].values() if t]).value for name in logs}
+    verdict = [
+        "Held-out loss, best first: "
+        + ", ".join(f"{name} {ends[name]}" for name in sorted(ends, key=lambda name: ends[name]))
+        + ".",
+        *(faster_text(name, first, losses, logs) for name in best if name != first),
+        *lost,
+        *bounds(by_name),
+    ]
+    rows = [
+        [
+            name, n(f"{runs[0].at(RATE):.3g}"), n(str(ends[name])),
+            n(count(tokens[name]) if name in tokens else "never"),
+            n(duration(tokens[name] / rate_of(runs)) if name in tokens else "never"),
+        ]
+        for name, runs in best.items()
+    ]  # fmt: skip
+    lines = [one for at, (name, runs) in enumerate(by_name.items()) for one in mean_line(name, runs, RATE, at)]
+    places = {name: place for place, name in enumerate(by_name)}
+    drawings = [
+        drawing("Loss over the learning rate", lines, "learning rate", log_below=True, unit="nats, held out"),
+        drawing(
+            "Training loss, each at its best rate, smoothed",
+            [one for name, runs in best.items() for one in curves_of(name, runs, places[name], smoothed=True)],
+            "tokens", unit="nats", focused=True,
+        ),
+    ]  # fmt: skip
+    head = ("optimizer", "best rate tried", "held-out loss", f"tokens to {first}'s end", "seconds of steps to it")
+    return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
+
+
+def rate_of(runs: Sequence[Result]) -> float:
+    """Returns tokens per second, from the time of the steps only."""
+    tokens = sum(r.history.latest("tokens_seen") or 0 for r in runs)
+    return tokens / max(sum(r.seconds for r in runs), 1e-9)
+
+
+def faster_text(
+    name: str, first: str, losses: Mapping[str, Mapping[int, float]], logs: Mapping[str, Mapping[int, float]]
+) -> str:
+    """Describes how far an optimizer's loss and tokens differ from those of `first`.
+
+    losses: {optimizer: {seed: held-out loss}}. logs: {optimizer: {seed: log tokens to the final loss of `first`}}, of
+    the optimizers that reached it with every seed.
+    """
+    off = apart(losses, name, first)
+    if off.low is None:
+        significance = "one seed does not tell whether that is more than noise"
+    else:
+        significance = (
+            "no more than seeds differ by" if off.has(0.0) else f"{'lower' if off.value < 0 else 'higher'} beyond noise"
+        )
+    text = f"With {name} a run ends {off} nats beside {first}'s, {significance}"
+    if first not in logs:
+        return f"{text}; not every seed of {first} came to the mean of its ends, so tokens are not compared."
+    if name not in logs:
+        return f"{text}; it never reached the loss that {first} ends with."
+    part = apart(logs, name, first).mapped(math.exp)
+    return f"{text}; it needs {part} of the tokens for the loss that {first} ends with."

@@ -1,0 +1,184 @@
+"""The best learning rate of each batch, for an Adam-like optimizer and SGD: tests linear and square root scaling."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.tools.lab.estimate import Optimum, Power, optimum, power
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, drawing, line, mean_line, over_seeds
+from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.tools.reporting.page_tables import Cell, n
+from jaxscale.tools.reporting.page_text import count, plain
+from jaxscale.tools.reporting.plots import Line, with_points
+
+RATE, BATCH, OPTIMIZER = "optim.peak_lr", "batch_tokens", "optim.name"
+TIMES = (1, 2, 4, 8)  # relative to the config's batch
+FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rate that the square root rule gives for a batch
+# Center of the rates to try, relative to AdamW's; a best rate at the end of the range is reported as a bound.
+# SGD: a guess, since its updates scale with the gradient. Lion: its paper advises 3 to 10 times less
+# (arXiv:2302.06675, section 5). Muon: 2, 4, 4 and 8 or more times (a bound) in docs/lab.md. Updates of the others have
+# the size of Adam's.
+BESIDE_ADAMW = {"sgd": 100.0, "lion": 0.2, "muon": 4.0}
+FURTHER = 3  # at most this many more rates, if the best is at an end of the range
+STEP = 2.0  # ratio between successive further rates
+FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
+RULES = {"linear": 1.0, "square root": 0.5}
+PREDICTED = (
+    ("arXiv:1706.02677 (SGD)", "the rate goes with the batch: an exponent of 1, until batches are large"),
+    ("arXiv:2205.10287 (Adam)", "the rate goes with the square root of the batch: an exponent of 0.5"),
+    (
+        "arXiv:2405.14578 (Adam-likes)",
+        "the best rate rises, then falls again beyond the batch where the noise is as large as the gradient",
+    ),
+)
+
+LIMITS = (*SMALL, "The exponent's interval is of the scatter of the best rates about a line: of these batches alone.")
+
+
+def rate_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of optimizers x batches x rates x seeds, all for the same tokens."""
+    optim, usual = base.cfg.optim, base.cfg.tokens_per_step
+    found = []
+    for name in options.names or dict.fromkeys((optim.name, "sgd")):
+        middle = middle_rate(optim, name)
+        for batch in options.batches or [usual * times for times in TIMES]:
+            rates = options.rates or [middle * (batch / usual) ** 0.5 * factor for factor in FACTORS]
+            found += over_rates(base, {OPTIMIZER: name, BATCH: batch}, rates, options.seeds_of(2))
+    return found
+
+
+def middle_rate(own: OptimConfig, name: str) -> float:
+    """Returns the center of the rates to try for an optimizer, scaled from the config's optimizer and rate."""
+    return own.peak_lr * BESIDE_ADAMW.get(name, 1.0) / BESIDE_ADAMW.get(own.name, 1.0)
+
+
+def over_rates(
+    base: Base,
+    settings: Mapping[str, Any],
+    rates: Iterable[float],
+    seeds: Iterable[int],
+    also: Mapping[str, Any] | None = None,
+) -> list[Trial]:
+    """Returns a trial for each rate and seed.
+
+    also: the settings to change, if they differ from `settings`, which then only label the trial.
+    """
+    optim = base.cfg.optim
+    trials = []
+    for rate in rates:
+        labelled = {**settings, RATE: rate}
+        made = {**(labelled if also is None else also), RATE: rate} | floor_of(optim, rate)
+        trials += [base.with_settings(made, seed, at=labelled) for seed in seeds]
+    return trials
+
+
+def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
+    """Runs further rates while the best rate of a group by `key` is the lowest or highest tried; returns all results.
+
+    Rates given by the user are not extended.
+    """
+    for _ in range(0 if options.rates else FURTHER):
+        further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
+        if not further:
+            break
+        results = [*results, *run(further)]
+    return results
+
+
+def beyond(runs: Sequence[Result]) -> list[Trial]:
+    """Returns a trial for each seed at the next rate beyond the range, if the best rate is at an end of it.
+
+    Empty if the best rate is inside the range, or if a run diverged at the highest rate and that end is the best.
+    """
+    rates = sorted({float(r.at(RATE)) for r in runs})
+    curves = list(over_seeds(runs, RATE).values())
+    edge = optimum(curves).edge if curves else "lowest"
+    if not edge or edge == "highest" and any(r.diverged for r in runs if float(r.at(RATE)) == rates[-1]):
+        return []
+    rate = rates[-1] * STEP if edge == "highest" else rates[0] / STEP
+    return [at_rate(trial, rate) for trial in {r.seed: r.trial for r in runs}.values()]
+
+
+def at_rate(trial: Trial, rate: float) -> Trial:
+    """Returns the trial with another rate."""
+    settings = {RATE: rate} | floor_of(trial.base.cfg.optim, rate)
+    return trial.base.with_settings(settings, trial.seed, also=trial.overrides, at={**trial.at, RATE: rate})
+
+
+def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
+    """Returns (the best rate, cells) of runs that differ in rate and seed.
+
+    The cells are the best rate, its loss, and the rates at which a run diverged. The best rate is None if all did.
+    """
+    lost = sorted({float(r.at(RATE)) for r in runs if r.diverged})
+    curves = list(over_seeds(runs, RATE).values())
+    best = optimum(curves) if curves else None
+    texts = (str(best), str(best.y)) if best else ("none", "n/a")
+    return best, [n(text) for text in (*texts, ", ".join(map(plain, lost)) or "none")]
+
+
+def bounds(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Returns a sentence listing the groups whose best rate is at an end of the rates tried, if any."""
+    best = {name: best_rate(runs)[0] for name, runs in groups.items() if len({r.at(RATE) for r in runs}) > 1}
+    return bounded({name: found for name, found in best.items() if found})
+
+
+def bounded(best: Mapping[str, Optimum]) -> list[str]:
+    """Returns the sentence of bounds(), given the best rates."""
+    at_edge = [f"of {name} {found}" for name, found in best.items() if found.edge]
+    return [f"Only bounded by the rates tried: the best rate {', '.join(at_edge)}."] if at_edge else []
+
+
+def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
+    """Returns the setting of a schedule's final rate, at the config's ratio to the peak rate; empty without one."""
+    if optim.decay not in FALLING:
+        return {}
+    return {"optim.min_lr": rate * optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0}
+
+
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
+    """Estimates the exponent of the best rate over the batch, for each optimizer."""
+    by_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
+    return conclude(inside(run(rate_trials(base, options)), options, run, by_batch))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """Returns the Conclusion of these results."""
+    verdict: list[str] = []
+    drawings: list[Drawing] = []
+    rows: list[list[str | Cell]] = []
+    best_lines: list[Line] = []
+    for place, (name, name_runs) in enumerate(groups_of(results, lambda r: r.at(OPTIMIZER)).items()):
+        best: dict[int, Optimum] = {}
+        lines: list[Line] = []
+        for number, (batch, batch_runs) in enumerate(sorted(groups_of(name_runs, lambda r: int(r.at(BATCH))).items())):
+            lines += mean_line(f"{count(batch)} tokens a step", batch_runs, RATE, number)
+            found, cells = best_rate(batch_runs)
+            if found:
+                best[batch] = found
+            rows.append([name, n(count(batch)), *cells])
+        drawings.append(
+            drawing(f"{name}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
+        )
+        best_lines += with_points([line(name, {batch: o.x.value for batch, o in best.items()}, place)])
+        verdict.append(f"With {name} {in_words(best)}")
+    drawings.append(drawing("Best rate of each batch", best_lines, "tokens a step", log_below=True, log=True))
+    head = ("optimizer", "tokens a step", "best rate", "loss there", "rates that diverged")
+    return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
+
+
+def in_words(best: dict[int, Optimum]) -> str:
+    """Describes the scaling of the best rate, and the rules that fit.
+
+    'the best rate goes with the batch to the power 0.45 (0.3 to 0.6): square root fits within the interval, ...'
+    """
+    bracketed = {batch: found for batch, found in best.items() if not found.edge}
+    edges = "".join(f" {text}" for text in bounded({f"{count(batch)} tokens": o for batch, o in best.items()}))
+    if len(bracketed) < 3:
+        return f"too few batches have their best rate inside the rates tried, {len(bracketed)} of 3: try more.{edges}"
+    law: Power = power(list(bracketed), [found.x.value for found in bracketed.values()])
+    fits = [name for name, exponent in RULES.items() if law.exponent.has(exponent)]
+    misses = [name for name in RULES if name not in fits]
+    rule = f"{' and '.join(fits) or 'neither rule'} fit{'s' if len(fits) < 2 else ''} within the interval"
+    exclusion = f", {' and '.join(misses)} do{'es' if len(misses) == 1 else ''} not" if misses and fits else ""
+    return f"the best rate goes with the batch to the power {law.exponent}: {rule}{exclusion}.{edges}"

@@ -1,0 +1,159 @@
+"""Runs trials as parallel processes, skips those that have ended, and reports progress with the time left."""
+
+import contextlib
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import units
+from jaxscale.runtime.hosts.discovery import TPU_FILES
+from jaxscale.runtime.monitor.json_lines import read_lines
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop, meaning
+from jaxscale.tools.lab.trial import ENDS, Result, Trial, folder_of, outcome_of, read_result
+
+POLL_SECONDS = 0.1
+LAST_LINES = 12  # of a failed trial's output, shown in the error
+OUTPUT = "lab.log"  # in a trial's folder: its output
+KILLED = "killed"  # in the folder of a trial killed on purpose: the step
+
+
+class Going(NamedTuple):
+    """A running trial."""
+
+    trial: Trial
+    folder: Any
+    process: subprocess.Popen
+    began: float
+    cores: tuple[int, ...]
+
+
+def train_command(trial: Trial, folder: Any) -> list[str]:
+    """Returns the full command line of a trial, for a shell or a cluster."""
+    return [sys.executable, "-m", "jaxscale.main", *trial.command(folder)]
+
+
+def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
+    """Returns one line of shell for each trial that has not ended, for Slurm, GKE or TPU VMs."""
+    waiting = [(trial, folder_of(trial, work)) for trial in trials]
+    return [
+        shlex.join(["python", *train_command(trial, folder)[1:]])
+        for trial, folder in waiting
+        if outcome_of(folder) is None
+    ]
+
+
+def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str], None]) -> list[Result]:
+    """Returns the results of all trials, in order. Runs `jobs` of them at a time, each on its share of the cores.
+
+    An interrupted trial resumes from its checkpoint, if it has one. Ctrl-C stops the running trials and keeps finished
+    results. Raises Stop with the exit code of a trial that failed, unless it diverged.
+    """
+    waiting = [trial for trial in trials if outcome_of(folder_of(trial, work)) is None]
+    if waiting and paths.is_remote(str(work)):
+        raise BadInput(
+            f"--workdir={work}: {len(waiting)} runs are not done, and are started here in a local folder alone; "
+            "--dry_run prints their commands, to be started elsewhere"
+        )
+    if done := len(trials) - len(waiting):
+        say(f"{done} of {len(trials)} runs are done already, in {paths.as_path(work) / 'runs'}")
+    free, going, took, total = shares(jobs), [], [], len(waiting)
+    try:
+        while waiting or going:
+            while waiting and free:
+                going.append(start(waiting.pop(0), work, free.pop(0)))
+            time.sleep(POLL_SECONDS)
+            for one in [one for one in going if is_due(one) or one.process.poll() is not None]:
+                going.remove(one)
+                free.append(one.cores)
+                if one.process.poll() is None:
+                    kill(one)
+                    waiting.insert(0, one.trial)
+                    continue
+                check_ended(one)
+                took.append(time.monotonic() - one.began)
+                left = statistics.mean(took) * (total - len(took)) / jobs
+                say(progress_line(one.trial, work, len(took), total, took[-1], left))
+    finally:
+        for one in going:
+            one.process.send_signal(signal.SIGTERM)  # it saves a checkpoint on SIGTERM
+        for one in going:
+            one.process.wait()
+    return [read_result(trial, work) for trial in trials]
+
+
+def shares(jobs: int) -> list[tuple[int, ...]]:
+    """Splits the cores of this process between `jobs` runs.
+
+    XLA starts as many threads as the cores that a process may use.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return [tuple(cores[place::jobs]) if jobs <= len(cores) else tuple(cores) for place in range(jobs)]
+
+
+def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
+    """Starts the trial's process, with its output in its folder.
+
+    It has its own session, so Ctrl-C does not reach it: run_all sends it one SIGTERM.
+    """
+    folder = folder_of(trial, work)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / OUTPUT).open("ab") as output:
+        command = train_command(trial, folder)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    if cores:  # not in preexec_fn, which may deadlock when JAX has threads
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(process.pid, cores)
+    return Going(trial, folder, process, time.monotonic(), cores)
+
+
+def is_due(one: Going) -> bool:
+    """Returns True if a trial with kill_at has reached that step and was not killed yet."""
+    if one.trial.kill_at is None or (one.folder / KILLED).exists():
+        return False
+    file = one.folder / "metrics.jsonl"
+    if not file.exists():
+        return False
+    return any(row.get("step", 0) >= one.trial.kill_at for row in read_lines(file, []))
+
+
+def kill(one: Going) -> None:
+    """Kills the process without cleanup, as in a power failure."""
+    (one.folder / KILLED).write_text(f"{one.trial.kill_at}\n", "utf-8")
+    one.process.kill()
+    one.process.wait()
+
+
+def check_ended(one: Going) -> None:
+    """Raises Stop if the process failed, that is, if its exit code is not in ENDS."""
+    code = one.process.returncode
+    if code not in ENDS:
+        lines = (one.folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
+        shown = "".join(f"\n    {line}" for line in lines)
+        known = Exit(code) if code in list(Exit) else Exit.ERROR
+        raise Stop(known, f"{one.trial.label} ended with exit code {code} ({meaning(code)}), in {one.folder}:{shown}")
+
+
+def progress_line(trial: Trial, work: Any, done: int, total: int, took: float, left: float) -> str:
+    """Formats progress: '[3/27] peak_lr=0.002 seed=1: 2.337 nats (12s); 4m to go'."""
+    result = read_result(trial, work)
+    end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
+    to_go = f"; {units.duration(left)} to go" if done < total else ""
+    return f"[{done}/{total}] {trial.label}: {end} ({units.duration(took)}){to_go}"
+
+
+def default_jobs(platform: str | None) -> int:
+    """Returns the number of parallel runs: one per core on CPUs, one on an accelerator, which a process takes whole.
+
+    platform: value of JAX_PLATFORMS. If it is empty, the machine's device files decide.
+    """
+    has_accelerator = any(os.path.exists(file) for file in (*TPU_FILES, "/dev/nvidia0"))
+    if has_accelerator if not platform else platform.split(",")[0] != "cpu":
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,102 @@
+"""Settings for other sizes and shapes of a config's model, with the learning rate for each."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxscale.config import RunConfig
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.config import ModelConfig
+from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.lab.rate import RATE, floor_of
+from jaxscale.tools.lab.trial import Base
+from jaxscale.tools.planning.scaling import rate_over_width
+
+SMALL_WIDTH = 8  # widths of small models are multiples of it; those of large ones, of a group of query heads
+LARGE = 3  # a model this many groups wide is large: one group changes its width by a third or less
+AROUND = 1.3  # upper end of the widths to try, relative to the width with equal FLOPs at that depth
+
+
+def check_varied(model: AnyModelConfig) -> LlamaConfig:
+    """Returns the model's settings. Raises BadInput if it is not a dense decoder of the Llama kind."""
+    if not isinstance(model, LlamaConfig) or model.experts is not None or model.latent is not None:
+        kind = "one with experts or latent attention" if isinstance(model, LlamaConfig) else repr(model.name)
+        raise BadInput(f"this experiment varies the size of dense models of model.name='llama', and this is {kind}")
+    return model
+
+
+def train_tokens_of(base: Base) -> int:
+    """Returns the tokens of the config's run.
+
+    Raises BadInput if train_tokens is not an integer, or if the row length or the batch has a ramp.
+    """
+    tokens = base.cfg.train_tokens
+    if base.cfg.seq_len_ramp or base.cfg.batch_ramp:
+        raise BadInput("laws are of runs of one size of row and batch; leave seq_len_ramp and batch_ramp out")
+    if not isinstance(tokens, int):
+        raise BadInput(f"this experiment needs train_tokens as a number, not {tokens!r}")
+    return tokens
+
+
+def of_heads(model: LlamaConfig, heads: int) -> dict[str, Any]:
+    """Returns settings for `heads` query heads, with about the same ratio of key and value heads."""
+    groups = max(1, round(model.num_kv_heads * heads / model.num_heads))
+    return {"num_heads": heads, "num_kv_heads": next(g for g in range(groups, 0, -1) if heads % g == 0)}
+
+
+def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """Returns the model's settings by dotted name, and the learning rate for its width; muP scales the rate itself."""
+    base = check_varied(cfg.model)
+    times = model["embed_dim"] / base.embed_dim
+    rate = cfg.optim.peak_lr * (1.0 if base.mup is not None else rate_over_width(cfg.optim.name, times))
+    return {f"model.{name}": value for name, value in model.items()} | {RATE: rate} | floor_of(cfg.optim, rate)
+
+
+def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
+    """Returns settings for a model `times` as wide, in whole heads. Raises BadInput as check_varied() does."""
+    model = check_varied(cfg.model)
+    heads = max(1, round(model.num_heads * times))
+    factor = heads / model.num_heads
+    sizes = {name: round(getattr(model, name) * factor) for name in ("embed_dim", "mlp_dim")}
+    return as_settings(cfg, of_heads(model, heads) | sizes)
+
+
+def larger(cfg: RunConfig, times: float) -> dict[str, Any]:
+    """Returns settings for a model `times` as wide and deep, in whole heads and layers. Raises as wider() does."""
+    settings = wider(cfg, times)
+    factor = settings["model.num_heads"] / cfg.model.num_heads
+    return settings | {"model.num_layers": max(1, round(cfg.model.num_layers * factor))}
+
+
+def inner_flops(model: ModelConfig, seq_len: int) -> float:
+    """Returns the training FLOPs per token of the blocks, without the embeddings and the head."""
+    return model.flops_per_token(seq_len) - 6 * model.vocab_size * model.embed_dim
+
+
+def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
+    """Returns settings for a model with `layers` layers whose blocks take as many FLOPs per token as the config's.
+
+    Tries widths up to AROUND times the ideal one and selects the one whose ratio of MLP to width is nearest to the
+    config's. The MLP size makes up the remaining FLOPs. Raises BadInput if no width fits, and as check_varied() does.
+    """
+    model = check_varied(cfg.model)
+    wanted, ideal = inner_flops(model, cfg.seq_len), model.embed_dim * math.sqrt(model.num_layers / layers)
+    shared = model.head_dim * (model.num_heads // model.num_kv_heads)
+    step = shared if ideal >= LARGE * shared else SMALL_WIDTH
+    found = {}
+    for width in range(step, round(AROUND * ideal) + step, step):
+        sizes = of_heads(model, max(1, round(model.num_heads * width / model.embed_dim)))
+        head = model.head_dim * model.num_heads / model.embed_dim * width / sizes["num_heads"]
+        sizes |= {"num_layers": layers, "embed_dim": width, "head_dim": max(2, 2 * round(head / 2))}
+        least, next_one = (inner_flops(dataclasses.replace(model, **sizes, mlp_dim=m), cfg.seq_len) for m in (1, 2))
+        mlp = round(1 + (wanted - least) / (next_one - least))
+        if mlp > 0:
+            off = abs(math.log(mlp / width * model.embed_dim / model.mlp_dim))
+            found[off] = sizes | {"mlp_dim": mlp}
+    if not found or min(found) > math.log(2):
+        raise BadInput(
+            f"no width gives a model of {layers} layers the operations of one of {model.num_layers} layers of width "
+            f"{model.embed_dim}; take other --sizes, or a larger config"
+        )
+    return as_settings(cfg, found[min(found)])

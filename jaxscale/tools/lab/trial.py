@@ -1,0 +1,200 @@
+"""A trial: one run of an experiment, its folder, and its result."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+from jaxscale import schema
+from jaxscale.config import RunConfig
+from jaxscale.runtime.monitor.history import History, read_history
+from jaxscale.settings import config_file
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit
+from jaxscale.tools.reporting.status import BEGINS
+
+LOSS = "validation/loss"
+DIGEST = 10  # hex digits in a trial's name: 40 bits, enough for a few thousand runs in a folder
+LABEL = 60  # characters of the label in a name, before the digest
+CHANCE = 0.99  # times log(vocabulary), the loss of a uniform guess
+ENDS = (Exit.DONE, Exit.NON_FINITE)  # a trial that ended with one is not run again: finished, or diverged
+
+# In command-line form. The guards of a production run would hide the result of an experiment, for which a diverging
+# loss is a finding. Non-finite steps are still skipped, and end the run if there are too many.
+UNGUARDED = {"train.guard.spike_ratio": "0", "train.recovery.steps": "()", "monitor.health.on": "false"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """The config that an experiment varies."""
+
+    file: str  # value of --config, with ':argument' if the file takes one
+    overrides: Mapping[str, str]
+    cfg: RunConfig
+
+    @classmethod
+    def load(cls, file: str, overrides: Mapping[str, str]) -> "Base":
+        """Loads the config file with the overrides of the command line."""
+        return cls(file, dict(overrides), config_file.load_config(file, dict(overrides)))
+
+    def with_settings(
+        self,
+        settings: Mapping[str, Any],
+        seed: int = 0,
+        also: Mapping[str, Any] | None = None,
+        *,
+        at: Mapping[str, Any] | None = None,
+        kill_at: int | None = None,
+    ) -> "Trial":
+        """Returns a trial with these settings and this seed, an offset from the config's seed.
+
+        also: further settings, which the label leaves out. at: settings for the label, if not `settings`. kill_at: see
+        Trial.
+        """
+        changed = UNGUARDED | {name: as_text(value) for name, value in {**(also or {}), **settings}.items()}
+        overrides = dict(self.overrides) | changed | {"seed": str(self.cfg.seed + seed)}
+        return Trial(self, dict(settings) if at is None else at, overrides, seed, kill_at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One run: the base config with some settings changed. `cfg` raises BadInput if they are invalid."""
+
+    base: Base
+    at: Mapping[str, Any]  # varied settings by dotted name: its coordinates in the experiment
+    overrides: Mapping[str, str]
+    seed: int
+    kill_at: int | None = None  # step after which it is killed once, as in a power failure, and restarted
+
+    @property
+    def label(self) -> str:
+        """Formats the varied settings and the seed: 'peak_lr=0.002 batch_tokens=4096 seed=1'."""
+        parts = [f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in self.at.items()]
+        return " ".join([*parts, f"seed={self.seed}"])
+
+    @functools.cached_property
+    def cfg(self) -> RunConfig:
+        """Returns the validated config of the trial."""
+        return config_file.load_config(self.base.file, dict(self.overrides))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Returns a hash of all settings: equal for trials that are the same run, whatever their labels."""
+        facts = schema.flatten(schema.to_dict(self.cfg)) | ({"kill_at": self.kill_at} if self.kill_at else {})
+        text = json.dumps(facts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGEST]
+
+    @property
+    def name(self) -> str:
+        """Returns the folder's name: a readable label, and the digest that identifies it."""
+        plain = re.sub(r"[^\w.=+-]+", "_", self.label, flags=re.ASCII)[:LABEL]
+        return f"{plain}-{self.digest}"
+
+    def command(self, folder: Any) -> list[str]:
+        """Returns the arguments of `jaxscale train` for this run."""
+        settings = [f"--config.{name}={value}" for name, value in sorted(self.overrides.items())]
+        return [f"--config={self.base.file}", *settings, f"--workdir={folder}"]
+
+
+class Result(NamedTuple):
+    """The result of a trial."""
+
+    trial: Trial
+    folder: str
+    diverged: bool  # stopped by its guard, or no better than chance
+    loss: float  # held-out, after the last step, in nats per token; NaN if it diverged
+    history: History
+    seconds: float  # of its steps only
+
+    @property
+    def seed(self) -> int:
+        """Returns the trial's seed, an offset from the config's."""
+        return self.trial.seed
+
+    def at(self, name: str) -> Any:
+        """Returns the value of a setting that the experiment varies."""
+        return self.trial.at[name]
+
+    def curve(self, name: str = "loss") -> tuple[list[float], list[float]]:
+        """Returns (tokens, values) of a logged metric, without non-finite values."""
+        rows = [row for row in self.history.rows if is_number(row.get(name)) and is_number(row.get("tokens_seen"))]
+        return [row["tokens_seen"] for row in rows], [row[name] for row in rows]
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Returns True for a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def as_text(value: Any) -> str:
+    """Formats a value for a command line."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def distinct(trials: Iterable[Trial]) -> list[Trial]:
+    """Returns the trials without duplicates; of two labels for the same run, the last is used."""
+    return list({trial.digest: trial for trial in trials}.values())
+
+
+def folder_of(trial: Trial, work: Any) -> Any:
+    """Returns the folder of a trial's run, which may not exist yet.
+
+    Folders are found by digest, so experiments share them.
+    """
+    folder = paths.as_path(work) / "runs"
+    found = sorted(folder.glob(f"*-{trial.digest}"))
+    return found[0] if found else folder / trial.name
+
+
+def outcome_of(folder: Any) -> int | None:
+    """Returns the exit code, one of ENDS, of a run that has ended; None if it has to be started or resumed.
+
+    The run may have been started anywhere: only its folder is read.
+    """
+    try:
+        history = read_history(str(folder))
+    except BadInput:  # the folder has no run
+        return None
+    last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), {})
+    code, total = last.get("code"), history.part("budget").get("total_steps")
+    if last.get("event") != "stopped" or code not in ENDS:
+        return None
+    finished = is_number(total) and history.reached_step is not None and history.reached_step >= total
+    return code if code == Exit.NON_FINITE or finished else None
+
+
+def read_result(trial: Trial, work: Any) -> Result:
+    """Returns the Result of a trial that has ended. Raises BadInput if it has not."""
+    folder = folder_of(trial, work)
+    code = outcome_of(folder)
+    if code is None:
+        raise BadInput(f"{folder} is of a run that has not ended; run the experiment again, and it goes on")
+    history = read_history(str(folder), None)
+    loss = history.latest(LOSS)
+    # A run that ends no better than chance counts as diverged: a rate that is too high can collapse a model whose
+    # normalization keeps its loss finite.
+    diverged = code == Exit.NON_FINITE or loss is None or loss > CHANCE * math.log(trial.cfg.model.vocab_size)
+    end = math.nan if loss is None or diverged else loss
+    return Result(trial, str(folder), diverged, end, history, seconds_of(history.rows))
+
+
+def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Returns the total seconds of the steps. A row has the time per step since the previous row."""
+    total, before = 0.0, 0
+    for row in rows:
+        if "step_seconds" in row:
+            total += (row["step"] - before) * (row["step_seconds"] if is_number(row["step_seconds"]) else 0.0)
+            before = row["step"]
+    return total
+
+
+def groups_of(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+    """Returns the results by `key`, in order of each key's first appearance."""
+    found: dict[Any, list[Result]] = {}
+    for result in results:
+        found.setdefault(key(result), []).append(result)
+    return found

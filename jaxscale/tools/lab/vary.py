@@ -1,0 +1,104 @@
+"""User-defined sweeps over settings, values and seeds."""
+
+import itertools
+from collections.abc import Sequence
+
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.lab.estimate import Estimate, mean, optimum
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line, over_seeds
+from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.tools.reporting.page_tables import n
+from jaxscale.tools.reporting.page_text import percent
+from jaxscale.tools.reporting.plots import COLORS
+
+
+def vary_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of all combinations of the values x seeds. Raises BadInput without a setting to vary."""
+    if not options.vary:
+        raise BadInput("lab vary needs --vary=NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
+    names = [name for name, _ in options.vary]
+    if "seed" in names:
+        raise BadInput("--vary=seed: every setting is run with the same seeds; --seeds=N says how many")
+    grid = itertools.product(*(values for _, values in options.vary))
+    trials = [base.with_settings(dict(zip(names, at)), seed) for at in grid for seed in options.seeds_of(3)]
+    first: dict[str, str] = {}
+    for trial in trials:
+        label = label_of(trial)
+        if (other := first.setdefault(trial.digest, label)) != label:
+            raise BadInput(f"--vary: {other} and {label} are the same run; give each value once")
+    return trials
+
+
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
+    """Finds the setting with the lowest loss, and those within noise of it."""
+    return conclude(run(vary_trials(base, options)))
+
+
+def conclude(results: Sequence[Result]) -> Conclusion:
+    """Returns the Conclusion of these results."""
+    groups = groups_of(results, lambda r: label_of(r.trial))
+    steady = {name: mean([r.loss for r in runs]) for name, runs in groups.items() if not any(r.diverged for r in runs)}
+    lost = [name for name in groups if name not in steady]
+    rows = []
+    for name, runs in sorted(groups.items(), key=lambda item: steady[item[0]].value if item[0] in steady else 1e9):
+        diverged = sum(r.diverged for r in runs)
+        rows.append([name, n(str(steady.get(name, "n/a"))), n(f"{diverged} of {len(runs)}")])
+    verdict = [winner(steady)] if steady else ["Every setting lost a run."]
+    if lost:
+        verdict.append(f"Runs diverged at {'; '.join(lost)}.")
+    drawings = [
+        drawing(
+            "Training loss, smoothed",
+            [
+                one
+                for place, (name, runs) in enumerate(groups.items())
+                for one in curves_of(name, runs, place % COLORS, smoothed=True)
+            ],
+            "tokens", unit="nats", focused=True,
+        )
+    ]  # fmt: skip
+    names = list(results[0].trial.at)
+    if len(names) == 1 and all(is_positive(r.at(names[0])) for r in results):
+        over = drawing(
+            "Held-out loss",
+            mean_line("runs, and their mean", results, names[0], 0),
+            names[0],
+            log_below=True,
+            unit="nats",
+        )
+        drawings.insert(0, over)
+        curves = list(over_seeds(results, names[0]).values())
+        if curves and len({r.at(names[0]) for r in results}) > 1:
+            best = optimum(curves)
+            how = "is only bounded by those tried" if best.edge else "by a parabola through the lowest points"
+            verdict.append(f"The best {names[0]} {how}: {best}.")
+    return Conclusion(verdict, SMALL, (), drawings, ("setting", "held-out loss", "diverged"), rows)
+
+
+def label_of(trial: Trial) -> str:
+    """Formats the varied settings: 'optim.peak_lr=1e-3, model.num_layers=2'."""
+    return ", ".join(f"{name}={value}" for name, value in trial.at.items())
+
+
+def is_positive(text: str) -> bool:
+    """Returns True if the text is a number above 0."""
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+def winner(steady: dict[str, Estimate]) -> str:
+    """Describes the setting with the lowest loss, and those within noise of it."""
+    best, *others = sorted(steady, key=lambda name: steady[name].value)
+    said = f"{best} ends lowest, at {steady[best]} nats"
+    if not others:
+        return f"{said}; nothing else was tried that held."
+    if (high := steady[best].high) is None:
+        second = others[0]
+        gap = steady[second].value / steady[best].value - 1
+        return f"{said}, {percent(gap)} below {second}; one seed does not tell whether that is more than noise."
+    close = [name for name in others if (low := steady[name].low) is not None and low <= high]
+    return (
+        f"{said}; {'seeds do not tell it from ' + '; '.join(close) if close else 'all others end higher beyond noise'}."
+    )

@@ -1,0 +1,150 @@
+"""The best learning rate over widths, with muP and without: tests whether a rate tuned on a small model transfers.
+
+Also the coordinate check of arXiv:2203.03466, appendix D.1: whether activations after the first steps have the same
+size at every width.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxscale.tools.lab.estimate import mean, power
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line, mean_line
+from jaxscale.tools.lab.rate import RATE, best_rate, inside, over_rates
+from jaxscale.tools.lab.sizes import wider
+from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of, is_number
+from jaxscale.tools.reporting.page_tables import n
+from jaxscale.tools.reporting.plots import Line, with_points
+
+FORM, WIDTH = "parametrisation", "width"
+STANDARD, MUP = "standard", "muP"
+NAMES = {STANDARD: "without muP", MUP: "with muP"}
+TIMES = (1, 2, 4)  # relative to the config's width
+FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # relative to the config's rate
+STEPS = 3  # updates before the coordinate check, without warmup, with the config's decay; more would blur it
+KINDS = {"activation": "the residual stream", "attention": "what attention adds", "mlp": "what the MLP adds"}
+SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # for a legend
+PREDICTED = (
+    (
+        "arXiv:2203.03466",
+        "under muP the best rate is the same at every width, and so is what a step changes in activations; without, "
+        "the rate falls, for Adam, about as 1 / width, and changes grow about as the width",
+    ),
+    ("arXiv:2407.05872", "without muP too, a rate for each kind of matrix can hold over widths, if it is scaled right"),
+)
+
+
+def width_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of parametrisations x widths x rates x seeds. Raises BadInput for a model without muP."""
+    rates = options.rates or [base.cfg.optim.peak_lr * factor for factor in FACTORS]
+    return [
+        trial
+        for labelled, sizes in shapes_of(base, options)
+        for trial in over_rates(base, labelled, rates, options.seeds_of(2), also=sizes)
+    ]
+
+
+def coordinate_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of parametrisations x widths x seeds, each of a few steps that all log activation statistics."""
+    short = {
+        "train_tokens": f"{STEPS + 1} steps", "optim.warmup_tokens": 0, "monitor.statistics_every_steps": 1,
+        "checkpoint.save_every_steps": 0, "sample.num_tokens": 0,
+    }  # fmt: skip
+    return [
+        base.with_settings(sizes | short, seed, at=labelled | {"steps": STEPS})
+        for labelled, sizes in shapes_of(base, options)
+        for seed in options.seeds_of(2)
+    ]
+
+
+def shapes_of(base: Base, options: Options) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields (settings for the label, settings to change) of each parametrisation and width."""
+    for form in (STANDARD, MUP):
+        for times in options.sizes or TIMES:
+            sizes = {name: value for name, value in wider(base.cfg, times).items() if name.startswith("model.")}
+            if form == MUP:
+                sizes["model.mup.base_dim"] = base.cfg.model.embed_dim
+            yield {FORM: form, WIDTH: sizes["model.embed_dim"]}, sizes
+
+
+def answer(base: Base, options: Options, run: Run) -> Conclusion:
+    """Estimates how the best rate and the size of activations scale with the width, with muP and without."""
+    by_width = lambda r: (r.at(FORM), r.at(WIDTH))
+    trials = distinct(width_trials(base, options))  # two sizes may round to the same number of heads
+    results = run([*trials, *distinct(coordinate_trials(base, options))])
+    return conclude(inside(results[: len(trials)], options, run, by_width), results[len(trials) :])
+
+
+def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusion:
+    """Returns the Conclusion of these results. looked_at: results of coordinate_trials."""
+    verdict, drawings, rows, bests, ends = [], [], [], [], {}
+    for place, (form, runs) in enumerate(groups_of(results, lambda r: r.at(FORM)).items()):
+        best, lines = {}, []
+        for number, (width, width_runs) in enumerate(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())):
+            lines += mean_line(f"width {width}", width_runs, RATE, number)
+            found, cells = best_rate(width_runs)
+            if found:
+                best[width] = found
+            rows.append([form, n(str(width)), *cells])
+        drawings.append(
+            drawing(f"{form}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
+        )
+        ends[form] = {width: found.y for width, found in best.items()}
+        bests += with_points([line(form, {width: found.x.value for width, found in best.items()}, place)])
+        bracketed = {width: found.x.value for width, found in best.items() if not found.edge}
+        if len(bracketed) < 3:
+            inner = f"{len(bracketed)} of {len(best)} widths have their best rate inside those tried"
+            verdict.append(f"{NAMES[form]} {inner}; give --rates.")
+            continue
+        law = power(list(bracketed), list(bracketed.values()))
+        holds = "which holds no change" if law.exponent.has(0.0) else "so a rate tuned small does not hold"
+        verdict.append(f"{NAMES[form]} the best rate goes with the width to the power {law.exponent}, {holds}.")
+    if shared := set.intersection(*map(set, ends.values())):
+        ends_text = " and ".join(f"{of[max(shared)]} nats {NAMES[form]}" for form, of in ends.items())
+        verdict.append(f"At a width of {max(shared)} the best rate ends at {ends_text}.")
+    drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
+    checks = [(form, check(form, of)) for form, of in groups_of(looked_at, lambda r: r.at(FORM)).items()]
+    verdict += [text for _, (text, _) in checks]
+    drawings.append(
+        drawing(
+            f"Activations after {STEPS} steps", [one for _, (_, lines) in checks for one in lines], "width",
+            log_below=True, log=True, unit="root mean square",
+        )
+    )  # fmt: skip
+    limits = (
+        *SMALL,
+        "An exponent's interval, of the scatter about a line, is wide with three widths. docs/explanation/mup.md has "
+        "changes of activations over 16 times the width.",
+    )
+    return Conclusion(
+        verdict, limits, PREDICTED, drawings, ("", "width", "best rate", "loss there", "diverged at"), rows
+    )
+
+
+def check(form: str, runs: Sequence[Result]) -> tuple[str, list[Line]]:
+    """Returns (a sentence, lines of a plot) on the scaling of activations with width, for one parametrisation."""
+    finite = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
+    lost = len(runs) - len(finite)
+    left_out = f" {lost} of {len(runs)} runs have none that are finite and are left out." if lost else ""
+    powers, lines = [], []
+    for place, (kind, name) in enumerate(KINDS.items()):
+        sizes = {
+            width: mean([size_of(r, kind) for r in width_runs]).value
+            for width, width_runs in sorted(groups_of(finite, lambda r: int(r.at(WIDTH))).items())
+        }
+        lines += with_points([line(f"{SHORT[kind]}, {form}", sizes, place, "line" if form == MUP else "dash")])
+        if len(sizes) > 1:
+            powers.append(f"{name} to the power {power(list(sizes), list(sizes.values())).exponent}")
+    summary = f"{', '.join(powers)}." if powers else "fewer than two widths tell nothing."
+    begin = f"{NAMES[form]}, after {STEPS} steps, at the config's schedule from its rate, activations go with the width"
+    return f"{begin}: {summary}{left_out}", lines
+
+
+def size_of(run: Result, kind: str) -> float:
+    """Returns the root mean square of activations after STEPS steps, averaged over layers.
+
+    NaN if the run has no values or any is not finite.
+    """
+    kind_values = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
+    last = [value for row in run.history.rows if row["step"] > STEPS for value in kind_values(row)]
+    return mean(last).value if last and all(map(is_number, last)) else math.nan

@@ -1,0 +1,365 @@
+"""Cautions about a plan. Each function checks one thing and returns a Caution, or None if all is well."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxscale import units
+from jaxscale.core.hardware import VOLTA, Chip
+from jaxscale.tools.planning import cost, scaling
+from jaxscale.tools.planning.stages import Stages
+
+MAX_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
+MAX_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
+MAX_EXPOSED = 0.2  # fraction of a step, our choice
+
+
+class Caution(NamedTuple):
+    """A problem, its reason, the fix and the source."""
+
+    what: str
+    why: str
+    way_out: str
+    source: str
+
+
+def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2: float) -> Caution | None:
+    """Fewer steps than Adam's second moment needs; from 1B parameters also fewer than any published run."""
+    least = 2 / (1 - b2)
+    if warmup_steps < least:
+        return Caution(
+            f"the warmup of {warmup_steps} steps is short",
+            f"Adam's second moment with b2={b2:g} is an average over about {least:.0f} steps: 2 / (1 - b2)",
+            f"set optim.warmup_tokens='{math.ceil(least)} steps' or more",
+            "arXiv:1910.04209",
+        )
+    published_less = warmup_tokens < scaling.WARMUP_TOKENS and warmup_steps < scaling.WARMUP_STEPS
+    if params >= scaling.WARMUP_FROM_PARAMS and published_less:
+        return Caution(
+            f"the warmup of {warmup_steps} steps ({units.count(warmup_tokens)} tokens) is short for this size",
+            f"published runs of 1B parameters and more warmed up over {units.count(scaling.WARMUP_TOKENS)} tokens "
+            f"or {scaling.WARMUP_STEPS:,} steps",
+            f"set optim.warmup_tokens='{scaling.WARMUP_STEPS} steps'",
+            "arXiv:2005.14165, appendix B; arXiv:2307.09288, section 2.2",
+        )
+    return None
+
+
+def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.Range, list[str]]:
+    """Returns (learning rates of published runs and formulas for this size and batch, a line for each)."""
+    rates, lines = [], []
+    for run in scaling.near_runs(params):
+        linear, root = scaling.linear_rule(run, batch_tokens), scaling.square_root_rule(run, batch_tokens)
+        rates += [run.peak_lr, linear, root]
+        lines.append(
+            f"{run.name}: {run.peak_lr:.2g} at {units.count(run.batch_tokens)} tokens; for this batch {root:.2g} by "
+            f"the square-root rule, {linear:.2g} by the linear rule ({run.source})"
+        )
+    for rate, text in (
+        (scaling.rate_by_flops(scaling.train_flops(params, tokens)), "0.3118 C^-0.125 (arXiv:2401.02954)"),
+        (scaling.rate_by_params(params), "0.003239 - 0.0001395 ln N (arXiv:2001.08361)"),
+        (scaling.rate_by_size(params, tokens), "1.79 N^-0.713 D^0.307 (arXiv:2503.04715)"),
+    ):
+        if rate is not None:
+            rates.append(rate)
+            lines.append(f"{text}: {rate:.2g}")
+    return cost.Range(min(rates), max(rates)), lines
+
+
+def rate_outside(
+    params: float, tokens: float, batch_tokens: float, peak_lr: float, optimizer: str = "adamw"
+) -> Caution | None:
+    """A peak learning rate outside the published range for the size, scaled to the batch by both rules.
+
+    optimizer: of scaling.TIMES_ADAMW.
+    """
+    span, lines = rate_range(params, tokens, batch_tokens)
+    if (factors := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
+        low, high = factors
+        lines.append(f"these are AdamW's, and those of {optimizer} {low:.2g} to {high:.2g} times as large")
+        span = cost.Range(span.low * low, span.high * high)
+    if span.low <= peak_lr <= span.high:
+        return None
+    side = "below" if peak_lr < span.low else "above"
+    return Caution(
+        f"optim.peak_lr={peak_lr:g} is {side} the published range for this size and batch",
+        f"{span.low:.2g} to {span.high:.2g}: " + "; ".join(lines),
+        f"set optim.peak_lr to {span.low:.2g} or more" if side == "below" else f"set it to {span.high:.2g} or less",
+        "square-root rule for Adam: arXiv:2205.10287; linear, for SGD: arXiv:1706.02677",
+    )
+
+
+def too_few_tokens(params: float, tokens: float, fewest: float = 10.0) -> Caution | None:
+    """Far fewer tokens than the size deserves."""
+    ratio = tokens / params
+    if ratio >= fewest:
+        return None
+    best = scaling.lowest_alternative(scaling.train_flops(params, tokens))
+    return Caution(
+        f"{ratio:.2g} tokens a parameter are few: the model is too large for its training",
+        f"for the same operations {units.count(best.params)} parameters on {units.count(best.tokens)} tokens reach "
+        f"a lower loss: {units.digits(best.tokens / best.params)} a parameter",
+        f"train on {units.count(scaling.lowest_tokens(params))} tokens, or take the smaller model",
+        scaling.BESIROGLU.source if best.loss else "arXiv:2203.15556",
+    )
+
+
+def too_many_tokens(tokens: float) -> Caution | None:
+    """More tokens than any published run was trained on."""
+    if tokens <= MAX_TOKENS:
+        return None
+    return Caution(
+        f"{units.count(tokens)} tokens are more than any published run was trained on",
+        f"the published maximum is {units.count(MAX_TOKENS)}, synthetic text included; without more text the data "
+        "repeats, and up to about 4 epochs are worth nearly as much as new text",
+        f"set train_tokens={MAX_TOKENS:.3g} or less, and a model that suits them",
+        "arXiv:2505.09388, section 3.1; arXiv:2305.16264",
+    )
+
+
+def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Caution | None:
+    """A run of years. flops: of training, for decoders, to propose a size for this machine."""
+    if wall.low <= MAX_SECONDS:
+        return None
+    share, longest = MAX_SECONDS / wall.high, f"{MAX_SECONDS / cost.DAY:.0f} days"
+    failures = wall.low / cost.mean_seconds_between_failures(num_chips)
+    fix = f"use about {cost.chips(math.ceil(num_chips / share))}"
+    if flops is not None:
+        best = scaling.lowest_alternative(share * flops)
+        fix += (
+            f", or train {units.count(best.params)} parameters on {units.count(best.tokens)} tokens, which these "
+            f"{units.digits(num_chips)} do in {longest}"
+        )
+    return Caution(
+        f"the run takes {units.duration(wall.low)} at the better end",
+        f"the longest published run that we know of took {longest} (BLOOM, 176B parameters on 384 A100); "
+        f"expect {units.digits(failures)} interruptions",
+        fix,
+        f"arXiv:2211.02001, table 1; {cost.FAILURES_SOURCE}",
+    )
+
+
+def exposed_communication(products: float, exposed: float) -> Caution | None:
+    """Exposed communication above a threshold. Both in seconds per step."""
+    share = exposed / (products + exposed)
+    if share <= MAX_EXPOSED:
+        return None
+    return Caution(
+        f"{share:.0%} of each step is exposed communication, at the chips' peak",
+        f"matmuls take {products:.3g} s and do not overlap {exposed:.3g} s of communication, which hardly grows with "
+        "tokens per step",
+        "give each device more tokens (a larger batch, or fewer chips), set train.reduce_dtype='bfloat16', or keep "
+        "mesh.fsdp inside a host or slice and let mesh.data cross it",
+        f"our threshold: {MAX_EXPOSED:.0%}; bytes by the sharding, bandwidth by jaxscale/core/hardware.py",
+    )
+
+
+def unknown_bandwidth(domains: int, devices: int, chip: Chip) -> Caution | None:
+    """Several devices with unknown link bandwidth. domains: of fast links, among `devices`."""
+    inside, outside = devices > domains, domains > 1
+    if (chip.ici_bandwidth or not inside) and (chip.dcn_bandwidth or not outside):
+        return None
+    where = "hosts" if chip.ici_bandwidth or not inside else "devices of a host"
+    return Caution(
+        f"the bandwidth between {where} of {chip.name} is unknown",
+        "the step time omits communication: time and money above are lower bounds, and far too low on slow links",
+        "give --mfu as measured on such a machine",
+        chip.links_source or chip.source,
+    )
+
+
+def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None:
+    """A requested MFU whose step is shorter than its matmuls at peak, recomputation included. In seconds."""
+    if step >= products:
+        return None
+    return Caution(
+        f"--mfu={mfu:g} is more than this step can reach",
+        f"a step would take {step:.3g} s, and its matmuls, recomputation included, take {products:.3g} s at the peak",
+        f"give --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a remat policy that recomputes less",
+        "model FLOPs over the chip's peak: arXiv:2204.02311, appendix B",
+    )
+
+
+def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: str) -> Caution | None:
+    """A run that ends before its schedule does. limit: what ends it, such as 'the budget'."""
+    if decay in ("constant", "inverse_sqrt") or tokens >= schedule_tokens:
+        return None
+    over = schedule_tokens / tokens - 1
+    return Caution(
+        f"{limit} ends the run after {units.count(tokens)} tokens, but its {decay} schedule is for "
+        f"{units.count(schedule_tokens)}",
+        f"the rate would still be high at the end: the schedule is {over:.0%} too long, and more than 25% costs loss",
+        f"set train_tokens={tokens:.3g}, so that the decay ends with the run",
+        "arXiv:2203.15556, appendix B",
+    )
+
+
+def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Caution | None:
+    """A batch above the critical one at the expected final loss; earlier the critical batch is smaller still."""
+    loss = scaling.fitted_loss(params, tokens)
+    if loss is None or batch_tokens <= (critical := scaling.critical_batch(loss)):
+        return None
+    return Caution(
+        f"a batch of {units.count(batch_tokens)} tokens is beyond the critical batch",
+        f"2.1e8 L^-4.8 = {units.count(critical)} tokens at the loss of {loss:.2f} nats where it would end; larger "
+        "batches save steps and cost tokens. A newer fit of the best batch, 0.58 D^0.571, says "
+        f"{units.count(scaling.batch_by_tokens(tokens))}",
+        f"set batch_tokens to about {units.count(critical)}, or begin with a smaller batch",
+        "arXiv:1812.06162; arXiv:2001.08361, figure 10; arXiv:2503.04715",
+    )
+
+
+def save_interval(interval: float, save_seconds: float, num_chips: float, wall_seconds: float) -> Caution | None:
+    """An interval between checkpoints that loses more than 1% of the time compared with the best one.
+
+    A run shorter than an interval has one checkpoint, at its end.
+    """
+    mtbf = cost.mean_seconds_between_failures(num_chips)
+    best = min(cost.best_save_interval(save_seconds, mtbf), wall_seconds)
+    interval = min(interval, wall_seconds)
+    lost_fraction, min_lost = (cost.lost_share(seconds, save_seconds, mtbf) for seconds in (interval, best))
+    if lost_fraction - min_lost < 0.01:
+        return None
+    word = "rare" if interval > best else "frequent"
+    return Caution(
+        f"a checkpoint every {units.duration(interval)} is too {word} for {cost.chips(num_chips)}",
+        f"with an interruption every {units.duration(mtbf)}, up to {lost_fraction:.1%} of the time is lost (counting "
+        f"saves, which overlap training, in full), and {min_lost:.1%} with a checkpoint every {units.duration(best)}: "
+        f"sqrt(2 x {units.duration(save_seconds)} x MTBF)",
+        "set checkpoint.save_every_steps=0, which saves at the end alone"
+        if best == wall_seconds
+        else f"set checkpoint.save_every_steps for one every {units.duration(best)}",
+        f"Young 1974, Daly 2006; {cost.FAILURES_SOURCE}",
+    )
+
+
+def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution | None:
+    """Tensor parallelism over slow links. domain_size: devices of a host or slice."""
+    if tensor == 1 or (tensor <= domain_size and chip.ici_bandwidth):
+        return None
+    reason = f"{domain_size} devices of a host or slice" if chip.ici_bandwidth else f"{chip.name} has no fast link"
+    return Caution(
+        f"mesh.tensor={tensor} uses slow links: {reason}",
+        "every block all-reduces activations over this axis four times a pass, exposed",
+        f"set mesh.tensor={domain_size if chip.ici_bandwidth else 1} or less, and use fsdp for the other devices",
+        "arXiv:2104.04473, takeaway 1",
+    )
+
+
+def bubble_too_large(stages: Stages) -> Caution | None:
+    """Fewer than two microbatches per stage: a bubble of a third or more."""
+    if not stages.is_pipelined or stages.chunk_runs >= 2 * stages.size:
+        return None
+    target = 4 * stages.size
+    chunks = min(stages.layers // stages.size, -(-target // stages.microbatches))
+    fix = f"set train.num_microbatches={target} or more, if the batch has enough rows"
+    if chunks > stages.chunks and stages.microbatches % stages.size == 0:
+        fix += f", or pipeline.chunks={chunks}"
+    state = "idle or recompute for" if stages.deferred else "idle for"
+    if stages.schedule == "1f1b":
+        alternative = dataclasses.replace(stages, schedule="zero_bubble")
+        fix += f", or pipeline.schedule={alternative.schedule} for a bubble of {alternative.bubble:.1%}"
+    return Caution(
+        f"the stages of mesh.pipeline={stages.size} {state} {stages.bubble:.0%} of the time",
+        f"{stages.microbatches} microbatches x {stages.chunks} chunks are fewer than two per stage: the bubble is "
+        f"{stages.formula}",
+        fix,
+        "arXiv:1811.06965 (four microbatches a stage and more); arXiv:2104.04473, section 2.2",
+    )
+
+
+def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
+    """The axis of pipeline and data that sends more crosses slices or hosts.
+
+    crossing: that axis, of size `number` across them. seconds: per step on the links between them, for either axis.
+    """
+    (other,) = set(seconds) - {crossing}
+    if seconds[crossing] <= 2 * seconds[other]:
+        return None
+    sent = {
+        "data": "the gradients of the whole model, once a step, exposed",
+        "pipeline": "the residual stream of every microbatch, and its gradient",
+    }
+    return Caution(
+        f"mesh.{crossing} crosses {number} slices or hosts over slow links, and mesh.{other} would send less",
+        f"{crossing} sends {sent[crossing]}: {seconds[crossing]:.3g} s of a step; {other} in its place would send "
+        f"{sent[other]}: {seconds[other]:.3g} s",
+        f"multiply mesh.{other} by {number}, and divide mesh.{crossing} by it",
+        "our threshold: twice as long; bytes by the sharding, bandwidth by jaxscale/core/hardware.py",
+    )
+
+
+def too_few_positions(context: int, seq_len: int, least: int) -> Caution | None:
+    """Context parallelism that leaves a device too few positions."""
+    if context == 1 or seq_len // context >= least:
+        return None
+    fewer = max(1, 2 ** int(math.log2(max(1, seq_len // least))))
+    return Caution(
+        f"mesh.context={context} leaves a device {seq_len // context:,} positions of a row of {seq_len:,}",
+        "a layer's matmuls shrink with the positions, but the remote keys and values do not: devices wait for them",
+        f"set mesh.context={fewer}, and use fsdp or tensor for the other devices",
+        f"our threshold: {least:,} positions",
+    )
+
+
+def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
+    """float16 where the chip has bfloat16, bfloat16 where it has not, float32 where the peak is of shorter types."""
+    if dtype == "float16" and chip.bfloat16:
+        return Caution(
+            f"model.compute_dtype='float16' on {chip.name}, which has bfloat16 at the same speed",
+            "float16 ends at 65,504 and needs loss scaling; bfloat16 has float32's range and needs none",
+            "set model.compute_dtype='bfloat16'",
+            "arXiv:1905.12322; cloud.google.com/tpu/docs/bfloat16",
+        )
+    if dtype == "bfloat16" and not chip.bfloat16:
+        return Caution(
+            f"model.compute_dtype='bfloat16' on {chip.name}, which has no matrix units for it",
+            "its peak is that of float16; bfloat16 is converted or computed far more slowly",
+            "leave model.compute_dtype at 'auto', which is "
+            + ("float16 with a dynamic loss scale" if has_matrix_units(chip) else "float32"),
+            chip.source,
+        )
+    if dtype == "float32" and chip.fp32_flops is not None and has_matrix_units(chip):
+        shorter = "bfloat16" if chip.bfloat16 else "float16"
+        slower = (
+            "as TF32 at half of that at best" if chip.bfloat16 else f"at most {chip.fp32_flops / 1e12:.3g} in float32"
+        )
+        return Caution(
+            f"model.compute_dtype='float32' on {chip.name}",
+            f"its matrix units do {chip.peak_flops / 1e12:.0f} TFLOP/s in {shorter}, {slower}; activations take twice "
+            "as much memory",
+            f"set model.compute_dtype='{shorter}'",
+            f"{chip.source}; jax.lax.Precision",
+        )
+    return None
+
+
+def has_matrix_units(chip: Chip) -> bool:
+    """False for NVIDIA GPUs before Volta."""
+    return chip.compute_capability is None or chip.compute_capability >= VOLTA
+
+
+def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
+    """Passes too short for the published MFU range."""
+    if pass_seconds >= least:
+        return None
+    return Caution(
+        f"a device's matmuls of one pass take {1e3 * pass_seconds:.2g} ms at its peak",
+        "the MFU range is of large models; it omits launch overhead and waits, which may take longer than these "
+        "matmuls: time and money above are lower bounds",
+        "give --mfu, or measure the step on such a machine: jaxscale bench step --save, then --topology=here",
+        f"our threshold: {1e3 * least:g} ms; no run with shorter passes was published",
+    )
+
+
+def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
+    """Data repeated more often than repetition was found to be nearly as good as new text."""
+    if epochs <= most:
+        return None
+    return Caution(
+        f"the data would be read {units.digits(epochs)} times",
+        f"up to about {most:g} epochs, repeated tokens are worth nearly as much as new ones; beyond that less and less",
+        "add data, or shorten the run",
+        "arXiv:2305.16264",
+    )

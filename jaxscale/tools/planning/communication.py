@@ -1,0 +1,184 @@
+"""Seconds that a step's collectives occupy each link, and how much of it matmuls overlap: arithmetic, no compiler."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxscale.build import Program
+from jaxscale.core.compiler_options import SPARSE_CORE
+from jaxscale.core.hardware import Chip
+from jaxscale.core.mesh import dcn_shape
+from jaxscale.tools.planning.collectives import PlannedCollective, step_collectives
+from jaxscale.tools.planning.links import (
+    DCN,
+    Phase,
+    Torus,
+    collective_phases,
+    concurrent_phases,
+    group_lines,
+    make_torus,
+    permute_links,
+    ring_over,
+)
+from jaxscale.tools.planning.stages import COMMUNICATION_COSTS, PIPELINE, hop_bytes, pipeline_stages
+from jaxscale.tools.planning.topology import Topology, link_domains
+
+KINDS = frozenset({"all-gather", "reduce-scatter"})
+PERMUTE_AXES = ("pipeline", "context")  # axes along which a device sends to the next device
+PERMUTE = frozenset({"collective-permute"})  # asynchronous in every compiler
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationTime:
+    """Communication time of one device and step, in seconds."""
+
+    links_s: dict[str, float]  # by link, 'ici:fsdp:x' or 'dcn:data'
+    total_s: float  # without overlap between links
+    blocking_s: float  # of collectives that nothing overlaps
+    idle_s: float = 0.0  # waiting for other pipeline stages' collectives
+    nbytes: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by mesh axis
+
+    def exposed_s(self, compute_s: float) -> float:
+        """Returns the time not overlapped by matmuls: blocking collectives, and what exceeds the compute time."""
+        return self.blocking_s + max(0.0, self.total_s - self.blocking_s - compute_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """The links behind each axis of a mesh."""
+
+    torus: Torus | None  # None: a switch joins the devices of a slice
+    lines: Mapping[str, tuple[Phase, ...]]  # along each axis, within a slice
+    hops: Mapping[str, tuple[Phase, ...]]  # from each device to the next, within a slice
+    slices: Mapping[str, int]  # crossed by each axis
+
+
+def communication_time(program: Program, topology: Topology) -> CommunicationTime:
+    """Returns the communication time of a step, each phase on the links of its torus dimension.
+
+    overlapped_kinds() lists the kinds assumed to overlap matmuls, except a fraction of the experts' weights and
+    gradients (experts.EXPOSED). The all-reduce over data at the end of a step, and activation sums over tensor, which
+    the next matmul needs, are exposed. If collectives inside the layers of one stage are exposed, other stages wait as
+    for its matmuls.
+    """
+    chip, links = topology.chip, mesh_links(program.mesh, topology.chip)
+    overlapped = overlapped_kinds(program, topology)
+    slowdown = pipeline_stages(program.cfg, program.mesh.shape).slowdown(COMMUNICATION_COSTS)
+    link_seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+    nbytes: collections.defaultdict[str, float] = collections.defaultdict(float)
+    blocking = idle = 0.0
+    for collective in step_collectives(program):
+        if program.mesh.shape[collective.axis] == 1 or not collective.nbytes:
+            continue
+        for phase in axis_phases(collective, links, program.plan.compiler_options.offloads_torus):
+            seconds = phase.seconds(chip) or 0.0
+            nbytes[collective.axis] += phase.nbytes
+            along = f":{phase.along}" if links.torus and phase.along != DCN else ""
+            link_seconds[f"{'dcn' if phase.along == DCN else 'ici'}:{collective.axis}{along}"] += seconds
+            exposed = seconds * (collective.exposed if collective.overlaps and collective.kind in overlapped else 1.0)
+            blocking += exposed
+            idle += exposed * (slowdown - 1) * collective.in_stage
+    return CommunicationTime(dict(link_seconds), sum(link_seconds.values()), blocking, idle, dict(nbytes))
+
+
+def slice_crossing(program: Program, topology: Topology) -> tuple[str, int, dict[str, float]] | None:
+    """Returns (which of data and pipeline crosses slices or hosts, how many, {each: seconds if it did}).
+
+    None if neither or several axes cross, or no bandwidth is known. With n times as many stages instead of n copies,
+    each stage sees the rows of all copies in as many microbatches; with copies instead of stages, each has n times the
+    layers.
+    """
+    shape, chip = program.mesh.shape, topology.chip
+    crossings = {axis: number for axis, number in mesh_links(program.mesh, chip).slices.items() if number > 1}
+    axis, number = next(iter(crossings.items()), ("", 1))
+    if not chip.dcn_bandwidth or len(crossings) != 1 or axis not in ("data", PIPELINE):
+        return None
+    stages, factor = pipeline_stages(program.cfg, shape), number if axis == "data" else 1
+    gradient_bytes = sum(one.nbytes for one in step_collectives(program) if one.axis == "data") * number // factor
+    copies = shape["data"] // factor  # within a slice
+    activation_bytes = 2 * dataclasses.replace(stages, size=stages.size * factor).ticks * hop_bytes(program) * factor
+    sent_bytes = {"data": 2 * (number - 1) / number * gradient_bytes / copies, PIPELINE: activation_bytes}
+    return axis, number, {name: nbytes / chip.dcn_bandwidth for name, nbytes in sent_bytes.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def mesh_links(mesh: Mesh, chip: Chip) -> Links:
+    """Returns the links of a mesh; cached, since many estimates need them."""
+    devices, shape = list(mesh.devices.flat), dict(mesh.shape)
+    groups, torus = link_domains(devices), make_torus(devices, chip)
+    slices = dcn_shape(shape, "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
+    rows = {axis: axis_rows(mesh, axis) for axis in shape}
+    same_slice = lambda row: [index for index in row if groups[index] == groups[row[0]]]
+    pairs = lambda axis: [
+        pair for row in rows[axis] for pair in itertools.pairwise(row) if groups[pair[0]] == groups[pair[1]]
+    ]
+    return Links(
+        torus,
+        {axis: group_lines(torus, same_slice(rows[axis][0])) for axis in shape},
+        {axis: permute_links(torus, pairs(axis)) for axis in PERMUTE_AXES if shape[axis] > 1},
+        slices,
+    )
+
+
+def axis_rows(mesh: Mesh, axis: str) -> list[list[int]]:
+    """Returns indices of the devices along a mesh axis, one row per position on the other axes."""
+    indices = np.arange(mesh.size).reshape(mesh.devices.shape)
+    return np.moveaxis(indices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis]).tolist()
+
+
+def axis_phases(collective: PlannedCollective, links: Links, fused: bool) -> list[Phase]:
+    """Returns the phases of a collective along an axis: within a slice, and across slices where the axis crosses them.
+
+    A message to the next device crosses undivided, and all devices wait for the slowest.
+    """
+    number = links.slices[collective.axis]
+    if collective.kind == "collective-permute":
+        phases = [dataclasses.replace(hop, nbytes=collective.nbytes) for hop in links.hops[collective.axis]]
+        return [Phase(DCN, number, 1.0, collective.nbytes)] if number > 1 else phases
+    lines = links.lines[collective.axis]
+    phases = list(torus_phases(collective, lines, links.torus, fused))
+    if number > 1:
+        passes = 2 if collective.kind == "all-reduce" else 1
+        slice_size = 1 if collective.kind == "all-to-all" else math.prod(line.size for line in lines)
+        phases.append(Phase(DCN, number, 1.0, passes * collective.nbytes * (number - 1) / number / slice_size))
+    return phases
+
+
+def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
+    """Returns the kinds of collectives that the compiler overlaps with matmuls, as seen in scheduled programs.
+
+    XLA:TPU (libtpu 0.0.51): gathers on v5e; elsewhere those offloaded to the SparseCores. XLA:GPU: both, by its
+    latency-hiding scheduler. Seen in programs of this project, 2026-11-23; not timed.
+    """
+    if topology.platform == "gpu":
+        return KINDS | PERMUTE
+    if topology.devices[0].device_kind == "TPU v5 lite":
+        return frozenset({"all-gather"}) | PERMUTE
+    options = program.plan.compiler_options.values
+    return PERMUTE | {kind for kind in KINDS if options.get(SPARSE_CORE + kind.replace("-", "_"))}
+
+
+def torus_phases(
+    collective: PlannedCollective, lines: Sequence[Phase], torus: Torus | None, fused: bool
+) -> tuple[Phase, ...]:
+    """Returns the phases of a collective as the step issues it (core/axes/torus.py) and XLA:TPU (libtpu 0.0.51) runs
+    it.
+
+    fused: gathers and scatters over several dimensions are one operation. Then gathers use the links of all dimensions,
+    and scatters one ring through all, as do gathers over two dimensions on the TensorCores.
+    """
+    if torus is None or len(lines) < 2:
+        return collective_phases(collective.kind, collective.nbytes, lines)
+    kind, nbytes = collective.kind, collective.nbytes
+    if kind == "reduce-scatter" and fused or kind == "all-gather" and len(lines) == 2 and not fused:
+        return collective_phases(kind, nbytes, ring_over(lines, torus.num_links))
+    if kind == "all-gather" and fused or collective.axis == "data":
+        orders = [[*lines[first:], *lines[:first]] for first in range(len(lines))]
+        return concurrent_phases([collective_phases(kind, nbytes, order) for order in orders])
+    return collective_phases(kind, nbytes, lines)

@@ -1,0 +1,115 @@
+"""A working mesh, found by arithmetic, for a config whose mesh does not divide its model or batch."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxscale import units
+from jaxscale.build import Program, add_stages, make_program, parallel_settings
+from jaxscale.config import RunConfig
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.core.models.sharded import ShardedModel, shard_model
+from jaxscale.core.plan import resolve_plan
+from jaxscale.core.rules import axis_size
+from jaxscale.core.shardings import check_divides
+from jaxscale.program.auto_dtype import for_device
+from jaxscale.program.budget import BEGINNING, Budget, Position, remaining_stages, resolve_budget
+from jaxscale.system.exits import BadInput
+
+MAX_TENSOR = 16  # beyond it activation all-reduces cost more than the matmuls
+MAX_BATCH_FACTOR = 2.0  # a batch further away is a different run
+MAX_TRIES = 3  # meshes: some are refused later, for example if they do not map to the torus
+UNCOUNTED = 10**12  # tokens per epoch of data that is not read; the compiled step does not depend on it
+
+
+def fitting_program(
+    cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None, position: Position = BEGINNING
+) -> Program:
+    """Returns the program, with its remaining ramp stages. A refusal names the flags of a mesh that works, if any.
+
+    Args: budget: of the run; None for data with unknown token counts. position: where the run resumes. Raises BadInput.
+    """
+    cfg = for_device(cfg, devices[0])
+
+    def make(candidate: RunConfig) -> Program:
+        amounts = budget or resolve_budget(candidate, UNCOUNTED, position)
+        stages = remaining_stages(amounts, candidate.seq_len, position.next_batch)
+        return add_stages(make_program(candidate, amounts.without_ramps, devices), amounts, stages)
+
+    try:
+        return make(cfg)
+    except BadInput as error:
+        if suggestion := suggest_mesh(cfg, devices, make):
+            raise BadInput(f"{error}; {suggestion}") from None
+        raise
+
+
+def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConfig], Program]) -> str:
+    """Returns the flags of a mesh that `make` accepts, as text; '' if none is found. Other axes are unchanged."""
+    try:
+        mesh = make_mesh(MeshConfig(), devices[:1])
+        alone = shard_model(cfg.model, resolve_plan(cfg.model, mesh, parallel_settings(cfg)), cfg.lora)
+        candidates = candidate_configs(cfg, alone, len(devices))
+        candidates = sorted(candidates, key=lambda candidate: mesh_preference(cfg, candidate))
+    except BadInput:  # refused for another reason than the mesh
+        return ""
+    for candidate in candidates[:MAX_TRIES]:
+        try:
+            make(candidate)
+        except BadInput:
+            continue
+        sizes = [(axis, getattr(cfg.mesh, axis), getattr(candidate.mesh, axis)) for axis in MESH_AXES]
+        changed = {f"mesh.{axis}": size for axis, now, size in sizes if now not in (-1, size)}
+        batch = ""
+        if candidate.rows_per_step != cfg.rows_per_step:
+            changed["batch_tokens"] = candidate.tokens_per_step
+            batch = f" (a batch of {candidate.rows_per_step:,} rows, which was {cfg.rows_per_step:,})"
+        if candidate.train.num_microbatches != cfg.train.num_microbatches:
+            changed["train.num_microbatches"] = candidate.train.num_microbatches
+        flags = " ".join(f"--config.{name}={value}" for name, value in changed.items())
+        return f"on these {len(devices):,} devices this works: {flags}{batch}"
+    return ""
+
+
+def all_meshes(num_devices: int) -> Iterator[dict[str, int]]:
+    """Yields sizes of data, fsdp and tensor whose product is the number of devices."""
+    for tensor in units.divisors(num_devices):
+        if tensor <= MAX_TENSOR:
+            for data in units.divisors(num_devices // tensor):
+                yield {"data": data, "fsdp": num_devices // tensor // data, "tensor": tensor}
+
+
+def candidate_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> Iterator[RunConfig]:
+    """Yields the config on each mesh that divides its parameters and positions, with the nearest batch size.
+
+    alone: the model on one device.
+    """
+    others = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES if axis not in ("data", "fsdp", "tensor")}
+    other_devices = math.prod(others.values())
+    if other_devices < 1 or num_devices % other_devices:
+        return
+    for mesh in all_meshes(num_devices // other_devices):
+        shape = others | mesh
+        tables = (alone.plan.rules.params, alone.plan.rules.moments)
+        if any(check_divides(alone.shapes, alone.axes, table, shape) for table in tables):
+            continue
+        shards = axis_size("act_batch", alone.plan.rules.params, shape)
+        rows = max(1, round(cfg.rows_per_step / shards)) * shards
+        multiple = shape["tensor"] * (2 * shape["context"] if shape["context"] > 1 else 1)
+        if cfg.seq_len % multiple or not 1 / MAX_BATCH_FACTOR <= rows / cfg.rows_per_step <= MAX_BATCH_FACTOR:
+            continue
+        parts = max(part for part in units.divisors(rows // shards) if part <= cfg.train.num_microbatches)
+        yield dataclasses.replace(
+            cfg,
+            mesh=MeshConfig(**shape),
+            batch_tokens=cfg.batch_tokens if rows == cfg.rows_per_step else rows * cfg.seq_len,
+            train=dataclasses.replace(cfg.train, num_microbatches=parts),
+        )
+
+
+def mesh_preference(cfg: RunConfig, candidate: RunConfig) -> tuple[float, ...]:
+    """Sort key, the best first: the batch unchanged, the least tensor, the nearest batch, the most sharded state."""
+    batch_change = abs(math.log(candidate.rows_per_step / cfg.rows_per_step))
+    return batch_change > 0, candidate.mesh.tensor, batch_change, candidate.mesh.data

@@ -1,0 +1,179 @@
+"""Phases of a collective along the torus of a slice, and the seconds that they occupy its links."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.core.axes.torus import wraps
+from jaxscale.core.hardware import Chip
+
+DIMENSIONS = "xyz"
+CORE = "core"  # between the two devices of one chip: uses no torus link
+SWITCH = "switch"
+DCN = "dcn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """The part of a collective that uses one set of links, or (nbytes=0) the links that it would use."""
+
+    along: str  # torus dimension, or 'xy' for links of both at once; CORE, SWITCH or DCN
+    size: int  # devices that take part
+    share: float  # used fraction of the chip's ICI or NVLink links, or of its DCN port
+    nbytes: float = 0.0  # sent by one device
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """Links that no two phases use at the same time."""
+        return tuple(self.along) if set(self.along) <= set(DIMENSIONS) else (self.along,)
+
+    def seconds(self, chip: Chip) -> float | None:
+        """Returns the time that its links are busy, or None where their bandwidth is unknown."""
+        bandwidth = chip.dcn_bandwidth if self.along == DCN else chip.ici_bandwidth
+        return self.nbytes / (bandwidth * self.share) if bandwidth else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Torus:
+    """Coordinates of each device of a mesh, in the mesh's order, and the dimensions that wrap around."""
+
+    coords: tuple[tuple[int, ...], ...]  # on the torus; the core within the chip is last
+    sides: tuple[int, ...]
+    rings: tuple[bool, ...]
+
+    @property
+    def num_links(self) -> int:
+        """Links of one chip: two per dimension."""
+        return 2 * len(self.sides)
+
+
+def make_torus(devices: Sequence[Any], chip: Chip) -> Torus | None:
+    """Returns the torus of a slice's devices (of each slice, if there are several); None where a switch joins them."""
+    if chip.ici_dims == 0 or not hasattr(devices[0], "coords"):
+        return None
+    coords = [(*device.coords[: chip.ici_dims], getattr(device, "core_on_chip", 0)) for device in devices]
+    sides = tuple(max(column) + 1 for column in zip(*coords))[:-1]
+    return Torus(tuple(coords), sides, tuple(side > 1 and wraps(chip.ici_dims, sides, side) for side in sides))
+
+
+def group_lines(torus: Torus | None, members: Sequence[int]) -> tuple[Phase, ...]:
+    """Returns the links of one slice's members of a group: a phase without bytes per dimension, slowest-varying first.
+
+    A ring uses two links of a chip. A line uses one, since what passes an end comes in by one link. Interleaved groups
+    share them. Members that fill no box use one link.
+    """
+    members = list(dict.fromkeys(members))
+    if len(members) < 2:
+        return ()
+    if torus is None:
+        return (Phase(SWITCH, len(members), 1.0),)
+    coords = np.array([torus.coords[member] for member in members])
+    varying = [number for number in range(coords.shape[1]) if len(set(coords[:, number].tolist())) > 1]
+    values = {number: sorted(set(coords[:, number].tolist())) for number in varying}
+    changes = {number: np.count_nonzero(np.diff(coords[:, number])) for number in varying}
+    if math.prod(map(len, values.values())) != len(members):
+        along = "".join(DIMENSIONS[number] for number in varying if number < len(torus.sides))
+        return (Phase(along, len(members), 1 / torus.num_links),)
+    lines = []
+    for number in sorted(varying, key=lambda number: changes[number]):
+        if number == len(torus.sides):
+            lines.append(Phase(CORE, len(values[number]), 1.0))
+            continue
+        links = line_links(values[number], torus.sides[number], torus.rings[number])
+        lines.append(Phase(DIMENSIONS[number], len(values[number]), links / torus.num_links))
+    return tuple(lines)
+
+
+def line_links(values: Sequence[int], side: int, ring: bool) -> float:
+    """Returns the links of a chip that a group at these coordinates of one torus dimension can use."""
+    stride = math.gcd(*(later - earlier for earlier, later in itertools.pairwise(values)))
+    return (2 if ring and len(values) * stride == side else 1) / stride
+
+
+def ring_over(lines: Sequence[Phase], chip_links: int) -> tuple[Phase, ...]:
+    """Returns one ring through all members over the links of several dimensions: two per chip, both directions."""
+    return (Phase(joined_dims(lines), math.prod(line.size for line in lines), 2 / chip_links),)
+
+
+def joined_dims(lines: Sequence[Phase]) -> str:
+    """Returns 'xy' for lines along x and y, without the cores of one chip."""
+    along = {line.along for line in lines}
+    return "".join(sorted(along & set(DIMENSIONS))) or min(along)
+
+
+def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Returns the phases of a collective over these lines, in order, each with its bytes.
+
+    Args: nbytes: the whole array. lines: slowest-varying first, the order of reduce-scatters; gathers run in reverse.
+    """
+    if kind == "collective-permute":
+        return tuple(dataclasses.replace(line, nbytes=nbytes) for line in lines)
+    if kind == "all-to-all":
+        return (all_to_all_phase(nbytes, lines),) if lines else ()
+    scattered, remaining = [], nbytes
+    for line in lines:
+        scattered.append(dataclasses.replace(line, nbytes=remaining * (line.size - 1) / line.size))
+        remaining /= line.size
+    gathered = scattered[::-1]
+    phases = {"reduce-scatter": scattered, "all-gather": gathered, "all-reduce": scattered + gathered}[kind]
+    return tuple(phases)
+
+
+def all_to_all_phase(nbytes: float, lines: Sequence[Phase]) -> Phase:
+    """Returns the phase of an all-to-all, which uses all lines at once; the bisection of the longest limits it.
+
+    A line of n sends n/2 * n/2 messages of nbytes/n over its middle link, a ring half as much over each of two.
+    """
+    size = math.prod(line.size for line in lines)
+    sent = nbytes * (size - 1) / size
+    slowest = 0.0  # equivalent bytes over all links of a chip
+    for line in lines:
+        hops = 1.0 if line.along in (SWITCH, CORE) else max(1.0, line.size / 4 * line.size / (line.size - 1))
+        slowest = max(slowest, nbytes * (line.size - 1) / line.size * hops / line.share)
+    return Phase(joined_dims(lines), size, sent / slowest, sent)
+
+
+def concurrent_phases(orders: Sequence[Sequence[Phase]]) -> tuple[Phase, ...]:
+    """Returns rotated orders of the same lines, run concurrently with equal parts of the bytes, as one phase."""
+    steps = zip(*orders)
+    slowest = sum(max(phase.nbytes / phase.share for phase in step) for step in steps) / len(orders)
+    sent = math.fsum(phase.nbytes for phase in orders[0])
+    size = math.prod({phase.along: phase.size for phase in orders[0]}.values())
+    return (Phase(joined_dims(orders[0]), size, sent / slowest, sent),) if sent else ()
+
+
+def permute_links(torus: Torus | None, pairs: Sequence[tuple[int, int]]) -> tuple[Phase, ...]:
+    """Returns the links of a permute, limited by the busiest link where messages take several steps."""
+    pairs = [(source, target) for source, target in pairs if source != target]
+    if not pairs:
+        return ()
+    if torus is None:
+        return (Phase(SWITCH, 2, 1.0),)
+    loads: dict[tuple[int, ...], int] = {}
+    along = set()
+    for source, target in pairs:
+        for number, link in route_steps(torus, torus.coords[source], torus.coords[target]):
+            along.add(DIMENSIONS[number])
+            loads[link] = loads.get(link, 0) + 1
+    if not loads:
+        return (Phase(CORE, 2, 1.0),)
+    return (Phase("".join(sorted(along)), 2, 1 / torus.num_links / max(loads.values())),)
+
+
+def route_steps(torus: Torus, source: Sequence[int], target: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (dimension, link) of each step of a message: dimension by dimension, the shorter way."""
+    route = []
+    coords = list(source[:-1])
+    for number, side in enumerate(torus.sides):
+        distance = target[number] - coords[number]
+        if torus.rings[number] and abs(distance) > side / 2:
+            distance -= math.copysign(side, distance)
+        direction = 1 if distance > 0 else -1
+        for _ in range(abs(int(distance))):
+            route.append((number, (*coords, number, direction)))
+            coords[number] = (coords[number] + direction) % side
+    return route

@@ -1,0 +1,257 @@
+"""The final loss of a run as a law of its size, E + A/N^alpha + B/D^beta, fitted to small runs, with an interval.
+
+N parameters, D tokens, L nats per token of held-out text. The fit is approach 3 of arXiv:2203.15556 (section 3.3 and
+appendix D.3): least Huber loss of log L, delta 1e-3, from a grid of starts. arXiv:2404.10102 found the errors of the
+original: averaged losses made the objective so small that the optimizer's tolerance stopped it early, and exponents
+were rounded. So losses are summed here, in units of delta, a descent ends when a step would gain nothing, and only
+printed numbers are rounded.
+
+Few runs leave the exponents undetermined: a weak prior holds them near those of larger ladders, and every bootstrap
+draw has a different prior, so the interval shows what the ladder does not determine. Few runs are also close to any law
+of five parameters, whatever their noise: their residuals underestimate it. The interval is therefore widened by
+Student's factor, and fewer than MIN_RUNS need the noise as an input.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.loss_fit import PULL_AT, PULL_WIDTH, Form, Problem
+from jaxscale.units import count
+
+INTERVAL = (0.05, 0.95)  # quantiles of low and high
+MIN_RUNS, MIN_RUNS_WITH_NOISE, MIN_SIZES = 7, 5, 2
+FREE = 1.5  # width of a nearly flat prior: ten times that of the fit, the whole range of exponents
+PULLS = (0.1, 1.0)  # range of a draw's prior mean
+SAME = 0.02  # relative difference below which two sizes count as one
+
+
+class Point(NamedTuple):
+    """The end of a run. Points of one run (under a constant schedule) are drawn together."""
+
+    params: float
+    tokens: float
+    loss: float  # nats per token
+    run: str = ""
+    flops: float | None = None  # of the run up to this point; 6 N D if None
+
+    @property
+    def compute(self) -> float:
+        """FLOPs up to this point."""
+        return 6 * self.params * self.tokens if self.flops is None else self.flops
+
+
+class Noise(NamedTuple):
+    """Spread between runs that differ only in the seed."""
+
+    off: float  # standard deviation of log L
+    freedom: float  # degrees of freedom of the measurement; infinite if given
+
+
+class Terms(NamedTuple):
+    """E, A, B, alpha, beta; 0 for those that a form lacks."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def loss(self, params: float, tokens: float) -> float:
+        """Returns nats per token."""
+        in_params = self.A * params**-self.alpha if self.A else 0.0
+        in_tokens = self.B * tokens**-self.beta if self.B else 0.0
+        return self.E + in_params + in_tokens
+
+
+class Prediction(NamedTuple):
+    """Nats per token."""
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LossLaw:
+    """A fitted law."""
+
+    points: tuple[Point, ...]
+    form: Form
+    terms: Terms
+    without_pull: Terms  # with a nearly flat prior on the exponents
+    draws: tuple[Terms, ...]  # of the bootstrap
+    noise: tuple[float, ...]  # residuals of the ladder in log L, scaled to a new run's
+    freedom: float  # degrees of freedom of this noise: runs minus parameters of the law, or those of a Noise
+    left_out_error: float | None  # log of (measured / forecast) of the run with most FLOPs, from the others
+    line: tuple[float, float] | None  # form params: log D = line[0] + line[1] log N in the ladder
+
+    def predict(self, params: float, tokens: float, seed: int = 0) -> Prediction:
+        """Returns (low, middle, high) of a run's final loss. Raises BadInput if the ladder does not determine it."""
+        self.check_reach(params, tokens)
+        middle = self.terms.loss(params, tokens)
+        drawn = np.log([terms.loss(params, tokens) for terms in self.draws]) - math.log(middle)
+        rng = np.random.default_rng(seed)
+        off = drawn + rng.choice(np.asarray(self.noise), (16, len(drawn)))
+        if math.isfinite(self.freedom):  # Student's interval for an estimated noise
+            off = off * np.sqrt(self.freedom / rng.chisquare(self.freedom, off.shape))
+        low, high = middle * np.exp(np.quantile(off, INTERVAL))
+        # Extrapolation is not better than the error on the ladder's own largest run.
+        missed = abs(self.left_out_error or 0.0)
+        return Prediction(
+            min(float(low), middle * math.exp(-missed)), middle, max(float(high), middle * math.exp(missed))
+        )
+
+    def check_reach(self, params: float, tokens: float) -> None:
+        """Raises BadInput if this run varies in a direction for which the law has no term."""
+        first = self.points[0]
+        if self.form == "tokens" and abs(math.log(params / first.params)) > SAME:
+            raise BadInput(
+                f"the ladder has one size, {count(first.params)} parameters, and does not determine the loss of "
+                f"{count(params)}; add runs of another size"
+            )
+        if self.form == "params":
+            assert self.line is not None, "set for this form"
+            expected = math.exp(self.line[0] + self.line[1] * math.log(params))
+            if abs(math.log(tokens / expected)) > math.log(1.25):
+                raise BadInput(
+                    f"in the ladder the tokens follow from the size, and at {count(params)} parameters are "
+                    f"{count(expected)}; it does not determine the loss at {count(tokens)}: add runs of one size and "
+                    "other tokens"
+                )
+
+    def reach(self, params: float, tokens: float, flops: float | None = None) -> float:
+        """Returns this run's FLOPs over those of the ladder's largest run."""
+        return Point(params, tokens, 1.0, flops=flops).compute / max(point.compute for point in self.points)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        low_high = {
+            name: [float(value) for value in np.quantile([getattr(draw, name) for draw in self.draws], INTERVAL)]
+            for name in Terms._fields
+        }
+        return {
+            "form": self.form,
+            **self.terms._asdict(),
+            "interval": list(INTERVAL),
+            "intervals": low_high,
+            "draws": len(self.draws),
+            "without_pull": self.without_pull._asdict(),
+            "left_out_error": self.left_out_error,
+            "points": [point._asdict() for point in self.points],
+        }
+
+
+def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Noise | None = None) -> LossLaw:
+    """Returns the law of the points, deterministic for the same points and seed; 400 draws of 9 runs take about 1 s.
+
+    noise: of a run, if known; the interval includes at least this. Raises BadInput, in one line with what is missing,
+    for a ladder that determines no law.
+    """
+    points = tuple(points)
+    check_enough(points, noise)
+    form, line = choose_form(points)
+    problem = Problem.of(points, form)
+    theta = problem.best()
+    # Bayesian bootstrap (Rubin 1981): unlike resampling runs, no draw lacks a size.
+    rng, names = np.random.default_rng(seed), list(dict.fromkeys(run_names(points)))
+    places = [names.index(name) for name in run_names(points)]
+    weights, moved = rng.exponential(size=(draws, len(names))), np.zeros((draws, len(names)))
+    weights /= weights.mean(axis=1, keepdims=True)
+    pulls = np.clip(rng.normal(PULL_AT, PULL_WIDTH, (draws, problem.powers)), *PULLS)
+    off = problem.residuals(theta) * math.sqrt(len(points) / max(1, len(points) - len(theta)))
+    freedom = float(max(1, len(names) - len(theta)))
+    if noise is not None and (len(names) <= len(theta) or noise.off > math.sqrt(np.mean(off**2))):
+        weights, moved = np.ones_like(weights), rng.normal(0, noise.off, moved.shape)
+        off, freedom = rng.normal(0, noise.off, 1000), noise.freedom
+    thetas = problem.best_each(theta, weights[:, places], pulls, moved[:, places])
+    free = problem._replace(width=FREE).best_each(
+        theta, np.ones((1, len(points))), np.full((1, problem.powers), PULL_AT)
+    )
+    return LossLaw(
+        points=points,
+        form=form,
+        terms=Terms(*problem.terms(theta)),
+        without_pull=Terms(*problem.terms(free[0])),
+        draws=tuple(Terms(*problem.terms(drawn)) for drawn in thetas),
+        noise=tuple(float(value) for value in np.concatenate([off, -off])),
+        freedom=freedom,
+        left_out_error=left_out_error(points, form),
+        line=line,
+    )
+
+
+def run_names(points: Sequence[Point]) -> list[str]:
+    """Returns the run of each point; a point without one is its own run."""
+    return [point.run or f"point {place}" for place, point in enumerate(points)]
+
+
+def check_enough(points: Sequence[Point], noise: Noise | None) -> None:
+    """Raises BadInput if there are too few runs for a valid interval, or a loss is invalid."""
+    if bad := [point for point in points if not (point.loss > 0 and math.isfinite(point.loss))]:
+        raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; leave it out")
+    runs = len(set(run_names(points)))
+    if runs < (MIN_RUNS if noise is None else MIN_RUNS_WITH_NOISE):
+        raise BadInput(
+            f"a law needs {MIN_RUNS} finished runs or more, and the ladder has {runs}: fewer are close to any law, and "
+            "their interval would cover less than it states; three sizes with three token counts each are a good "
+            f"start. {MIN_RUNS_WITH_NOISE} suffice if the noise between seeds is known: give --noise=0.005 (half a "
+            "percent), or repeat some runs with other seeds"
+        )
+
+
+def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | None]:
+    """Returns (the terms that the points determine, tokens as a function of parameters or None). Raises as fit()."""
+    sizes, amounts = distinct([p.params for p in points]), distinct([p.tokens for p in points])
+    if sizes < MIN_SIZES and amounts < 3:
+        raise BadInput(
+            f"the ladder has {sizes} size and {amounts} amount{'s' * (amounts > 1)} of tokens; a law in both needs 2 "
+            "sizes or more, one in tokens alone 3 amounts"
+        )
+    if sizes < MIN_SIZES:
+        return "tokens", None
+    log_params, log_tokens = np.log([p.params for p in points]), np.log([p.tokens for p in points])
+    slope, start = np.polyfit(log_params, log_tokens, 1)
+    if np.abs(log_tokens - start - slope * log_params).max() < 0.1:  # tokens are a function of parameters
+        if sizes < 3:
+            raise BadInput(
+                f"the ladder has {sizes} sizes, each with one amount of tokens; a law needs 3 sizes, or a second amount"
+            )
+        return "params", (float(start), float(slope))
+    return "both", None
+
+
+def distinct(values: Sequence[float]) -> int:
+    """Returns the number of values that differ by more than SAME."""
+    logs = np.sort(np.log(values))
+    return 1 + int((np.diff(logs) > SAME).sum())
+
+
+def left_out_error(points: Sequence[Point], form: Form) -> float | None:
+    """Returns log(measured / forecast) of the run with the most FLOPs from all others; None if too few remain."""
+    largest = max(points, key=lambda point: point.compute)
+    name = largest.run or None
+    others = [point for point in points if point is not largest and (name is None or point.run != name)]
+    try:  # one run fewer than a law needs is enough here, with the same form
+        if len(others) < MIN_RUNS_WITH_NOISE - 1 or choose_form(others)[0] != form:
+            return None
+    except BadInput:
+        return None
+    problem = Problem.of(others, form)
+    law = Terms(*problem.terms(problem.best()))
+    return math.log(largest.loss / law.loss(largest.params, largest.tokens))
+
+
+def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]], **facts: Any) -> None:
+    """Writes forecast.json of a work folder atomically.
+
+    Args: path: the folder. band: tokens, low, middle, high, of equal length, for the smoothed training loss. facts:
+    other JSON values, such as made_from. Raises ValueError for numbers that are not finite, and writes nothing.
+    """
+    assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
+    paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

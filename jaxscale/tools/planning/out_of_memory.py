@@ -1,0 +1,49 @@
+"""Out of memory on a device, at compile time or run time, as one line instead of XLA's traceback."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from jaxscale import units
+from jaxscale.build import Program
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.tools.planning.memory import memory_need
+
+EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*memory|RESOURCE_EXHAUSTED.*allocat", re.DOTALL | re.IGNORECASE)
+ASKED = re.compile(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+ ?(?:bytes|[KMGT]i?B))")
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> Iterator[None]:
+    """Raises Stop with NO_GO instead of XLA's error if a device runs out of memory. Other errors pass.
+
+    Args: help: returns the estimate ('' without one), and the settings that lower the need most.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not EXHAUSTED.search(message := str(error)):
+            raise
+        asked = ASKED.search(message)
+        what = f"allocating {asked[1]} failed" if asked else message.splitlines()[0][:200]
+        estimate, settings = help()
+        line = f"out of device memory: {what}{estimate}; try {' or '.join(settings)}"
+        raise Stop(Exit.NO_GO, line) from None
+
+
+def memory_help(program: Program | None) -> tuple[str, tuple[str, ...]]:
+    """Returns (estimate of a training step, the two settings that lower its largest part most)."""
+    if program is None:
+        return "", ("a smaller model", "more devices (mesh.fsdp)")
+    need, cfg = memory_need(program), program.cfg
+    estimate = (
+        f"; the estimate for each device was {units.size(need.total)}, of which {units.size(need.state)} are weights, "
+        f"gradients and moments and {units.size(need.activations)} activations"
+    )
+    if need.state > need.activations:
+        return estimate, ("more devices to shard the state over (mesh.fsdp)", "fewer layers (model.num_layers)")
+    fewer_rows = f"train.num_microbatches={2 * cfg.train.num_microbatches}"
+    remat_fix = "model.remat=full" if cfg.model.remat != "full" else f"a smaller seq_len than {cfg.seq_len}"
+    return estimate, (fewer_rows, remat_fix)

@@ -1,0 +1,326 @@
+"""A plan as text: short groups of aligned lines, with every assumption once at the end with its source."""
+
+import functools
+import textwrap
+from collections.abc import Callable
+
+from jaxscale.tools.planning import cost, scaling
+from jaxscale.tools.planning.cost import Range
+from jaxscale.tools.planning.placeholder_devices import THIS_MACHINE
+from jaxscale.tools.planning.propose import Proposal, warmup
+from jaxscale.tools.planning.run_plan import RunPlan
+from jaxscale.tools.planning.topology import PLANNED_ONLY
+from jaxscale.units import INDENT, count, digits, dollars, duration, plural, size, table
+
+WIDTH = 120
+NOT_KNOWN = "n/a"
+Rows = list[tuple[str, str, str]]
+
+
+def plan_lines(plan: RunPlan) -> list[str]:
+    machine = plan.machine
+    number = f"{machine.num_devices} x {machine.chip}"
+    if machine.num_chips != machine.num_devices:
+        number = f"{machine.num_chips:g} x {machine.chip} ({machine.num_devices} devices)"
+    hosts = plural(machine.num_hosts, "host")
+    lines = [f"{plan.config} on {machine.topology}: {number} on {hosts}; mesh {machine.layout}"]
+    lines += wrapped(f"expert: {machine.exchange}", INDENT, INDENT * 2) if machine.exchange else []
+    for title, body in (
+        ("model and tokens", table(model_rows(plan))),
+        ("other sizes (loss in nats by a published fit, to compare sizes with and for nothing else)", size_lines(plan)),
+        ("memory of one device", memory_lines(plan)),
+        ("time", table(time_rows(plan))),
+        ("money and energy", table(money_rows(plan))),
+        ("checkpoints", table(checkpoint_rows(plan))),
+        ("data", table(data_rows(plan))),
+        ("cautions", caution_lines(plan)),
+        ("assumed", assumption_lines(plan)),
+    ):
+        lines += ["", title, *body]
+    return [*lines, "", verdict_line(plan)]
+
+
+def model_rows(plan: RunPlan) -> Rows:
+    """Returns parameters, FLOPs, tokens and batch."""
+    work = plan.work
+    ratio, sparse = work.tokens / work.params, work.active_params < work.params
+    if sparse:
+        per_active = digits(work.tokens / work.active_params)
+        word = f"of all; {per_active} of active ones; published optima are of dense models"
+    elif work.optimal is None:
+        word = "no optimum was published for this kind of model"
+    else:
+        best = work.optimal.tokens / work.optimal.params
+        word = f"{digits(best)} is compute-optimal" + (": over-trained, cheaper to serve" if ratio > 2 * best else "")
+    active = f"{work.params:,} in all, all active: a dense model"
+    if sparse:
+        active = f"{work.params:,} in all, {work.active_params:,} active per token (FLOPs and MFU)"
+    number = "6 N of these" if sparse else "6 N"
+    basis = "of active parameters, " if sparse else "by the model's formula, "
+    formula = f"{basis}attention included; {number} = {scientific(work.flops_per_token_6n)}"
+    rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
+    batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_tokens)
+    ramp = []
+    if work.ramp:
+        ends = ", ".join(f"{first:,}" for first, _ in work.ramp[1:4]) + ", ..." * (len(work.ramp) > 4)
+        note = f"from {count(work.ramp[0][1])} tokens, larger from batch {ends}; memory and speed are of the largest"
+        ramp = [("batch ramp", plural(len(work.ramp), "size"), note)]
+    if work.seq_len_ramp:
+        begins = ", ".join(f"{first:,}" for first, _ in work.seq_len_ramp[1:4]) + ", ..." * (len(work.seq_len_ramp) > 4)
+        note = f"from {work.seq_len_ramp[0][1]:,}, longer from batch {begins}; memory and speed are of the longest"
+        ramp.append(("tokens in a row", plural(len(work.seq_len_ramp), "length"), note))
+    return [
+        ("parameters", count(work.params), active),
+        ("FLOPs per token", scientific(work.flops_per_token), formula),
+        ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {'up to ' * bool(work.ramp)}{batch} tokens"),
+        ("tokens per parameter", digits(ratio), word),
+        (
+            "FLOPs of training",
+            scientific(work.train_flops),
+            f"FLOPs per token x tokens{', each length by itself' * bool(work.seq_len_ramp)}",
+        ),
+        ("batch", batch, f"{rows}; {plural(work.rows_per_pass, 'row')} a device and pass"),
+        *ramp,
+        ("warmup", f"{work.warmup_steps:,} steps", f"{warmup_tokens} tokens"),
+    ]
+
+
+def size_lines(plan: RunPlan) -> list[str]:
+    """Returns this size, the compute-optimal one, and smaller ones of the same loss."""
+    work = plan.work
+    if work.active_params < work.params:
+        return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of dense models, with one number of parameters"]
+    if work.optimal is None:
+        return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of decoders that predict the next token"]
+    this = scaling.Alternative(work.params, work.tokens, work.flops_per_token_6n * work.tokens, work.loss)
+    best = work.optimal
+    by = "by the rule; no fit covers smaller models" if best.loss is None else "lowest loss for these FLOPs, by the fit"
+    named = [
+        ("this plan", this, ""),
+        ("compute-optimal", best, f"{by}: {digits(best.tokens / best.params)} a parameter"),
+    ]
+    for one in work.serving:
+        paid = f"pays off after {count(one.served_tokens)} tokens served" if one.served_tokens else ""
+        named.append(("cheaper to serve", one, paid or "cheaper to train too"))
+    kaplan = scaling.kaplan_alternative(this.flops)._replace(loss=None)  # its loss is on another text and tokenizer
+    named.append(("best after Kaplan", kaplan, "arXiv:2001.08361, of 2020: for comparison"))
+    rows = [("", "parameters", "tokens", "FLOPs (6ND)", "loss", "")]
+    for name, one, note in named:
+        loss = NOT_KNOWN if one.loss is None else f"{one.loss:.3f}"
+        rows.append((name, count(one.params), count(one.tokens), scientific(one.flops), loss, note))
+    return table(rows, right=(1, 2, 3, 4))
+
+
+def memory_lines(plan: RunPlan) -> list[str]:
+    """Returns memory by kind with its formula, and the usable memory."""
+    device = plan.device
+    rows = [(row.kind, size(row.num_bytes), row.source) for row in device.memory]
+    share = f"{device.memory_bytes / device.usable_bytes:.0%} of {size(device.usable_bytes)}"
+    rows.append(("total", size(device.memory_bytes), share))
+    if device.kept is not None:
+        rows.append(("by the compiler", size(device.kept.peak_bytes), f"jaxscale preflight, {device.kept.date}"))
+    if device.host_bytes:
+        rows.append(("in host memory", size(device.host_bytes), "per device, in addition"))
+    return [*table(rows, right=(1,)), *wrapped(f"{plan.machine.chip}: {device.usable_why}", INDENT, INDENT)]
+
+
+def time_rows(plan: RunPlan) -> Rows:
+    """Returns step time, throughput and wall time."""
+    time, speed = plan.time, plan.time.speed
+    if speed.step_seconds is None or speed.tokens_per_second is None or time.wall_seconds is None:
+        return [("step", NOT_KNOWN, speed.source)]
+    mfu = span(speed.mfu, lambda share: f"{share:.1%}") if speed.mfu else NOT_KNOWN
+    rate = "measured FLOP/s" if speed.measured else "(MFU x peak x devices)"
+    rows = [
+        ("step", span(speed.step_seconds, seconds), f"FLOPs of a step / {rate}"),
+        ("MFU", mfu, "" if speed.mfu else "this device has no peak in the table"),
+        ("tokens/s", span(speed.tokens_per_second, count), "of all devices"),
+        ("wall time", span(time.wall_seconds, duration), f"steps / {time.goodput:.0%} goodput"),
+    ]
+    if speed.compute_seconds is not None:
+        exposed = speed.exposed_seconds or 0.0
+        sent = "no communication"
+        if speed.link_seconds:
+            sent = f"communication {seconds(speed.link_seconds)}, {seconds(exposed)} of it exposed"
+        idle = f"pipeline idle {seconds(speed.idle_seconds)}, " if speed.bubble else ""
+        least = f"matmuls {seconds(speed.compute_seconds)}, {idle}{sent}; recomputation included"
+        whole = speed.compute_seconds + speed.idle_seconds + exposed
+        rows.append(("lower bound", seconds(whole), least))
+        if speed.sent_bytes:
+            most_first = sorted(speed.sent_bytes.items(), key=lambda one: -one[1])
+            by_axis = ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in most_first)
+            rows.append(("sent", size(sum(speed.sent_bytes.values())), f"per device and step: {by_axis}"))
+        if speed.bubble:
+            share, _, formula = speed.bubble.partition(" = ")
+            rows.append(("bubble", share, f"{formula} of the stages' time"))
+    if (limit := time.deadline_seconds) is not None:
+        rows.append(("deadline", duration(limit), limit_check(time.wall_seconds, limit)))
+    return rows
+
+
+def money_rows(plan: RunPlan) -> Rows:
+    """Returns chip-hours, dollars and energy."""
+    money, chip = plan.money, plan.machine.chip
+    if money.chip_hours is None:
+        return [("chip-hours", NOT_KNOWN, "no step time")]
+    rows = [("chip-hours", span(money.chip_hours, digits), f"{cost.chips(plan.machine.num_chips)} x wall time")]
+    if money.price is None or money.dollars is None:
+        rows.append(("dollars", NOT_KNOWN, f"no price of {chip} is known: give --price=DOLLARS a chip and hour"))
+    else:
+        price = f"{dollars(money.price.dollars_per_hour)} a chip and hour"
+        rows.append(("dollars", span(money.dollars, dollars), price))
+    if money.budget_dollars is not None and money.dollars is not None:
+        rows.append(("budget", dollars(money.budget_dollars), limit_check(money.dollars, money.budget_dollars)))
+    if money.megawatt_hours is None:
+        return [*rows, ("energy", NOT_KNOWN, f"the power of {chip} is unknown")]
+    power = f"{money.watts:g} W a chip x chips x wall time x PUE {money.pue:.2f}; hosts left out"
+    return [*rows, ("energy", span(money.megawatt_hours, energy), power)]
+
+
+def checkpoint_rows(plan: RunPlan) -> Rows:
+    """Returns size, time and interval of checkpoints, and their storage."""
+    saves, chips = plan.saves, cost.chips(plan.machine.num_chips)
+    every = NOT_KNOWN if saves.save_interval_seconds is None else span(saves.save_interval_seconds, duration)
+    stay = f"{plural(saves.kept_checkpoints, 'checkpoint')}, {dollars(saves.storage_dollars_per_month)} a month"
+    return [
+        ("one", size(saves.checkpoint_bytes), "parameters, moments and counters in float32, each once"),
+        ("save", duration(saves.save_seconds), "size / bandwidth; overlaps training"),
+        ("every", every, f"best by Young and Daly: {duration(saves.best_interval_seconds)}"),
+        ("interruptions", f"every {duration(saves.between_failures_seconds)}", f"{chips} at a public rate"),
+        ("at the end", size(saves.kept_bytes), stay),
+    ]
+
+
+def data_rows(plan: RunPlan) -> Rows:
+    """Returns required tokens, their rate, and epochs."""
+    data, tokens = plan.data, plan.work.tokens
+    rows = [("needed", size(data.data_bytes), f"{count(tokens)} tokens x {data.data_bytes // tokens} B an id")]
+    if data.data_bytes_per_second is not None and plan.time.speed.tokens_per_second is not None:
+        rate = span(data.data_bytes_per_second, lambda number: digits(number / 1e6))
+        rows.append(("read at", f"{rate} MB/s", f"{span(plan.time.speed.tokens_per_second, count)} tokens/s"))
+    available = "unknown" if data.data_tokens is None else count(data.data_tokens)
+    rows.append(("available", available, data.data_source.removeprefix("unknown: ")))
+    if data.epochs is None:
+        return [*rows, ("epochs", NOT_KNOWN, "")]
+    return [*rows, ("epochs", digits(data.epochs), "tokens / available tokens")]
+
+
+def caution_lines(plan: RunPlan) -> list[str]:
+    """Returns the cautions with reason, fix and source; or that there are none."""
+    if not plan.cautions:
+        return [f"{INDENT}nothing: warmup, rate, batch, tokens, checkpoints and dtypes are within published ranges"]
+    lines, indent = [], INDENT + "   "
+    for number, one in enumerate(plan.cautions, 1):
+        lines += wrapped(f"{number}. {one.what}", INDENT, indent)
+        for text in (f"why: {one.why}", f"do: {one.way_out}", f"source: {one.source}"):
+            lines += wrapped(text, indent, indent + " " * (text.index(":") + 2))
+    return lines
+
+
+def assumption_lines(plan: RunPlan) -> list[str]:
+    """Returns every figure from an outside source, with that source."""
+    fit, price = scaling.BESIROGLU, plan.money.price
+    speed = plan.time.speed
+    found = [
+        f"{'step' if speed.measured else 'MFU'}: {speed.source}",
+        f"goodput {plan.time.goodput:.0%}: {cost.GOODPUT_SOURCE}",
+    ]
+    if plan.work.routing:
+        found.append(f"routing: {plan.work.routing}")
+    if price is not None and plan.money.dollars is not None:
+        found.append(f"price ({price.date}): {price.source}")
+    if plan.work.optimal is not None:
+        found += [
+            f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; from "
+            f"{count(scaling.SMALLEST_FITTED)} parameters on: {fit.source}",
+            "compute-optimal: where that fit is lowest for 6 N D FLOPs; below those sizes the rule of 20 tokens a "
+            "parameter: arXiv:2203.15556",
+        ]
+    found += [
+        f"interruptions: {cost.FAILURES_SOURCE}",
+        f"save: {plan.saves.save_source}",
+        f"storage: {cost.STORAGE_SOURCE}",
+    ]
+    if plan.money.megawatt_hours is not None:
+        found.append(f"PUE: {plan.money.pue_source}")
+    if plan.device.kept is None:
+        found.append(
+            "memory: the state is exact; activations and padding are estimates: the total was within 15% of the "
+            "compiler's for the shipped configs that were compared, and up to 44% above it for TPU programs of a few "
+            "hundred MiB (docs/plan.md)"
+        )
+    return [line for text in found for line in wrapped(text, INDENT, INDENT + "  ")]
+
+
+def verdict_line(plan: RunPlan) -> str:
+    """Returns 'fits by the estimate: ...', or the fix."""
+    device, name = plan.device, plan.machine.topology
+    if device.kept and device.fits:
+        return f"fits, as compiled by jaxscale preflight on {device.kept.date}"
+    if device.fits:
+        family = name.partition(":")[0]
+        if family == THIS_MACHINE:
+            return "fits by the estimate; jaxscale rehearse tries it here"
+        compiles = f"; jaxscale preflight --topology={name} compiles the step"
+        return f"fits by the estimate{'' if family in PLANNED_ONLY else compiles}"
+    parts = device.fitting_microbatches
+    if parts is not None and not device.kept:
+        return f"does not fit by the estimate; --config.train.num_microbatches={parts} would fit"
+    if device.least_devices > plan.machine.num_devices:
+        return (
+            f"does not fit: parameters, moments and gradients alone fill {device.least_devices:,} such devices; use "
+            "more devices, or a smaller model"
+        )
+    return "does not fit: use more chips, mesh.fsdp=-1 with rules=zero3, model.remat=full, or a smaller model"
+
+
+def limit_check(needed: Range, limit: float) -> str:
+    """Returns the comparison of a limit with both ends of a range."""
+    if needed.high <= limit:
+        return "enough at both ends"
+    if needed.low <= limit:
+        return "enough only at the better end"
+    return f"not enough: {digits(needed.low / limit)} times as much"
+
+
+def wrapped(text: str, first: str, indent: str) -> list[str]:
+    """Returns the text in lines of at most WIDTH."""
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def span(both: Range, show: Callable[[float], str]) -> str:
+    """Returns '12 to 15', or '12' if both ends look the same."""
+    low, high = show(both.low), show(both.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def scientific(number: float) -> str:
+    """Returns '4.33e10'."""
+    mantissa, _, exponent = f"{number:.2e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def amount(number: float, unit: str, thousandth: str) -> str:
+    """Returns '12.3 s', '45 ms'."""
+    return f"{digits(number)} {unit}" if number >= 1 else f"{number * 1e3:.3g} {thousandth}"
+
+
+seconds = functools.partial(amount, unit="s", thousandth="ms")
+energy = functools.partial(amount, unit="MWh", thousandth="kWh")
+
+
+def proposal_lines(proposal: Proposal) -> list[str]:
+    """Returns the proposal and its rules."""
+    model, params, tokens = proposal.model, proposal.params, proposal.tokens
+    heads = f"{model['num_heads']} heads of {model['head_dim']}, mlp {model['mlp_dim']:,}"
+    batch = "0.2920 C^0.3271 tokens (arXiv:2401.02954), at most the critical batch"
+    rows = [
+        ("optimal", count(proposal.rule.params), f"on {count(proposal.rule.tokens)} tokens"),
+        ("parameters", count(params), f"{params:,}: the nearest shape of whole heads"),
+        ("tokens", count(tokens), f"{tokens / params:.3g} a parameter; {proposal.total_steps:,} steps"),
+        ("FLOPs (6ND)", scientific(proposal.flops), ""),
+        ("shape", f"{model['num_layers']} x {model['embed_dim']:,}", heads),
+        ("batch", f"{proposal.rows} x {proposal.seq_len:,}", batch),
+        ("peak rate", f"{proposal.peak_lr:.2g}", f"0.3118 C^-0.1250 (arXiv:2401.02954); warmup {warmup(proposal)}"),
+    ]
+    return ["proposed", *table(rows), *wrapped(proposal.reason, INDENT, INDENT)]

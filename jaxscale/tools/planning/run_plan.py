@@ -1,0 +1,150 @@
+"""A plan as plain data: groups of figures with units in their names; None where a figure is unknown."""
+
+import dataclasses
+from typing import Any
+
+from jaxscale.core.hardware import Price
+from jaxscale.tools.planning import scaling
+from jaxscale.tools.planning.cautions import Caution
+from jaxscale.tools.planning.cost import Range
+from jaxscale.tools.planning.measured import CompiledStep
+from jaxscale.tools.planning.memory import MemoryRow
+from jaxscale.tools.planning.speed import Speed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine and the mesh."""
+
+    topology: str
+    platform: str
+    chip: str
+    num_chips: float
+    num_devices: int
+    num_hosts: int
+    layout: str
+    exchange: str  # expert exchange and its reason; '' without mesh.expert
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """The model, its tokens and batches."""
+
+    params: int
+    active_params: int  # per token
+    flops_per_token: float  # by the model's formula, attention included
+    flops_per_token_6n: float
+    train_flops: float
+    tokens: int  # of whole steps
+    total_steps: int
+    warmup_steps: int
+    warmup_tokens: int  # of whole steps
+    batch_tokens: int  # the largest
+    ramp: tuple[tuple[int, int], ...]  # (first batch, tokens) of each ramp stage; () without a ramp
+    seq_len_ramp: tuple[tuple[int, int], ...]  # (first batch, tokens in a row) of each stage; () without a ramp
+    rows: int
+    seq_len: int
+    num_microbatches: int
+    rows_per_pass: int  # on one batch shard
+    routing: str  # assumption about the router; '' for a dense model
+    optimal: scaling.Alternative | None  # None, as the next two, for models that the rule does not cover
+    serving: tuple[scaling.Alternative, ...]
+    loss: float | None  # by the published fit; only to compare sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """Memory of one device."""
+
+    memory: tuple[MemoryRow, ...]
+    memory_bytes: int
+    host_bytes: int
+    usable_bytes: int
+    usable_why: str
+    least_devices: int  # that hold parameters, moments and gradients, sharded evenly
+    fitting_microbatches: int | None  # the fewest by the estimate, or None
+    kept: CompiledStep | None  # preflight's result for this step
+
+    @property
+    def fits(self) -> bool:
+        """True if the estimate, or the compiler's figure where preflight has one, is within the usable memory."""
+        return (self.kept.peak_bytes if self.kept else self.memory_bytes) <= self.usable_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Time:
+    """Speed and wall time."""
+
+    speed: Speed
+    goodput: float
+    wall_seconds: Range | None
+    deadline_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Money:
+    """Cost in dollars and energy."""
+
+    chip_hours: Range | None
+    price: Price | None
+    dollars: Range | None
+    watts: float | None
+    pue: float
+    pue_source: str
+    megawatt_hours: Range | None
+    budget_dollars: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saves:
+    """Checkpoints: size, time, interval, storage."""
+
+    checkpoint_bytes: int
+    save_seconds: float
+    save_source: str
+    save_interval_seconds: Range | None
+    best_interval_seconds: float
+    between_failures_seconds: float
+    kept_checkpoints: int
+    kept_bytes: int
+    storage_dollars_per_month: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """Training data."""
+
+    data_bytes: int
+    data_bytes_per_second: Range | None
+    data_tokens: int | None  # of one pass
+    data_source: str
+    epochs: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The plan of a run. Ranges span the better and the worse MFU, in rising order."""
+
+    config: str
+    machine: Machine
+    work: Work
+    device: Device
+    time: Time
+    money: Money
+    saves: Saves
+    data: Data
+    cautions: tuple[Caution, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON, on one level."""
+        parts = (self.machine, self.work, self.device, self.time, self.money, self.saves, self.data)
+        flat = {"config": self.config}
+        for part in parts:
+            flat |= dataclasses.asdict(part)
+        return flat | {
+            "optimal": self.work.optimal and self.work.optimal._asdict(),
+            "serving": [one._asdict() for one in self.work.serving],
+            "cautions": [one._asdict() for one in self.cautions],
+            "price": self.money.price and self.money.price._asdict(),
+            "fits": self.device.fits,
+        }

@@ -1,0 +1,276 @@
+"""Model size, tokens, batch and learning rate: published rules, fits and runs, and the effect of serving.
+
+N parameters  D tokens  C training FLOPs
+"""
+
+import math
+from typing import NamedTuple
+
+from jaxscale.core.models.config import ModelConfig
+
+SMALLEST_FITTED = 70e6  # parameters of the smallest models that the fit saw: arXiv:2203.15556, abstract
+TOKENS_PER_PARAM = 20.0  # arXiv:2203.15556: 70B parameters on 1.4T tokens, growing in proportion
+NEAR = 2.5  # factor within which published sizes are compared
+
+WARMUP_TOKENS = 375e6  # arXiv:2005.14165, appendix B: of every size
+WARMUP_STEPS = 2000  # arXiv:2307.09288, section 2.2; 8,000 at 405B: arXiv:2407.21783, section 3.4.1
+WARMUP_FROM_PARAMS = 1e9  # below it the published runs vary too much to be a rule
+
+
+def rate_over_width(optimizer: str, times: float) -> float:
+    """Returns the factor of the best rate in a model `times` as wide, without muP.
+
+    Adam: 1 / width (arXiv:2203.03466). Muon: 1 / sqrt(width), so that an update changes a matrix's output equally at
+    every width (arXiv:2310.17813).
+    """
+    return times ** (-0.5 if optimizer == "muon" else -1.0)
+
+
+def is_mixture(model: ModelConfig) -> bool:
+    """True if a token uses only some of the parameters, so laws in one parameter count do not apply."""
+    return model.active_params != model.num_params
+
+
+def laws_hold(model: ModelConfig) -> bool:
+    """True if published laws of size, data and loss cover such models: dense decoders."""
+    return model.kind == "decoder" and not is_mixture(model)
+
+
+class LossFit(NamedTuple):
+    """Loss in nats per token = E + A / N**alpha + B / D**beta."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+    source: str
+
+
+# The original fit of arXiv:2203.15556 does not reproduce its own optimum; this refit explains and corrects it.
+BESIROGLU = LossFit(1.8172, 482.01, 2085.43, 0.3478, 0.3658, "arXiv:2404.10102, a refit of arXiv:2203.15556")
+
+
+# The laws of 2020, for comparison: N without embeddings, on WebText2 with its tokenizer. Source: arXiv:2001.08361,
+# equations 1.1 to 1.3, table 2 (L(N, D)) and appendix A (the best size).
+KAPLAN = "arXiv:2001.08361"
+PF_DAY = 1e15 * 86_400  # operations
+KAPLAN_PARAMS, KAPLAN_TOKENS, KAPLAN_FLOPS = (8.8e13, 0.076), (5.4e13, 0.095), (3.1e8 * PF_DAY, 0.050)
+KAPLAN_BOTH = (6.4e13, 0.076, 1.8e13, 0.103)
+KAPLAN_BEST = (1.3e9, 0.73)  # parameters at one PF-day, and the exponent
+
+
+# Learning rates relative to AdamW's, (lowest, highest). Lion: arXiv:2302.06675, section 5. Muon: its updates are scaled
+# to AdamW's, so AdamW's rates apply (arXiv:2502.16982); the best of small models were 2, 4, 4 and at least 8 times them
+# (docs/lab.md): 8 is the end of that search, not a limit.
+TIMES_ADAMW = {"adamw": (1.0, 1.0), "lion": (0.1, 1 / 3), "muon": (1.0, 8.0)}
+
+
+class Alternative(NamedTuple):
+    """Another size for the same loss or the same FLOPs."""
+
+    params: float
+    tokens: float
+    flops: float
+    loss: float | None  # nats per token, by the fit; None below its range
+    served_tokens: float | None = None  # tokens served after which the longer training pays off
+
+
+class PublishedRun(NamedTuple):
+    """Settings of one published run."""
+
+    name: str
+    params: float
+    peak_lr: float
+    batch_tokens: float
+    source: str
+
+
+GPT3 = "arXiv:2005.14165, table 2.1"
+LLAMA2 = "arXiv:2307.09288, section 2.2"
+DEEPSEEK = "arXiv:2401.02954, table 2"
+RUNS = (
+    PublishedRun("GPT-3 Small", 125e6, 6.0e-4, 0.5e6, GPT3),
+    PublishedRun("GPT-3 Medium", 350e6, 3.0e-4, 0.5e6, GPT3),
+    PublishedRun("GPT-3 Large", 760e6, 2.5e-4, 0.5e6, GPT3),
+    PublishedRun("TinyLlama", 1.1e9, 4.0e-4, 2e6, "arXiv:2401.02385"),
+    PublishedRun("GPT-3 XL", 1.3e9, 2.0e-4, 1e6, GPT3),
+    PublishedRun("GPT-3 2.7B", 2.7e9, 1.6e-4, 1e6, GPT3),
+    PublishedRun("GPT-3 6.7B", 6.7e9, 1.2e-4, 2e6, GPT3),
+    PublishedRun("Llama 2 7B", 7e9, 3.0e-4, 4e6, LLAMA2),
+    PublishedRun("DeepSeek 7B", 7e9, 4.2e-4, 2304 * 4096, DEEPSEEK),
+    PublishedRun("GPT-3 13B", 13e9, 1.0e-4, 2e6, GPT3),
+    PublishedRun("Llama 2 13B", 13e9, 3.0e-4, 4e6, LLAMA2),
+    PublishedRun("DeepSeek 67B", 67e9, 3.2e-4, 4608 * 4096, DEEPSEEK),
+    PublishedRun("Llama 2 70B", 70e9, 1.5e-4, 4e6, LLAMA2),
+    PublishedRun("GPT-3", 175e9, 0.6e-4, 3.2e6, GPT3),
+    PublishedRun("Llama 3 405B", 405e9, 8.0e-5, 16e6, "arXiv:2407.21783, section 3.4.1"),
+)
+
+
+def train_flops(params: float, tokens: float) -> float:
+    """Returns 6 N D: training FLOPs without attention's matmuls. Source: arXiv:2001.08361, section 2.1."""
+    return 6 * params * tokens
+
+
+def optimal_params(flops: float) -> float:
+    """Returns N of a compute-optimal run by the rule of 20 tokens per parameter: (C / 6 / 20) ** 0.5.
+
+    This is not the minimum of a fit: BESIROGLU has 26 tokens per parameter for 1e18 FLOPs, 20 for 1e22, 15 for 1e27.
+    Its losses there and by the rule differ by less than 0.15% from 1e16 FLOPs on.
+    """
+    return math.sqrt(flops / 6 / TOKENS_PER_PARAM)
+
+
+def lowest_params(flops: float, fit: LossFit = BESIROGLU) -> float:
+    """Returns N at the minimum of the fit for this many FLOPs.
+
+    Source: arXiv:2203.15556, equation 4.
+    """
+    ratio = fit.alpha * fit.A / (fit.beta * fit.B)
+    return (ratio * (flops / 6) ** fit.beta) ** (1 / (fit.alpha + fit.beta))
+
+
+def lowest_tokens(params: float, fit: LossFit = BESIROGLU) -> float:
+    """Returns D with which N parameters are the fit's best model; 20 N below the fit's range."""
+    if params < SMALLEST_FITTED:
+        return optimal_tokens(params)
+    ratio = fit.beta * fit.B / (fit.alpha * fit.A)
+    return (ratio * params**fit.alpha) ** (1 / fit.beta)
+
+
+def optimal_tokens(params: float) -> float:
+    """Returns 20 N."""
+    return TOKENS_PER_PARAM * params
+
+
+def predicted_loss(params: float, tokens: float, fit: LossFit = BESIROGLU) -> float:
+    """Returns nats per token on the fit's data and tokenizer: to compare sizes, not to forecast another corpus."""
+    return fit.E + fit.A / params**fit.alpha + fit.B / tokens**fit.beta
+
+
+def fitted_loss(params: float, tokens: float) -> float | None:
+    """Returns predicted_loss, or None for a model smaller than any in the fit."""
+    return predicted_loss(params, tokens) if params >= SMALLEST_FITTED else None
+
+
+def tokens_for_loss(params: float, loss: float, fit: LossFit = BESIROGLU) -> float | None:
+    """Returns D at which a model of N parameters reaches the loss; None if it never does."""
+    remaining = loss - fit.E - fit.A / params**fit.alpha
+    return (fit.B / remaining) ** (1 / fit.beta) if remaining > 0 else None
+
+
+def kaplan_of_params(params: float) -> float:
+    """Returns L(N): nats per token of a model trained to convergence on unlimited data."""
+    return (KAPLAN_PARAMS[0] / params) ** KAPLAN_PARAMS[1]
+
+
+def kaplan_of_tokens(tokens: float) -> float:
+    """Returns L(D): nats per token of a large model, stopped early, on D tokens."""
+    return (KAPLAN_TOKENS[0] / tokens) ** KAPLAN_TOKENS[1]
+
+
+def kaplan_of_flops(flops: float) -> float:
+    """Returns L(C): nats per token of the best size for C FLOPs, with a batch far below the critical one."""
+    return (KAPLAN_FLOPS[0] / flops) ** KAPLAN_FLOPS[1]
+
+
+def kaplan_loss(params: float, tokens: float) -> float:
+    """Returns L(N, D). Fitted separately: its limits are not the single laws."""
+    size, size_power, data, data_power = KAPLAN_BOTH
+    return ((size / params) ** (size_power / data_power) + data / tokens) ** data_power
+
+
+def kaplan_alternative(flops: float) -> Alternative:
+    """Returns the best size by the laws of 2020.
+
+    Their learning rates did not match each run's length, which favoured large models on few tokens (arXiv:2203.15556,
+    section 2).
+    """
+    params = KAPLAN_BEST[0] * (flops / PF_DAY) ** KAPLAN_BEST[1]
+    return Alternative(params, flops / 6 / params, flops, kaplan_of_flops(flops))
+
+
+def optimal_alternative(flops: float) -> Alternative:
+    """Returns the compute-optimal size for this many FLOPs by the rule of 20 tokens per parameter."""
+    params = optimal_params(flops)
+    tokens = optimal_tokens(params)
+    return Alternative(params, tokens, flops, fitted_loss(params, tokens))
+
+
+def lowest_alternative(flops: float) -> Alternative:
+    """Returns the size of lowest loss for this many FLOPs, by the fit, or by the rule below its range."""
+    params = lowest_params(flops)
+    if params < SMALLEST_FITTED:
+        return optimal_alternative(flops)
+    tokens = flops / 6 / params
+    return Alternative(params, tokens, flops, predicted_loss(params, tokens))
+
+
+def serving_alternatives(params: float, tokens: float) -> list[Alternative]:
+    """Returns models of three quarters and half of the size that reach the same loss with more tokens, if they can.
+
+    served_tokens: tokens generated or read at 2 N FLOPs each, after which the smaller model has cost less in all (the
+    reasoning of arXiv:2401.00448); 0 if its training alone is cheaper. [] if the smaller ones are below the fit's
+    range.
+    """
+    if params * 0.5 < SMALLEST_FITTED:
+        return []
+    loss, found = predicted_loss(params, tokens), []
+    for share in (0.75, 0.5):
+        smaller = share * params
+        needed = tokens_for_loss(smaller, loss)
+        if needed is None:
+            continue
+        more = train_flops(smaller, needed) - train_flops(params, tokens)
+        served = max(0.0, more / (2 * (params - smaller)))
+        found.append(Alternative(smaller, needed, train_flops(smaller, needed), loss, served))
+    return found
+
+
+def near_runs(params: float) -> list[PublishedRun]:
+    """Returns published runs of about this size."""
+    return [run for run in RUNS if 1 / NEAR <= run.params / params <= NEAR]
+
+
+def linear_rule(run: PublishedRun, batch_tokens: float) -> float:
+    """Returns a run's rate scaled linearly with the batch, the rule for SGD (arXiv:1706.02677)."""
+    return run.peak_lr * batch_tokens / run.batch_tokens
+
+
+def square_root_rule(run: PublishedRun, batch_tokens: float) -> float:
+    """Returns a run's rate scaled with the root of the batch, the rule for Adam (arXiv:2205.10287)."""
+    return run.peak_lr * (batch_tokens / run.batch_tokens) ** 0.5
+
+
+def rate_by_flops(flops: float) -> float:
+    """Returns 0.3118 C ** -0.1250. Source: arXiv:2401.02954, equation 1."""
+    return 0.3118 * flops**-0.1250
+
+
+def batch_by_flops(flops: float) -> float:
+    """Returns tokens: 0.2920 C ** 0.3271. Source: arXiv:2401.02954, equation 1."""
+    return 0.2920 * flops**0.3271
+
+
+def rate_by_params(params: float) -> float | None:
+    """Returns 0.003239 - 0.0001395 ln N, up to 1.5e9; None above. Source: arXiv:2001.08361, appendix D.6."""
+    return 0.003239 - 0.0001395 * math.log(params) if params <= 1.5e9 else None
+
+
+def rate_by_size(params: float, tokens: float) -> float:
+    """Returns 1.79 N ** -0.713 D ** 0.307. Source: arXiv:2503.04715, equation 1."""
+    return 1.79 * params**-0.713 * tokens**0.307
+
+
+def batch_by_tokens(tokens: float) -> float:
+    """Returns the batch of lowest loss in tokens: 0.58 D ** 0.571. Source: arXiv:2503.04715, equation 1."""
+    return 0.58 * tokens**0.571
+
+
+def critical_batch(loss: float) -> float:
+    """Returns the batch in tokens above which more tokens hardly save steps: 2.1e8 L ** -4.8, L in nats.
+
+    Concept: arXiv:1812.06162; fit for language models: arXiv:2001.08361, figure 10.
+    """
+    return 2.1e8 * loss**-4.8

@@ -1,0 +1,332 @@
+"""A scaling ladder of small finished runs, read from their work folders, with the reason for each one left out.
+
+A law compares ends: held-out loss after the last step of a whole schedule. A point in the middle of a decaying schedule
+is not what a run of that length would have reached (arXiv:2203.15556, appendix B), so only runs with a constant rate
+give intermediate points.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale import schema, units
+from jaxscale.config import RunConfig
+from jaxscale.core.optim.optimizer import optim_schedule
+from jaxscale.program.budget import Budget, resolve_budget
+from jaxscale.runtime.monitor.history import History, read_history
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.envelope import Curve, curve_of_run
+from jaxscale.tools.planning.loss_law import Noise, Point
+from jaxscale.tools.planning.scaling import is_mixture
+
+LOSS, BITS = "validation/loss", "validation/bits_per_byte"
+RATE_TOLERANCE = 0.01  # relative difference of logged rates and their schedule
+MAX_RISE = 1.1  # final over lowest smoothed training loss of a healthy run
+WARMUP_FACTOR = 2.0  # points of a constant rate before this many warmups still show the warmup
+COMPARED = (
+    "seq_len", "model.name", "model.vocab_size", "data.name", "data.files", "data.val_files", "data.val_fraction",
+    "data.tokenizer", "data.bos_token", "data.packing", "data.mixture", "data.objective",
+)  # fmt: skip
+MIN_FREEDOM = 2  # degrees of freedom of a noise measured from seeds: one pair is not enough
+DECAY_TOLERANCE = 0.005  # difference of two decay fractions: whole steps of a short run
+WARMUP_TOLERANCE = 0.03  # difference of two warmup fractions with the same shape of curve
+
+
+class Schedule(NamedTuple):
+    """The shape of the learning rate, without peak and length."""
+
+    decay: str
+    decay_fraction: float | None  # wsd only
+    final: float  # last rate over peak
+    warmup: float  # fraction of the run
+    form: str = ""  # of the decay, if not implied by its name
+
+    def __str__(self) -> str:
+        part = f" over the last {self.decay_fraction:.0%}" if self.decay_fraction else ""
+        part += f" ({self.form})" if self.form else ""
+        end = "" if self.decay == "constant" else f" to {self.final:.3g} of the peak"
+        return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
+
+    def ends_as(self, other: "Schedule") -> bool:
+        """True if ends of both are comparable: the same but for the warmup, the final rate within 1%."""
+        parts = [part.decay_fraction or 0.0 for part in (self, other)]
+        if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_TOLERANCE:
+            return False
+        return self.decay == "constant" or math.isclose(self.final, other.final, rel_tol=0.01, abs_tol=1e-6)
+
+    def runs_as(self, other: "Schedule") -> bool:
+        """True if whole curves of both are comparable."""
+        return self.ends_as(other) and abs(self.warmup - other.warmup) <= WARMUP_TOLERANCE
+
+
+@dataclasses.dataclass(frozen=True)
+class LadderRun:
+    """A run of the ladder."""
+
+    folder: str
+    params: int
+    tokens: int
+    flops: float
+    loss: float  # held-out, nats per token, at the end
+    bits_per_byte: float | None
+    recipe: str  # settings except the seed
+    seed: int
+    points: tuple[Point, ...]  # the end, and intermediate points with a constant rate
+    schedule: Schedule
+    steps: np.ndarray  # as fractions of the run, (0, 1]
+    losses: np.ndarray  # training loss at those, nats per token
+
+    @property
+    def name(self) -> str:
+        """The folder's base name."""
+        return self.folder.rstrip("/").rpartition("/")[2]
+
+    @property
+    def curve(self) -> Curve:
+        """Its training loss, for approach 1."""
+        return curve_of_run(
+            self.params, self.flops / self.tokens, (self.steps * self.tokens).tolist(), self.losses.tolist()
+        )
+
+
+class Ladder(NamedTuple):
+    """Runs comparable with the one to forecast, smallest first, and (folder, reason) of the others."""
+
+    rungs: tuple[LadderRun, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Points of all runs."""
+        return tuple(point for rung in self.rungs for point in rung.points)
+
+    @property
+    def noise(self) -> Noise | None:
+        """The difference between seeds; None with fewer than MIN_FREEDOM degrees of freedom."""
+        ends: dict[str, dict[int, float]] = {}
+        for rung in self.rungs:
+            ends.setdefault(rung.recipe, {})[rung.seed] = math.log(rung.loss)
+        return estimate_noise([list(losses.values()) for losses in ends.values()])
+
+    @property
+    def bits_per_nat(self) -> float | None:
+        """Bits per byte over nats per token, one number per held-out text; None if unknown or inconsistent."""
+        found = [rung.bits_per_byte / rung.loss for rung in self.rungs if rung.bits_per_byte is not None]
+        if not found or len(found) < len(self.rungs):
+            return None
+        ratios = np.array(found)
+        return float(np.median(ratios)) if np.ptp(ratios) <= 1e-3 * ratios.mean() else None
+
+
+def estimate_noise(repeated: Sequence[Sequence[float]]) -> Noise | None:
+    """Returns the noise of a run from groups of log L that differ only in the seed; None below MIN_FREEDOM."""
+    groups = [np.array(group) for group in repeated if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in groups)
+    if freedom < MIN_FREEDOM:
+        return None
+    return Noise(math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom), freedom)
+
+
+def find_runs(patterns: str) -> list[str]:
+    """Returns folders that match patterns such as 'runs/ladder/*,gs://bucket/small-*', in order. BadInput for none."""
+    found: list[str] = []
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        parts = pattern.split("/")
+        wild = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+        base = "/".join(parts[:wild]) or ("/" if pattern.startswith("/") else ".")
+        folder, wildcards = paths.as_path(base), "/".join(parts[wild:])
+        matched = sorted(str(path) for path in folder.glob(wildcards) if path.is_dir()) if wildcards else [str(folder)]
+        if not matched:
+            raise BadInput(f"--runs={pattern} matches no folder; name work folders of finished runs, quoted")
+        found += [name for name in matched if name not in found]
+    if not found:
+        raise BadInput("--runs must name work folders, such as --runs='runs/ladder/*'")
+    return found
+
+
+def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, target_folder: str | None = None) -> Ladder:
+    """Returns the ladder for a run with this config.
+
+    Args: target_folder: the run's own work folder, which is excluded. Damaged and foreign folders are left out, not
+    raised. Raises BadInput for a run that is a mixture of experts.
+    """
+    check_dense(target, "the run to be forecast is")
+    check_one_size(budget, "the run to be forecast has")
+    settings, schedule = comparable(target), schedule_of(target, budget)
+    rungs, left_out = [], []
+    for folder in folders:
+        try:
+            if target_folder is not None and paths.absolute(folder) == paths.absolute(target_folder):
+                raise BadInput("it is the run to be forecast")
+            rungs.append(read_run(folder, settings, schedule))
+        except BadInput as error:
+            left_out.append((folder, str(error)))
+    return Ladder(tuple(sorted(rungs, key=lambda rung: rung.flops)), tuple(left_out))
+
+
+def read_run(folder: str, settings: dict[str, Any], target: Schedule) -> LadderRun:
+    """Returns a finished run. Raises BadInput with the reason if it is not comparable."""
+    history = read_history(folder)
+    cfg, budget = read_settings(history)
+    check_dense(cfg, "it is")
+    check_one_size(budget, "it has")
+    for name, value in comparable(cfg).items():
+        if value != settings[name]:
+            raise BadInput(f"{name} is {shortened(value)}, not {shortened(settings[name])} as in the config")
+    schedule = schedule_of(cfg, budget)
+    if not schedule.ends_as(target):
+        raise BadInput(f"its schedule is {schedule}, not {target}")
+    if history.config.get("ancestry"):
+        raise BadInput("it started from the parameters of another run, so its tokens are not all of its training")
+    last = history.last_step
+    is_constant = schedule.decay == "constant"
+    if last < budget.total_steps and not is_constant:
+        raise BadInput(f"it is not finished: step {last} of {budget.total_steps}")
+    check_rate(history, cfg, budget)
+    params, flops = cfg.model.num_params, cfg.flops_per_token
+    evals = [row for row in history.rows if LOSS in row]
+    if not evals:
+        raise BadInput("it has no held-out loss; runs of a ladder need eval.num_rows above 0 and held-out text")
+    bad = [row["step"] for row in evals if row[LOSS] is None]
+    if bad:
+        raise BadInput(f"it diverged: its held-out loss at step {bad[0]} is not finite")
+    end = evals[-1]
+    if not is_constant and end["step"] != budget.total_steps:
+        raise BadInput(f"its last held-out loss is at step {end['step']}, but it ends at {budget.total_steps}")
+    steps, losses = (np.array(values, float) for values in history.series("loss"))
+    check_healthy(steps, losses, max(int(end["step"]), 1))
+    ends = (
+        [row for row in evals if row["step"] >= WARMUP_FACTOR * max(1, budget.warmup_steps)] if is_constant else [end]
+    )
+    if not ends:
+        raise BadInput(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
+    tokens = budget.batch_tokens
+    points = [Point(params, row["step"] * tokens, row[LOSS], str(folder), flops * row["step"] * tokens) for row in ends]
+    return LadderRun(
+        folder=str(folder),
+        params=params,
+        tokens=end["step"] * tokens,
+        flops=flops * end["step"] * tokens,
+        loss=end[LOSS],
+        bits_per_byte=end.get(BITS),
+        recipe=recipe_json(cfg, budget),
+        seed=cfg.seed,
+        points=tuple(points),
+        schedule=schedule,
+        steps=steps / max(1, end["step"]),
+        losses=losses,
+    )
+
+
+def check_dense(cfg: RunConfig, what: str) -> None:
+    """Raises BadInput for a mixture of experts."""
+    if is_mixture(cfg.model):
+        raise BadInput(
+            f"{what} a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters, "
+            f"{units.count(cfg.model.active_params)} active: the law covers dense models only; forecast a dense one"
+        )
+
+
+def check_one_size(budget: Budget, what: str) -> None:
+    """Raises BadInput for a run with a batch or sequence length ramp."""
+    if budget.seq_len_ramp:
+        raise BadInput(
+            f"{what} a seq_len_ramp: losses at different sequence lengths are not one curve; forecast and compare runs "
+            "without it"
+        )
+    if budget.ramp:
+        raise BadInput(
+            f"{what} a batch_ramp: curves are compared by step, and its steps differ in tokens; forecast and compare "
+            "runs without it"
+        )
+
+
+def read_settings(history: History) -> tuple[RunConfig, Budget]:
+    """Returns (config, budget) of a run from its config.json. Raises BadInput if it cannot be read."""
+    if not history.config:
+        raise BadInput(next((p for p in history.problems if "config.json" in p), "config.json is missing"))
+    try:
+        cfg = schema.from_dict(RunConfig, history.config["config"])
+        return cfg, Budget(**history.config["budget"])
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"its config.json lacks what a run writes there ({error})") from None
+    except BadInput as error:
+        raise BadInput(f"its config.json is of another version: {error}") from None
+
+
+def comparable(cfg: RunConfig) -> dict[str, Any]:
+    """Returns the settings that two comparable held-out losses share: text, tokens, rows, objective."""
+    values = schema.to_dict(cfg)
+    return {name: schema.look_up(values, name) for name in COMPARED}
+
+
+def recipe_json(cfg: RunConfig, budget: Budget) -> str:
+    """Returns the settings of runs that differ only in the seed: model, optimizer, budget and data, as JSON."""
+    parts = [schema.to_dict(part) for part in (cfg.model, cfg.optim, cfg.data, budget)]
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def shortened(value: Any) -> str:
+    """Returns the value, shortened, for messages."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
+    """Returns the shape of a run's learning rate."""
+    optim, total, fraction, form = cfg.optim, budget.total_steps, None, ""
+    final = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
+    decay = "wsd" if budget.decay_start is not None else optim.decay  # a constant rate with an early decay
+    if decay == "wsd":
+        fraction = optim.decay_fraction if budget.decay_start is None else (total - budget.decay_start) / total
+        form = "" if optim.decay_shape == "linear" else "1 - sqrt"
+    elif optim.decay == "piecewise":
+        form = ", ".join(f"{factor:g} from {begin / total:.0%}" for begin, factor in budget.factors)
+        final = budget.factors[-1][1] if budget.factors else 1.0
+    elif optim.decay == "inverse_sqrt":
+        final = math.sqrt(max(1, budget.warmup_steps) / total)
+    return Schedule(decay, fraction, final, budget.warmup_steps / total, form)
+
+
+def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
+    """Raises BadInput if the logged rates are not those of the schedule.
+
+    They differ after the number of steps was changed during the run, or after recovery reduced the rate: the end of
+    such a run is not that of a run with its last schedule from the start.
+    """
+    steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
+    schedule = optim_schedule(cfg.optim, **budget.schedule_steps)
+    scheduled = np.asarray(
+        schedule(jnp.asarray(steps - 1)), float
+    )  # the metrics of step n have the rate of update n - 1
+    differs = np.abs(rates - scheduled) > RATE_TOLERANCE * np.maximum(scheduled, 1e-3 * cfg.optim.peak_lr)
+    if differs.any():
+        at = int(np.argmax(differs))
+        raise BadInput(
+            f"its learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, but its schedule has {scheduled[at]:.3g}: "
+            "the number of steps changed during the run, or recovery reduced the rate"
+        )
+
+
+def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
+    """Raises BadInput if the training loss rose: its mean over the last twentieth against the lowest one."""
+    means = [losses[(steps > part * last) & (steps <= (part + 0.05) * last)] for part in np.arange(0.1, 1, 0.05)]
+    means = [float(part.mean()) for part in means if len(part)]
+    if means and means[-1] > MAX_RISE * min(means):
+        raise BadInput(f"it diverged: its training loss ends at {means[-1]:.4g} after {min(means):.4g}")
+
+
+def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:
+    """Returns (config, budget) of the run to forecast; tokens: as in --tokens, instead of train_tokens.
+
+    Raises BadInput if the budget depends on the data, which is not opened here.
+    """
+    if tokens is not None:
+        cfg = dataclasses.replace(cfg, train_tokens=units.resolve("--tokens", tokens, seq_len=cfg.seq_len))
+    return cfg, resolve_budget(cfg, None)

@@ -1,0 +1,306 @@
+"""TPU slices and GPU hosts by name, as devices to compile for without having them.
+
+v5p:4x4x8      a TPU slice by its shape           v5p-256        by its TensorCores (v2 to v5p, TPU7x: two a chip)
+v5litepod-256  by its chips (v5e, v6e)            2*v6e:16x16    two slices
+h100:32x8      32 hosts of 8 cards                h100:8         one host
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import itertools
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxscale.core.axes.torus import wraps
+from jaxscale.core.hardware import CHIPS, Chip
+from jaxscale.system import packages
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.gpu_target import target_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Chips of one name."""
+
+    device_kind: str
+    dims: int  # of a slice; 0 for GPUs
+    cores: int = 1  # per chip, where names count cores
+    max_chips: int = 0  # in one slice
+
+
+# Largest slices: cloud.google.com/tpu/docs, page of the version (v5p: the largest job; TPU7x: the pod).
+FAMILIES = {
+    "v4": Family("TPU v4", 3, 2, 4096),
+    "v5e": Family("TPU v5 lite", 2, 1, 256),
+    "v5p": Family("TPU v5", 3, 2, 6144),
+    "v6e": Family("TPU v6 lite", 2, 1, 256),
+    "tpu7x": Family("TPU7x", 3, 2, 9216),
+    "h100": Family("NVIDIA H100 80GB HBM3", 0),
+    "h200": Family("NVIDIA H200", 0),
+    "a100-40gb": Family("NVIDIA A100-SXM4-40GB", 0),
+    "a100-80gb": Family("NVIDIA A100-SXM4-80GB", 0),
+}
+# Chips that can be planned for but not compiled for.
+PLANNED_ONLY = {
+    "v3": Family("TPU v3", 2, 2, 1024),
+    "gb200": Family("NVIDIA GB200", 0),
+    "b200": Family("NVIDIA B200", 0),
+    "a10g": Family("NVIDIA A10G", 0),
+    "p100": Family("Tesla P100-PCIE-16GB", 0),
+    "v100": Family("Tesla V100-SXM2-16GB", 0),
+    "t4": Family("Tesla T4", 0),
+    "l4": Family("NVIDIA L4", 0),
+}
+PLANNED = FAMILIES | PLANNED_ONLY
+ALIASES = {
+    "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "a100": "a100-80gb",
+}  # fmt: skip
+MAX_CHIPS = 65_536  # of all slices; the most published are 50,944, in 199 of v5e (Google Cloud's blog, November 2023)
+MAX_HOSTS = 4096  # larger than any rented cluster of these cards; more is probably a typing error
+
+# Shapes smaller than one 4x4x4 cube, and all 2D ones: the tables of supported configurations on the pages above.
+SHAPES_2D = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+SHAPES_UNDER_A_CUBE = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyName:
+    """A parsed name: a TPU slice's shape in chips, or (hosts, cards per host)."""
+
+    family: str
+    shape: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def platform(self) -> str:
+        """'tpu' or 'gpu', as JAX names it."""
+        return "tpu" if PLANNED[self.family].dims else "gpu"
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all slices."""
+        return self.num_slices * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        slices = f"{self.num_slices}*" if self.num_slices > 1 else ""
+        return f"{slices}{self.family}:{'x'.join(map(str, self.shape))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to compile for."""
+
+    name: str  # canonical
+    platform: str  # 'tpu' or 'gpu'
+    chip: Chip
+    devices: list[Any]
+    num_slices: int
+    num_hosts: int
+
+
+def open_topology(text: str) -> Topology:
+    """Returns the devices of a named topology, none of which need exist here.
+
+    Raises BadInput for an invalid name, with the nearest valid one, and if no compiler is installed.
+    """
+    name = parse_topology(text)
+    try:
+        devices = tpu_devices(name) if name.platform == "tpu" else gpu_devices(name)
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        raise BadInput(f"topology {text!r}: the compiler refuses {name}: {first_line(error)}") from error
+    chip = CHIPS[devices[0].device_kind]
+    hosts = len({device.process_index for device in devices})
+    return Topology(str(name), name.platform, chip, devices, name.num_slices, hosts)
+
+
+def tpu_devices(name: TopologyName) -> list[Any]:
+    """Returns the devices of a TPU topology from libtpu's compiler. Starts no TPU, queries no metadata server."""
+    if not packages.is_installed("libtpu") and "TPU_LIBRARY_PATH" not in os.environ:
+        raise BadInput(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process waits for a lock file
+    closed = [wraps(FAMILIES[name.family].dims, name.shape, size) for size in name.shape]
+    options: dict[str, Any] = {"wrap": (*closed, *[False] * (3 - len(closed)))}  # else libtpu compiles for open lines
+    if name.num_slices > 1:
+        options["num_slices"] = name.num_slices
+    if name.family == "v4":
+        options["chip_config_name"] = "megacore"  # one device a chip, as Cloud TPU's runtime gives them
+    chip = CHIPS[FAMILIES[name.family].device_kind]
+    if chip.num_hosts(math.prod(name.shape) * chip.devices_per_chip) == 1:
+        options["chips_per_host_bounds"] = (*name.shape, 1)[:3]  # libtpu's default is hosts of 2x2
+    layout = f"{name.family}:{'x'.join(map(str, name.shape))}"
+    with quiet_stderr():  # libtpu warns twice that no TPU is attached
+        return topologies.get_topology_desc(platform="tpu", topology_name=layout, **options).devices
+
+
+def gpu_devices(name: TopologyName) -> list[Any]:
+    """Returns the devices of GPU hosts from the CUDA plugin's compiler."""
+    if not any(packages.is_installed(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise BadInput(
+            f"{name} is compiled for by jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
+        )
+    if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  jax sets it at import
+        raise BadInput(f"{name} can only be compiled for where jax runs on the CPU alone: set JAX_PLATFORMS=cpu")
+    hosts, cards = name.shape
+    target = target_config(FAMILIES[name.family].device_kind)
+    layout = f"{name.num_slices}x{hosts}x{cards}"
+    with quiet_stderr():
+        return topologies.get_topology_desc(platform="cuda", topology=layout, target_config=target).devices
+
+
+def link_domains(devices: Sequence[Any]) -> list[int]:
+    """Returns each device's domain of fast links: its slice (ICI) on TPU, its host (NVLink) on GPU.
+
+    Traffic between domains uses the data centre's network.
+    """
+    if devices[0].platform == "tpu":
+        return [getattr(device, "slice_index", None) or 0 for device in devices]
+    return [device.process_index for device in devices]
+
+
+def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
+    """Returns the parsed name of a topology. Needs no compiler. planned: also chips without a compiler.
+
+    Raises BadInput, in one line with the nearest valid name, for an unknown chip or shape.
+    """
+    number = r"\d{1,9}"  # digits
+    form = rf"(?:({number})\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])({number}(?:x{number})*))?"
+    match = re.fullmatch(form, text.strip().lower())
+    if not match:
+        raise BadInput(
+            f"topology {text[:80]!r} is not a chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8"
+        )
+    slices, chip, mark, sizes = match.groups()
+    num_slices = int(slices or 1)
+    family = ALIASES.get(chip, chip)
+    if family not in (PLANNED if planned else FAMILIES):
+        known = sorted({*FAMILIES, *ALIASES})
+        close = difflib.get_close_matches(chip, known, n=1, cutoff=0.4)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if planned else ""
+        raise BadInput(f"topology {text!r}: unknown chip {chip!r}{meant} (known: {', '.join(known)}){more}")
+    if num_slices < 1:
+        raise BadInput(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
+    if not sizes:
+        raise BadInput(f"topology {text!r}: how many? write {', '.join(map(str, examples(family)))}")
+    shape = tuple(int(size) for size in sizes.split("x"))
+    if PLANNED[family].dims == 0:
+        hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
+        if num_slices > 1:
+            whole = TopologyName(family, (min(MAX_HOSTS, num_slices * hosts), cards))
+            raise BadInput(f"topology {text!r}: GPU hosts are joined by one network, not in slices; write {whole}")
+        return TopologyName(family, (hosts, cards))
+    shape = counted_shape(text, family, shape) if mark == "-" else checked_shape(text, family, shape)
+    if num_slices * math.prod(shape) > MAX_CHIPS:
+        most = TopologyName(family, shape, MAX_CHIPS // math.prod(shape))
+        raise BadInput(f"topology {text!r}: {MAX_CHIPS:,} chips are the most that one job has; write {most}")
+    return TopologyName(family, shape, num_slices)
+
+
+def examples(family: str) -> list[TopologyName]:
+    """Returns a small and a larger machine of a family."""
+    shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
+    return [TopologyName(family, shape) for shape in shapes]
+
+
+def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) -> tuple[int, int]:
+    """Returns (hosts, cards per host) of a GPU name."""
+    most = CHIPS[PLANNED[family].device_kind].devices_per_host
+    if counted or len(shape) > 2:
+        total = math.prod(shape)
+        hosts = min(MAX_HOSTS, max(1, round(total / most)))
+        nearest = TopologyName(family, (hosts, min(total, most)))
+        raise BadInput(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
+    ends = list(shape)  # of one number or two
+    hosts, cards = math.prod(ends[:-1]), ends[-1]
+    if not (1 <= cards <= most and 1 <= hosts <= MAX_HOSTS):
+        total = max(1, math.prod(shape))
+        fit = (min(MAX_HOSTS, -(-total // most)), min(total, most))
+        raise BadInput(
+            f"topology {text!r}: a host holds 1 to {most} cards, and {MAX_HOSTS} hosts are the most; "
+            f"write {TopologyName(family, fit)}"
+        )
+    return hosts, cards
+
+
+def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the usual shape of a slice named by a count: of chips, or of TensorCores where a chip has two."""
+    (count, *more), cores = shape, PLANNED[family].cores
+    unit = "TensorCores" if cores > 1 else "chips"
+    if more:
+        raise BadInput(
+            f"topology {text!r}: '-' is followed by a number of {unit}, a shape by ':'; write {text.replace('-', ':')}"
+        )
+    # legal_shapes lists the most cubic of a size first; reversed, it is the one that the dict keeps
+    shapes = {math.prod(known): known for known in reversed(legal_shapes(family))}
+    if count % cores or count // cores not in shapes:
+        nearest = min(shapes, key=lambda chips: (abs(math.log(max(count, 1) / cores / chips)), chips))
+        raise BadInput(
+            f"topology {text!r}: no {family} slice has {count} {unit}; the nearest is {family}-{nearest * cores} "
+            f"({TopologyName(family, shapes[nearest])})"
+        )
+    return shapes[count // cores]
+
+
+def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape if such a slice exists."""
+    ordered = tuple(sorted(shape))
+    legal = {tuple(sorted(known)): known for known in legal_shapes(family)}
+    if ordered in legal:
+        return shape
+    chips = max(1, math.prod(shape))
+    padded = (ordered + (1,) * 3)[: PLANNED[family].dims]
+    distance = lambda known: sum(abs(math.log(max(a, 1) / b)) for a, b in zip(sorted(padded), sorted(known)))
+    nearest = min(legal.values(), key=lambda known: (abs(math.log(chips / math.prod(known))), distance(known)))
+    rule = "x".join("ABC"[: PLANNED[family].dims])
+    raise BadInput(
+        f"topology {text!r}: no {family} slice ({rule}, at most {PLANNED[family].max_chips} chips) has this shape; "
+        f"the nearest is {TopologyName(family, nearest)} (of {math.prod(nearest)})"
+    )
+
+
+def legal_shapes(family: str) -> list[tuple[int, ...]]:
+    """Returns every shape of a slice of this family, small ones first; of one size the most cubic first."""
+    dims, most = PLANNED[family].dims, PLANNED[family].max_chips
+    if family == "v3":
+        return [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]
+    if dims == 2:
+        return SHAPES_2D
+    sides = range(4, most // 16 + 1, 4)  # whole cubes of 4x4x4
+    pairs = ((a, b) for a, b in itertools.product(sides, sides) if a <= b and a * b * b <= most)
+    cubes = [(a, b, c) for a, b in pairs for c in range(b, most // (a * b) + 1, 4)]
+    one = [(1, 1, 1)] if family == "tpu7x" else []
+    return one + SHAPES_UNDER_A_CUBE + sorted(cubes, key=lambda shape: (math.prod(shape), shape[::-1]))
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a compiler's error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Captures stderr of native code, and prints it if the block fails."""
+    sys.stderr.flush()
+    stderr_copy = os.dup(2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            os.dup2(stderr_copy, 2)
+            captured.seek(0)
+            os.write(2, captured.read())
+            raise
+        finally:
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)

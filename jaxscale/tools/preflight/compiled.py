@@ -1,0 +1,275 @@
+"""Ahead-of-time compilation of the training step for devices that need not be attached, with results cached on disk.
+
+jax's compilation cache is disabled meanwhile: its entries for unattached devices cannot be read back.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxscale.build import Program
+from jaxscale.core.compiler_options import VARIABLES
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
+from jaxscale.tools.planning import gpu_target, links
+from jaxscale.tools.planning.links import Phase, make_torus
+from jaxscale.tools.planning.topology import Topology, link_domains
+from jaxscale.tools.preflight.hlo import Collective, HloFacts, read_hlo
+from jaxscale.tools.preflight.hlo_schedule import item_from_json
+
+FORMAT = 5  # of cached results; a new number invalidates earlier ones
+CACHE_ENABLED = "jax_enable_compilation_cache"  # the name of jax's setting
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+SIZE = r"([0-9.]+)([BKMGT]?)"
+# XLA:TPU's out-of-memory messages: libtpu 0.0.42 to 0.0.51, and (not seen in these) earlier versions.
+SHORTAGES = (
+    re.compile(rf"memory on (?P<space>\w+), the total memory required .*?\({SIZE}\) exceeds available \w+ \({SIZE}\)"),
+    re.compile(rf"memory in memory space (?P<space>\w+)\. Used {SIZE} of {SIZE}"),
+)
+LARGE = re.compile(rf"^\s*\d+\. Size: {SIZE}\s(?:(?!^\s*\d+\. Size:).)*?^\s*Shape: (\S+)", re.M | re.S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, from the compiler's buffer assignment."""
+
+    peak: int  # largest sum of live buffers: must fit
+    arguments: int
+    code: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """Out of memory, as reported by the compiler."""
+
+    space: str  # 'hbm', or an on-chip memory such as 'vmem'
+    needed: int | None  # bytes, arguments included; None if the message has no figure
+    available: int | None
+    largest: tuple[tuple[int, str], ...]  # (bytes, shape) of the largest arrays, if listed
+    said: str  # the message
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Result of a compilation: memory and facts, or the shortage."""
+
+    memory: Memory | None
+    facts: HloFacts | None
+    shortage: Shortage | None
+    lower_seconds: float
+    compile_seconds: float
+    versions: dict[str, str]
+    date: str
+    kept: bool = False  # read from the cache
+
+
+def compile_ahead(
+    program: Program,
+    topology: Topology,
+    *,
+    keep: bool = True,
+    save_executable: pathlib.Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Compiled:
+    """Compiles a program's training step for the topology that the program was made for.
+
+    keep: read and write results in the user's cache folder. With save_executable it is always compiled, and the
+    executable is written if the step fits.
+    """
+    begin = time.monotonic()
+    lowered, key = lower(program, topology)
+    lower_seconds = time.monotonic() - begin
+    if keep and save_executable is None and (cached := read_result(key, say)):
+        return cached
+    begin = time.monotonic()
+    memory = facts = shortage = None
+    with without_compilation_cache():
+        try:
+            executable = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("RESOURCE_EXHAUSTED"):
+                raise
+            shortage = read_shortage(str(error))
+    compile_seconds = time.monotonic() - begin
+    if shortage is None:
+        memory, facts = read_executable(executable, program, topology)
+        if save_executable is not None:
+            write_executable(executable, save_executable, topology.name)
+    today = datetime.date.today().isoformat()
+    result = Compiled(memory, facts, shortage, lower_seconds, compile_seconds, installed_versions(), today)
+    if keep:
+        write_result(key, result, say)
+    return result
+
+
+def read_executable(executable: jax.stages.Compiled, program: Program, topology: Topology) -> tuple[Memory, HloFacts]:
+    """Returns memory and facts of a compiled training step, for devices attached or not."""
+    devices = list(program.mesh.devices.flat)  # XLA numbers devices by their position in the mesh
+    torus = make_torus(devices, topology.chip)
+    text = executable.as_text()
+    assert text is not None, "XLA returns the text of compiled programs"
+    facts = read_hlo(text, dict(program.mesh.shape), link_domains(devices), torus)
+    return read_memory(executable.memory_analysis(), topology.platform), facts
+
+
+def lower(program: Program, topology: Topology) -> tuple[jax.stages.Lowered, str]:
+    """Returns (the training step as StableHLO, the cache key of its result)."""
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    return lowered, result_key(lowered.as_text(), program, topology)
+
+
+def read_memory(stats: Any, platform: str) -> Memory:
+    """Returns the compiler's CompiledMemoryStats.
+
+    XLA:CPU's peak omits temporaries (jax 0.10.2); an upper bound replaces it. XLA:TPU's includes host arguments (libtpu
+    0.0.51: more than device arguments and temporaries).
+    """
+    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    unaliased = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    on_host = stats.host_argument_size_in_bytes if platform == "tpu" else 0
+    return Memory(
+        peak=arguments + unaliased + temporaries if platform == "cpu" else stats.peak_memory_in_bytes - on_host,
+        arguments=arguments,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+def read_shortage(message: str) -> Shortage:
+    """Returns the compiler's RESOURCE_EXHAUSTED message as numbers, where it has any."""
+    said = next((line.strip() for line in message.splitlines() if line.strip()), "RESOURCE_EXHAUSTED")
+    said = said.partition("RESOURCE_EXHAUSTED:")[2].strip() or said
+    largest = tuple((to_bytes(size, unit), shape) for size, unit, shape in LARGE.findall(message))
+    for pattern in SHORTAGES:
+        if found := pattern.search(message):
+            space, *sizes = found.groups()
+            needed, available = to_bytes(*sizes[:2]), to_bytes(*sizes[2:])
+            return Shortage(space.lower(), needed, available, largest, said)
+    return Shortage("hbm", None, None, largest, said)
+
+
+def to_bytes(number: str, unit: str) -> int:
+    """Returns 16911433728 for '15.75', 'G'."""
+    return round(float(number) * UNITS[unit])
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Disables jax's persistent compilation cache."""
+    before = getattr(jax.config, CACHE_ENABLED)
+    jax.config.update(CACHE_ENABLED, False)
+    compilation_cache.reset_cache()  # jax reads the setting once, at the first program
+    try:
+        yield
+    finally:
+        jax.config.update(CACHE_ENABLED, before)
+        compilation_cache.reset_cache()
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns versions of the packages that affect compilation."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
+    """Returns a hash of everything that a result depends on."""
+    material = {
+        "format": FORMAT,
+        "stablehlo": hashlib.sha256(stablehlo.encode()).hexdigest(),
+        "topology": topology.name,
+        "devices": [device.id for device in program.mesh.devices.flat],  # their order is not in the text
+        "mesh": dict(program.mesh.shape),
+        "options": program.plan.compiler_options.values,
+        "flags": {name: os.environ.get(name, "") for name in VARIABLES},
+        "versions": installed_versions(),
+        "readers": reader_digest(),
+    }
+    return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()
+
+
+def reader_digest() -> str:
+    """Returns a hash of the code that reads compiled programs, models links, and describes GPUs."""
+    modules = [pathlib.Path(str(module.__file__)) for module in (gpu_target, links)]
+    files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), *modules]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def result_file(key: str) -> pathlib.Path:
+    return cache_dir() / "preflight" / f"{key}.json"
+
+
+def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None:
+    """Writes a result to the cache. Reports an unwritable folder."""
+    file = result_file(key)
+    try:
+        make_private(file.parent.parent)
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, dataclasses.asdict(result))
+    except OSError as error:
+        say(f"this result is not cached: {file.parent}: {error.strerror or error}; set XDG_CACHE_HOME")
+
+
+def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
+    """Returns the cached result, or None. Reports one that cannot be read."""
+    file = result_file(key)
+    try:
+        values = read_json(file)
+        return dataclasses.replace(from_json(values), kept=True)
+    except FileNotFoundError:
+        return None
+    except (BadInput, TypeError, KeyError, AttributeError) as error:
+        say(f"ignored a cached result that cannot be read ({error}): {file}")
+        return None
+
+
+def from_json(values: dict[str, Any]) -> Compiled:
+    """Inverse of dataclasses.asdict and JSON."""
+    memory, facts, shortage = values["memory"], values["facts"], values["shortage"]
+    if facts is not None:
+        collectives = [collective_from_json(one) for one in facts["collectives"]]
+        schedule = tuple(map(item_from_json, facts["schedule"]))
+        facts = HloFacts(**(facts | {"collectives": collectives, "schedule": schedule}))
+    if shortage is not None:
+        shortage = Shortage(**(shortage | {"largest": tuple(map(tuple, shortage["largest"]))}))
+    memory = memory and Memory(**memory)
+    return Compiled(**(values | {"memory": memory, "facts": facts, "shortage": shortage}))
+
+
+def collective_from_json(values: dict[str, Any]) -> Collective:
+    """Inverse of dataclasses.asdict and JSON."""
+    stages = tuple(Phase(**stage) for stage in values["stages"])
+    return Collective(**(values | {"axes": tuple(values["axes"]), "stages": stages}))
+
+
+def write_executable(executable: jax.stages.Compiled, file: pathlib.Path, topology: str) -> None:
+    """Writes the executable as jax serialises it, and a .json with its metadata next to it.
+
+    Loading has not been tested: it needs the chips. Load only files that you wrote: jax unpickles them.
+    """
+    payload, _, _ = serialize_executable.serialize(executable)
+    file.write_bytes(payload)
+    metadata = {
+        "topology": topology,
+        "versions": installed_versions(),
+        "sha256": hashlib.sha256(payload).hexdigest(),
+        "load": "jax.experimental.serialize_executable.deserialize_and_load, with the trees of the same program",
+        "tested": "written only; loading needs the chips and was not tested",
+    }
+    write_json(file.with_name(file.name + ".json"), metadata)

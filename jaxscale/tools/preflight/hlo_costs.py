@@ -1,0 +1,274 @@
+"""Cost of one run of an instruction: FLOPs of matmuls, and bytes through each memory, from shapes alone.
+
+Bytes are an estimate from operands and results. Values inside a fusion cost nothing. A fusion that slices an operand
+(one layer of a stack) reads the slice; one that updates an operand in place writes the update. Caches and the padding
+of TPU tiles are not modelled.
+"""
+
+import collections
+import math
+import re
+
+from jaxscale.tools.preflight.hlo_text import FUSIONS, Computation, Instruction, Module, Shape
+
+CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+# cuDNN's fused attention: 2 matmuls forward, 5 backward (recomputed scores, and four gradients).
+CUDNN_FORWARD, CUDNN_BACKWARD = "__cudnn$fmha", "Backward"
+# JAX's splash attention: matmuls of each kernel (the backward ones recompute the scores), by printed name.
+SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
+SPLASH_FUSED_BACKWARD = 5
+HBM, HOST = 0, 5
+PALLAS = ("tpu_custom_call", "mosaic_gpu")
+FREE_OPCODES = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
+    "partition-id", "replica-id", "optimization-barrier", "add-dependency", "domain", "async-start", "call-start",
+    "custom-call-start",
+}  # fmt: skip
+MARKERS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding", "AsyncCollective", "SliceId")
+SLICERS = ("dynamic-slice", "slice", "gather")
+PASS_THROUGH = ("bitcast", "copy", "convert", "reshape", "transpose")
+
+
+def matmul_flops(instruction: Instruction, computation: Computation) -> tuple[str, float] | None:
+    """Returns (operand type, FLOPs) of one run of a dot, a convolution or a library's matmul; None otherwise."""
+    opcode = instruction.opcode
+    if opcode == "convolution":
+        return convolution_flops(instruction, *operand_shapes(instruction, computation)[:2])
+    target = custom_target(instruction) if opcode == "custom-call" else ""
+    if target.startswith(CUDNN_FORWARD):
+        return cudnn_flops(instruction, target, operand_shapes(instruction, computation))
+    if opcode in ("dot", "ragged-dot"):
+        contracted = r"lhs_contracting_dims=\{([\d,]*)\}"
+    elif target.startswith(CUBLAS):
+        contracted = r'"lhs_contracting_dimensions":\[([^\]]*)\]'
+    else:
+        return None
+    left = operand_shapes(instruction, computation)[0]
+    inner = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", instruction.attribute(contracted) or ""))
+    return left.dtype, 2.0 * math.prod(instruction.shapes[0].dims) * inner
+
+
+def convolution_flops(instruction: Instruction, left: Shape, right: Shape) -> tuple[str, float]:
+    """Returns the FLOPs of a convolution, counting only the taps that meet data.
+
+    XLA:TPU prints matmuls as convolutions, and batched ones with strides and dilations under which most taps fall
+    between elements: counting every tap would give up to 128 times too many.
+    """
+    labels = instruction.attribute(r"dim_labels=(\S+?)(?:,|$)") or ""
+    left_labels, other_labels = labels.split("_")
+    right_labels, out_labels = other_labels.split("->")
+    out = dict(zip(out_labels, instruction.shapes[0].dims))
+    flops = 2.0 * out["b"] * out["f"] * dict(zip(right_labels, right.dims))["i"]
+    window = instruction.attribute(r"window=\{([^}]*)\}") or ""
+    spatial = sum(label.isdigit() for label in out_labels)
+    values = {key: value.split("x") for key, value in re.findall(r"(\w+)=(\S+)", window)}
+    value = lambda key, dim, default: values[key][dim] if key in values else default
+    for dim in range(spatial):
+        flops *= valid_taps(
+            size=int(value("size", dim, "1")),
+            stride=int(value("stride", dim, "1")),
+            padding=int(str(value("pad", dim, "0_0")).split("_")[0]),
+            left_dilation=int(value("lhs_dilate", dim, "1")),
+            right_dilation=int(value("rhs_dilate", dim, "1")),
+            inputs=left.dims[left_labels.index(str(dim))],
+            outputs=out[str(dim)],
+        )
+    return left.dtype, flops
+
+
+def valid_taps(
+    *, size: int, stride: int, padding: int, left_dilation: int, right_dilation: int, inputs: int, outputs: int
+) -> int:
+    """Returns the (output, tap) pairs of one spatial dimension that meet an input element, not padding or a hole."""
+    count, reach = 0, (inputs - 1) * left_dilation
+    for tap in range(size):
+        offset = tap * right_dilation - padding
+        for output in range(outputs) if left_dilation > 1 else ():
+            position = output * stride + offset
+            count += 0 <= position <= reach and position % left_dilation == 0
+        if left_dilation == 1:  # outputs with 0 <= output * stride + offset <= reach
+            first = max(0, -(offset // stride))
+            count += max(0, min(outputs - 1, (reach - offset) // stride) - first + 1)
+    return count
+
+
+def cudnn_flops(instruction: Instruction, target: str, operands: list[Shape]) -> tuple[str, float] | None:
+    """Returns the FLOPs of cuDNN's fused attention over the positions that its mask leaves.
+
+    Each row counts as one document; packed documents leave fewer positions, depending on the data.
+    """
+    arrays = [shape for shape in operands if len(shape.dims) == 4]
+    if len(arrays) < 3:
+        return None
+    (B, T, N, H), (_, S, *_) = arrays[0].dims, arrays[1].dims
+    attended = T * S
+    if instruction.attribute(r'"mask_type":\s*"\w*(CAUSAL)"'):
+        window = min(S, int(instruction.attribute(r'"sliding_window_length":\s*(\d+)') or 0) or S)
+        attended = T * window - window * (window - 1) // 2
+    return arrays[0].dtype, 2.0 * B * N * attended * H * (5 if CUDNN_BACKWARD in target else 2)
+
+
+def kernel_flops(instruction: Instruction, computation: Computation) -> float:
+    """Returns the FLOPs of a Pallas kernel: as declared, or splash attention's from its shapes; 0 if unknown.
+
+    In a scope `rows_N_of_M` (core/models/expert_all_to_all.py) only N of the M declared rows are multiplied.
+    """
+    if "hopper_" in instruction.attributes and custom_target(instruction).startswith("mosaic_gpu"):
+        return row_fraction(instruction) * grouped_flops(instruction, computation)
+    if match := re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', instruction.attributes):
+        return row_fraction(instruction) * float(match[1])
+    name = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", f"{instruction.name} {instruction.attributes}")
+    return splash_flops(name[1], instruction, computation) if name else 0.0
+
+
+def row_fraction(instruction: Instruction) -> float:
+    """Returns the fraction of its rows that a kernel multiplies, from its scope."""
+    rows = re.search(r"\brows_(\d+)_of_(\d+)", instruction.attributes)
+    return int(rows[1]) / int(rows[2]) if rows else 1.0
+
+
+def grouped_flops(instruction: Instruction, computation: Computation) -> float:
+    """Returns the FLOPs of a kernel of kernels/matmul/grouped_hopper.py: (groups, rows [R, C], matrices or rows) ->
+    [..., O]."""
+    rows = operand_shapes(instruction, computation)[1]
+    return 2.0 * math.prod(rows.dims) * instruction.shapes[0].dims[-1]
+
+
+def splash_flops(kernel: str, instruction: Instruction, computation: Computation) -> float:
+    """Returns the FLOPs of one splash attention kernel over the blocks that it visits.
+
+    The text omits the table of visited blocks. For a causal mask they follow from the block sizes in the kernel's
+    metadata, and for a window the table's shape bounds them: (query blocks, visited key blocks), or transposed for
+    gradients of keys and values. Our own programs record the number of blocks in the kernels' scope
+    (kernels/attention/splash_tables.py).
+    """
+    shapes = operand_shapes(instruction, computation)
+    table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)
+    arrays = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype[0] in "bf"]
+    suffix = "" if kernel == "fwd" else f"_{kernel}"
+    matches = (re.search(rf'block_{side}{suffix}\\?": (\d+)', instruction.attributes) for side in ("q", "kv"))
+    sizes = [int(size[1]) for size in matches if size]
+    if table is None or len(arrays) < 2 or len(sizes) < 2:
+        return 0.0
+    block_q, block_kv = sizes
+    num_q, num_kv = arrays[0].dims[-2] // block_q, arrays[1].dims[-2] // block_kv
+    if visits := re.search(r"visits_(\d+)_(\d+)_(\d+)", instruction.attributes):
+        visited = int(visits[1 + ("fwd", "dq", "dkv").index(kernel)])
+    elif kernel == "dkv":  # every query block from the first that attends to these keys
+        visited = sum(min(num_q - block * block_kv // block_q, table[-2]) for block in range(num_kv))
+    else:
+        visited = sum(min(-(-(block + 1) * block_q // block_kv), table[-1]) for block in range(num_q))
+    fused = kernel == "dkv" and len(instruction.shapes) == 3  # gradients of keys, values and queries
+    num_matmuls = SPLASH_FUSED_BACKWARD if fused else SPLASH[kernel]
+    return 2.0 * num_matmuls * math.prod(arrays[0].dims) * arrays[1].dims[-2] * visited / (num_q * num_kv)
+
+
+def custom_target(instruction: Instruction) -> str:
+    """Returns the target of a custom call."""
+    return instruction.attribute(r'custom_call_target="([^"]*)"') or "?"
+
+
+def operand_shapes(instruction: Instruction, computation: Computation) -> list[Shape]:
+    """Returns the first array of each operand."""
+    found = [computation.instructions[name].shapes for name in instruction.operands if name in computation.instructions]
+    return [shapes[0] for shapes in found if shapes]
+
+
+def instruction_traffic(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
+    """Returns bytes by memory space: 0 HBM, 1 on-chip, 5 host. Control flow and `-done` count none."""
+    opcode = instruction.opcode
+    traffic: dict[int, float] = collections.defaultdict(int)
+    if opcode in FREE_OPCODES or opcode.endswith(("-done", "-update")):
+        return traffic
+    if opcode == "custom-call" and custom_target(instruction).startswith(MARKERS):
+        return traffic
+    names = list(dict.fromkeys(instruction.operands))
+    operands = [computation.instructions[name].shapes for name in names if name in computation.instructions]
+    if opcode in FUSIONS and len(instruction.called) == 1:
+        fused = module.computations[instruction.called[0]]
+        for number, parameter in fused.parameters.items():
+            if number < len(instruction.operands):
+                source = computation.instructions[instruction.operands[number]].shapes
+                add_traffic(traffic, source, read_bytes(module, fused, parameter))
+        # fusion-start prints ((operands), results, context)
+        results = instruction.shapes if opcode == "fusion" else instruction.elements[1]
+        for shape, written in zip(results, written_bytes(module, fused, results)):
+            traffic[shape.space] += written
+    elif opcode in ("copy-start", "slice-start"):  # (destination, source, context) or ((source), destination, context)
+        destination = instruction.elements[0 if opcode == "copy-start" else 1]
+        add_traffic(traffic, destination)
+        for shape in operands[0][:1]:
+            traffic[shape.space] += total_bytes(destination)
+    elif opcode in SLICERS:
+        add_traffic(traffic, instruction.shapes)
+        for shape in operands[0][:1]:
+            traffic[shape.space] += total_bytes(instruction.shapes)
+    elif opcode in ("dynamic-update-slice", "scatter"):  # in place: the update is read and written
+        update = operands[-1] if opcode == "scatter" else operands[1]
+        traffic[instruction.shapes[0].space] += 2 * total_bytes(update)
+    elif opcode.endswith("-start") or opcode in ("send", "recv"):
+        # Most have the type (operands, results); an all-reduce and a send have one side only.
+        add_traffic(traffic, instruction.shapes)
+        if opcode == "all-reduce-start":
+            for shapes in operands:
+                add_traffic(traffic, shapes)
+    else:
+        for shapes in [*operands, instruction.shapes]:
+            add_traffic(traffic, shapes)
+    return traffic
+
+
+def add_traffic(traffic: dict[int, float], shapes: tuple[Shape, ...], limit: float | None = None) -> None:
+    """Adds the bytes of arrays, or at most `limit` bytes of each."""
+    for shape in shapes:
+        traffic[shape.space] += shape.nbytes if limit is None else min(limit, shape.nbytes)
+
+
+def total_bytes(shapes: tuple[Shape, ...]) -> float:
+    """Returns bytes of several arrays."""
+    return math.fsum(shape.nbytes for shape in shapes)
+
+
+def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> float | None:
+    """Returns bytes that a fusion reads of a parameter that it only slices or updates in place; None: all of it."""
+    read, pending = 0.0, [parameter]
+    while pending:
+        current = pending.pop()
+        for user in inner.users[current.name]:
+            if user.opcode == "bitcast":
+                pending.append(user)
+            elif user.opcode in SLICERS and user.operands[0] == current.name:
+                read += total_bytes(user.shapes)
+            elif user.opcode == "dynamic-update-slice" and user.operands[0] == current.name:
+                continue  # overwritten in part, not read
+            elif user.opcode == "tuple":
+                continue  # forwarded
+            elif user.opcode == "fusion" and len(user.called) == 1:  # XLA:TPU nests fusions
+                nested = module.computations[user.called[0]]
+                positions = [i for i, name in enumerate(user.operands) if name == current.name]
+                nested_bytes = [read_bytes(module, nested, nested.parameters[i]) for i in positions]
+                if None in nested_bytes:
+                    return None
+                read += math.fsum(nbytes for nbytes in nested_bytes if nbytes is not None)
+            else:
+                return None
+    return read
+
+
+def written_bytes(module: Module, inner: Computation, shapes: tuple[Shape, ...]) -> list[float]:
+    """Returns bytes that a fusion writes of each result: the update, for one updated in place."""
+    root = inner.root
+    results = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    if len(results) != len(shapes):
+        return [shape.nbytes for shape in shapes]
+    written = []
+    for result, shape in zip(results, shapes):
+        while result.opcode in PASS_THROUGH and result.operands and result.operands[0] in inner.instructions:
+            result = inner.instructions[result.operands[0]]
+        if result.opcode == "dynamic-update-slice":
+            written.append(total_bytes(inner.instructions[result.operands[1]].shapes))
+        elif result.opcode == "fusion" and len(result.called) == 1 and len(result.shapes) == 1:
+            written.extend(written_bytes(module, module.computations[result.called[0]], (shape,)))
+        else:
+            written.append(0.0 if result.opcode == "parameter" else shape.nbytes)
+    return written

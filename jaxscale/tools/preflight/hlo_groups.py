@@ -1,0 +1,153 @@
+"""Replica groups of a collective, and the mesh axes and slices that they span."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxscale.tools.planning.links import Phase, Torus, group_lines, permute_links
+from jaxscale.tools.preflight.hlo_text import Instruction
+
+MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")
+IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+PAIRS = r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionLayout:
+    """The mesh that a program was compiled for: axis sizes, outermost first, and the slice of each position."""
+
+    mesh_shape: Mapping[str, int]
+    slice_of: tuple[int, ...]
+    positions: tuple[int, ...]  # of the program's partitions: all, or one slice's if compiled per slice
+    torus: Torus | None  # None: a switch joins the devices of a slice
+
+    @property
+    def size(self) -> int:
+        """Devices in the mesh."""
+        return math.prod(self.mesh_shape.values())
+
+    @property
+    def slice_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the slice changes."""
+        slices = np.array(self.slice_of).reshape(tuple(self.mesh_shape.values()))
+        return tuple(
+            name for number, name in enumerate(self.mesh_shape) if np.any(slices != slices.take([0], axis=number))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Extent of the groups of a collective."""
+
+    axes: tuple[str, ...]  # along which members of one group differ
+    size: int  # devices in a group
+    slices: int  # slices in a group
+    lines: tuple[Phase, ...] = ()  # links between members within a slice
+    chip_links: int = 1  # torus links per chip
+
+
+def make_layout(
+    mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, num_partitions: int | None, torus: Torus | None
+) -> PartitionLayout:
+    """Returns the layout. Raises ValueError if program, mesh and slices are inconsistent."""
+    size = math.prod(mesh_shape.values())
+    slices = tuple(slice_of) if slice_of is not None else (0,) * size
+    if len(slices) != size:
+        raise ValueError(f"slice_of names {len(slices)} devices, and the mesh {dict(mesh_shape)} has {size}")
+    # XLA:TPU compiles one slice's program for several slices; its device numbers then count within the slice.
+    first = tuple(position for position in range(size) if slices[position] == slices[0])
+    partitions = num_partitions or 1
+    if partitions not in (1, size, len(first)):
+        raise ValueError(f"the program has {partitions} partitions, and the mesh {dict(mesh_shape)} has {size} devices")
+    return PartitionLayout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)), torus)
+
+
+def read_span(instruction: Instruction, layout: PartitionLayout) -> Span:
+    """Returns the extent of a collective's replica groups or source-target pairs."""
+    is_permute = instruction.opcode.startswith("collective-permute")
+    if is_permute:
+        groups = np.array(ints(instruction.attribute(PAIRS) or ""), int).reshape(-1, 2)  # (source, target)
+    else:
+        groups = parse_groups(instruction.attributes, len(layout.positions))
+    if groups.size == 0:
+        return Span((), 1, 1)
+    if groups.max() >= len(layout.positions):
+        raise ValueError(f"a collective names device {groups.max()}, and the mesh has {dict(layout.mesh_shape)}")
+    positions = np.array(layout.positions)[groups]
+    slices = np.array(layout.slice_of)[positions]
+    axes, sizes = [], []
+    for (name, length), coordinate in zip(
+        layout.mesh_shape.items(), np.unravel_index(positions, tuple(layout.mesh_shape.values()))
+    ):
+        if np.any(coordinate != coordinate[:, :1]):
+            axes.append(name)
+            sizes.append(length)
+    same_slice = [row for row, ids in zip(positions.tolist(), slices.tolist()) if len(set(ids)) == 1]
+    if is_permute:
+        lines = permute_links(layout.torus, same_slice)
+    else:
+        lines = group_lines(layout.torus, positions[0][slices[0] == slices[0][0]].tolist())
+    chip_links = layout.torus.num_links if layout.torus else 1
+    size = math.prod(sizes) if is_permute else groups.shape[1]
+    return Span(tuple(axes), size, max(len(set(row)) for row in slices.tolist()), lines, chip_links)
+
+
+def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
+    """Returns the groups of a collective in any of XLA's formats, int[G, S]. Raises ValueError for an unknown one."""
+    if match := MESH_GROUPS.search(attributes):
+        return mesh_groups(match[1], match[2], match[3])
+    if match := IOTA_GROUPS.search(attributes):
+        return iota(match[2], match[3]).reshape(ints(match[1]))
+    if match := LISTED_GROUPS.search(attributes):
+        rows = [ints(row) for row in re.findall(r"\{([\d,]*)\}", match[1])]
+        if not rows:
+            return np.arange(num_devices).reshape(1, -1)  # empty: all devices
+        longest = max(map(len, rows))  # a shorter group repeats its last member, which moves nothing
+        return np.array([row + (row[-1],) * (longest - len(row)) for row in rows])
+    raise ValueError(f"unknown replica groups: {attributes[:120]}")
+
+
+def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:
+    """Returns groups along axes of XLA's mesh: `'a'=2,'b'=4` and `'b'`, or `'b':(2)2` for a part of an axis."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    used_axes = {name: (pre, size) for name, pre, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", used)}
+    split, grouped = [], []  # each axis as up to three factors: before, in and after the used part
+    for name, length in sizes.items():
+        if name not in used_axes:
+            parts = [(length, False)]
+        elif not used_axes[name][1]:
+            parts = [(length, True)]
+        else:
+            pre, size = map(int, used_axes[name])
+            parts = [(pre, False), (size, True), (length // (pre * size), False)]
+        for part, is_used in parts:
+            split.append(part)
+            grouped.append(is_used)
+    ids = device_order(device_ids, math.prod(split)).reshape(split)
+    order = [n for n, used in enumerate(grouped) if not used] + [n for n, used in enumerate(grouped) if used]
+    return ids.transpose(order).reshape(-1, math.prod(size for size, used in zip(split, grouped) if used))
+
+
+def device_order(device_ids: str | None, size: int) -> np.ndarray:
+    """Returns the devices of XLA's mesh in its order: an iota, `[4,2]T(1,0)`, or a list."""
+    if not device_ids:
+        return np.arange(size)
+    if match := re.fullmatch(r"(?:\[[\d,]+\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\)?)?", device_ids.strip()):
+        return iota(match[1], match[2]).reshape(-1)
+    return np.array(ints(device_ids))
+
+
+def iota(dims: str, permutation: str | None) -> np.ndarray:
+    """Returns 0, 1, 2, ... reshaped and transposed."""
+    shape = ints(dims)
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(ints(permutation)) if permutation else numbers
+
+
+def ints(text: str) -> tuple[int, ...]:
+    """Returns the numbers in `1,2,3`."""
+    return tuple(int(number) for number in re.findall(r"\d+", text))

@@ -1,0 +1,173 @@
+"""Number of runs of each computation in a step. XLA's cost analysis counts a loop's body once."""
+
+import re
+
+from jaxscale.tools.preflight.hlo_text import FUSIONS, Computation, Instruction, Module
+
+IDENTITY_OPS = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape", "optimization-barrier"}
+MAX_DEPTH = 64  # of operands: real chains are under 10
+
+# `carried value + constant` in a loop: (index of the carried value, or None for a constant; constant).
+Linear = tuple[int | None, int]
+
+
+def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
+    """Returns (runs of each computation per step, names of those inside fusions, loops with unreadable trip counts).
+
+    Such a loop counts as one trip. Branches of a conditional count by branch_shares.
+    """
+    runs = dict.fromkeys(module.computations, 0)
+    runs[module.entry] = 1
+    fused: set[str] = set()
+    unknown = 0
+    for name in reversed(module.computations):  # callers are printed after callees
+        for instruction in module.computations[name].instructions.values() if runs[name] else ():
+            times = runs[name]
+            if instruction.opcode == "while":
+                trips = count_trips(module, module.computations[name], instruction)
+                unknown += trips is None
+                times *= 1 if trips is None else trips
+            if instruction.opcode.endswith(("-done", "-update")):  # its start was counted
+                continue
+            shares = branch_shares(module, instruction)
+            for called in instruction.called:
+                if called in runs:
+                    runs[called] += round(times * shares.get(called, 1))
+                    if instruction.opcode in FUSIONS or name in fused:
+                        fused.add(called)
+    return runs, fused, unknown
+
+
+def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
+    """Returns {branch: the fraction of a conditional's runs that take it}; {} for anything else.
+
+    Known for one of two branches with a name `taken_N_of_M` (ops.attention.either, a pipeline's ticks). For any other
+    conditional, also inside such a branch, the branch with the most instructions is assumed to run: an upper bound.
+    """
+    if instruction.opcode != "conditional":
+        return {}
+    branches = instruction.called
+    share = re.search(r'op_name="[^"]*\btaken_(\d+)_of_(\d+)(?![^"]*/cond/)', instruction.attributes)
+    if share is None or len(branches) != 2:
+        size = lambda name: sum(len(one.instructions) for one in reachable(module, name))
+        largest = max(branches, key=size)
+        return {name: float(name == largest) for name in branches}
+    if_true = instruction.attribute(r"\btrue_computation=%?([\w.\-]+)") or branches[1]
+    fraction = int(share[1]) / int(share[2])
+    return {name: fraction if name == if_true else 1 - fraction for name in branches}
+
+
+def reachable(module: Module, name: str) -> list[Computation]:
+    """Returns a computation and all its callees."""
+    found, pending = {}, [name]
+    while pending:
+        current = module.computations.get(pending.pop())
+        if current is not None and current.name not in found:
+            found[current.name] = current
+            pending += [called for one in current.instructions.values() for called in one.called]
+    return list(found.values())
+
+
+def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:
+    """Returns the trips of a while loop: XLA's note, or from its condition, start and step; None if unknown.
+
+    A loop with a data-dependent length has its usual length in its name: `usually_N_trips/while`.
+    """
+    for pattern in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
+        if trips := loop.attribute(pattern):
+            return int(trips)
+    body, condition = (
+        module.computations.get(loop.attribute(rf"\b{key}=%?([\w.\-]+)") or "") for key in ("body", "condition")
+    )
+    if body is None or condition is None:
+        return None
+    test = follow_compare(module, condition)
+    if test is None:
+        return None
+    (index, shift), (limit_index, limit), direction = test
+    if index is None:  # the constant is on the left
+        (index, shift), (limit_index, limit) = (limit_index, limit), (index, shift)
+        direction = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(direction, direction)
+    if index is None or body.root.opcode != "tuple" or index >= len(body.root.operands):
+        return None
+    start = initial_value(module, caller, loop, index)
+    if limit_index is not None:  # a carried limit must be a constant that the body forwards
+        is_forwarded = linear(module, body, body.root.operands[limit_index]) == (limit_index, 0)
+        begin = initial_value(module, caller, loop, limit_index) if is_forwarded else None
+        if begin is None:
+            return None
+        limit += begin
+    step = linear(module, body, body.root.operands[index])
+    if start is None or step is None or step[0] != index or step[1] == 0:
+        return None
+    stride, start, limit = step[1], start + shift, limit + (direction in ("LE",)) - (direction in ("GE",))
+    if direction == "NE":
+        return (limit - start) // stride if (limit - start) % stride == 0 else None
+    if (direction in ("LT", "LE")) != (stride > 0) or direction == "EQ":
+        return None
+    return max(0, -(-(limit - start) // stride))
+
+
+def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Linear, str] | None:
+    """Returns both sides and the direction of a loop's condition, also inside a fusion."""
+    root, arguments = condition.root, None
+    if root.opcode in ("fusion", "call") and len(root.called) == 1:
+        arguments = [linear(module, condition, operand) for operand in root.operands]
+        condition = module.computations[root.called[0]]
+        root = condition.root
+    direction = root.attribute(r"direction=(\w+)")
+    if root.opcode != "compare" or direction is None:
+        return None
+    left, right = (linear(module, condition, operand, arguments) for operand in root.operands[:2])
+    return None if left is None or right is None else (left, right, direction)
+
+
+def initial_value(module: Module, caller: Computation, loop: Instruction, index: int) -> int | None:
+    """Returns the constant initial value of a loop's carried value, or None."""
+    before = caller.instructions.get(loop.operands[0])
+    if before is None or before.opcode != "tuple" or index >= len(before.operands):
+        return None
+    value = linear(module, caller, before.operands[index])
+    return value[1] if value and value[0] is None else None
+
+
+def linear(
+    module: Module,
+    computation: Computation,
+    name: str,
+    arguments: list[Linear | None] | None = None,
+    depth: int = MAX_DEPTH,
+) -> Linear | None:
+    """Returns a value as `carried value + constant`, or None. `arguments` are a fusion's."""
+    instruction = computation.instructions.get(name)
+    if instruction is None or depth == 0:
+        return None
+    resolve = lambda operand: linear(module, computation, operand, arguments, depth - 1)
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "constant":
+        match = re.fullmatch(r"\s*(-?\d+)\s*", instruction.operands_text)
+        return (None, int(match[1])) if match else None
+    if opcode == "parameter" and arguments is not None:
+        number = int(instruction.operands_text)
+        return arguments[number] if number < len(arguments) else None
+    if opcode == "get-tuple-element":
+        source = computation.instructions.get(operands[0])
+        index = int(instruction.attribute(r"index=(\d+)") or 0)
+        if source is not None and source.opcode == "parameter" and arguments is None:
+            return index, 0
+        return resolve(source.operands[index]) if source is not None and source.opcode == "tuple" else None
+    if opcode in IDENTITY_OPS:
+        return resolve(operands[0])
+    if opcode in ("add", "subtract"):
+        left, right = resolve(operands[0]), resolve(operands[1])
+        if left is None or right is None:
+            return None
+        if opcode == "subtract":
+            return (left[0], left[1] - right[1]) if right[0] is None else None
+        if left[0] is not None and right[0] is not None:
+            return None
+        return (right[0] if left[0] is None else left[0], left[1] + right[1])
+    if opcode in ("fusion", "call") and len(instruction.called) == 1:
+        inner = module.computations[instruction.called[0]]
+        return linear(module, inner, inner.root.name, [resolve(operand) for operand in operands], depth - 1)
+    return None

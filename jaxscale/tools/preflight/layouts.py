@@ -1,0 +1,113 @@
+"""Candidate meshes: sizes of all axes whose product is the number of devices, and pipeline chunks."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxscale import units
+from jaxscale.config import RunConfig
+from jaxscale.core.mesh_config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
+from jaxscale.core.models.config import BLOCKS
+from jaxscale.tools.planning.context import MIN_POSITIONS
+from jaxscale.tools.planning.fitting_mesh import MAX_TENSOR
+from jaxscale.tools.planning.stages import Stages
+
+MAX_PIPELINE = 32  # stages: more need more microbatches than batches have rows
+MAX_CHUNKS = 4  # per stage: each further one removes less than a fifth of the bubble, and sends as much again
+MAX_PADDING = 1.15  # layer slots of all stages over layers
+MIN_RUNS = 1  # chunk runs per stage: with fewer a stage is idle more than half of the time
+
+MeshSizes = dict[str, int]  # sizes by mesh axis, and 'chunks'
+
+
+def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterator[MeshSizes]:
+    """Yields every mesh with reasonable pipeline, context and expert sizes, those without these axes first.
+
+    With these axes, copies of the model (data) are limited to the number of slices: within a slice fsdp sends as little
+    and uses less memory.
+    """
+    inner = [
+        {"pipeline": pipeline, "expert": expert, "context": context, "tensor": tensor, "chunks": chunks}
+        for pipeline, chunks in stage_sizes(cfg, num_devices)
+        for expert in expert_sizes(cfg, num_devices)
+        for context in context_sizes(cfg, num_devices)
+        for tensor in units.divisors(num_devices)
+        if tensor <= MAX_TENSOR
+    ]
+    for sizes in inner:
+        inner_devices = math.prod(sizes[axis] for axis in ("pipeline", "expert", "context", "tensor"))
+        data_devices, remainder = divmod(num_devices, inner_devices)
+        divisor = sizes["tensor"] * (2 * sizes["context"] if sizes["context"] > 1 else 1)  # halves of a zigzag
+        if remainder or cfg.seq_len % divisor:
+            continue
+        is_simple = sizes["pipeline"] == sizes["context"] == sizes["expert"] == 1
+        for data in units.divisors(data_devices):
+            if is_simple or data in (1, num_slices):
+                yield sizes | {"data": data, "fsdp": data_devices // data}
+
+
+def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
+    """Returns [(stages, chunks of each)] for the layers of the model, without a pipeline first."""
+    layers, leading, sizes = cfg.model.layer_stacks.get(BLOCKS, 0), cfg.model.leading_layers, [(1, 1)]
+    if not layers or not cfg.model.scan_layers or cfg.optim.offload_params:
+        return sizes
+    for size, chunks in itertools.product(units.divisors(num_devices)[1:], (1, 2, MAX_CHUNKS)):
+        if size * chunks <= layers and size <= MAX_PIPELINE:
+            stages = Stages(size, layers, 1, chunks, leading_layers=leading)
+            if size * chunks * stages.chunk_work <= MAX_PADDING * (layers + leading):
+                sizes.append((size, chunks))
+    return sizes
+
+
+def expert_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
+    """Returns sizes of the expert axis that divide the experts equally; [1] for a dense model."""
+    experts = getattr(cfg.model, "experts", None)
+    return units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]
+
+
+def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
+    """Returns powers of two that divide a row into zigzag halves with enough positions per device."""
+    sizes, size = [1], 2
+    while num_devices % size == 0 and cfg.seq_len % (2 * size) == 0 and cfg.seq_len // size >= MIN_POSITIONS:
+        sizes.append(size)
+        size *= 2
+    return sizes if cfg.model.kind == "decoder" else [1]
+
+
+def microbatch_choices(cfg: RunConfig, layout: MeshSizes) -> list[int]:
+    """Returns numbers of microbatches that divide the rows of a batch, and that the stages can use."""
+    rows, size, chunks = cfg.rows_per_step, layout["pipeline"], layout["chunks"]
+    shards = layout["data"] * layout["fsdp"] * layout["expert"]
+    parts = [part for part in units.divisors(rows) if rows // part % shards == 0]
+    if size == 1:
+        return parts
+    return [part for part in parts if chunks * part >= MIN_RUNS * size and (chunks == 1 or part % size == 0)]
+
+
+def layout_settings(cfg: RunConfig, layout: MeshSizes) -> dict[str, Any]:
+    """Returns the settings of a mesh by dotted name. Settings for an axis of size 1 are reset."""
+    found: dict[str, Any] = {f"mesh.{axis}": layout[axis] for axis in MESH_AXES}
+    if layout["pipeline"] == 1:
+        found |= {f"pipeline.{name}": value for name, value in vars(PipelineConfig()).items()}
+    else:
+        found["pipeline.chunks"] = layout["chunks"]
+        found |= {"model.remat": "full", "model.remat_save": (), "model.remat_offload": ()}
+    for axis, default in (("context", ContextConfig()), ("expert", ExpertConfig())):
+        if layout[axis] == 1:
+            found |= {f"{axis}.{name}": value for name, value in vars(default).items()}
+    return found
+
+
+def schedules(cfg: RunConfig, layout: MeshSizes) -> list[str]:
+    """Returns candidate pipeline schedules: the config's, and those that save inputs of few microbatches.
+
+    Of these, 1f1b recomputes nothing for weight gradients, and zero_bubble has the smaller bubble.
+    """
+    return list(dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])) if layout["pipeline"] > 1 else []
+
+
+def axis_sizes_text(layouts: Sequence[MeshSizes]) -> str:
+    """Returns 'pipeline 1, 2, 4; data 1, 2; ...': the sizes of each axis among these meshes."""
+    sizes = {axis: sorted({layout[axis] for layout in layouts}) for axis in MESH_AXES}
+    return "; ".join(f"{axis} {', '.join(map(str, found))}" for axis, found in sizes.items() if len(found) > 1)

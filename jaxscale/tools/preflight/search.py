@@ -1,0 +1,343 @@
+"""Search over mesh axes, remat policies and microbatches: estimates every candidate, compiles the most promising."""
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
+
+from jaxscale import schema, units
+from jaxscale.build import Program
+from jaxscale.config import RunConfig
+from jaxscale.core.mesh import mesh_shape
+from jaxscale.core.mesh_config import MESH_AXES
+from jaxscale.core.models.config import RematName
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.memory import usable_memory
+from jaxscale.tools.planning.speed import StepEstimate, estimate_step
+from jaxscale.tools.planning.topology import Topology
+from jaxscale.tools.preflight.layouts import (
+    MeshSizes,
+    all_layouts,
+    axis_sizes_text,
+    layout_settings,
+    microbatch_choices,
+    schedules,
+)
+from jaxscale.tools.preflight.preflight import ahead_program
+from jaxscale.tools.preflight.roofline import Roofline
+from jaxscale.tools.preflight.step_report import Report
+
+PRIOR_SCALE = 0.5  # of estimated activations before any compilation: estimates tend to be too large
+MARGIN = 0.9  # of activations scaled by another candidate's
+MIN_EXPOSED = 1 / 3  # of estimated exposed communication: 38% to 72% of it remained in compiled programs (docs/plan.md)
+SAME_TIME = 1.01  # ratio of times that count as equal
+LAST_TRIES = 2  # of the smallest candidates, if no estimate fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """The config with changed settings."""
+
+    changes: dict[str, Any]  # by dotted name
+    cfg: RunConfig
+    estimate: StepEstimate
+
+    @property
+    def label(self) -> str:
+        """'mesh.tensor=2 model.remat=full', or 'unchanged'."""
+        return " ".join(f"{name}={setting_text(value)}" for name, value in self.changes.items()) or "unchanged"
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sort key of compilation: estimated time, time without overlap, number of changes, memory."""
+        overlapped, serial = self.estimate.cost
+        return bucket(overlapped), bucket(serial), len(self.changes), self.estimate.memory()
+
+
+Compile = Callable[[Candidate], Report]
+Tried = list[tuple[Candidate, Report]]
+
+
+def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], None] | None = None) -> list[Candidate]:
+    """Returns every mesh, with every remat policy and number of microbatches that is valid on it.
+
+    Reports the estimates.
+    """
+    layouts = list(all_layouts(cfg, len(topology.devices), topology.num_slices))
+    found = list(make_candidates(cfg, topology, layouts, [cfg.rules], [cfg.optim.offload_moments]))
+    if say and found:
+        meshes = len({tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES) for one in found})
+        choices = choices_text(found)
+        say(f"{len(found):,} candidates estimated, on {meshes:,} meshes ({axis_sizes_text(layouts)}){choices}")
+        for line in fastest_lines(found, usable_memory(topology)[0]):
+            say(line)
+    return found
+
+
+def choices_text(found: Sequence[Candidate]) -> str:
+    """Returns '; schedules 1f1b, zero_bubble; experts are gathered to rows, or sent rows', as far as applicable."""
+    staged = [one.cfg.pipeline.schedule for one in found if one.cfg.mesh.pipeline != 1]
+    forms = [one.estimate.exchange for one in found if one.estimate.exchange]
+    words = {"gather": "gathered to rows", "send": "sent rows"}
+    text = f"; schedules {', '.join(dict.fromkeys(staged))}" if staged else ""
+    return text + (f"; experts are {' or '.join(words[form] for form in dict.fromkeys(forms))}" if forms else "")
+
+
+def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
+    """Returns the fastest candidates by estimate: few large programs can be compiled in the given time."""
+    best = min(found, key=lambda one: one.estimate.cost)
+    fits = min((one for one in found if one.estimate.memory() <= usable), key=lambda one: one.order, default=None)
+    text = lambda one: f"{one.label}, {units.size(one.estimate.memory())}, {cost_text(one.estimate)}"
+    if fits is best:
+        return [f"the fastest estimate, which fits: {text(best)}"]
+    second = f"of those that fit: {text(fits)}" if fits else f"none fits into {units.size(usable)}"
+    return [f"the fastest estimate, whether it fits or not: {text(best)}", second]
+
+
+def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
+    """Returns changes that may make a config fit, including zero3 and offloaded moments."""
+    current = mesh_shape(cfg.mesh, len(topology.devices))
+    layouts = [
+        layout
+        for layout in all_layouts(cfg, len(topology.devices), topology.num_slices)
+        if layout["data"] in (1, current["data"]) and layout["pipeline"] in (1, current["pipeline"])
+    ]
+    rules = list(dict.fromkeys([cfg.rules, "zero3"]))
+    offload = list(dict.fromkeys([cfg.optim.offload_moments, True]))
+    return [found for found in make_candidates(cfg, topology, layouts, rules, offload) if found.changes]
+
+
+def make_candidates(
+    cfg: RunConfig,
+    topology: Topology,
+    layouts: Sequence[MeshSizes],
+    rules: Sequence[str],
+    offload: Sequence[bool],
+) -> Iterator[Candidate]:
+    """Yields candidates with their estimates, of all combinations that training accepts."""
+    current = mesh_shape(cfg.mesh, len(topology.devices))
+    # an axis of -1 still takes the remaining devices
+    free = {f"mesh.{axis}" for axis in MESH_AXES if getattr(cfg.mesh, axis) == -1}
+    for layout, rule, offload_moments in itertools.product(layouts, rules, offload):
+        requested = layout_settings(cfg, layout) | {"rules": rule, "optim.offload_moments": offload_moments}
+        unchanged = {f"mesh.{axis}" for axis in MESH_AXES if layout[axis] == current[axis]} | free
+        changes = changed(cfg, {name: value for name, value in requested.items() if name not in unchanged})
+        parts = microbatch_choices(cfg, layout)
+        if not parts or not (program := try_program(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
+            continue
+        schedule_settings = [{"pipeline.schedule": name} for name in schedules(cfg, layout)]
+        for settings in schedule_settings or remat_settings(cfg):
+            base = with_changes(cfg, changes | changed(cfg, settings))
+            for part in parts:
+                further = changed(cfg, settings | {"train.num_microbatches": part})
+                candidate_cfg = dataclasses.replace(base, train=dataclasses.replace(base.train, num_microbatches=part))
+                estimate = estimate_step(program.with_cfg(candidate_cfg), topology)
+                yield Candidate(changes | further, candidate_cfg, estimate)
+
+
+def try_program(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> Program | None:
+    """Returns the program of a changed config for an estimate, or None if training refuses it."""
+    try:  # compiler options do not change the estimate, and validating them costs a compilation
+        return ahead_program(with_changes(cfg, changes | {"compiler": {}}), topology)
+    except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
+        return None
+
+
+def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yields the settings of every remat policy; one that needs lists of names only as in the config."""
+    lists = {"model.remat_save": cfg.model.remat_save, "model.remat_offload": cfg.model.remat_offload}
+    yield {"model.remat": cfg.model.remat} | lists
+    for name in get_args(RematName):
+        if name not in ("save", cfg.model.remat):
+            unused = {"model.row_parts": 1} if name == "none" and cfg.model.row_parts > 1 else {}  # without remat
+            yield {"model.remat": name, "model.remat_save": (), "model.remat_offload": ()} | unused
+
+
+def with_changes(cfg: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """Returns the config with settings changed by dotted name."""
+    return schema.from_dict(RunConfig, schema.merge(schema.to_dict(cfg), changes))
+
+
+def changed(cfg: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns those settings that differ from the config's."""
+    return {name: value for name, value in settings.items() if operator.attrgetter(name)(cfg) != value}
+
+
+def unchanged_candidate(cfg: RunConfig, topology: Topology) -> Candidate:
+    """Returns the unchanged config with its estimate."""
+    return Candidate({}, cfg, estimate_step(ahead_program(cfg, topology), topology))
+
+
+def explore(
+    candidates: Sequence[Candidate],
+    known: Tried,
+    compile_one: Compile,
+    *,
+    seconds: float,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+    enough: int | None = None,
+) -> Tried:
+    """Compiles candidates, the best estimate first, until time is up or none is promising; returns all compiled ones.
+
+    Each compilation corrects the estimates of others. If no estimate fits, the smallest candidates are compiled. known:
+    results so far, returned first. enough: stop when this many fit.
+    """
+    begin, tries, tried = clock(), 0, list(known)
+    longest = max((report.lower_seconds + report.compile_seconds for _, report in known), default=0.0)
+    left = [one for one in candidates if all(one.changes != other.changes for other, _ in known)]
+    while left and (enough is None or len(fitting(tried)) < enough):
+        promising = [one for one in left if is_promising(one, tried, enough)]
+        if not promising and (fitting(tried) or tries == LAST_TRIES):
+            break
+        if clock() - begin + longest > seconds:
+            count = len(promising) or LAST_TRIES - tries
+            took = f"and the longest took {longest:.0f} s"
+            say(f"time is up ({seconds:.0f} s): {count} more could be compiled, {took}; --search_seconds gives more")
+            break
+        if promising:
+            chosen = min(promising, key=lambda one: one.order)
+        else:
+            tries += 1
+            chosen = min(left, key=lambda one: one.estimate.memory())
+        left.remove(chosen)
+        say(f"compiling {chosen.label} (estimate: {estimate_text(chosen, tried)})")
+        started = clock()
+        report = compile_one(chosen)
+        longest = max(longest, clock() - started)
+        tried.append((chosen, report))
+        say(f"  {outcome_text(report)}")
+    return tried
+
+
+def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
+    """True if a candidate may fit, and may be better than the compiled ones."""
+    usable = min((report.usable_bytes for _, report in tried), default=math.inf)
+    if one.estimate.memory(activation_scale(one, tried)) > usable:
+        return False
+    for other, report in tried:
+        if not report.fits and needs_as_much(one, other):
+            return False
+        if report.fits and enough and other.changes.items() <= one.changes.items():
+            return False  # a superset of a change that fits
+    best = winner(tried)
+    least = one.estimate.least_s + MIN_EXPOSED * one.estimate.exposed_s
+    return bool(enough) or best is None or least <= bounds_of(best[1]).at_least_s * SAME_TIME
+
+
+def activation_scale(one: Candidate, tried: Tried) -> float:
+    """Returns the expected ratio of a candidate's activations to their estimate, from compiled candidates.
+
+    From the last one with the same remat policy, pipeline and expert exchange, otherwise the last of any, otherwise a
+    prior.
+    """
+    measured = [
+        (other, report.peak_bytes)
+        for other, report in tried
+        if report.peak_bytes is not None and other.estimate.activation_bytes
+    ]
+    kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.estimate.exchange)
+    same_kind = [pair for pair in measured if kind(pair[0]) == kind(one)]
+    if not measured:
+        return PRIOR_SCALE
+    other, peak_bytes = (same_kind or measured)[-1]
+    return MARGIN * max(0, peak_bytes - other.estimate.state_bytes) / other.estimate.activation_bytes
+
+
+def needs_as_much(one: Candidate, failed: Candidate) -> bool:
+    """True if a candidate differs from one that did not fit only by fewer microbatches."""
+    parts = "train.num_microbatches"
+    other_changes = lambda candidate: {name: value for name, value in candidate.changes.items() if name != parts}
+    fewer = one.cfg.train.num_microbatches <= failed.cfg.train.num_microbatches
+    return fewer and other_changes(one) == other_changes(failed)
+
+
+def fitting(tried: Tried) -> Tried:
+    """Returns those that fit."""
+    return [pair for pair in tried if pair[1].fits]
+
+
+def ranked(tried: Tried) -> Tried:
+    """Returns the best first: fitting ones by roofline, then the others by peak memory."""
+    return sorted(tried, key=rank)
+
+
+def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
+    """Sort key, the best first. Times within 1% are equal; then time without overlap, then memory."""
+    _, report = pair
+    if not report.fits:
+        return (1, report.peak_bytes or math.inf)
+    bounds = bounds_of(report)
+    assert report.peak_bytes is not None, "a step fits only if its peak is known"
+    return (0, bucket(bounds.at_least_s), bounds.serial_s, report.peak_bytes)
+
+
+def bounds_of(report: Report) -> Roofline:
+    """Returns the roofline of a step that fits."""
+    assert report.roofline is not None, "a step that fits was compiled, and make_report gives it a roofline"
+    return report.roofline
+
+
+def winner(tried: Tried) -> tuple[Candidate, Report] | None:
+    """Returns the best that fits, or None."""
+    return min(fitting(tried), key=rank, default=None)
+
+
+def winner_lines(tried: Tried) -> list[str]:
+    """Returns the time of the best by part, compared with the next and the unchanged config."""
+    best, *others = fitting(ranked(tried))
+    lines = [f"{best[0].label} wins: {breakdown_text(bounds_of(best[1]))}"]
+    unchanged = [pair for pair in tried if not pair[0].changes and pair is not best]
+    for one, report in [*(pair for pair in others[:1] if pair[0].changes), *unchanged]:
+        name = f"next, {one.label}" if one.changes else "the unchanged config"
+        lines.append(f"{name}: {breakdown_text(bounds_of(report)) if report.fits else 'does not fit'}")
+    return lines
+
+
+def breakdown_text(line: Roofline) -> str:
+    """Returns 'at least 12 ms a step: matmuls 9 ms, bubble 1 ms, exposed communication 2 ms'."""
+    exposed = sum(line.exposed_s.values())
+    parts = [("matmuls", line.compute_s), ("bubble", line.bubble_s), ("exposed communication", exposed)]
+    text = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
+    return f"at least {line.at_least_s * 1e3:.4g} ms a step: {text or 'no counted work'}"
+
+
+def cost_text(estimate: StepEstimate) -> str:
+    """Returns '12 ms: matmuls 9 ms, pipeline idle 1 ms, exposed communication 2 ms'."""
+    compute, idle, exposed = estimate.compute_s, estimate.idle_s, estimate.exposed_s
+    parts = [("matmuls", compute), ("pipeline idle", idle), ("exposed communication", exposed)]
+    text = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
+    return f"{estimate.cost[0] * 1e3:.4g} ms: {text}"
+
+
+def bucket(seconds: float) -> int:
+    """Returns the time in steps of SAME_TIME."""
+    return round(math.log(max(seconds, 1e-12)) / math.log(SAME_TIME))
+
+
+def estimate_text(candidate: Candidate, tried: Tried) -> str:
+    """Returns '12 ms, 20.1 GiB'."""
+    memory = candidate.estimate.memory(activation_scale(candidate, tried))
+    return f"{candidate.estimate.cost[0] * 1e3:.4g} ms, {units.size(memory)}"
+
+
+def outcome_text(report: Report) -> str:
+    """Returns 'fits: 20.1 GiB, at least 13 ms' or 'does not fit: 40.2 GiB'."""
+    size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than available"
+    if not report.fits:
+        return f"does not fit: {size}"
+    return f"fits: {size}, at least {bounds_of(report).at_least_s * 1e3:.4g} ms a step"
+
+
+def override_lines(changes: dict[str, Any]) -> list[str]:
+    """Returns '--config.mesh.tensor=2' per change, without spaces, so that a shell may split them."""
+    return [f"--config.{name}={setting_text(value)}" for name, value in changes.items()]
+
+
+def setting_text(value: Any) -> str:
+    """Returns a value as the command line reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(tuple(value)).replace(" ", "") if isinstance(value, (tuple, list)) else str(value)

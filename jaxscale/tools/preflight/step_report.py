@@ -1,0 +1,214 @@
+"""Report of a compiled step, as tables and as plain data. Pure: facts in, text out."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import units
+from jaxscale.tools.planning.memory import MemoryRow
+from jaxscale.tools.preflight.compiled import Shortage
+from jaxscale.tools.preflight.hlo import Collective
+from jaxscale.tools.preflight.overlap_table import CollectiveRow, overlap_line
+from jaxscale.tools.preflight.roofline import Roofline
+from jaxscale.units import INDENT, table
+
+LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # within and between domains of fast links
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind along the same axes, of one device and step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    fast_bytes: float  # sent on ICI or NVLink
+    slow_bytes: float  # sent on DCN, or a network between hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Result of preflight."""
+
+    config: str
+    topology: str
+    platform: str
+    chip: str
+    num_devices: int
+    num_hosts: int
+    num_slices: int
+    layout: str  # the mesh as text
+    settings: dict[str, Any]  # that affect memory and speed
+    memory: tuple[MemoryRow, ...]  # on the device
+    host_bytes: int  # in host memory, per device
+    peak_bytes: int | None  # of arguments, results and temporaries; None if unknown
+    code_bytes: int  # in addition to the peak; 0 if unknown
+    chip_bytes: int
+    usable_bytes: int
+    usable_why: str
+    shortage: Shortage | None
+    compiled_flops: float | None  # of one device and step
+    model_flops: float
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[CollectiveRow, ...]  # in the order of the program
+    roofline: Roofline | None
+    notes: tuple[str, ...]  # limits of the figures
+    lower_seconds: float
+    compile_seconds: float
+    versions: dict[str, str]
+    date: str
+    kept: bool
+    pipeline: str = ""  # its schedule as text
+
+    @property
+    def fits(self) -> bool:
+        """True if the step was compiled, and its peak and code are within the usable memory."""
+        return self.shortage is None and self.left_bytes is not None and self.left_bytes >= 0
+
+    @property
+    def left_bytes(self) -> int | None:
+        """Free bytes of each device; negative if it is too small."""
+        return None if self.peak_bytes is None else self.usable_bytes - self.peak_bytes - self.code_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        found: dict[str, Any] = dataclasses.asdict(self) | {"fits": self.fits}
+        if self.roofline is not None:
+            del found["roofline"]["played"]  # in the rows of collectives
+        return found
+
+
+def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
+    """Returns one row per kind and axes, the most bytes first."""
+    rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for one in collectives:
+        row = rows.setdefault((one.kind, one.axes), [0, 0.0, 0.0])
+        row[0] += one.times
+        row[1] += one.times * (one.wire_bytes - one.dcn_bytes)
+        row[2] += one.times * one.dcn_bytes
+    found = [Traffic(kind, axes, int(times), fast, slow) for (kind, axes), (times, fast, slow) in rows.items()]
+    return tuple(sorted(found, key=lambda row: -(row.fast_bytes + row.slow_bytes)))
+
+
+def report_lines(report: Report) -> list[str]:
+    """Returns the whole report as text."""
+    machine = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
+    slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
+    lines = [f"{report.config} on {report.topology}: {machine}{slices}; mesh {report.layout}"]
+    lines.append(INDENT + " ".join(f"{name}={value}" for name, value in report.settings.items()))
+    lines += [f"{INDENT}pipeline: {report.pipeline}"] if report.pipeline else []
+    lines += ["", *memory_lines(report)]
+    if report.compiled_flops is not None:
+        lines += ["", *flops_lines(report), "", *traffic_lines(report)]
+    if report.roofline is not None:
+        lines += ["", *roofline_lines(report)]
+    lines += [f"note: {note}" for note in report.notes]
+    return [*lines, "", compiled_line(report), verdict_line(report)]
+
+
+def memory_lines(report: Report) -> list[str]:
+    """Returns memory of one device by kind, and the usable memory."""
+    rows = [(row.kind, units.size(row.num_bytes), row.source) for row in report.memory]
+    if report.peak_bytes is not None:
+        share = report.peak_bytes / report.usable_bytes
+        rows.append(("peak", units.size(report.peak_bytes), f"{share:.0%} of {units.size(report.usable_bytes)}"))
+    if report.code_bytes:
+        rows.append(("code", units.size(report.code_bytes), "as compiled, in addition to the peak"))
+    lines = ["memory of one device", *table(rows, right=(1,))]
+    lines.append(f"{INDENT}{report.chip} has {units.size(report.chip_bytes)}: {report.usable_why}")
+    if report.host_bytes:
+        lines.append(f"{INDENT}and {units.size(report.host_bytes)} per device in host memory")
+    if report.shortage is not None:
+        lines.append(f"{INDENT}the compiler: {report.shortage.said}")
+        if report.shortage.largest:
+            lines.append(f"{INDENT}its largest arrays")
+            largest = [(units.size(size), shape) for size, shape in report.shortage.largest[:5]]
+            lines += [INDENT + line for line in table(largest, right=(0,))]
+    return lines
+
+
+def flops_lines(report: Report) -> list[str]:
+    """Returns FLOPs as compiled and by the model's formula."""
+    assert report.compiled_flops is not None, "the report has facts"
+    excess = report.compiled_flops / report.model_flops - 1
+    rows = [
+        ("as compiled", f"{report.compiled_flops / 1e12:,.4g} TFLOP", "matmuls, times loop trips"),
+        ("by the model's formula", f"{report.model_flops / 1e12:,.4g} TFLOP", f"difference: {excess:+.1%}"),
+    ]
+    return ["floating-point operations of one device and step", *table(rows, right=(1,))]
+
+
+def traffic_lines(report: Report) -> list[str]:
+    """Returns bytes sent, by kind and axes."""
+    if not report.traffic:
+        return ["no communication"]
+    fast, slow = LINKS.get(report.platform, ("fast", "slow"))
+    rows: list[tuple[str, ...]] = [("kind", "mesh axes", "times", f"{fast} MB", f"{slow} MB")]
+    for row in report.traffic:
+        sizes = (f"{row.fast_bytes / 1e6:,.1f}", f"{row.slow_bytes / 1e6:,.1f}")
+        rows.append((row.kind, ",".join(row.axes) or "none", f"{row.times:,}", *sizes))
+    sums = [sum(getattr(row, name) for row in report.traffic) / 1e6 for name in ("fast_bytes", "slow_bytes")]
+    rows.append(("all", "", f"{sum(row.times for row in report.traffic):,}", *(f"{number:,.1f}" for number in sums)))
+    return ["sent by one device in a step", *table(rows, right=(2, 3, 4))]
+
+
+def roofline_lines(report: Report) -> list[str]:
+    """Returns the lower bound of a step's time, by part."""
+    roofline = report.roofline
+    assert roofline is not None, "the report has a roofline"
+    rows = [("matmuls", milliseconds(roofline.compute_s), ""), ("device memory", milliseconds(roofline.hbm_s), "")]
+    for name, seconds in roofline.links_s.items():
+        exposed = roofline.exposed_s.get(name, 0.0)
+        rows.append(
+            (f"link {name}", milliseconds(seconds), f"{milliseconds(exposed)} of it exposed" if exposed else "")
+        )
+    if roofline.bubble:
+        rows.append(("bubble", milliseconds(roofline.bubble_s), f"{roofline.bubble} of the stages' time"))
+    rows += [
+        ("at least, in program order", milliseconds(roofline.at_least_s), "matmuls and exposed communication"),
+        ("full overlap (the longest)", milliseconds(roofline.overlapped_s), "if the order allowed it"),
+        ("no overlap (the sum)", milliseconds(roofline.serial_s), ""),
+    ]
+    lines = ["roofline: lower bound of a step at the chip's peak rates, nothing measured", *table(rows, right=(1,))]
+    if report.collectives:
+        lines.append(f"{INDENT}{overlap_line(report.collectives)}")
+    lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}")
+    return lines
+
+
+def compiled_line(report: Report) -> str:
+    """Returns time and versions of the compilation."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    took = f"{report.compile_seconds:.1f} s (and {report.lower_seconds:.1f} s to trace)"
+    if report.kept:
+        return f"cached result of {report.date}, compiled in {took}: {versions}"
+    return f"compiled in {took}: {versions}"
+
+
+def verdict_line(report: Report) -> str:
+    """Returns 'go: ...' or 'no-go: ...'."""
+    if report.fits and report.left_bytes is not None:
+        return f"go: {units.size(report.left_bytes)} of each device are free"
+    if report.shortage is not None and report.shortage.space != "hbm":
+        return f"no-go: the on-chip memory {report.shortage.space} is too small"
+    if report.left_bytes is None:
+        return "no-go: the compiler found too little memory"
+    return f"no-go: {units.size(-report.left_bytes)} of each device are missing"
+
+
+def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
+    """Returns a table with a row per (label, report), for a search."""
+    rows: list[tuple[str, ...]] = [("settings", "peak", "at least", "sum", "MFU at most", "compiled in", "")]
+    for label, report in reports:
+        line = report.roofline
+        times = (milliseconds(line.at_least_s), milliseconds(line.serial_s)) if line else ("", "")
+        mfu = f"{line.mfu_ceiling:.1%}" if line else ""
+        peak = units.size(report.peak_bytes) if report.peak_bytes is not None else "too large"
+        took = "cached" if report.kept else f"{report.compile_seconds:.0f} s"
+        rows.append((label, peak, *times, mfu, took, "fits" if report.fits else "does not fit"))
+    return table(rows, right=(1, 2, 3, 4, 5))
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns '12.3 ms'."""
+    return f"{seconds * 1e3:,.4g} ms"

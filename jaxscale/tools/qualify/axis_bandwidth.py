@@ -1,0 +1,233 @@
+"""Measures the bandwidth of each mesh axis and finds slow hosts, for `jaxscale bench collectives`."""
+
+import datetime
+import os
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import schema, units
+from jaxscale.core.axes.torus import link_stages, scatter_along
+from jaxscale.core.hardware import Chip, Device, find_chip
+from jaxscale.core.mesh import crossed_groups, make_mesh, mesh_layout
+from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.qualify.products import product_seconds
+from jaxscale.tools.qualify.timing import Timed, timed
+
+MIB = 2**20
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
+SLOW = 1.25  # times the median; smaller differences are normal between machines of one kind
+NAME_BYTES = 64  # maximum length of a hostname, gathered as a uint8 array
+MEASURES = ("product", "copy", "permute")  # two local operations of each process, and one exchange with its neighbours
+
+
+def read_mesh(arguments: Arguments) -> MeshConfig:
+    """Returns the mesh of --config with --config.mesh.AXIS=N applied; by default all devices are along fsdp."""
+    if arguments.config:
+        return config_file.load_config(arguments.config, arguments.overrides).mesh
+    if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
+        raise BadInput(f"--config.{other[0]} needs --config=FILE; without one there is --config.mesh.AXIS=N only")
+    values = {name.removeprefix("mesh."): value for name, value in arguments.overrides.items()}
+    return schema.from_dict(MeshConfig, values, "mesh")
+
+
+def read_sizes(text: str) -> list[int]:
+    """Returns sizes in bytes from a list in MiB such as '1,16'."""
+    try:
+        sizes = [round(float(part) * MIB) for part in text.split(",")]
+    except (ValueError, OverflowError):  # OverflowError: inf
+        sizes = []
+    if not sizes or min(sizes) < 1024:
+        raise BadInput(f"--megabytes={text} must be sizes in MiB with commas between, such as 1,16,256")
+    return sizes
+
+
+def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats: int) -> dict[str, Any]:
+    """Returns the record of --json: time and bandwidth of each collective, size and axis, and times of each process.
+
+    Calls run one at a time, each timed until its result is ready. The reported time is the median of `repeats` calls,
+    maximized over processes. bytes_per_s counts the bytes that one device sends: for an array of S bytes over k
+    devices, S (k - 1) / k for all-gather and reduce-scatter, twice that for all-reduce, and S for a permute to the
+    next device.
+    """
+    mesh = make_mesh(cfg)
+    device = mesh.devices.flat[0]
+    chip = find_chip(device.device_kind)
+    rows = measure_axes(mesh, KINDS, sizes or default_sizes(device), repeats)
+    processes = measure_processes(mesh, repeats)
+    return {
+        "mesh": mesh_layout(mesh),
+        "devices": f"{mesh.size} x {device.device_kind}",
+        "num_processes": jax.process_count(),
+        "chip": None if chip is None else chip.name,
+        "table_source": None if chip is None else chip.links_source,
+        "repeats": repeats,
+        "collectives": rows,
+        "processes": processes,
+        "slow": slow_ones(processes),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def default_sizes(device: Device) -> list[int]:
+    """Returns the default array sizes in bytes, smaller on CPU."""
+    return [MIB, 4 * MIB, 16 * MIB] if device.platform == "cpu" else [MIB, 16 * MIB, 256 * MIB]
+
+
+def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Returns a row for each axis with several devices, each kind and size; see measure_collectives."""
+    rows = []
+    chip, (kind, groups) = find_chip(mesh.devices.flat[0].device_kind), crossed_groups(mesh)
+    for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
+        for what in kinds:
+            for size in sizes:
+                size = max(1, size // (4 * mesh.size)) * 4 * mesh.size  # whole float32 values on every device
+                local_time = time_collective(mesh, axis, what, size, repeats)
+                median, low, high = gathered(np.array(local_time[:3])).max(axis=0).tolist()
+                rows.append(
+                    {
+                        "axis": axis,
+                        "devices": mesh.shape[axis],
+                        "collective": what,
+                        "bytes": size,
+                        "seconds": median,
+                        "seconds_range": [low, high],
+                        "bytes_per_s": wire_bytes(what, size, mesh.shape[axis]) / median,
+                        "table_bytes_per_s": link_figure(chip, crosses=groups[axis] > 1),
+                        "link": f"between {kind}s" if groups[axis] > 1 else f"within one {kind}",
+                    }
+                )
+    return rows
+
+
+def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns a jitted f(x) that runs one collective along the axis on x [devices, numbers], one row per device."""
+    size = mesh.shape[axis]
+
+    def own(x_1n: jax.Array) -> jax.Array:
+        if what == "all-gather":
+            return jax.lax.all_gather(x_1n, axis, axis=1, tiled=True)
+        if what == "reduce-scatter":
+            return scatter_along(x_1n, axis, 1, link_stages(mesh, axis))  # the same implementation as in training
+        if what == "all-reduce":
+            return jax.lax.psum(x_1n, axis)
+        return jax.lax.ppermute(x_1n, axis, [(n, (n + 1) % size) for n in range(size)])
+
+    row = P(MESH_AXES, None)
+    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=row, out_specs=row, check_vma=False))
+
+
+def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> Timed:
+    """Times one collective over arrays of `size` bytes, in this process."""
+    f = make_collective(mesh, axis, what)
+    numbers = own_numbers(what, size, mesh.shape[axis])
+    place = NamedSharding(mesh, P(MESH_AXES, None))
+    x = jax.jit(lambda: jnp.ones((mesh.size, numbers), jnp.float32), out_shardings=place)()
+    return timed(lambda: f(x), repeats)
+
+
+def own_numbers(what: str, size: int, devices: int) -> int:
+    """Returns the float32 inputs per device for which the larger of input and output has `size` bytes."""
+    return size // 4 // (devices if what == "all-gather" else 1)
+
+
+def wire_bytes(what: str, size: int, devices: int) -> float:
+    """Returns the bytes that one device sends for an array of `size` bytes, with an optimal ring algorithm."""
+    return size * {"all-reduce": 2 * (devices - 1) / devices, "permute": 1.0}.get(what, (devices - 1) / devices)
+
+
+def link_figure(chip: Chip | None, *, crosses: bool) -> float | None:
+    """Returns the chip table's bytes/s out of one device: over all fast links, or between slices or nodes."""
+    if chip is None:
+        return None
+    return chip.dcn_bandwidth if crosses else chip.ici_bandwidth
+
+
+def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
+    """Returns each process's host, and its seconds for a matrix product, a host-to-device copy and a permute.
+
+    Product and copy are those of the slowest local device, and identify a slow host. The time of a collective does
+    not, since all processes wait for the slowest one.
+    """
+    axis = max(MESH_AXES, key=lambda axis: mesh.shape[axis])
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    product, copy = zip(*[time_device(device, repeats) for device in local])
+    permute = time_collective(mesh, axis, "permute", MIB, repeats).median if mesh.size > 1 else 0.0
+    name = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    names = gathered(np.frombuffer(name, np.uint8))
+    times = gathered(np.array([max(product), max(copy), permute]))
+    return [
+        {"process": n, "host": bytes(names[n]).rstrip(b"\0").decode(errors="replace")}
+        | {f"{measure}_s": float(seconds) for measure, seconds in zip(MEASURES, times[n])}
+        for n in range(jax.process_count())
+    ]
+
+
+def time_device(device: Device, repeats: int) -> tuple[float, float]:
+    """Returns (seconds of a matrix product on this device, seconds of a copy of 16 MiB to it)."""
+    rows = np.ones((16 * MIB // 4,), np.float32)
+    copy = timed(lambda: jax.device_put(rows, device), repeats)
+    return product_seconds(device, repeats), copy.median
+
+
+def gathered(value: np.ndarray | float) -> np.ndarray:
+    """Returns [processes, ...], the values of all processes. Sent as bytes, as JAX would round float64 to float32."""
+    value = np.array(value, ndmin=1)
+    rows = multihost_utils.process_allgather(value.view(np.uint8))
+    return np.asarray(rows).reshape(jax.process_count(), -1).view(value.dtype)
+
+
+def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns a line with host, measure and ratio for each process that is slower than SLOW times the median.
+
+    With an even number of processes the lower median is used: of two processes, the faster one.
+    """
+    found = []
+    for measure in MEASURES:
+        usual = statistics.median_low(process[f"{measure}_s"] for process in processes)
+        for process in processes:
+            if process[f"{measure}_s"] > SLOW * usual:
+                times = process[f"{measure}_s"] / usual
+                found.append(f"{process['host']} (process {process['process']}): its {measure} takes {times:.2f} times")
+    return found
+
+
+def collective_lines(record: dict[str, Any]) -> list[str]:
+    """Formats the record for a terminal."""
+    lines = [
+        f"{record['devices']}, {record['num_processes']} process(es), mesh {record['mesh']}; median of "
+        f"{record['repeats']} calls; GB/s is what one device sends"
+    ]
+    if not record["collectives"]:
+        lines.append("  one device has nothing to exchange")
+    for row in record["collectives"]:
+        table = row["table_bytes_per_s"]
+        comparison = f"of {table / 1e9:g} GB/s in the chip table" if table else "the chip table has no figure"
+        lines.append(
+            f"  {row['axis']:8} x {row['devices']:<5} {row['collective']:15} {units.size(row['bytes']):>9}  "
+            f"{row['seconds'] * 1e3:9.3f} ms  {row['bytes_per_s'] / 1e9:9.3f} GB/s {row['link']}; {comparison}"
+        )
+    if record["table_source"]:
+        lines.append(f"  the table's figure is for all links of a device together: {record['table_source']}")
+    for process in record["processes"]:
+        lines.append(
+            f"  process {process['process']} on {process['host']}: slowest device {process['product_s'] * 1e3:.3f} ms "
+            f"for products, {process['copy_s'] * 1e3:.3f} ms for 16 MiB from the host; "
+            f"permute of 1 MiB {process['permute_s'] * 1e3:.3f} ms"
+        )
+    if record["num_processes"] > 1:
+        lines += [f"  slow: {line} the median" for line in record["slow"]] or ["  no host is slow"]
+    return lines

@@ -1,0 +1,227 @@
+"""Measures speed, memory and overlap of a training step that fits, and compares them with the compiler's estimates."""
+
+import dataclasses
+import datetime
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxscale import schema, units
+from jaxscale.build import Program, make_program
+from jaxscale.config import RunConfig
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.hosts.agree import agreed, gathered, in_all, next_key
+from jaxscale.runtime.monitor.machine import memory_metrics
+from jaxscale.runtime.monitor.runinfo import versions
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.check import device_bytes
+from jaxscale.tools.planning.fitting_mesh import UNCOUNTED
+from jaxscale.tools.planning.measured import Measured
+from jaxscale.tools.planning.memory import memory_need
+from jaxscale.tools.planning.topology import Topology, link_domains
+from jaxscale.tools.preflight.compiled import Compiled, installed_versions, read_executable
+from jaxscale.tools.preflight.preflight import make_report
+from jaxscale.tools.preflight.step_report import Report
+from jaxscale.tools.qualify.kernels import compute_dtype
+from jaxscale.tools.qualify.overlap import overlap_figures
+from jaxscale.tools.qualify.result import Figure, Machine, Probe, first_words
+from jaxscale.tools.qualify.step import COMMON, SPECS, logit_variance, loss_problem, random_batches, run_step
+
+# Llama in TinyLlama's shape (arXiv:2401.02385) with head_dim 128, and smaller models for devices with less memory.
+WIDTHS = {
+    "1B": dict(num_layers=22, embed_dim=2048, num_heads=16, num_kv_heads=4, mlp_dim=5632),
+    "0.4B": dict(num_layers=22, embed_dim=1152, num_heads=9, num_kv_heads=3, mlp_dim=3072),
+    "0.1B": dict(num_layers=12, embed_dim=768, num_heads=6, num_kv_heads=2, mlp_dim=2048),
+}
+MOST_SHARDS = 128  # of each parameter; divides every width. With more devices, parameters are replicated.
+SEQ_LEN, VOCAB_SIZE, HEAD_DIM = 4096, 32_768, 128
+# (rows per device, remat), the fastest first: no recomputation, then more recomputation, then fewer rows.
+WAYS = [(8, "none"), (4, "none"), (8, "minimal"), (4, "minimal"), (2, "none"), (4, "full"), (1, "full")]
+USABLE = 0.9  # share of device memory; leaves room for errors of the estimate, the compiler and other probes
+WARMUP, LEAST_STEPS, MOST_STEPS, TRACED_STEPS = 2, 3, 20, 3
+BY_6N = "MFU, counted as 6 FLOPs a parameter and token alone"  # omits attention and counts the embedding lookup
+TIMED_SHARE = 1 / 8  # of the time limit of all probes
+
+
+def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
+    """Measures the largest model of WIDTHS that fits. Returns its probe and the record that `jaxscale plan` reads.
+
+    The figures are tokens/s, MFU, memory and overlap. The record is None if no model fits.
+    """
+    for name, cfg in candidates(machine):
+        compiled = in_all(lambda cfg=cfg: compile_step(cfg, machine), machine.wait_seconds)
+        in_all_processes = gathered(next_key("fits"), compiled is not None, made_of=all)
+        if compiled is not None and in_all_processes:
+            return measure_program(name, *compiled, machine)
+    return Probe(name="step", problem="no step of the smallest model fits into the memory of a device"), None
+
+
+def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None:
+    """Returns (program, compiled step) of the config; None if it does not fit in device memory."""
+    program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), machine.devices)
+    if not fits(program, machine):
+        return None
+    try:
+        return program, program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return None  # the compiler's analysis overrides the estimate
+
+
+def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
+    """Yields (name, config) to try, the largest and fastest first; on CPU only spec T of `bench step`.
+
+    If machine.own_model is set, it is the only one.
+    """
+    if machine.own_model is not None:
+        yield machine.own_model
+        return
+    number = len(machine.devices)
+    fsdp = math.gcd(number, MOST_SHARDS)
+    shared = COMMON | {"rules": "zero3", "mesh.fsdp": fsdp, "mesh.data": number // fsdp}
+    if machine.on_cpu:
+        rows = {"batch_tokens": f"{max(16, 2 * number)} rows"}
+        yield "T", schema.from_dict(RunConfig, schema.merge(SPECS["T"], shared | rows))
+        return
+    shared |= {"model.compute_dtype": compute_dtype(machine), "model.head_dim": HEAD_DIM}
+    for name, width in WIDTHS.items():
+        for rows, remat in WAYS:
+            model = dict(width, vocab_size=VOCAB_SIZE, remat=remat)
+            values = dict(seq_len=SEQ_LEN, batch_tokens=rows * number * SEQ_LEN, model=model)
+            yield name, schema.from_dict(RunConfig, schema.merge(values, shared))
+
+
+def fits(program: Program, machine: Machine) -> bool:
+    """True if the memory estimate is within USABLE of the devices' memory, or if that is unknown."""
+    memory_bytes = device_bytes(list(machine.devices))
+    return memory_bytes is None or memory_need(program).total <= USABLE * memory_bytes
+
+
+def measure_program(name: str, program: Program, executable: Any, machine: Machine) -> tuple[Probe, Measured]:
+    """Runs a compiled step. Returns its probe and the record that `jaxscale plan` reads."""
+    run = Run(program, executable)
+    before = device_peak()
+    run.steps(WARMUP + 1)
+    wanted = machine.seconds * TIMED_SHARE / run.seconds[-1]
+    number = agreed(lambda: int(min(max(wanted, LEAST_STEPS), MOST_STEPS)))
+    run.steps(number)
+    timed, peak = run.seconds[-number:], device_peak()
+    report = describe(name, program, executable, machine)
+    figures = [*speed_figures(program.cfg, timed, report, machine), *memory_figures(before, peak, report, machine)]
+    try:
+        overlap, notes = overlap_figures(executable.as_text(), lambda: run.steps(TRACED_STEPS))
+    except (BadInput, OSError, RuntimeError) as error:
+        overlap, notes = [], [f"overlap: cannot be told, {first_words(error)}"]
+    cfg = program.cfg
+    what = (
+        f"{name}: {units.count(cfg.model.num_params)} parameters, {cfg.rows_per_step} rows of {cfg.seq_len} tokens, "
+        f"{cfg.model.compute_dtype}, remat {cfg.model.remat}, {program.plan.attention.name} attention, "
+        f"{number} steps timed"
+    )
+    if peak is not None and before is not None and peak <= before:
+        notes = [*notes, "memory: cannot be told, an earlier probe held more than the step"]
+    log_vocab = math.log(cfg.model.vocab_size)
+    problem = loss_problem(run.losses[0], run.losses[-1], log_vocab, logit_variance(cfg.model)) or ""
+    probe = Probe(name="step", figures=(*figures, *overlap), notes=(what, *notes), problem=problem)
+    return probe, measured_of(name, program, statistics.median(timed))
+
+
+class Run:
+    """Runs a training step repeatedly; holds the train state and the remaining batches."""
+
+    def __init__(self, program: Program, executable: Any):
+        self.program, self.executable = program, executable
+        self.state = jax.block_until_ready(program.init())
+        # no batch repeats: the model would learn it, and the loss is checked
+        self.batches = random_batches(program, WARMUP + 1 + MOST_STEPS + TRACED_STEPS)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def steps(self, number: int) -> None:
+        """Runs `number` steps and waits for each."""
+        for _ in range(number):
+            took, _, loss, self.state = run_step(self.program, self.executable, self.state, self.batches.pop())
+            self.seconds.append(took)
+            self.losses.append(loss)
+
+
+def device_peak() -> float | None:
+    """Returns the highest peak memory in bytes of this process's devices; None if the platform does not report it."""
+    return memory_metrics([device.memory_stats() for device in jax.local_devices()])["device_peak_bytes"]
+
+
+def describe(name: str, program: Program, executable: Any, machine: Machine) -> Report | None:
+    """Returns the preflight report of the executable; None without a datasheet."""
+    if machine.chip is None:
+        return None
+    devices = list(machine.devices)
+    hosts = len({device.process_index for device in devices})
+    slices = len(set(link_domains(devices))) if machine.platform == "tpu" else 1
+    topology = Topology(
+        f"{len(devices)} x {devices[0].device_kind}", machine.platform, machine.chip, devices, slices, hosts
+    )
+    memory, facts = read_executable(executable, program, topology)
+    today = datetime.date.today().isoformat()
+    return make_report(name, program, topology, Compiled(memory, facts, None, 0.0, 0.0, installed_versions(), today))
+
+
+def speed_figures(cfg: RunConfig, timed: list[float], report: Report | None, machine: Machine) -> list[Figure]:
+    """Returns tokens/s and step time; with a datasheet also MFU, counted two ways, and the roofline's step time.
+
+    "MFU" counts 6 FLOPs per token for each parameter of a matrix product, including the output projection but not the
+    embedding lookup, and the attention products over the keys that a query attends to.
+    """
+    step, low, high = statistics.median(timed), min(timed), max(timed)
+    tokens = cfg.tokens_per_step
+    found = [
+        Figure(name="speed of the step", value=tokens / step, unit="tokens/s", low=tokens / high, high=tokens / low)
+    ]
+    time = Figure(name="time of a step", value=step, unit="s", low=low, high=high)
+    if report is not None and report.roofline is not None:
+        bound, source = report.roofline.at_least_s, "the least by the roofline, as preflight shows it"
+        time = dataclasses.replace(time, against=bound, source=source)
+    found.append(time)
+    if machine.chip is not None:
+        for name, flops, least in (
+            ("MFU", cfg.flops_per_token, machine.floors.mfu), (BY_6N, 6 * cfg.model.active_params, None)
+        ):  # fmt: skip
+            peak = flops * tokens / (machine.chip.peak_flops * len(machine.devices))
+            mfu = Figure(name=name, value=peak / step, unit="share", low=peak / high, high=peak / low, least=least)
+            found.append(mfu)
+    return found
+
+
+def memory_figures(before: float | None, peak: float | None, report: Report | None, machine: Machine) -> list[Figure]:
+    """Returns the peak memory compared with the compiler's figure; [] if unknown or an earlier probe used more."""
+    if peak is None or report is None or report.peak_bytes is None or peak <= (before or 0):
+        return []
+    said, within = report.peak_bytes, machine.floors.memory_within
+    return [
+        Figure(
+            name="peak memory of a device", value=peak, unit="bytes", against=said,
+            source="the compiler's, as preflight shows it", least=said * (1 - within), most=said * (1 + within),
+        )
+    ]  # fmt: skip
+
+
+def measured_of(name: str, program: Program, step_seconds: float) -> Measured:
+    """Returns the step's record for `jaxscale plan`, as `bench step --save` writes it."""
+    cfg, devices = program.cfg, list(program.mesh.devices.flat)
+    flops = cfg.flops_per_token * cfg.tokens_per_step
+    return Measured(
+        spec=name,
+        device_kind=devices[0].device_kind,
+        platform=devices[0].platform,
+        num_devices=len(devices),
+        memory_bytes=device_bytes(devices) or 0,
+        dtype=cfg.model.compute_dtype,
+        pass_flops=flops / cfg.train.num_microbatches,
+        step_seconds=step_seconds,
+        flops_per_second=flops / step_seconds,
+        date=datetime.date.today().isoformat(),
+        versions=versions(),
+    )

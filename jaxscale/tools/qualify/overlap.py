@@ -1,0 +1,226 @@
+"""Measures the share of collective time that is overlapped with matrix products, from a trace of a few steps.
+
+The trace of JAX's profiler has the time of each instruction on each device. The program's HLO text identifies products
+and collectives, and pairs the start and the end of each asynchronous collective.
+"""
+
+import collections
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale.tools.preflight.hlo import KINDS, PALLAS
+from jaxscale.tools.preflight.hlo_costs import custom_target, matmul_flops
+from jaxscale.tools.preflight.hlo_text import Instruction, Module, parse_module
+from jaxscale.tools.preflight.hlo_trips import count_runs
+from jaxscale.tools.qualify.result import Figure
+
+OP = re.compile(r"%?([\w.\-]+)")  # an event's name may be the full text of the instruction
+DEVICE = re.compile(r"/device:[^:]+:\d+")  # name of a device's plane; a chip's SparseCores have separate planes
+MOST_NAMED = 3
+Span = tuple[float, float]  # (begin, end) on one device [ns]
+
+
+class Event(NamedTuple):
+    """One execution of an instruction on a device."""
+
+    device: str
+    op: str
+    begin: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Names of a program's products and collectives, as in its trace."""
+
+    products: frozenset[str]
+    collectives: frozenset[str]
+    starts: Mapping[str, str]  # end of an asynchronous collective -> its start
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Device time of the traced steps, summed over all devices of this process [s]."""
+
+    busy: float  # time in which any event ran
+    collective: float  # a collective ran or was in flight
+    covered: float  # of that, time in which products ran
+    exposed: tuple[tuple[str, float], ...]  # collectives and their time without products, the longest first
+    untold: tuple[str, ...]  # what the trace cannot answer
+
+
+def roles_of(text: str) -> Roles:
+    """Returns the roles of the instructions in the text of a compiled program (`compiled.as_text()`)."""
+    module = parse_module(text)
+    does = functions_of(module)
+    runs, fused, _ = count_runs(module)
+    products, collectives, starts = set(), set(), {}
+    for computation in [one for name, one in module.computations.items() if runs[name] and name not in fused]:
+        for instruction in computation.instructions.values():
+            found = own_role(instruction, computation, does)
+            if found == "product":
+                products.add(instruction.name)
+            elif found == "collective":
+                collectives.add(instruction.name)
+                if instruction.opcode.endswith("-done") and instruction.operands:
+                    starts[instruction.name] = instruction.operands[0]
+    return Roles(frozenset(products), frozenset(collectives), starts)
+
+
+def functions_of(module: Module) -> dict[str, str]:
+    """Returns {computation: 'product' or 'collective'} for those that contain one; 'product' if both."""
+    found: dict[str, str] = {}
+    for computation in module.computations.values():  # callees precede their callers
+        inside = {own_role(instruction, computation, found) for instruction in computation.instructions.values()}
+        for role in ("collective", "product"):
+            if role in inside:
+                found[computation.name] = role
+    return found
+
+
+def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]) -> str:
+    """Returns 'product', 'collective' or ''. Loops and branches are neither: the trace has their instructions."""
+    opcode = instruction.opcode
+    if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+        return "collective"
+    if (
+        matmul_flops(instruction, computation)
+        or opcode == "custom-call"
+        and custom_target(instruction).startswith(PALLAS)
+    ):
+        return "product"
+    if opcode in ("fusion", "call") or opcode.startswith("async"):
+        return next((does[name] for name in instruction.called if name in does), "")
+    return ""
+
+
+def read_overlap(events: Iterable[Event], roles: Roles) -> Overlap:
+    """Computes the overlap from events. An asynchronous collective lasts from its -start to the end of its -done."""
+    by_device: dict[str, list[Event]] = collections.defaultdict(list)
+    for event in events:
+        by_device[event.device].append(event)
+    totals: dict[str, float] = collections.defaultdict(float)  # nanoseconds
+    exposed: dict[str, float] = collections.defaultdict(float)
+    unpaired: set[str] = set()
+    for found in by_device.values():
+        products = union((event.begin, event.end) for event in found if event.op in roles.products)
+        spans = collective_spans(found, roles, unpaired)
+        whole = union(span for _, span in spans)
+        totals["busy"] += length(union((event.begin, event.end) for event in found))
+        totals["collective"] += length(whole)
+        totals["covered"] += length(common(whole, products))
+        for op, span in spans:
+            exposed[op] += (span[1] - span[0]) - length(common([span], products))
+    untold = (
+        [f"{len(unpaired)} asynchronous collectives whose start is in another part of the program"] if unpaired else []
+    )
+    seconds = {name: value / 1e9 for name, value in totals.items()}
+    by_time = sorted(exposed.items(), key=lambda item: -item[1])[:MOST_NAMED]
+    longest = tuple((op, nanoseconds / 1e9) for op, nanoseconds in by_time if nanoseconds > 0)
+    zero = dict.fromkeys(("busy", "collective", "covered"), 0.0)
+    return Overlap(**zero | seconds, exposed=longest, untold=tuple(untold))
+
+
+def collective_spans(events: Sequence[Event], roles: Roles, unpaired: set[str]) -> list[tuple[str, Span]]:
+    """Returns (name, span) for each execution of a collective; adds ends without a matching start to `unpaired`."""
+    runs: dict[str, list[Span]] = collections.defaultdict(list)
+    for event in sorted(events, key=lambda event: event.begin):
+        if event.op in roles.collectives:
+            runs[event.op].append((event.begin, event.end))
+    found = []
+    for done, start in roles.starts.items():
+        if done in runs and start in runs and len(runs[done]) == len(runs[start]):
+            found += [(start, (begin, end)) for (begin, _), (_, end) in zip(runs.pop(start), runs.pop(done))]
+        elif done in runs:
+            unpaired.add(done)
+    return found + [(op, span) for op, spans in runs.items() for span in spans]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Merges spans. Returns sorted spans that neither overlap nor touch."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def common(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
+    """Returns the intersection of two lists of spans, each as returned by `union`."""
+    found, i, j = [], 0, 0
+    while i < len(left) and j < len(right):
+        begin, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Returns the total length of the spans."""
+    return sum(end - begin for begin, end in spans)
+
+
+def trace(run: Callable[[], Any]) -> list[Event]:
+    """Profiles run(), which must wait for its result. Returns the instructions executed on this process's devices."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory(prefix="jaxscale-trace-") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
+        return [event for file in files for event in read_events(jax.profiler.ProfileData.from_file(str(file)))]
+
+
+def read_events(data: Any) -> list[Event]:
+    """Returns the instructions in a profile. Each accelerator has a plane; CPU events have the device's number."""
+    found = []
+    for plane in data.planes:
+        place = DEVICE.match(plane.name)
+        for line in plane.lines if place or plane.name == "/host:CPU" else ():
+            for event in line.events:
+                facts = dict(event.stats)
+                written = OP.match(event.name) if place else None
+                op = facts.get("hlo_op") or (written and written[1])
+                if op:
+                    device = place[0] if place else f"cpu {facts.get('device_ordinal', 0)}"
+                    found.append(Event(device, str(op), event.start_ns, event.start_ns + event.duration_ns))
+    return found
+
+
+def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Figure], list[str]]:
+    """Returns (figures, notes) on the overlap of a program. run: executes it a few times and waits for the result."""
+    roles = roles_of(text)
+    if not roles.collectives:
+        return [], ["overlap: the step has no collectives to hide"]
+    known = roles.products | roles.collectives
+    events = trace(run)
+    ours = [event for event in events if event.op in known]
+    if not ours:
+        return [], ["overlap: cannot be told, for the trace names no instruction of the step (CUDA graphs hide them)"]
+    found = read_overlap(ours, roles)
+    notes = [f"overlap: cannot be told of {line}" for line in found.untold]
+    if missing := sorted(known - {event.op for event in events}):
+        notes.append(
+            f"overlap: {len(missing)} products and collectives of the step are not in the trace: {missing[0]}, ..."
+        )
+    if found.exposed:
+        longest = ", ".join(f"{op} {seconds * 1e3:,.3g} ms" for op, seconds in found.exposed)
+        notes.append(f"overlap: the longest that nothing covered, over the traced steps and all devices: {longest}")
+    covered = found.covered / found.collective if found.collective else 0.0
+    figures = [
+        Figure(name="overlap: collectives, of the time of both", value=found.collective / found.busy, unit="share"),
+        Figure(name="overlap: collective time in which products run", value=covered, unit="share"),
+    ]
+    return figures, notes

@@ -1,0 +1,176 @@
+"""Measures matrix products and memory of a device against the datasheet, and compares devices with each other.
+
+N width of the square operands
+"""
+
+import dataclasses
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxscale.core.hardware import Chip, Device
+from jaxscale.runtime.hosts.agree import gathered, in_all, next_key
+from jaxscale.tools.qualify.result import NO_DATASHEET, Figure, Machine, Probe, first_words, held
+from jaxscale.tools.qualify.timing import Timed, timed
+
+MIB = 2**20
+QUEUED = 8  # calls dispatched before waiting, to hide the dispatch time
+REPEATS = 10
+WIDTH, CPU_WIDTH = 8192, 1024  # 8192: 1.1e12 FLOPs, about 1 ms on the fastest chip in the table
+MEMORY_BYTES, CPU_MEMORY_BYTES = 2**30, 64 * MIB  # larger than on-chip memory and CPU caches
+RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # 8-bit operand dtype -> result dtype
+
+
+def measure_products(machine: Machine) -> Probe:
+    """Measures FLOP/s of this process's first device in each dtype of its datasheet, and bytes/s of its memory.
+
+    Without a datasheet, as on CPU, the dtypes are float32 and bfloat16. Unsupported 8-bit products are reported in the
+    notes and do not fail the probe.
+    """
+    device, chip = jax.local_devices()[0], machine.chip
+    source = chip.source if chip else ""
+    figures, notes = [], [] if chip else [NO_DATASHEET]
+    for dtype, peak in product_types(machine, chip):
+        try:
+            found, flops = time_products(device, product_width(device), dtype)
+        except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError) as error:
+            if dtype not in RESULTS:  # all machines must support the other dtypes
+                raise
+            notes.append(f"products in {dtype}: not measured, {first_words(error)}")
+            continue
+        name = f"products in {dtype}"
+        figures.append(held(found.rate(flops), name, "FLOP/s", peak, machine.floors.products, source))
+    found, moved = time_memory(device)
+    datasheet = chip.hbm_bandwidth if chip else None
+    rate = found.rate(moved)
+    figures.append(held(rate, "memory, read and written", "bytes/s", datasheet, machine.floors.bandwidth, source))
+    return Probe(name="products", figures=tuple(figures), notes=tuple(notes))
+
+
+def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float | None]]:
+    """Returns (dtype of the operands, the datasheet's FLOP/s or None) for each dtype to measure."""
+    if chip is None:
+        return [("float32", None), ("bfloat16", None)]
+    found: list[tuple[str, float | None]] = [("bfloat16" if chip.bfloat16 else "float16", chip.peak_flops)]
+    found += [("int8", chip.int8_flops)] if chip.int8_flops else []
+    return found + ([("float8_e4m3fn", chip.fp8_flops)] if chip.fp8_flops else [])
+
+
+def product_width(device: Device) -> int:
+    """Returns the width of the operands, chosen so that all calls take a fraction of a second."""
+    return CPU_WIDTH if device.platform == "cpu" else WIDTH
+
+
+def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
+    """Returns (seconds of QUEUED products of square matrices on this device, their FLOPs).
+
+    The operands are random: with constant ones chips draw less power and run at higher clocks.
+    """
+    key = jax.random.key(0)
+    if dtype == "int8":
+        make = lambda: jax.random.randint(key, (2, width, width), -127, 128, jnp.int8)
+    else:
+        make = lambda: jax.random.normal(key, (2, width, width), jnp.bfloat16).astype(dtype)
+    with jax.default_device(device):
+        a_NN, b_NN = jax.jit(lambda: tuple(make()))()
+        found = timed(lambda: [multiply(a_NN, b_NN) for _ in range(QUEUED)], repeats)
+    return found, QUEUED * 2.0 * width**3
+
+
+@jax.jit
+def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
+    """Returns a @ b.T, the layout of cuBLAS's 8-bit products; the result of 8-bit operands has the dtype in RESULTS.
+
+    On CPU the product is computed in float32 and then cast: for a 16-bit result XLA:CPU converts the operands first.
+    """
+    result = RESULTS.get(a_NN.dtype.name, a_NN.dtype)
+    product = lambda a_NN, b_NN, result: lax.dot_general(
+        a_NN, b_NN, (((1,), (1,)), ((), ())), preferred_element_type=result
+    )
+    if a_NN.dtype.name in RESULTS:
+        return product(a_NN, b_NN, result)
+    in_float32 = lambda a_NN, b_NN: lax.optimization_barrier(product(a_NN, b_NN, jnp.float32)).astype(result)
+    return lax.platform_dependent(a_NN, b_NN, cpu=in_float32, default=lambda a_NN, b_NN: product(a_NN, b_NN, result))
+
+
+def time_memory(device: Device, repeats: int = REPEATS) -> tuple[Timed, float]:
+    """Returns (seconds of QUEUED passes that each read and write a whole array, the bytes that they move)."""
+    num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
+    x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
+    found = timed(lambda: over(x), repeats)
+    return found, QUEUED * 2.0 * num_bytes
+
+
+@jax.jit
+def over(x: jax.Array) -> jax.Array:
+    """Runs QUEUED passes over x in one program; each reads what the previous one wrote."""
+    return lax.fori_loop(0, QUEUED, lambda _, x: x * 0.5 + 1.0, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceTime:
+    """Seconds of the reference product on one device."""
+
+    name: str  # 'TPU 3 at (0, 1, 1)'
+    host: str
+    process: int
+    seconds: float
+
+
+TimeDevice = Callable[[Device], float]
+
+
+def product_seconds(device: Device, repeats: int = REPEATS) -> float:
+    """Returns the median seconds of one product that runs on this device only."""
+    dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    return time_products(device, product_width(device), dtype, repeats)[0].median / QUEUED
+
+
+def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds) -> Probe:
+    """Compares the devices of all processes with their median and reports the slow ones.
+
+    Simulated CPU devices share the same cores, so only one per process is timed.
+    """
+    local = [device for device in machine.devices if device.process_index == jax.process_index()]
+    shared = machine.on_cpu and len(local) > 1 and time_device is product_seconds
+    time_one = lambda d: DeviceTime(device_name(d), socket.gethostname(), jax.process_index(), time_device(d))
+    mine = in_all(
+        lambda: [dataclasses.asdict(time_one(d)) for d in (local[:1] if shared else local)], machine.wait_seconds
+    )
+    rows = [DeviceTime(**row) for rows in gathered(next_key("devices"), mine) for row in rows]
+    notes = ["simulated devices share the processor: one of each process was timed"] if shared else []
+    if len(rows) == 1:
+        return Probe(name="devices", notes=(*notes, "one device has none to be slower than"))
+    return Probe(name="devices", figures=beside_median(rows, machine.floors.slow), notes=tuple(notes))
+
+
+def beside_median(rows: Sequence[DeviceTime], most: float) -> tuple[Figure, ...]:
+    """Returns the median time, and each device that takes more than `most` times as long, slowest first.
+
+    If none does, the slowest device follows. With an even number of devices the lower median is used: of two devices,
+    the faster one.
+    """
+    usual = statistics.median_low([row.seconds for row in rows])
+    times = sorted(rows, key=lambda row: -row.seconds)
+    slow = [row for row in times if row.seconds > most * usual]
+    fastest, slowest = times[-1].seconds, times[0].seconds
+    name = f"a product, median of {len(rows)} devices"
+    found = [Figure(name=name, value=usual, unit="s", low=fastest, high=slowest)]
+    if not slow:
+        slowest_name = f"slowest, {times[0].name} on {times[0].host}"
+        return (*found, Figure(name=slowest_name, value=slowest / usual, unit="times", most=most))
+    slow_name = lambda row: f"{row.name} on {row.host} (process {row.process}) is slow"
+    ratios = [Figure(name=slow_name(row), value=row.seconds / usual, unit="times", most=most) for row in slow]
+    return (*found, *ratios)
+
+
+def device_name(device: Any) -> str:
+    """Returns the device's name, such as 'TPU 3 at (0, 1, 1)' or 'GPU 5'."""
+    coords = getattr(device, "coords", None)
+    return f"{device.platform.upper()} {device.id}" + (f" at {tuple(coords)}" if coords is not None else "")

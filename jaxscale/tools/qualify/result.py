@@ -1,0 +1,248 @@
+"""Result of a qualification: the figures of each probe, their references and limits, and the verdict."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.config import RunConfig
+from jaxscale.core.hardware import H100, Chip, Device
+from jaxscale.runtime.hosts.agree import WAIT_SECONDS
+from jaxscale.runtime.hosts.watchdog import Watchdog
+from jaxscale.tools.planning.published_mfu import published_mfu
+
+NO_DATASHEET = "no datasheet for this machine: its figures are compared with nothing"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Floors:
+    """Limits that a machine must meet to be qualified.
+
+    The floors for products, bandwidth and links were chosen, not measured: a chip this far below its datasheet is
+    more likely faulty, or not the model that was ordered, than badly programmed.
+    """
+
+    products: float = 0.6  # of the datasheet's FLOP/s
+    bandwidth: float = 0.6  # of the datasheet's memory bytes/s
+    links: float = 0.4  # of the datasheet's link bytes/s along one axis, at the largest size
+    mfu: float | None = None  # of the datasheet's FLOP/s, in the training step; None: no floor
+    memory_within: float = 0.05  # of the compiler's figure, either way; outside it preflight's estimates do not hold
+    slow: float = 1.25  # times the median of all devices; smaller differences are normal between chips of one kind
+
+
+def usual_mfu_floor(chip: Chip | None) -> float | None:
+    """Returns the lowest published MFU of H100, for chips of its architecture; None for others.
+
+    For other chips no MFU is published for models as small as the one that is timed.
+    """
+    same = chip is not None and chip.architecture == H100.architecture
+    return published_mfu(H100)[0].low if same else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Timeout of each probe in seconds; the fields are phases of the watchdog."""
+
+    products_seconds: float
+    devices_seconds: float
+    links_seconds: float
+    kernels_seconds: float
+    step_seconds: float
+    storage_seconds: float
+    save_seconds: float  # of the checkpoint writer's thread
+
+    @classmethod
+    def all(cls, seconds: float) -> "Limits":
+        """Returns limits with the same timeout for each phase."""
+        return cls(*[seconds] * len(dataclasses.fields(cls)))
+
+
+UNWATCHED = Watchdog(None, Limits.all(0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The machine to qualify, its floors and the settings of the probes."""
+
+    devices: tuple[Device, ...]  # of all processes
+    chip: Chip | None  # the datasheet; None for CPU and for devices that are not in the table
+    floors: Floors
+    folder: Any  # for the result, the same on all processes
+    save_folder: Any  # for the saves of the storage probe
+    seconds: float  # time limit of all probes together
+    own_model: tuple[str, RunConfig] | None = None  # (name, config) of the step to time instead of the built-in models
+    phase: Callable[..., Any] = UNWATCHED.phase  # the watchdog's context manager for a named phase
+
+    @property
+    def platform(self) -> str:
+        """'cpu', 'gpu' or 'tpu'."""
+        return self.devices[0].platform
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds to wait for the slowest process in a probe."""
+        return max(WAIT_SECONDS, self.seconds)
+
+    @property
+    def on_cpu(self) -> bool:
+        """True on CPU, where probes are small because nothing is compared with a datasheet."""
+        return self.platform == "cpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A measured value, with its spread, reference and limits."""
+
+    name: str
+    value: float
+    unit: str  # FLOP/s, bytes/s, tokens/s, s, bytes, share (of 1), times
+    low: float | None = None  # spread; low, high, against, least and most are in `unit`
+    high: float | None = None
+    against: float | None = None  # reference value
+    source: str = ""  # of the reference value
+    least: float | None = None  # lower limit
+    most: float | None = None  # upper limit
+
+    @property
+    def share(self) -> float | None:
+        """The value as a share of the reference value; None without one."""
+        return self.value / self.against if self.against else None
+
+    @property
+    def passed(self) -> bool | None:
+        """True if the value is within its limits, False if not or if it is NaN; None without limits."""
+        if self.least is None and self.most is None:
+            return None
+        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe:
+    """The figures of one kind of measurement. problem: the reason if figures are missing or invalid."""
+
+    name: str
+    figures: tuple[Figure, ...] = ()
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+    left_out: bool = False  # out of time, or not requested
+    seconds: float = 0.0
+    traceback: str = ""  # of the exception that ended it
+    elsewhere: tuple[str, ...] = ()  # figures of other processes outside their limits, one line each
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Figures of this process outside their limits, one line each."""
+        return tuple(f"{one.name}: {limit_words(one)}" for one in self.figures if one.passed is False)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """All reasons against qualifying the machine, one line each."""
+        return tuple(filter(None, (*self.outside, *self.elsewhere, self.problem)))
+
+    @property
+    def state(self) -> str:
+        """'passed', 'below' (outside a limit), 'failed' (has a problem), 'left out' or 'measured' (without limits)."""
+        if self.left_out:
+            return "left out"
+        if self.problem:
+            return "failed"
+        if self.outside or self.elsewhere:
+            return "below"
+        return "passed" if any(one.passed for one in self.figures) else "measured"
+
+
+ProbeFunction = Callable[[Machine], Probe]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qualification:
+    """The result of all probes, in the format of qualify.json."""
+
+    devices: str
+    hosts: tuple[str, ...]  # unique hostnames
+    num_processes: int
+    chip: str | None
+    datasheet: str  # its source; '' without one
+    floors: Floors
+    probes: tuple[Probe, ...]
+    seconds: float
+    date: str
+    versions: dict[str, str | None]
+    unfinished: tuple[str, ...] = ()  # probes still to run
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """All reasons against qualifying the machine, one line each, prefixed with the probe's name."""
+        return tuple(f"{probe.name}: {line}" for probe in self.probes for line in probe.failures)
+
+    @property
+    def passed(self) -> bool:
+        """True if all measured figures are within their limits and no probe failed."""
+        return not self.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON. Non-finite numbers become strings, since JSON has no NaN."""
+        found = dataclasses.asdict(self) | {"passed": self.passed, "failures": self.failures}
+        for plain, probe in zip(found["probes"], self.probes):
+            plain["state"] = probe.state
+            for row, figure in zip(plain["figures"], probe.figures):
+                row["share"], row["passed"] = figure.share, figure.passed
+                row.update({key: str(x) for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)})
+        return found
+
+
+def limit_words(figure: Figure) -> str:
+    """Returns the value and its limits, such as '412 TFLOP/s, 41.7% of 989 TFLOP/s; wanted at least 593 TFLOP/s'."""
+    text = amount(figure.value, figure.unit)
+    if figure.against and figure.share is not None:
+        text += f", {figure.share:.1%} of {amount(figure.against, figure.unit)}"
+    return f"{text}; wanted {wanted}" if (wanted := limits(figure)) else text
+
+
+def limits(figure: Figure) -> str:
+    """Returns the limits in words, such as 'at least 593 TFLOP/s'; '' without a limit."""
+    lower = [f"at least {amount(figure.least, figure.unit)}"] if figure.least is not None else []
+    upper = [f"at most {amount(figure.most, figure.unit)}"] if figure.most is not None else []
+    return " and ".join(lower + upper)
+
+
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def amount(value: float, unit: str) -> str:
+    """Formats a value with its unit: '612 TFLOP/s', '3.1 GB/s', '4.2 ms', '41.3%', '1.25 times'."""
+    if unit == "share":
+        return (
+            f"{value:.1%}"
+            if abs(value) >= 0.1
+            else f"{value:.2%}"
+            if abs(value) >= 1e-4 or not value
+            else f"{value:.2g}"
+        )
+    if unit == "times":
+        return f"{value:.2f} times"
+    if unit == "s":
+        return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    if unit == "tokens/s":
+        return f"{value:,.0f} tokens/s"
+    scale, prefix = next(((scale, prefix) for scale, prefix in PREFIXES if abs(value) >= scale), (1.0, ""))
+    number = f"{value / scale:.4g}" if value / scale < 1000 else f"{value / scale:.0f}"
+    return f"{number} {prefix}{unit.replace('bytes', 'B')}"
+
+
+Rate = tuple[float, float, float]  # (median, low, high)
+
+
+def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Figure:
+    """Returns the Figure of a rate, compared with the datasheet's value if given. floor: as a share of that value."""
+    median, low, high = rate
+    found = Figure(name=name, value=median, unit=unit, low=low, high=high)
+    if not datasheet:
+        return found
+    return dataclasses.replace(found, against=datasheet, source=source, least=floor and floor * datasheet)
+
+
+def first_words(error: BaseException, most: int = 240) -> str:
+    """Returns an error's type and first line, such as 'XlaRuntimeError: RESOURCE_EXHAUSTED: ...'."""
+    lines: Sequence[str] = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:most]}"

@@ -1,0 +1,289 @@
+"""Times the compiled training step on random tokens, for `jaxscale bench step`."""
+
+import dataclasses
+import datetime
+import math
+import os
+import statistics
+import time
+from typing import Any
+
+import jax
+
+from jaxscale import schema, units
+from jaxscale.build import Program, make_program
+from jaxscale.config import RunConfig
+from jaxscale.core.batch import Batch, stack_rows
+from jaxscale.core.hardware import find_chip
+from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.llama import HEAD_STD
+from jaxscale.core.models.mup_config import mup_scales
+from jaxscale.core.shardings import local_rows, put_rows
+from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.data.rows import SyntheticRows
+from jaxscale.runtime.monitor.machine import memory_metrics
+from jaxscale.runtime.monitor.runinfo import run_info
+from jaxscale.settings import config_file
+from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.config_file import config_name
+from jaxscale.system.exits import BadInput
+from jaxscale.system.process import has_huge_pages
+from jaxscale.tools.planning.check import check_machine
+from jaxscale.tools.qualify.compilations import CompileLog
+from jaxscale.tools.qualify.products import product_width, time_products
+
+# Models that are easy to reproduce in plain JAX, PyTorch and other trainers: Llama with untied embeddings, AdamW, and
+# gradients clipped to norm 1. M is a Mixtral whose experts are half as wide as the MLP of S.
+SPECS = {
+    "S": dict(
+        seq_len=512,
+        batch_tokens=8 * 512,
+        model=dict(vocab_size=8192, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, mlp_dim=1536),
+    ),
+    "T": dict(
+        seq_len=256,
+        batch_tokens=16 * 256,
+        model=dict(vocab_size=256, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=768),
+    ),
+    "M": dict(
+        seq_len=512,
+        batch_tokens=8 * 512,
+        model=dict(
+            vocab_size=8192,
+            num_layers=4,
+            embed_dim=512,
+            num_heads=8,
+            num_kv_heads=8,
+            mlp_dim=1536,
+            experts=dict(number=8, chosen=2, mlp_dim=768),
+        ),
+    ),
+}
+COMMON = {
+    "train_tokens": "100000 steps",
+    "model.name": "llama",
+    "model.head_dim": 64,
+    "model.compute_dtype": "float32",
+    "optim.decay": "constant",
+    "optim.peak_lr": 3e-4,
+    "optim.warmup_tokens": 0,
+    "data.name": "synthetic",
+}
+LONGEST_DATA = 10**12  # tokens per epoch, for budgets in epochs; does not affect the step time
+LOSSES = ("loss0", "lossN", "log_vocab", "logit_variance")
+NEAR_NATS = 0.5  # tolerance of the expected loss of an untrained model on random tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecFlags:
+    """Flags read by read_config()."""
+
+    spec: str | None = flag(
+        None,
+        "S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256, 16 x 256 tokens; "
+        "both Llama, untied, AdamW, clipped; M: a Mixtral of 4 layers, d 512, 8 experts of 768, top 2, "
+        "vocabulary 8192, 8 x 512 tokens",
+        "S",
+    )
+    config: str = flag("", "a run's config instead", "FILE")
+    settings: dict[str, str] = flag(
+        dict, "sets any setting of either, such as --config.train.num_microbatches=4", "VALUE", name="config.NAME"
+    )
+    dtype: str | None = flag(None, "compute dtype", "float32")
+
+
+def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConfig]:
+    """Returns (name, RunConfig) of --config or --spec, with --dtype and --config.NAME=VALUE applied.
+
+    usual: the default spec. Raises BadInput if both --config and --spec are given, or for an unknown spec.
+    """
+    flags, overrides = arguments.flags, dict(arguments.overrides)
+    if flags.dtype:
+        overrides["model.compute_dtype"] = flags.dtype
+    if arguments.config:
+        if flags.spec:
+            raise BadInput("--spec and --config each name a model; give one of them")
+        return config_name(arguments.config), config_file.load_config(arguments.config, overrides)
+    spec = flags.spec or usual
+    if spec not in SPECS:
+        raise BadInput(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")
+    return spec, schema.from_dict(RunConfig, schema.merge(SPECS[spec], COMMON | overrides))
+
+
+def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
+    """Times `steps` steps, after the first and `warmup` more, waiting for each. Returns the record that --json prints.
+
+    A step transfers one batch to the devices, runs the compiled step and transfers its loss back. Units are in the
+    names: tok_s tokens/s at the median step, *_s seconds, *_mb MiB. cpu_s is CPU time of a step over all threads;
+    other programs on the machine affect it less than step_s.
+    """
+    check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # no data is read
+    with CompileLog() as log:
+        program = make_program(cfg, resolve_budget(cfg, epoch_tokens=LONGEST_DATA))
+        cfg = program.cfg  # 'auto' dtypes are resolved
+        state = jax.block_until_ready(program.init())
+        batches = random_batches(program, 1 + warmup + steps)
+        hits, losses, seconds, cpu_seconds = log.from_cache, [], [], []
+        first_step_s, from_cache = None, False
+        for batch in batches:
+            took, cpu_took, loss, state = run_step(program, program.train_step, state, batch)
+            losses.append(loss)
+            seconds.append(took)
+            cpu_seconds.append(cpu_took)
+            if len(losses) == 1:
+                first_step_s, from_cache = process_age(), log.from_cache > hits
+        compiled = log.seconds.get(program.train_step.__name__, [])
+    median = statistics.median(seconds[1 + warmup :])
+    rate = cfg.tokens_per_step / median
+    memory = memory_metrics([d.memory_stats() for d in jax.local_devices()])
+    return {
+        "sys": "jaxscale",
+        "spec": name,
+        "dtype": cfg.model.compute_dtype,
+        "tok_s": round(rate, 1),
+        "gflops": round(rate * cfg.model.flops_per_token(cfg.seq_len) / 1e9, 2),
+        "product_gflops": product_gflops(cfg.model.compute_dtype),
+        "mfu": utilisation(rate, cfg),
+        "step_s": round(median, 5),
+        "step_s_range": [round(pick(seconds[1 + warmup :]), 5) for pick in (min, max)],
+        "cpu_s": round(statistics.median(cpu_seconds[1 + warmup :]), 4),
+        "steps": steps,
+        "warmup": warmup,
+        "compile_s": round(sum(compiled), 2),
+        "compiled_times": len(compiled),
+        "compile_from_cache": from_cache,
+        "first_step_s": None if first_step_s is None else round(first_step_s, 2),
+        "rss_mb": round((memory["host_peak_bytes"] or 0) / 2**20),
+        "device_peak_mb": memory["device_peak_bytes"] and round(memory["device_peak_bytes"] / 2**20),
+        "loss0": round(losses[0], 4),
+        "lossN": round(losses[-1], 4),
+        **describe_program(program),
+    }
+
+
+def describe_program(program: Program) -> dict[str, Any]:
+    """Returns the sizes of model and batch, and the machine, for the record of a measurement."""
+    cfg = program.cfg
+    return {
+        "log_vocab": round(math.log(cfg.model.vocab_size), 4),
+        "logit_variance": round(logit_variance(cfg.model), 4),
+        "params": cfg.model.num_params,
+        "active_params": cfg.model.active_params,
+        "rows": cfg.rows_per_step,
+        "seq_len": cfg.seq_len,
+        "attention": program.plan.attention.name,
+        "scan_layers": cfg.model.scan_layers,
+        "num_microbatches": cfg.train.num_microbatches,
+        "devices": f"{program.mesh.size} x {jax.devices()[0].device_kind}",
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "huge_pages": has_huge_pages(),
+        "date": datetime.date.today().isoformat(),
+        **run_info(),
+    }
+
+
+def product_gflops(dtype: str) -> float:
+    """Returns the GFLOP/s of matrix products over all devices; simulated devices share a CPU and count as one."""
+    device = jax.local_devices()[0]
+    seconds, flops = time_products(device, product_width(device), dtype)
+    num_chips = 1 if device.platform == "cpu" else jax.device_count()
+    return round(num_chips * seconds.rate(flops)[0] / 1e9, 1)
+
+
+def run_step(program: Program, train_step: Any, state: Any, batch: Batch) -> tuple[float, float, float, Any]:
+    """Runs one step on a host batch and waits. Returns (seconds, CPU seconds over all threads, loss, new state)."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    state, metrics = train_step(state, place(program, batch))
+    loss = float(metrics["loss"])
+    jax.block_until_ready(state)
+    return time.perf_counter() - began, time.process_time() - cpu_began, loss, state
+
+
+def random_batches(program: Program, number: int) -> list[Batch]:
+    """Returns `number` different host batches: this process's rows of uniform random tokens, one document a row."""
+    cfg = program.cfg
+    source = SyntheticRows(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
+    rows = local_rows(program.batch_sharding, (cfg.rows_per_step, cfg.seq_len))
+    return [stack_rows([source[n * cfg.rows_per_step + row] for row in rows]) for n in range(number)]
+
+
+def place(program: Program, batch: Batch) -> Batch:
+    """Transfers a host batch to the devices."""
+    rows = local_rows(program.batch_sharding, (program.cfg.rows_per_step, program.cfg.seq_len))
+    return put_rows(batch, rows, program.cfg.rows_per_step, program.batch_sharding)
+
+
+def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
+    """Returns model FLOPs utilization, a fraction of the chips' peak FLOP/s; None if that is unknown."""
+    chip = find_chip(jax.devices()[0].device_kind)
+    if chip is None:
+        return None
+    flops_per_second = tokens_per_second * cfg.model.flops_per_token(cfg.seq_len)
+    return round(flops_per_second / (chip.peak_flops * jax.device_count()), 4)
+
+
+def process_age() -> float | None:
+    """Returns seconds since this process started, including imports and a re-exec; None without /proc."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as file:
+            started = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5), in clock ticks
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def logit_variance(model: AnyModelConfig) -> float:
+    """Returns the variance of an untrained Llama-like model's logits.
+
+    The hidden state is normalized, and the output projection is initialized with standard deviation HEAD_STD, scaled
+    by muP.
+    """
+    return model.embed_dim * (HEAD_STD * mup_scales(model).output) ** 2
+
+
+def loss_problem(first: float | None, last: float | None, log_vocab: float, variance: float = 0.0) -> str | None:
+    """Returns a message if losses on random tokens are implausible, else None.
+
+    The expected loss starts at log(vocabulary) plus half the variance of the logits, and cannot go below
+    log(vocabulary).
+    """
+    low, high = log_vocab - NEAR_NATS, log_vocab + variance / 2 + NEAR_NATS
+    for what, loss in (("first", first), ("last", last)):
+        if loss is not None and not low < loss < high:
+            return f"the {what} loss is {loss:.4g} and should be from {low:.4g} to {high:.4g}, of random tokens"
+    return None
+
+
+def active_text(record: dict[str, Any]) -> str:
+    """Returns the active parameters of a mixture of experts, as ' (12.9B for a token, ...)'; '' for dense models."""
+    active = record["active_params"]
+    return "" if active == record["params"] else f" ({units.count(active)} for a token, which FLOPs and MFU count)"
+
+
+def step_lines(record: dict[str, Any]) -> list[str]:
+    """Formats the record for a terminal."""
+    low, high = record["step_s_range"]
+    layers = "scanned" if record["scan_layers"] else "unrolled"
+    first = "unknown" if record["first_step_s"] is None else f"{record['first_step_s']} s"
+    mfu = "" if record["mfu"] is None else f", MFU {record['mfu']:.1%}"
+    times = {1: "once", 2: "twice"}.get(record["compiled_times"], f"{record['compiled_times']} times")
+    problem = loss_problem(*(record[name] for name in LOSSES))
+    commit = record["git_commit"]
+    return [
+        f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens a step, "
+        f"{units.count(record['params'])} parameters{active_text(record)}, layers {layers}, "
+        f"{record['attention']} attention, {record['num_microbatches']} microbatch(es); "
+        f"{record['devices']}, {record['cpus']} CPUs" + (", huge pages" if record["huge_pages"] else ""),
+        f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}; "
+        f"products alone reach {record['product_gflops']:,.0f} here",
+        f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); processor time "
+        f"{record['cpu_s']:.4g} s",
+        f"  compile {record['compile_s']} s ({'' if record['compile_from_cache'] else 'not '}from the cache), the "
+        f"step was compiled {times}; first step done {first} after process start",
+        f"  peak memory {record['rss_mb']:,} MiB"
+        + ("" if record["device_peak_mb"] is None else f", on a device {record['device_peak_mb']:,} MiB"),
+        f"  loss {record['loss0']} to {record['lossN']}, log(vocabulary) {record['log_vocab']}: {problem or 'sane'}",
+        "  "
+        + ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+        + f"; {'commit ' + commit if commit else 'no commit'}; {record['date']}",
+    ]

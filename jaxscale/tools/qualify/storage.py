@@ -1,0 +1,101 @@
+"""Times saving and restoring a checkpoint in a given folder, with the checkpoint manager of training."""
+
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.hosts.agree import agreed, barrier, in_all
+from jaxscale.system import paths
+from jaxscale.tools.qualify.result import Figure, Machine, Probe
+from jaxscale.tools.qualify.timing import seconds_of
+from jaxscale.units import plural, size
+
+FOLDER = "qualify-saves"  # inside the given folder; removed afterwards
+PROCESS_BYTES, CPU_PROCESS_BYTES = (
+    4 * 2**30,
+    32 * 2**20,
+)  # per process: larger than a disk's cache
+LEAVES = 16
+FIRST_BYTES = 2**20  # per process in the first two saves; the first imports and compiles, and is not timed
+TIME_SHARE = 1 / 8  # of the time limit of all probes; sets the size from the second save's rate
+
+
+def measure_storage(machine: Machine) -> Probe:
+    """Measures bytes/s over all processes of a save (written, synced and read back) and of a restore.
+
+    A cold restore can be slower: files just written may still be in the host's page cache.
+    """
+    processes, most = jax.process_count(), CPU_PROCESS_BYTES if machine.on_cpu else PROCESS_BYTES
+    mesh = make_mesh(MeshConfig(fsdp=-1), machine.devices)
+    with empty_folder(machine.save_folder) as folder:
+        save_and_restore(folder / "first", mesh, FIRST_BYTES * processes, machine)
+        tried, _, *seconds = save_and_restore(folder / "second", mesh, FIRST_BYTES * processes, machine)
+        whole = agreed(lambda: min(most * processes, int(tried / sum(seconds) * machine.seconds * TIME_SHARE)))
+        saved_bytes, blocked, saved, restored = save_and_restore(folder / "timed", mesh, max(whole, tried), machine)
+    figures = (
+        Figure(name="save, written, synced and read back", value=saved_bytes / saved, unit="bytes/s"),
+        Figure(name="restore", value=saved_bytes / restored, unit="bytes/s"),
+        Figure(name="a save blocks the step's thread for", value=blocked, unit="s"),
+    )
+    note = f"{size(saved_bytes)} by {plural(processes, 'process')} to {machine.save_folder}"
+    return Probe(name="storage", figures=figures, notes=(note,))
+
+
+def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) -> tuple[int, float, float, float]:
+    """Returns (bytes, seconds that the save blocked, seconds until it was complete, seconds of the restore)."""
+    state = jax.block_until_ready(make_state(mesh, num_bytes))
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep_last=1), phase=machine.phase)
+    checkpoints.prepare(state)  # done first, so that save() need not wait for it
+    checkpoints.wait_prepared()
+    barrier()
+
+    def save() -> float:
+        blocked = checkpoints.save(0, state, {})
+        checkpoints.wait()
+        return blocked
+
+    saved, blocked = seconds_of(save)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    barrier()
+    restored, _ = seconds_of(lambda: jax.block_until_ready(checkpoints.restore(0, abstract)), time.perf_counter)
+    checkpoints.close()
+    return sum(x.nbytes for x in state.values()), blocked, saved, restored
+
+
+def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
+    """Returns LEAVES random arrays sharded over all devices, together at least `num_bytes`."""
+    rows = NamedSharding(mesh, P(MESH_AXES, None))
+    columns = max(1, math.ceil(num_bytes / (4 * LEAVES * mesh.size)))
+    make = jax.jit(lambda key: jax.random.normal(key, (mesh.size, columns), jnp.float32), out_shardings=rows)
+    return {f"w{number}": make(jax.random.key(number)) for number in range(LEAVES)}
+
+
+@contextlib.contextmanager
+def empty_folder(parent: Any) -> Iterator[Any]:
+    """Context manager of a folder inside `parent`, shared by all processes; process 0 removes it at the end.
+
+    A folder left by a killed run is removed first, since a save skips a step that is already saved.
+    """
+    folder = paths.absolute(parent) / FOLDER
+
+    def remove() -> None:
+        if jax.process_index() == 0 and folder.exists():
+            folder.rmtree() if paths.is_remote(folder) else shutil.rmtree(folder)
+
+    in_all(remove)
+    try:
+        yield folder
+    finally:
+        remove()

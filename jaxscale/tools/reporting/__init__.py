@@ -1,0 +1,1 @@
+"""Reports of runs: a self-contained HTML page, or a card in Markdown."""

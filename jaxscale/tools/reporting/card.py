@@ -1,0 +1,93 @@
+"""A report card: one short page in Markdown about one run or several, for a README or a terminal."""
+
+from collections.abc import Sequence
+
+from jaxscale import units
+from jaxscale.runtime.monitor.history import History
+from jaxscale.system.redact import block_in_markdown, in_markdown
+from jaxscale.tools.reporting.evals import METRICS, eval_names, label_of, parts_of, shown
+from jaxscale.tools.reporting.page import with_unique_names
+from jaxscale.tools.reporting.page_text import clock, money, plain
+from jaxscale.tools.reporting.status import Status, status_of
+
+SAMPLE_CHARACTERS = 400
+NONE = "-"
+
+
+def make_card(histories: Sequence[History], *, price: float | None = None, now: float) -> str:
+    """The page: what was trained, what it cost, and what it measures, a column for each run.
+
+    Args: price: dollars an hour of one chip; else its list price, where there is one. now: Unix seconds.
+    """
+    histories = with_unique_names(histories)
+    statuses = [status_of(history, now, price) for history in histories]
+    heads = ["", *(history.name for history in histories)]
+    facts = [[name, *cells] for name, cells in fact_rows(histories, statuses) if any(cell != NONE for cell in cells)]
+    parts = [f"# {' and '.join(map(in_markdown, heads[1:]))}: report card", table(heads, facts)]
+    if rows := measured_rows(histories):
+        parts += ["## Measured", table(heads, rows), "Each with its standard error, on what was not trained on."]
+    if texts := [sample_of(history) for history in histories if history.samples]:
+        parts += ["## What it writes", *texts]
+    total = sum(status.cost for status in statuses if status.cost is not None)
+    wall = sum(status.wall_seconds or 0.0 for status in statuses)
+    cost = f", {money(total)}" if any(status.cost is not None for status in statuses) else ""
+    parts.append(f"All in all: {units.duration(wall)} of training{cost}; {clock(now)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[tuple[str, list[str]]]:
+    """(name, a cell for each run) of what a run is."""
+    each = list(zip(histories, statuses))
+    known = lambda value, show: NONE if value is None else show(value)
+    return [
+        ("state", [status.state.sentence for _, status in each]),
+        ("model", [model_words(history) for history, _ in each]),
+        ("steps", [f"{status.step:,}" for _, status in each]),
+        ("tokens", [known(status.tokens, units.count) for _, status in each]),
+        ("loss", [known(status.loss, plain) for _, status in each]),
+        ("validation loss", [known(status.validation_loss, plain) for _, status in each]),
+        ("validation bits per byte", [known(h.latest("validation/bits_per_byte"), plain) for h, _ in each]),
+        ("chips", [f"{units.count(s.chips)} {s.chip}" if s.chips and s.chip else NONE for _, s in each]),
+        ("tokens/s", [known(status.tokens_per_second, units.count) for _, status in each]),
+        ("MFU", [known(status.mfu, lambda value: f"{value:.1%}") for _, status in each]),
+        ("time", [known(status.wall_seconds, units.duration) for _, status in each]),
+        ("cost", [known(status.cost, money) for _, status in each]),
+    ]
+
+
+def model_words(history: History) -> str:
+    """'llama, 4 layers of 256'."""
+    model = history.part("config", "model")
+    layers, width = model.get("num_layers"), model.get("embed_dim")
+    return f"{model.get('name', '?')}, {layers} layers of {width}" if layers and width else NONE
+
+
+def measured_rows(histories: Sequence[History]) -> list[list[str]]:
+    """A row for each evaluator and metric: the newest measurement of each run."""
+    rows = []
+    for metric, names in eval_names(histories).items():
+        for name in names if metric != "loss" else ():
+            cells = [newest(history, name) for history in histories]
+            rows.append([f"{label_of(name)}: {METRICS[parts_of(name)['metric']]}", *cells])
+    return rows
+
+
+def newest(history: History, name: str) -> str:
+    """'0.512 ± 0.014' of the last step that was measured."""
+    steps, values = history.evaluated(name)
+    if not steps:
+        return NONE
+    return shown(values[-1], dict(zip(*history.evaluated(f"{name}_stderr"))).get(steps[-1]))
+
+
+def sample_of(history: History) -> str:
+    """The run's last sample as a block that nothing in it can end, under the run's name."""
+    return f"### {in_markdown(history.name)}\n\n{block_in_markdown(history.samples[-1].text[:SAMPLE_CHARACTERS])}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its columns in line."""
+    cells = [[in_markdown(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells)]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

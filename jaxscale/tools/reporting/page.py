@@ -1,0 +1,268 @@
+"""The whole page: header, sections and security policy."""
+
+import dataclasses
+import importlib.resources
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.runtime.monitor.history import History
+from jaxscale.runtime.monitor.json_lines import as_list
+from jaxscale.tools.reporting.canvas import Canvas, step_axis, tokens_per_step
+from jaxscale.tools.reporting.evals import eval_plots, eval_table
+from jaxscale.tools.reporting.event_text import described
+from jaxscale.tools.reporting.page_tables import (
+    Cell,
+    change_table,
+    difference_table,
+    incident_table,
+    left_out,
+    n,
+    run_name,
+    settings_table,
+    table,
+)
+from jaxscale.tools.reporting.page_text import clock, count, duration, escape, json_block, money, percent, plain
+from jaxscale.tools.reporting.sections import Section, plot_sections
+from jaxscale.tools.reporting.status import Status, cost_fact, price_words, status_of
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+MOST_OPEN = 4  # runs whose samples and incidents are open at once
+SERVED = "; connect-src 'self'"  # the page of --serve asks its own server whether the run has gone on
+
+
+def make_page(
+    histories: Sequence[History], *, price: float | None = None, now: float | None = None, version: str | None = None
+) -> str:
+    """One HTML file about one run, or several side by side.
+
+    Args: price: dollars an hour for one chip. now: the time of the page, Unix seconds. version: of a page that is
+    served and asks for a newer one.
+    """
+    now = time.time() if now is None else now
+    histories = with_unique_names(histories)
+    canvas = Canvas(histories, step_axis(histories))
+    statuses = [status_of(history, now, price) for history in histories]
+    sections = [*differences(histories), *plot_sections(canvas), *text_sections(histories)]
+    head = run_header(histories[0], statuses[0]) if canvas.single else runs_header(histories, statuses)
+    title = ", ".join(history.name for history in histories)
+    data = {"plots": canvas.data, "version": version}
+    return whole_page(title, head, sections, footer(now, "jaxscale report"), data, problem_list(histories))
+
+
+def make_evals_page(history: History, *, now: float | None = None) -> str:
+    """One HTML file about what the checkpoints of a run were measured on."""
+    canvas = Canvas([history], step_axis([history]))
+    sections = [Section("evals", "Evaluations", eval_plots(canvas)), Section("numbers", "Numbers", eval_table(history))]
+    sections = [section for section in sections if section.html]
+    head = f'<div class="top"><h1>{escape(history.name)}</h1></div><p class="sub">{escape(history.workdir)}</p>'
+    made = footer(time.time() if now is None else now, "jaxscale evaluate")
+    return whole_page(history.name, head, sections, made, {"plots": canvas.data}, problem_list([history]))
+
+
+def whole_page(
+    title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any] | None, problem_list: str = ""
+) -> str:
+    """The HTML file around these sections.
+
+    Args: data: what page.js needs of their plots, and the version of a served page; None: a page without a script.
+    problem_list: HTML below the links.
+    """
+    links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
+    body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
+    policy = POLICY + (SERVED if data and data.get("version") else "")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="referrer" content="no-referrer">'
+        f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body>"
+        f"<header>{head}<nav>{links}</nav>{problem_list}</header><main>{body}</main>"
+        f"<footer>{escape(end)}</footer>"
+        f"{'' if data is None else script(data)}</body></html>\n"
+    )
+
+
+def script(data: Mapping[str, Any]) -> str:
+    """Returns the script of the plots, with their data."""
+    return (
+        '<button id="reset" type="button" hidden>Show the whole run</button>'
+        f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
+        f"<script>{asset('page.js')}</script>"
+    )
+
+
+def asset(name: str) -> str:
+    """Returns the text of a file in this package."""
+    return importlib.resources.files("jaxscale.tools.reporting").joinpath(name).read_text("utf-8")
+
+
+def with_unique_names(histories: Sequence[History]) -> list[History]:
+    """Labels runs with their full path where folder names are equal."""
+    names = [history.name for history in histories]
+    return [
+        dataclasses.replace(history, label=history.workdir) if names.count(history.name) > 1 else history
+        for history in histories
+    ]
+
+
+def footer(now: float, by: str) -> str:
+    """When the page was made, by which command, and how it is used."""
+    return (
+        f"Made {clock(now)} by {by}. Drag across a plot to look closer, double click for the whole run; "
+        "with the keyboard: arrows, + and -, Escape."
+    )
+
+
+def problem_list(histories: Sequence[History]) -> str:
+    """Returns the list of missing or skipped data as HTML."""
+    lines = [(history.name, problem) for history in histories for problem in history.problems]
+    items = "".join(f"<li>{escape(f'{name}: {line}' if len(histories) > 1 else line)}</li>" for name, line in lines)
+    return f'<ul class="told">{items}</ul>' if items else ""
+
+
+def run_header(history: History, status: Status) -> str:
+    """Name, state and the numbers that are asked for first."""
+    chips = f"{plain(status.chips)} x {status.chip}" if status.chips else ""
+    parts = [str(history.part("config", "model").get("name") or ""), chips, history.workdir]
+    done = status.step / status.total_steps if status.total_steps else None
+    bar = f'<div class="bar"><i style="width:{100 * min(done, 1):.2f}%"></i></div>' if done is not None else ""
+    speed = status.tokens_per_second
+    facts = [
+        ("step", f"{status.step:,}", f"of {status.total_steps:,} ({percent(done)})" if done is not None else ""),
+        ("loss", plain(status.loss), "nats per token, last report"),
+        ("validation loss", plain(status.validation_loss), bits_text(history)),
+        ("tokens", count(status.tokens), f"{count(speed)} a second lately" if speed is not None else ""),
+        ("time", duration(status.wall_seconds), starts_text(status)),
+    ]
+    if status.state.name != "finished":
+        facts.append(("to go", duration(status.left_seconds), "at the speed of the last reports"))
+    if status.mfu is not None:
+        facts.append(("MFU", percent(status.mfu), "lately"))
+    facts.append(cost_fact(status))
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+        for name, value, more in facts
+        if value != "n/a" or name in ("step", "loss")
+    )
+    return (
+        f'<div class="top"><h1>{escape(history.name)}</h1>'
+        f'<span class="state {status.state.name}">{escape(status.state.name)}</span></div>'
+        f'<p class="sub">{escape(" · ".join(part for part in parts if part))}</p>'
+        f'<p class="sub">{escape(sentence(status.state.sentence))}</p>{bar}'
+        f'<dl class="facts">{items}</dl>{fine_print([status])}'
+    )
+
+
+def fine_print(statuses: Sequence[Status]) -> str:
+    """Returns the price that the cost is based on."""
+    return f'<p class="fine">{escape(words)}</p>' if (words := price_words(statuses)) else ""
+
+
+def sentence(words: str) -> str:
+    """The words with a capital and a full stop."""
+    return words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
+
+
+def bits_text(history: History) -> str:
+    """'1.205 bits per byte'."""
+    bits = history.latest("validation/bits_per_byte")
+    return f"{plain(bits)} bits per byte" if bits is not None else ""
+
+
+def starts_text(status: Status) -> str:
+    """'in 3 starts'."""
+    if not status.starts:
+        return "by the steps' own time"
+    return "in one start" if status.starts == 1 else f"in {status.starts} starts"
+
+
+def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str:
+    """A row for each run."""
+    has_cost = any(status.cost is not None for status in statuses)
+    rows = []
+    for place, (history, s) in enumerate(zip(histories, statuses)):
+        cells = [
+            run_name(history, place),
+            Cell(f'<span class="state {s.state.name}">{escape(s.state.name)}</span>'),
+            n(f"{s.step:,}"), n(f"{s.total_steps:,}" if s.total_steps else "n/a"), n(plain(s.loss)),
+            n(plain(s.validation_loss)), n(count(s.tokens)), n(count(s.tokens_per_second)), n(percent(s.mfu)),
+            n(duration(s.wall_seconds)), n("" if s.state.name == "finished" else duration(s.left_seconds)),
+        ]  # fmt: skip
+        rows.append([*cells, *([n(money(s.cost)), n(money(s.cost_to_end))] if has_cost else [])])
+    head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "to go"]
+    head += ["cost", "cost at its end"] if has_cost else []
+    return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}{fine_print(statuses)}'
+
+
+def differences(histories: Sequence[History]) -> list[Section]:
+    """Settings in which several runs differ; [] for one run."""
+    if len(histories) == 1:
+        return []
+    each = {tokens for history in histories if (tokens := tokens_per_step(history))}
+    note = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
+    steps = left_out(note) if len(each) > 1 else ""
+    return [Section("settings", "Settings that differ", difference_table(histories) + steps)]
+
+
+def text_sections(histories: Sequence[History]) -> list[Section]:
+    """Samples, settings of a single run, and the log."""
+    one = [Section("settings", "Settings", settings(histories[0]))] if len(histories) == 1 else []
+    return [
+        Section("samples", "Samples", per_run(histories, samples)),
+        *one,
+        Section("log", "Incident log", per_run(histories, log)),
+    ]
+
+
+def per_run(histories: Sequence[History], make) -> str:
+    """Applies `make` to each run, under its name if there are several, folded if there are many."""
+    if len(histories) == 1:
+        return make(histories[0])
+    named = [(run_name(history, place).html, make(history)) for place, history in enumerate(histories)]
+    if len(histories) > MOST_OPEN:
+        return "".join(f"<details><summary>{name}</summary>{part}</details>" for name, part in named)
+    return "".join(f"<h3>{name}</h3>{part}" for name, part in named)
+
+
+def samples(history: History) -> str:
+    """Generated texts, newest first."""
+    title = lambda sample: f"step {sample.step:,}" if sample.step is not None else "at the end of the run"
+    found = [f"<h3>{escape(title(s))}</h3><pre>{escape(s.text)}</pre>" for s in reversed(history.samples)]
+    if not found:
+        return left_out(
+            "There is no sample yet: one is written when the run has done all steps (sample.num_tokens), and on the "
+            "way where sample.every_steps says so."
+        )
+    older = (
+        f"<details><summary>{len(found) - 3} older</summary>{''.join(found[3:])}</details>" if len(found) > 3 else ""
+    )
+    return "".join(found[:3]) + older
+
+
+def log(history: History) -> str:
+    """The incident log."""
+    return incident_table(history) or left_out("There is no events.jsonl, or nothing in it.")
+
+
+def settings(history: History) -> str:
+    """Versions, descent, changes, and all settings."""
+    config = history.config
+    versions = {name: version for name, version in history.part("versions").items() if version}
+    facts = [("git commit", config.get("git_commit")), ("versions", described(versions))]
+    for ancestor in as_list(config.get("ancestry")):
+        if isinstance(ancestor, dict):
+            made = f", made into experts ({ancestor['upcycled']})" if ancestor.get("upcycled") else ""
+            what = "branch of" if ancestor.get("what") == "run" else "weights from"
+            facts.append((what, f"{ancestor.get('path')}, step {ancestor.get('step')}{made}"))
+    peak = history.part("peak")
+    if peak.get("name"):
+        facts.append(("MFU against", f"{peak.get('name')}: {peak.get('source')}"))
+    if history.part("config").get("model", {}).get("experts"):
+        facts.append(("FLOPs and MFU", "of the parameters that a token goes through; memory is of all"))
+    parts = [table(("made with", ""), [(name, Cell(escape(value), "mono")) for name, value in facts if value])]
+    changes = change_table(history)
+    parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))
+    if every := history.part("config"):
+        parts.append(f"<details><summary>All settings</summary>{settings_table(every)}</details>")
+    return "".join(parts)

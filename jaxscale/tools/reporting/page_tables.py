@@ -1,0 +1,209 @@
+"""The tables of the page: what was seen, where the time went, settings and their changes, the log of incidents."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import units
+from jaxscale.runtime.monitor.goodput import measure_goodput
+from jaxscale.runtime.monitor.history import History, is_number
+from jaxscale.runtime.monitor.json_lines import as_list
+from jaxscale.tools.reporting.event_text import described, incidents
+from jaxscale.tools.reporting.page_text import escape, percent
+from jaxscale.tools.reporting.plots import color_of, key
+
+MOST_CHANGES = 200
+MOST_COLUMNS = 6  # runs
+MISSING = object()
+KIND_WORDS = {
+    "step": "training steps that count", "compile": "compiling", "restore": "restoring", "data": "waiting for data",
+    "save": "saving", "eval": "validation and samples", "statistics": "statistics of the layers",
+    "lost": "steps that were run again", "idle": "between starts", "other": "all else: imports, checks, opening data",
+}  # fmt: skip
+
+
+class Cell(NamedTuple):
+    """HTML of a cell, and its class: n (number), t (quiet), w (wide), mono."""
+
+    html: str
+    kind: str = ""
+
+
+def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
+    """A table in a scrolling box. Text is escaped, a Cell is HTML already."""
+    lines = []
+    kinds: list[str] = []
+    for number, row in enumerate(rows):
+        cells = [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
+        kinds = kinds or [cell.kind for cell in cells]
+        row_class = f' class="{row_kinds[number]}"' if row_kinds and row_kinds[number] else ""
+        lines.append(
+            f"<tr{row_class}>" + "".join(f"<td{css_class(cell.kind)}>{cell.html}</td>" for cell in cells) + "</tr>"
+        )
+    if not lines:
+        return ""
+    number = lambda place: css_class("n") if kinds[place] == "n" else ""
+    html = [title.html if isinstance(title, Cell) else escape(title) for title in head]
+    titles = "".join(f"<th{number(place)}>{title}</th>" for place, title in enumerate(html))
+    return f'<div class="table"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def css_class(kind: str) -> str:
+    """' class="n"', or ''."""
+    return f' class="{kind}"' if kind else ""
+
+
+def n(text: str) -> Cell:
+    """A number."""
+    return Cell(escape(text), "n")
+
+
+def integer_text(value: Any) -> str:
+    """'2,830'."""
+    return f"{value:,}" if is_number(value) else described(value)
+
+
+def mono(value: Any) -> Cell:
+    """A setting's value."""
+    return Cell(
+        escape(value if isinstance(value, str) else described(value) if value not in ({}, [], None) else value), "mono"
+    )
+
+
+def left_out(text: str) -> str:
+    """A line in place of what is not there."""
+    return f'<p class="left">{escape(text)}</p>'
+
+
+def run_name(history: History, place: int) -> Cell:
+    """The run with its colour."""
+    return Cell(f"{key('line', color_of(place))}{escape(history.name)}")
+
+
+def goodput_table(histories: Sequence[History]) -> str:
+    """Seconds by kind over all starts; they sum to the wall time, from the first start to the last sign of the run.
+
+    Of several runs: the shares, a row for each run.
+    """
+    ledgers = [(place, measure_goodput(history.rows, history.events)) for place, history in enumerate(histories)]
+    known = [(place, found) for place, found in ledgers if found.fraction is not None]
+    if len(histories) > 1:
+        kinds = [kind for kind in KIND_WORDS if any(found.seconds[kind] > 0 for _, found in known)]
+        rows = [
+            (
+                run_name(histories[place], place),
+                *(n(percent(found.seconds[kind] / found.wall_seconds)) for kind in kinds),
+                n(units.duration(found.wall_seconds)),
+            )
+            for place, found in known
+        ]
+        words = [KIND_WORDS[kind].partition(":")[0] for kind in kinds]
+        return table(("where the time went", *words, "wall time"), rows)
+    rows = []
+    for _, found in known:
+        parts = [(KIND_WORDS[kind], value) for kind, value in found.seconds.items() if value > 0]
+        for words, value in (*parts, ("wall time", found.wall_seconds)):
+            rows.append((words, n(units.duration(value)), n(percent(value / found.wall_seconds))))
+    return table(("where the time went", "time", "share"), rows)
+
+
+def supervised_table(histories: Sequence[History]) -> str:
+    """The starts that a supervisor made."""
+    parts = []
+    for place, history in enumerate(histories):
+        ends = [record for record in history.supervised if record.get("event") == "end"]
+        rows = [
+            (
+                n(described(end.get("number"))), Cell(escape(str(end.get("time", ""))[:19].replace("T", " ")), "t"),
+                n(units.duration(end["seconds"]) if is_number(end.get("seconds")) else "n/a"),
+                n(integer_text(end.get("steps_won"))), n(integer_text(end.get("steps_lost"))),
+                Cell(escape(end.get("meaning") or ""), "w"),
+            )
+            for end in ends[-50:]
+        ]  # fmt: skip
+        leaves = [record for record in history.supervised if record.get("event") in ("leave", "gave_up")]
+        last = leaves[-1] if leaves else {}
+        summary = f"<p>{escape(leave_text(last))}</p>" if last else ""
+        if rows:
+            name = f", {run_name(history, place).html}" if len(histories) > 1 else ""
+            heading = f"<h3>Starts by the supervisor{name}</h3>"
+            parts.append(
+                heading + summary + table(("start", "ended (UTC)", "ran", "steps won", "run in vain", "end"), rows)
+            )
+    return "".join(parts)
+
+
+def leave_text(last: Mapping[str, Any]) -> str:
+    """Summary of the supervisor's last record."""
+    parts = [str(last.get("why") or "")]
+    if is_number(last.get("goodput")):
+        parts.append(f"goodput {percent(last['goodput'])} of {units.duration(last.get('wall_seconds') or 0.0)}")
+    return "; ".join(part for part in parts if part)
+
+
+def incident_table(history: History) -> str:
+    """The log, newest last."""
+    found, older = incidents(history.events)
+    rows = [(Cell(escape(i.when), "t"), n(i.step), Cell(escape(i.what), "w")) for i in found]
+    note = left_out(f"{older:,} older lines are in events.jsonl.") if older else ""
+    return note + table(("time", "step", "what"), rows, ["trouble" if i.is_trouble else "" for i in found])
+
+
+def change_table(history: History) -> str:
+    """Settings that were changed on the way, and what that did to the numbers."""
+    written = history.config.get("changed", history.config.get("allowed_changes"))  # the name before 2026-11-22
+    changes = [change for change in as_list(written) if isinstance(change, dict)]
+    rows = [
+        (n(integer_text(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")), effect(c))
+        for c in changes[-MOST_CHANGES:]
+    ]
+    return table(("from step", "setting", "before", "after", "and so"), rows)
+
+
+def effect(change: Mapping[str, Any]) -> Cell:
+    """Effect of a change: the learning rate's jump, other numbers, or none."""
+    rates = as_list(change.get("learning_rate"))
+    if len(rates) == 2 and all(map(is_number, rates)):
+        return Cell(f"the learning rate went from {rates[0]:.4g} to {rates[1]:.4g}", "w")
+    return Cell("numbers follow it" if change.get("alters") else "", "w")
+
+
+def settings_table(config: Mapping[str, Any]) -> str:
+    """Every setting."""
+    return table(("setting", "value"), [(mono(name), mono(value)) for name, value in flatten(config).items()])
+
+
+def difference_table(histories: Sequence[History]) -> str:
+    """The settings in which the runs differ, and the machines and versions; a column for each run, of many a row."""
+    known = [(run_name(history, place), made_with(history)) for place, history in enumerate(histories)]
+    known = [(name, facts) for name, facts in known if facts]  # the header reports a missing config.json
+    names = list(dict.fromkeys(name for _, facts in known for name in facts))
+    differing = [name for name in names if len({repr(facts.get(name, MISSING)) for _, facts in known}) > 1]
+    if not differing:
+        return left_out("The settings are the same, the machines and the versions too.")
+    cell = lambda facts, name: mono(facts[name]) if name in facts else Cell("–", "t")
+    if len(known) > MOST_COLUMNS:
+        return table(("run", *differing), [(run, *(cell(facts, name) for name in differing)) for run, facts in known])
+    rows = [(mono(name), *(cell(facts, name) for _, facts in known)) for name in differing]
+    return table(("setting", *(run for run, _ in known)), rows)
+
+
+def made_with(history: History) -> dict[str, Any]:
+    """{dotted name: value} of the settings, and of what the run was made on and with; {} without config.json."""
+    config, devices = history.config, history.part("devices")
+    found = flatten(history.part("config"))
+    if devices.get("kind"):
+        found["devices"] = f"{devices.get('number', '?')} x {devices['kind']}"
+    if config.get("git_commit"):
+        found["git commit"] = config["git_commit"]
+    return found | {f"version of {name}": version for name, version in history.part("versions").items() if version}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted name: value} of nested settings."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

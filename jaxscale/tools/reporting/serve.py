@@ -1,0 +1,106 @@
+"""Serves the page on this machine, and renders it again when the run's files change."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.runtime.monitor.history import LEDGERS, OPTIONAL_FILES, RUN_FILES
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Stop, print_stderr
+from jaxscale.system.local_server import LocalHandler, LocalServer
+from jaxscale.tools.reporting.page import POLICY, SERVED
+from jaxscale.tools.reporting.page_text import escape
+from jaxscale.tools.reporting.status import QUIET_SECONDS
+
+CHECK_SECONDS = 2.0  # between two looks at the files, however many ask
+
+
+class Pages:
+    """The newest page and its version. Any thread may ask."""
+
+    def __init__(self, make: Callable[[str], str], workdirs: Sequence[Any], clock: Callable[[], float] = time.time):
+        """make: the page of a version. Raises BadInput or Stop where the folders cannot be read."""
+        self.make, self.clock = make, clock
+        self.folders = [paths.as_path(workdir) for workdir in workdirs]
+        self.lock = threading.Lock()
+        self.checked_at, self.current, self.made, self.content = float("-inf"), "", "", ""
+
+    def version(self) -> str:
+        """A name for what the files hold now; another one when they have changed, or have not for long."""
+        with self.lock:
+            return self.current_version()
+
+    def page(self) -> str:
+        """The page of the newest version."""
+        with self.lock:
+            version = self.current_version()
+            if version != self.made:
+                self.content = self.make(version)
+                self.made = version
+            return self.content
+
+    def current_version(self) -> str:
+        """The version, from the files' sizes and times."""
+        now = self.clock()
+        if now - self.checked_at >= CHECK_SECONDS:
+            marks = [size_and_time(file) for folder in self.folders for file in watched(folder)]
+            newest = max((mark[1] for mark in marks if mark), default=0.0)
+            # a run that falls silent changes its page too: looked at after 3 minutes, 6, 12, ...
+            quiet = max(0, int((now - newest) / QUIET_SECONDS)).bit_length()
+            state = repr((marks, quiet))
+            self.current, self.checked_at = hashlib.sha256(state.encode()).hexdigest()[:16], now
+        return self.current
+
+
+def watched(folder: Any) -> list[Any]:
+    """The files of a work folder that the page is made of, those that may come included."""
+    try:
+        ledgers = sorted(folder.glob(LEDGERS))
+    except OSError:  # the page reports a folder that cannot be listed
+        ledgers = []
+    return [*(folder / name for name in (*RUN_FILES, *OPTIONAL_FILES)), *ledgers]
+
+
+def size_and_time(path: Any) -> tuple[int, float] | None:
+    """(bytes, time of the last change) of a file; None where there is none, or it cannot be asked."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime
+
+
+class ReportServer(LocalServer):
+    """A server of one page."""
+
+    pages: Pages
+
+
+def open_server(pages: Pages, port: int) -> ReportServer:
+    """Returns a server that listens; serve_forever() runs it. Raises BadInput where the port is taken."""
+    return ReportServer(Handler, port, pages=pages)
+
+
+class Handler(LocalHandler):
+    """GET / is the page, GET /version what it asks to see whether there is a newer one."""
+
+    server: ReportServer
+    policy = f"{POLICY}{SERVED}"
+
+    def do_GET(self) -> None:
+        """Answers, or refuses."""
+        if not self.is_for_us():
+            return
+        path = self.path.partition("?")[0]
+        if path not in ("/", "/version"):
+            self.answer(404, "There is only one page: /", "text/plain")
+            return
+        try:
+            found = self.server.pages.page() if path == "/" else self.server.pages.version()
+        except (BadInput, OSError, Stop) as error:
+            print_stderr(f"report: {error}")
+            self.answer(503, f"<!doctype html><title>jaxscale</title><p>{escape(error)}</p>", "text/html")
+            return
+        self.answer(200, found, "text/html" if path == "/" else "text/plain")

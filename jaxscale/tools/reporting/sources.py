@@ -1,0 +1,165 @@
+"""Data summary: the settings in a sentence, and a row per source with its tokens.
+
+Which source a row is from is arithmetic, so nothing is logged of it: config.json has the stages of the mixture, in rows
+of the stream, and within a stage every prefix is less than one row from its share (runtime/data/mixture.py). Batches
+that were left out are taken off.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxscale import units
+from jaxscale.runtime.monitor.history import History, is_number
+from jaxscale.runtime.monitor.json_lines import as_dict, as_list
+from jaxscale.tools.reporting.event_text import described, is_pair
+from jaxscale.tools.reporting.page_tables import n, run_name, table
+from jaxscale.tools.reporting.page_text import escape, percent, plain
+
+UNTOLD = (n("n/a"), n("none"))  # a column of these alone is left out
+Stage = tuple[float, dict[str, float]]  # first row in the stream, weights
+
+
+def data_table(histories: Sequence[History]) -> str:
+    """The sources with their planned shares, tokens by those shares, epochs' caps, and how well they are learnt."""
+    parts = []
+    for place, history in enumerate(histories):
+        heading = f"<h3>{run_name(history, place).html}</h3>" if len(histories) > 1 else ""
+        parts.append(heading + data_words(history) + source_table(history))
+    return "".join(parts)
+
+
+def data_words(history: History) -> str:
+    """Returns the data settings in a sentence or two."""
+    config, data = history.part("config"), history.part("config", "data")
+    parts = []
+    if data:
+        parts.append(
+            f"{data.get('name') or 'data'}" + (f", files {described(data['files'])}" if data.get("files") else "")
+        )
+        parts.append(f"packing {data.get('packing')}")
+        if objective := history.part("config", "data", "objective").get("name"):
+            parts.append(f"objective {objective}")
+        if data.get("tokenizer"):
+            parts.append(f"tokenizer {data['tokenizer']}")
+    if is_number(config.get("seq_len")):
+        parts.append(f"rows of {config['seq_len']:,} tokens")
+    tokens = history.latest("tokens_seen")
+    if tokens is not None:
+        parts.append(f"{units.count(tokens)} tokens seen ({tokens:,.0f})")
+    (steps, unpadded), batches = history.series("train/real_tokens"), history.batches
+    if unpadded and batches is not None and (all_tokens := sum(batches.size(step - 1) for step in steps)):
+        parts.append(f"{percent(sum(unpadded) / all_tokens)} of them real, the rest padding (of the steps reported)")
+    if gated := history.latest("gated_rows_total"):
+        parts.append(f"{gated:,.0f} rows gated since the last start")
+    skips = data.get("skip_batches")
+    if skips:
+        parts.append(f"left out by data.skip_batches: {described(skips)}")
+    return f"<p>{escape('; '.join(parts))}.</p>" if parts else ""
+
+
+def source_table(history: History) -> str:
+    """A row for each source."""
+    data = history.part("config", "data")
+    planned = stages_of(data.get("mixture"))
+    caps = as_dict(data.get("max_epochs"))
+    met = [name.split("/")[1] for name in history.names() if is_of_source(name)]
+    sources = list(dict.fromkeys([*(name for _, weights in planned for name in weights), *met]))
+    if not sources:
+        return ""
+    rows_seen, sizes = rows_by_source(history), history.part("mixture", "rows")
+    row_tokens = history.part("config").get("seq_len")
+    all_rows = sum(rows_seen.values())
+    rows = []
+    for name in sources:
+        shares = [weights.get(name, 0.0) / (sum(weights.values()) or 1.0) for _, weights in planned]
+        planned_share = ", then ".join(map(percent, dict.fromkeys(shares))) if planned else "n/a"
+        seen = rows_seen.get(name, 0.0) if all_rows else None
+        tokens = units.count(seen * row_tokens) if seen is not None and is_number(row_tokens) else "n/a"
+        epochs = seen / sizes[name] if seen is not None and is_number(sizes.get(name)) and sizes[name] else None
+        cap = plain(caps[name]) if is_number(caps.get(name)) else "none"
+        rows.append((
+            name, n(planned_share), n(tokens),
+            n(percent(seen / all_rows) if seen is not None else "n/a"),
+            n(plain(epochs and round(epochs, 3))), n(cap), n(plain(history.latest(f"train/{name}/loss"))),
+            n(plain(history.latest(f"validation/{name}/bits_per_byte"))),
+        ))  # fmt: skip
+    head = ("source", "planned share", "tokens seen", "of all", "epochs", "most epochs", "last training loss")
+    columns = zip((*head, "held-out bits/byte"), zip(*rows))
+    known = [(title, cells) for title, cells in columns if any(cell not in UNTOLD for cell in cells)]
+    return table([title for title, _ in known], zip(*(cells for _, cells in known)))
+
+
+def rows_by_source(history: History) -> dict[str, float]:
+    """Rows that steps have trained on by source, up to the last report; {} if config.json has no stages.
+
+    Correct to less than a row in each stage, and in each place where batches were left out.
+    """
+    stages = recorded_stages(history)
+    newest = history.latest("batch_index")
+    batches = history.batches
+    seq_len = history.part("config").get("seq_len")
+    if not stages or newest is None or batches is None or not (is_number(seq_len) and seq_len > 0):
+        return {}
+    row = lambda n: batches.begin(int(n)) / seq_len  # where batch n begins
+    found: dict[str, float] = {}
+    ends = [first for first, _ in stages[1:]] + [float("inf")]
+    for begin, end in trained_ranges(int(newest) + 1, skipped_batches(history)):
+        for (first, weights), stop in zip(stages, ends):
+            rows = max(0.0, min(row(end), stop) - max(row(begin), first))
+            for name, weight in weights.items():
+                found[name] = found.get(name, 0.0) + rows * weight / sum(weights.values())
+    return found
+
+
+def recorded_stages(history: History) -> list[Stage]:
+    """The stages as config.json has them in "mixture"; of an older run with one stage, that of its settings."""
+    parts = as_list(history.part("mixture").get("stages"))
+    pairs = [(part[0], weights_of(part[1])) for part in parts if isinstance(part, list) and len(part) == 2]
+    stages = [(float(first), weights) for first, weights in pairs if is_number(first) and weights]
+    data = history.part("config", "data")
+    planned = stages_of(data.get("mixture"))
+    if not stages and len(planned) == 1 and not data.get("max_epochs"):
+        stages = [(0.0, weights_of(weights)) for _, weights in planned if weights_of(weights)]
+    return stages
+
+
+def weights_of(value: Any) -> dict[str, float]:
+    """Those of the weights that are above 0."""
+    return {str(name): weight for name, weight in as_dict(value).items() if is_number(weight) and weight > 0}
+
+
+def skipped_batches(history: History) -> list[tuple[int, int]]:
+    """Batches [first, behind the last) that no step trains on: by the settings, and by rewinds."""
+    data = history.part("config", "data")
+    parts = [*as_list(data.get("skip_batches"))]
+    parts += [part for e in history.events if e["event"] == "rewind" for part in as_list(e.get("skip_batches"))]
+    return [(int(part[0]), int(part[1])) for part in parts if is_pair(part)]
+
+
+def trained_ranges(stop: int, skips: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of [0, stop) that are in none of the ranges, in order."""
+    found, begin = [], 0
+    for first, last in sorted(skips):
+        if min(first, stop) > begin:
+            found.append((begin, min(first, stop)))
+        begin = max(begin, last)
+    return [*found, (begin, stop)] if begin < stop else found
+
+
+def is_of_source(name: str) -> bool:
+    """True for 'train/web/loss' and 'validation/web/bits_per_byte'."""
+    room, _, suffix = name.partition("/")
+    return room in ("train", "validation") and suffix.count("/") == 1
+
+
+def stages_of(mixture: Any) -> list[tuple[str, dict[str, float]]]:
+    """[(where it begins, weights)] of data.mixture: one stage, or several by the place where each begins."""
+    if not isinstance(mixture, dict) or not mixture:
+        return []
+    if all(map(is_number, mixture.values())):
+        return [("", dict(mixture))]
+    return [
+        (str(at), {name: w for name, w in weights.items() if is_number(w)})
+        for at, weights in mixture.items()
+        if isinstance(weights, dict)
+    ]

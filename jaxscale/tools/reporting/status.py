@@ -1,0 +1,230 @@
+"""Status of a run: state, time, remaining time and cost, for the report and `jaxscale watch`."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import units
+from jaxscale.core.hardware import Price, find_chip
+from jaxscale.runtime.monitor.goodput import PREFIX, measure_goodput, unix_time
+from jaxscale.runtime.monitor.history import History, Row, is_finite, is_number
+from jaxscale.system.exits import Exit, is_failure, meaning
+from jaxscale.tools.reporting.page_text import NONE, clock, money
+
+MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop apart from training
+RECENT = 20  # reports over which the speed, and their distance, are taken
+PACE = 50  # reports over which the wall time of a step is taken
+QUIET_SECONDS = 180.0  # saves, validation and a bucket's uploads lie between two lines
+RECORDS = 10  # or the time of this number of reports
+STARTING_SECONDS = 3600.0  # before the first one, while it compiles: the default of hang.compile_seconds
+BEGINS = ("started", "resumed")
+PRICE_FLAG = "as given by --price"
+
+
+class State(NamedTuple):
+    """State of a run."""
+
+    name: str  # running, starting, finished, stopped, failed, silent, begun
+    words: str  # in short
+    more: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Both, as shown next to the name."""
+        return "; ".join(part for part in (self.words, self.more) if part and part != self.name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """Facts in the page's header. None: unknown."""
+
+    state: State
+    step: int
+    total_steps: float | None
+    loss: float | None
+    validation_loss: float | None
+    tokens: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    wall_seconds: float | None  # in which the command ran, over all starts
+    starts: int
+    left_seconds: float | None  # to the last step, at the speed of the last reports
+    chips: float | None
+    chip: str
+    price: Price | None  # of a chip: what was given, else the chip table's
+    cost: float | None  # so far, dollars
+    cost_to_end: float | None  # the whole run
+
+
+def status_of(history: History, now: float, price: float | None = None) -> Status:
+    """The Status at the time `now` (Unix seconds). price: dollars an hour for one chip; else that of the chip table."""
+    total = history.part("budget").get("total_steps")
+    total = total if is_number(total) else None
+    state = state_of(history, now, total)
+    devices = history.part("devices")
+    kind = str(devices.get("kind") or "")
+    chip = find_chip(kind)
+    chips = devices.get("number") if is_number(devices.get("number")) else None
+    if chips is not None and chip is not None:
+        chips = chips / chip.devices_per_chip
+    wall, starts = wall_seconds(history)
+    left = left_seconds(history, total) if state.name != "finished" else 0.0
+    paid = Price(price, "", PRICE_FLAG) if price is not None else chip.price if chip else None
+    hourly = paid.dollars_per_hour * chips / 3600 if paid and chips else None
+    return Status(
+        state=state,
+        step=history.reached_step,
+        total_steps=total,
+        loss=history.latest("loss"),
+        validation_loss=history.latest("validation/loss"),
+        tokens=tokens_of(history),
+        tokens_per_second=recent(history.rows, "tokens_per_second"),
+        mfu=recent(history.rows, "mfu"),
+        wall_seconds=wall,
+        starts=starts,
+        left_seconds=left,
+        chips=chips,
+        chip=chip.name if chip else kind,
+        price=paid,
+        cost=hourly * wall if hourly is not None and wall is not None else None,
+        cost_to_end=hourly * (wall + left) if hourly is not None and wall is not None and left is not None else None,
+    )
+
+
+def tokens_of(history: History) -> float | None:
+    """Tokens of all steps that are done; None where no report has told how many one takes."""
+    reported, batches = history.latest("tokens_seen"), history.batches
+    if reported is not None and batches is not None:
+        reported = max(reported, batches.begin(history.reached_step))
+    return reported
+
+
+def state_of(history: History, now: float, total: float | None) -> State:
+    """Derives the state from the last start or end and the age of the files."""
+    last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), None)
+    if last is not None and last["event"] == "stopped":
+        code = last.get("code")
+        code = code if isinstance(code, int) else Exit.ERROR
+        when, reason = clock(unix_time(last.get("time"))), str(last.get("why") or "")
+        if code == Exit.DONE and (total is None or history.reached_step >= total):
+            return State("finished", "all steps are done", when)
+        words = "ended before its last step, as it was told to" if code == Exit.DONE else meaning(code)
+        more = "; ".join(part for part in ("" if reason == "done" else reason, when) if part)
+        return State("failed" if is_failure(code) else "stopped", words, more)
+    if last is None and not history.rows:
+        return State("begun", "no start and no step noted yet")
+    if history.written_at is None:
+        return State("begun", "when it was last written is not known")
+    quiet = units.duration(now - history.written_at)
+    began_at = last["step"] if last and is_number(last.get("step")) else 0
+    if now - history.written_at > patience_seconds(history.rows, began_at):
+        return State("silent", f"silent for {quiet}", "no end was noted: it was killed, or it hangs")
+    if not any("loss" in row and row["step"] > began_at for row in reversed(history.rows)):
+        began = unix_time(last.get("time")) if last else None
+        return State("starting", f"starting for {units.duration(now - (now if began is None else began))}")
+    return State("running", "running", f"last written {quiet} ago")
+
+
+def wall_seconds(history: History) -> tuple[float | None, int]:
+    """(seconds in which the run's processes ran, number of its starts).
+
+    As the goodput has them, without what lies between starts. Where there are no events, the steps' own time counts.
+    """
+    found = measure_goodput(history.rows, history.events)
+    if found.starts:
+        return found.wall_seconds - found.seconds["idle"], found.starts
+    return step_time(history.rows), 0
+
+
+def step_time(rows: Sequence[Row]) -> float | None:
+    """Seconds of all steps, from what their reports say a step took; None without any."""
+    total, before, known = 0.0, 0, False
+    for row in rows:
+        if "loss" in row:
+            if is_number(row.get("step_seconds")):
+                total, known = total + (row["step"] - before) * row["step_seconds"], True
+            before = row["step"]
+        total += sum(row[name] for name in MEASURING if is_number(row.get(name)))
+    return total if known else None
+
+
+def left_seconds(history: History, total: float | None) -> float | None:
+    """Seconds to the last step, at the pace of the last reports; None where that is not known."""
+    pace = wall_pace(history.rows) or step_pace(history)
+    if total is None or pace is None:
+        return None
+    done, batches = history.reached_step, history.batches
+    if batches is None or not batches.vary or done >= total:
+        return max(total - done, 0) * pace
+    return (batches.begin(int(total)) - batches.begin(done)) / batches.size(max(done - 1, 0)) * pace  # by tokens
+
+
+def wall_pace(rows: Sequence[Row]) -> float | None:
+    """Wall time of a step over the last reports of this start, with saves and validations, if reported."""
+    wall = f"{PREFIX}wall_seconds"
+    reports = [row for row in rows[-2 * PACE :] if "loss" in row and is_number(row.get(wall))][-PACE:]
+    first = len(reports) - 1
+    while first > 0 and reports[first - 1][wall] <= reports[first][wall]:  # a start's clock begins at 0
+        first -= 1
+    steps = reports[-1]["step"] - reports[first]["step"] if reports else 0
+    return (reports[-1][wall] - reports[first][wall]) / steps if steps > 0 else None
+
+
+def step_pace(history: History) -> float | None:
+    """Seconds of a step by the median of the last reports, with the share of measuring in the time so far."""
+    if (each := recent(history.rows, "step_seconds")) is None:
+        return None
+    spent = step_time(history.rows) or 0.0
+    measuring = sum(sum(history.series(name)[1]) for name in MEASURING)
+    return each * (spent / (spent - measuring) if spent > measuring else 1.0)
+
+
+def recent(rows: Sequence[Row], name: str) -> float | None:
+    """The median of a metric's last values; None without any."""
+    found: list[float] = []
+    for row in reversed(rows):
+        if is_number(row.get(name)):
+            found.append(row[name])
+            if len(found) == RECENT:
+                break
+    return statistics.median(found) if found else None
+
+
+def patience_seconds(records: Sequence[Mapping[str, Any]], began_at: int) -> float:
+    """Seconds without a line after which a run is silent. began_at: the step that its last start went on from."""
+    reports = [record for record in records if "loss" in record and (record.get("step") or 0) > began_at][-RECENT:]
+    if not reports:
+        return STARTING_SECONDS
+    first = reports[0]["step"] if len(reports) > 1 else began_at
+    stride = (reports[-1]["step"] - first) / max(len(reports) - 1, 1)
+    times = [record["step_seconds"] for record in reports if is_finite(record.get("step_seconds"))]
+    return max(QUIET_SECONDS, RECORDS * stride * (statistics.median(times) if times else 0.0))
+
+
+def cost_fact(status: Status) -> tuple[str, str, str]:
+    """(name, amount, more): 'no price' where none is known."""
+    name = "cost so far"
+    if status.price is None:
+        return (name, "no price", f"of {status.chip} is known") if status.chip else (name, NONE, "")
+    known = status.state.name != "finished" and status.cost_to_end is not None
+    return name, money(status.cost), f"{money(status.cost_to_end)} in all at its end" if known else ""
+
+
+def price_words(statuses: Sequence[Status]) -> str:
+    """Describes the prices of the cost and --price; '' if the chips are unknown."""
+    reports = list(dict.fromkeys(line for status in statuses if (line := price_line(status))))
+    given = any(status.price and not status.price.date for status in statuses)
+    way_out = "" if given else " --price=DOLLARS gives what an hour of one chip really costs."
+    return f"Cost: {'; '.join(reports)}.{way_out}" if reports else ""
+
+
+def price_line(status: Status) -> str:
+    """'TPU v5p at $4.20 a chip-hour, list price of 2025 (SOURCE)'."""
+    if not status.chip:
+        return ""
+    if status.price is None:
+        return f"no price of {status.chip} is known"
+    price = status.price
+    origin = f"list price of {price.date} ({price.source})" if price.date else price.source
+    return f"{status.chip} at {money(price.dollars_per_hour)} a chip-hour, {origin}"
