@@ -2,16 +2,21 @@
 
 import dataclasses
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from xla_flags import xla_flags
 
-from jaxscale.core.mesh import arrange, make_mesh, mesh_layout, mesh_shape
+from jaxscale.core.mesh import arrange, make_mesh, mesh_layout, mesh_shape, one_at_a_time
 from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.topology import open_topology
 
 
@@ -209,3 +214,43 @@ def test_between_slices_data_costs_a_reduction_and_fsdp_the_gathers_too(tpu, siz
     )
     found = re.findall(r'_xla_megascale_transfer_type="([A-Z_]+)"', compiled.as_text())
     assert set(found) == crossing
+
+
+IN_FLIGHT = """
+import sys
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxscale.core.mesh import make_mesh, one_at_a_time
+from jaxscale.core.mesh_config import MeshConfig
+
+def program(w_LDD, x_DD):
+    gather = lambda w_DD: lax.all_gather(w_DD, "fsdp", tiled=True)
+    layer = lambda x_DD, w_DD: (jnp.tanh(x_DD @ gather(w_DD) @ gather(2 * w_DD)), None)
+    return lax.psum(jnp.sum(lax.scan(layer, x_DD, w_LDD)[0] @ gather(w_LDD[0])), "fsdp")
+
+mesh = make_mesh(MeshConfig())
+specs = P(None, "fsdp"), P("fsdp")
+f = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+f = one_at_a_time(f, mesh) if sys.argv[1] == "alone" else f
+shapes = (4, 64, 64), (64, 64)
+place = lambda shape, spec: jax.device_put(jnp.full(shape, 0.01), jax.NamedSharding(mesh, spec))
+w_LDD, x_DD = map(place, shapes, specs)
+print(len({float(y) for y in [f(w_LDD, x_DD * (1 + i % 2)) for i in range(60)]}))
+"""
+
+
+def test_independent_programs_run_one_at_a_time_on_simulated_devices():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:2])
+    f = jax.jit(lambda x: x + 1)
+    assert one_at_a_time(f, mesh)(jnp.ones(8)).is_ready()
+    for one in (make_mesh(MeshConfig(), jax.devices()[:1]), make_mesh(MeshConfig(), open_machine("v5e:2x2").devices)):
+        assert one_at_a_time(f, one) is f
+
+
+def test_sixty_calls_with_collectives_do_not_wait_for_each_other():
+    command = [sys.executable, "-c", IN_FLIGHT, "alone"]
+    environment = os.environ | {"XLA_FLAGS": xla_flags(8)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr[-2000:]

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxscale.core.batch import Batch
+from jaxscale.core.mesh import one_at_a_time
 from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.shardings import put_rows, replicated
 from jaxscale.runtime.data.bins import pack_bins
@@ -72,7 +73,7 @@ class Scorer:
     def of(cls, model: ShardedModel, batch_tokens: int) -> "Scorer":
         """Makes the scorer of a model on its mesh. Each row length is compiled at its first use."""
         return cls(
-            step=jax.jit(model.target_scores, out_shardings=replicated(model.mesh)),
+            step=one_at_a_time(jax.jit(model.target_scores, out_shardings=replicated(model.mesh)), model.mesh),
             sharding=model.rows_sharding,
             shards=model.plan.batch_axes.num_shards,
             multiple=model.plan.position_multiple,

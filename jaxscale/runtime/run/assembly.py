@@ -11,6 +11,7 @@ from jaxscale import build, schema
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.core.hardware import find_chip
+from jaxscale.core.mesh import one_at_a_time
 from jaxscale.core.rules import RULES
 from jaxscale.core.shardings import put_rows, replicated
 from jaxscale.core.state import TrainState
@@ -109,7 +110,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         total_steps=start.budget.total_steps,
         tokens_after=start.tokens_after,
         train_step=flip_bits(program.by_size("train_step"), done),
-        statistics=program.by_size("statistics"),
+        statistics=one_at_a_time(program.by_size("statistics"), program.mesh),
         statistics_every_steps=cfg.monitor.statistics_every_steps,
         open_feed=functools.partial(open_feed, start, batches, program),
         evaluate=parts.evaluate,
@@ -291,7 +292,8 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
     def batches() -> list:
         return [on_mesh(batch) for batch in corpus.valid_batches(cfg.eval.num_rows, rows)]
 
-    return lambda params: evaluate(step, params, batches(), corpus.source_names)
+    alone = one_at_a_time(step, program.mesh)
+    return lambda params: evaluate(alone, params, batches(), corpus.source_names)
 
 
 def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
