@@ -26,12 +26,12 @@ that. `python docs/build.py` draws this page from the imports.
 ![The packages, those that import most at the top](architecture.svg)
 """
 READ = """
-## The road of a run
+## From the command to the step
 
 `main.py` reads flags and a config; `runtime/run/` decides whether a run begins or resumes, and opens it; `build.py`
 puts model and optimizer on a mesh and compiles the step of `core/`; `runtime/training/` feeds it and reports.
 
-| road | leads through |
+| to follow | read |
 |---|---|
 | a setting | its package's `config.py`, `config.py`, `build.py`, and the package that reads it |
 | a token | `runtime/text/`, `runtime/data/` (shards, order, rows, batches), `runtime/training/feed.py`, the step |
