@@ -109,7 +109,7 @@ class PlanFlags:
     loss: bool = flag(False, "forecasts the loss from a ladder of small runs; see jaxscale plan --loss --help")
 
     def plan_options(self, name: str) -> PlanOptions:
-        """What was given beside config and machine."""
+        """Options given besides config and machine."""
         return PlanOptions(
             config_name=name,
             price=self.price,

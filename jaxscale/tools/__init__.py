@@ -1,1 +1,1 @@
-"""What training never imports: planning, preflight, lab, qualification, corpora, conversion and reports."""
+"""Tools that training never imports: planning, preflight, lab, qualification, corpora, conversion and reports."""

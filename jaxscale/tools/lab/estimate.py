@@ -195,7 +195,7 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
 
     value = scale(*(float(np.mean(s)) for s in squares))
     if not math.isfinite(value):
-        raise NotTold("the gradient is too small beside its noise, or too few batches were measured")
+        raise NotTold("the gradient is too small compared with its noise, or too few batches were measured")
     random = np.random.default_rng(0)
     drawn = [scale(*(float(np.mean(random.choice(s, len(s)))) for s in squares)) for _ in range(400)]
     drawn = [one for one in drawn if math.isfinite(one)]

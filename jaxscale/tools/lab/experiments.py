@@ -20,7 +20,7 @@ EXPERIMENTS = {
         ladder.answer,
     ),
     "shape": Experiment("depth against width at equal FLOPs", "How deep and how wide for the FLOPs?", shape.answer),
-    "resume": Experiment("kill, go on, compare", "Is a run that was killed the same run?", resume.answer),
+    "resume": Experiment("kill, resume, compare", "Is a run that was killed the same run?", resume.answer),
     "width": Experiment("rates over widths, with muP and without", "Does a rate hold over widths?", width.answer),
     "vary": Experiment("your own sweep, by --vary", "Which setting is best?", vary.answer),
 }

@@ -112,8 +112,8 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
     lost = [r for r in (*results, *target) if r.diverged]
     limits = (
         *SMALL[:1],
-        "An interval of 90% that holds once or twice is no proof that it holds nine times in ten; it knows what runs "
-        "scatter by and what the exponents leave open, and not the errors of another law.",
+        "An interval of 90% that holds once or twice does not prove that it holds nine times in ten; it knows what "
+        "runs scatter by and what the exponents leave open, and not the errors of another law.",
         "Depth goes with width in whole layers, so rungs of one or two are no large model made small.",
         "Rates go with the inverse of the width (Muon's with that of its root), under muP "
         "by its rules, and the batch is the same at all sizes: "

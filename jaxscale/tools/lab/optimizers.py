@@ -116,7 +116,7 @@ def faster_text(
         significance = (
             "no more than seeds differ by" if off.has(0.0) else f"{'lower' if off.value < 0 else 'higher'} beyond noise"
         )
-    text = f"With {name} a run ends {off} nats beside {first}'s, {significance}"
+    text = f"With {name} a run ends {off} nats compared with {first}'s, {significance}"
     if first not in logs:
         return f"{text}; not every seed of {first} came to the mean of its ends, so tokens are not compared."
     if name not in logs:

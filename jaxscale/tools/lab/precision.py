@@ -116,4 +116,4 @@ def in_words(apart: Estimate | None, lost: int, runs: int, skipped: float) -> st
     else:
         note = "not told apart from it" if apart.has(0.0) else "worse than it" if apart.value > 0 else "better than it"
     skips = f"; {skipped:,.0f} steps were skipped for gradients that were not finite" if skipped else ""
-    return f"{difference(apart)} beside float32 of the same seed: {note}{skips}{'; ' + failed if failed else ''}"
+    return f"{difference(apart)} compared with float32 of the same seed: {note}{skips}{'; ' + failed if failed else ''}"

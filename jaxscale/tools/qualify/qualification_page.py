@@ -12,9 +12,9 @@ from jaxscale.units import table as text_table
 
 TITLES = {
     "products": "Products and memory",
-    "devices": "Devices beside each other",
+    "devices": "Devices compared",
     "links": "Links",
-    "kernels": "Kernels beside float32",
+    "kernels": "Kernels compared with float32",
     "step": "A training step",
     "storage": "Saves and restores",
 }
