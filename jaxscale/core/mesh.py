@@ -4,6 +4,7 @@ The chips of a TPU slice or GPU node are connected by a fast network (ICI, NVLin
 (DCN). Only DCN_AXES may cross slices or nodes: each slice or node holds one block of the mesh.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def one_at_a_time(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return f
-    return lambda *args: jax.block_until_ready(f(*args))
+    return functools.wraps(f)(lambda *args: jax.block_until_ready(f(*args)))
 
 
 def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
