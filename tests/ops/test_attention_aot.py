@@ -53,7 +53,7 @@ def compile_attention(devices, mesh, needs, seq_len=256):
     """(text of the compiled value and gradients, the name of what was chosen): 8 rows, 4 heads, 2 key-value heads."""
     mesh = make_mesh(MeshConfig(**mesh), devices)
     platform = devices[0].platform
-    attend, chosen = resolve_attention("auto", platform, needs, mesh.devices.flat[0])
+    attend, choice = resolve_attention("auto", platform, needs, mesh.devices.flat[0])
     rows_spec = partition_spec(("act_batch", "act_seq"), RULE_TABLE)
     heads_spec = partition_spec(("act_batch", "act_seq", "heads", "head_dim"), RULE_TABLE)
     make = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -68,7 +68,7 @@ def compile_attention(devices, mesh, needs, seq_len=256):
     run = jax.shard_map(own, mesh=mesh, in_specs=in_specs, out_specs=(heads_spec,) * 4, check_vma=False)
     return jax.jit(run).lower(
         heads(4, needs.head_dim), heads(2, needs.head_dim), heads(2), ids, heads(4)
-    ).compile().as_text(), chosen
+    ).compile().as_text(), choice.name
 
 
 def custom_calls(text):
