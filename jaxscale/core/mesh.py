@@ -28,8 +28,8 @@ def one_at_a_time(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 
     For programs with collectives that do not depend on each other, such as the batches of an evaluation. XLA:CPU starts
     a program on a device when a thread is free, and programs in flight take each other's threads: their collectives
-    wait for devices that never start. A program of five gathers, called 60 times: 6 of 6 starts ended after XLA's 40 s
-    with several calls in flight, 0 of 6 with one (jax 0.10.2, 8 devices on 2 cores, 2026-11-27).
+    wait for devices that never start. A program of five gathers, called 60 times: 6 of 6 starts deadlocked with
+    several calls in flight, 0 of 6 with one (jax 0.10.2, 8 devices on 2 cores, 2026-11-27).
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return f
