@@ -49,7 +49,7 @@ NO_MESH = Mesh(np.empty((), object), ())
 class ParallelSettings(NamedTuple):
     """Settings of a run that determine its plan. The defaults are those of inference."""
 
-    rules: str | Rules = "zero3"
+    rules: str = "zero3"
     rows: int | None = None  # of a step, on all devices; None: not known in advance
     row_length: int | None = None
     num_microbatches: int = 1
@@ -180,7 +180,7 @@ def resolve_plan(
     # One collective over several dimensions of a torus needs these options; otherwise there is one per dimension.
     torus = dict(torus_at_once=options.offloads_torus)
     pipeline = resolve_pipeline(cfg, mesh, settings)
-    rules = RULES[settings.rules] if isinstance(settings.rules, str) else settings.rules
+    rules = RULES[settings.rules]
     if mesh.shape[pipeline_axis.AXIS] > 1:
         rules = pipeline.rules(rules)
     ungathered = (expert_axis.EXPERTS,) if tokens.name == "send" else ()
@@ -308,8 +308,8 @@ def local_rows(mesh: Mesh, settings: ParallelSettings) -> int | None:
     """Returns the rows of a device and microbatch; None if unknown."""
     if settings.rows is None:
         return None
-    rules = RULES[settings.rules] if isinstance(settings.rules, str) else settings.rules
-    return max(1, settings.rows // settings.num_microbatches // axis_size("act_batch", rules.params, mesh.shape))
+    shards = axis_size("act_batch", RULES[settings.rules].params, mesh.shape)
+    return max(1, settings.rows // settings.num_microbatches // shards)
 
 
 def context_load(cfg: AnyModelConfig, mesh: Mesh, settings: ParallelSettings) -> ContextLoad:
