@@ -22,7 +22,7 @@ from collections.abc import Sequence
 SIZES = (512, 1024, 2048)
 KERNELS = ("fwd", "dkv", "dq")
 HEAD_DIM = 128
-FAST_MEMORY_KIB = 32 * 1024  # core/compiler_options.py; what v6e has unasked
+FAST_MEMORY_KIB = 32 * 1024  # kernels/compiler_options.py; what v6e has unasked
 BUNDLE = re.compile(r"\s*0x([0-9a-f]+)\s+(LB|LH|LE|PB|PF)?")
 
 

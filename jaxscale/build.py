@@ -18,10 +18,7 @@ from jaxscale.config import RunConfig
 from jaxscale.core.accumulate import Reduction, accumulate
 from jaxscale.core.balance import is_balance_param, update_balance
 from jaxscale.core.batch import Batch, EncoderInput
-from jaxscale.core.compiler_options import fast_compile_options
 from jaxscale.core.ema import init_ema
-from jaxscale.core.hardware import Device
-from jaxscale.core.host_memory import on_host
 from jaxscale.core.mesh import crossed_groups, make_mesh
 from jaxscale.core.models.lora import is_adapter
 from jaxscale.core.models.model import summed_loss
@@ -39,6 +36,9 @@ from jaxscale.core.shardings import is_axes, replicated, tree_shardings, with_sh
 from jaxscale.core.state import TrainState, is_dynamic, state_axes
 from jaxscale.core.statistics import StatisticsStep, make_statistics_step, reduce_intermediates, statistics_groups
 from jaxscale.core.step import Gradients, gradients_of_state, make_gradient_norms, make_train_step
+from jaxscale.kernels.compiler_options import fast_compile_options
+from jaxscale.kernels.hardware import Device
+from jaxscale.kernels.host_memory import on_host
 from jaxscale.kernels.matmul.project import with_matmul_precision
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BatchStage, Budget, remaining_stages

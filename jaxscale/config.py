@@ -63,7 +63,7 @@ class RunConfig:
         "zero3", "what the fsdp axis shares: moments; gradients too; parameters too", may_change=True
     )
     compiler: dict[str, bool | int | float | str] = setting(
-        {}, "options for XLA by name, over our own table of them (core/compiler_options.py)", may_change=True
+        {}, "options for XLA by name, over our own table of them (kernels/compiler_options.py)", may_change=True
     )
     optim: OptimConfig = setting(OptimConfig)
     train: TrainConfig = setting(TrainConfig)

@@ -7,9 +7,9 @@ import tiny
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import DtypeChoice
 from jaxscale.kernels.attention import resolve_attention
 from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.kernels.hardware import DtypeChoice
 from jaxscale.program.auto_dtype import for_device, resolve_dtypes
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.tools.planning.fitting_mesh import fitting_program

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jaxscale.core.hardware import CHIPS, choose_compute_dtype, compute_capability, find_chip, read_cpu_features
+from jaxscale.kernels.hardware import CHIPS, choose_compute_dtype, compute_capability, find_chip, read_cpu_features
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.placeholder_devices import open_machine
 

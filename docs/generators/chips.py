@@ -1,7 +1,7 @@
-"""The table of chips that MFU, plans and rooflines are against, from jaxscale/core/hardware.py."""
+"""The table of chips that MFU, plans and rooflines are against, from jaxscale/kernels/hardware.py."""
 
 from generators.words import code, escaped, table
-from jaxscale.core.hardware import CHIPS, Chip
+from jaxscale.kernels.hardware import CHIPS, Chip
 
 HEAD = """# Chips
 

@@ -18,12 +18,12 @@ from generators.scaling import HOFFMANN
 from generators.words import table
 from jaxscale import schema, units
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import CHIPS, Chip
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.rules import RULES
 from jaxscale.core.train_config import GuardConfig, LossScaleConfig
 from jaxscale.kernels.attention import resolve_attention
 from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.kernels.hardware import CHIPS, Chip
 from jaxscale.settings import config_file
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.planning import cost, scaling

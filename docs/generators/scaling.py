@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.tools.planning import cost, scaling
 from jaxscale.tools.planning.loss_law import Terms
 from jaxscale.tools.planning.published_mfu import published_mfu

@@ -18,7 +18,7 @@ import jax
 
 from jaxscale.cli import run_verb
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import Chip, find_chip
+from jaxscale.kernels.hardware import Chip, find_chip
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.settings import config_file

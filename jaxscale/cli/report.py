@@ -39,7 +39,7 @@ class ReportFlags:
     output: str | None = flag(None, "file of the page", "report.html")
     price: float | None = flag(
         None,
-        "price of one chip hour, for the cost so far and in total; default: the list price in core/hardware.py",
+        "price of one chip hour, for the cost so far and in total; default: the list price in kernels/hardware.py",
         "DOLLARS",
         read=lambda name, text: price_of(f"--{name}", text),
     )

@@ -10,9 +10,9 @@ from collections.abc import Collection
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import host_memory_bytes
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.kernels.hardware import host_memory_bytes
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.checkpoint.export_config import ExportConfig
 from jaxscale.runtime.data.checks import check_data

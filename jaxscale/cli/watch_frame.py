@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.core.hardware import find_chip
+from jaxscale.kernels.hardware import find_chip
 from jaxscale.runtime.monitor.console import format_number
 from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time
 from jaxscale.runtime.monitor.history import History, is_finite

@@ -14,9 +14,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxscale.core.axes.torus import most_links_outermost
-from jaxscale.core.hardware import Device
 from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.kernels.hardware import Device
+from jaxscale.kernels.torus import most_links_outermost
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 

@@ -22,9 +22,6 @@ from jaxscale.core.axes.expert_axis import NO_EXPERT_AXIS, ExpertAxis, ExpertWor
 from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS, PipelineAxis, make_pipeline_axis
 from jaxscale.core.axes.pipeline_schedules import Schedule
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, TensorAxis, make_tensor_axis
-from jaxscale.core.choice import Choice
-from jaxscale.core.compiler_options import CompilerOptions, compiler_options
-from jaxscale.core.hardware import Device, find_chip
 from jaxscale.core.mesh import crossed_groups
 from jaxscale.core.mesh_config import PipelineConfig
 from jaxscale.core.models import AnyModelConfig
@@ -35,7 +32,9 @@ from jaxscale.core.shardings import Gather, no_gather
 from jaxscale.kernels.attention import Attend, resolve_attention, windowed_or_full, xla
 from jaxscale.kernels.attention import context_exchange as context_attention
 from jaxscale.kernels.attention.context_exchange import ContextLoad, resolve_context_exchange
-from jaxscale.kernels.config import AttentionName, AttentionNeeds
+from jaxscale.kernels.compiler_options import CompilerOptions, compiler_options
+from jaxscale.kernels.config import AttentionName, AttentionNeeds, Choice
+from jaxscale.kernels.hardware import Device, find_chip
 from jaxscale.kernels.matmul.grouped import ExpertKernels, resolve_expert_kernels
 from jaxscale.kernels.matmul.project import Project, cpu_project, einsum_project
 from jaxscale.kernels.matmul.quantized import quantized_project

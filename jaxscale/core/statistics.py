@@ -21,12 +21,12 @@ from jaxscale.core import guard
 from jaxscale.core.axes.batch_axes import BatchAxes
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.batch import Batch
-from jaxscale.core.host_memory import is_on_host
 from jaxscale.core.optim.groups import is_masked
 from jaxscale.core.recorder import POSITIONS, SOWN, Intermediates
 from jaxscale.core.shardings import is_axes
 from jaxscale.core.state import TrainState
 from jaxscale.core.step import Gradients
+from jaxscale.kernels.host_memory import is_on_host
 
 DEVICE = jax.memory.Space.Device
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"  # groups of the parameters outside of blocks

@@ -241,7 +241,10 @@ class LimitConfig:
     )
     dollars: float = setting(0.0, "budget for all starts of the run together; 0: no budget", may_change=True)
     chip_hour_dollars: float = setting(
-        0.0, "price of an hour of one chip; 0: its list price in core/hardware.py", may_change=True, read_if=".dollars"
+        0.0,
+        "price of an hour of one chip; 0: its list price in kernels/hardware.py",
+        may_change=True,
+        read_if=".dollars",
     )
     on_overrun: Literal["tell", "decay"] = setting(
         "tell",

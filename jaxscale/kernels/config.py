@@ -1,4 +1,4 @@
-"""Settings of operations: attention kernel, matmul dtype, RoPE scaling, router; and a model's needs of attention."""
+"""Settings of kernels (attention, matmul dtype, RoPE scaling, router), and what a model needs of attention."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -11,6 +11,14 @@ MatmulDtype = Literal["none", "int8", "fp8"]
 # checkpoint_name of attention's output and, if the kernel has one, of its logsumexp: with both saved, the backward pass
 # does not re-run the forward kernel.
 ATTENTION_OUT = "attention_out"
+
+
+class Choice(NamedTuple):
+    """One decision of a parallel plan."""
+
+    requested: str = "auto"  # the setting
+    name: str = ""  # what is used; "" where there is nothing to choose
+    reason: str = ""
 
 
 class WindowLayers(NamedTuple):

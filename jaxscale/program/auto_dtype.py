@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import Device, DtypeChoice, choose_compute_dtype
 from jaxscale.core.models import AnyModelConfig
+from jaxscale.kernels.hardware import Device, DtypeChoice, choose_compute_dtype
 
 AUTO = "auto"
 COMPUTE_DTYPE, MUON_DTYPE = "model.compute_dtype", "optim.muon_dtype"

@@ -8,11 +8,11 @@ import math
 from jaxscale import units
 from jaxscale.config import RunConfig
 from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS
-from jaxscale.core.compiler_options import check_options
-from jaxscale.core.host_memory import check_host_memory
 from jaxscale.core.models.sharded import ShardedModel, check_fits
 from jaxscale.core.rules import RULES, axis_size
 from jaxscale.core.shardings import check_divides
+from jaxscale.kernels.compiler_options import check_options
+from jaxscale.kernels.host_memory import check_host_memory
 from jaxscale.system.exits import BadInput
 
 OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state

@@ -10,9 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxscale.config import RunConfig
-from jaxscale.core.compiler_options import fast_compile_options
 from jaxscale.core.ema import init_ema
-from jaxscale.core.host_memory import device_zeros
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.config import LoraConfig
 from jaxscale.core.models.layers import split_model
@@ -21,6 +19,8 @@ from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.optim.optimizer import trainable
 from jaxscale.core.shardings import with_shardings
 from jaxscale.core.state import TrainState, init_loss_scale, init_state
+from jaxscale.kernels.compiler_options import fast_compile_options
+from jaxscale.kernels.host_memory import device_zeros
 
 
 def make_init(

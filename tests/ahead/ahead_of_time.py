@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from jaxscale.core.hardware import Chip
+from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.topology import Topology
 
 CHIP = Chip(

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxscale.core.hardware import Chip
+from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.links import DCN, Phase
 from jaxscale.tools.planning.stages import Stages
 from jaxscale.tools.preflight.hlo import Collective, HloFacts

@@ -13,7 +13,7 @@ import tiny
 
 from jaxscale.cli import preflight
 from jaxscale.cli.preflight import PreflightFlags, answer
-from jaxscale.core.hardware import Chip
+from jaxscale.kernels.hardware import Chip
 from jaxscale.settings.command_line import parse
 from jaxscale.system.exits import BadInput, Exit
 from jaxscale.tools.planning.topology import Topology

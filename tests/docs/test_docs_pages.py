@@ -17,7 +17,7 @@ from jaxscale.tools.corpus.prepare.config import PrepareConfig
 sys.path[:0] = [str(ROOT / "docs")]
 from generators import api, architecture, figures, nav, reading, recipes, words  # noqa: E402
 
-from jaxscale.core.hardware import CHIPS  # noqa: E402
+from jaxscale.kernels.hardware import CHIPS  # noqa: E402
 
 SPEC = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")  # `build` is others' name too
 build = importlib.util.module_from_spec(SPEC)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
 from jaxscale.build import make_program
-from jaxscale.core.compiler_options import SLICE_FUSION
+from jaxscale.kernels.compiler_options import SLICE_FUSION
 from jaxscale.kernels.matmul import grouped, grouped_hopper, slots
 from jaxscale.program.budget import resolve_budget
 from jaxscale.tools.planning.topology import open_topology

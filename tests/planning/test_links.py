@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.tools.planning.links import (
     Phase,
     collective_phases,

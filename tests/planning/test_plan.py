@@ -10,7 +10,7 @@ import tiny
 
 from jaxscale import units
 from jaxscale.cli.plan import run_of
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning import cautions, cost, measured, scaling

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxscale.api import planning as api
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.settings import config_file
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning import measured as kept

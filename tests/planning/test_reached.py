@@ -6,8 +6,8 @@ import re
 import pytest
 import tiny
 
-from jaxscale.core.hardware import CHIPS
 from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.settings import config_file
 from jaxscale.tools.planning import cost
 from jaxscale.tools.planning.placeholder_devices import open_machine

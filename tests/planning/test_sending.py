@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxscale.build import make_program
-from jaxscale.core.compiler_options import CompilerOptions
+from jaxscale.kernels.compiler_options import CompilerOptions
 from jaxscale.program.budget import resolve_budget
 from jaxscale.settings.config_file import load_config
 from jaxscale.tools.planning.communication import communication_time

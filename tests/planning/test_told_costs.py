@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.tools.planning import cost
 from jaxscale.tools.planning.published_mfu import published_mfu, published_rows
 from jaxscale.tools.planning.scaling import optimal_tokens, train_flops

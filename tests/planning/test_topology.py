@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from no_packages import no_distribution
 
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.tools.planning import topology
 from jaxscale.tools.planning.gpu_target import CARDS, target_config
 from jaxscale.tools.planning.topology import FAMILIES, legal_shapes, link_domains, open_topology, parse_topology

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.cli import qualify as verb
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.tools.planning.measured import read_measured

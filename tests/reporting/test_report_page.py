@@ -11,7 +11,7 @@ import tomllib
 import pytest
 from made_run import BEGAN, CANARY, event, make_run, written_at
 
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 from jaxscale.runtime.monitor.goodput import measure_goodput
 from jaxscale.runtime.monitor.history import History, read_history
 from jaxscale.tools.reporting.axes import Axis, axis_over, linear_ticks, log_ticks, size_ticks, smooth, thin_columns

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.core.axes.batch_axes import GATHERED, make_batch_axes
-from jaxscale.core.axes.torus import LinkStage
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.rules import RULES, partition_spec
+from jaxscale.kernels.torus import LinkStage
 
 AXES = {"w": ("embed", "mlp"), "norm": ("norm",)}
 RNG = np.random.default_rng(0)

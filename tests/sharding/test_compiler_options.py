@@ -11,7 +11,10 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.build import parallel_settings
-from jaxscale.core.compiler_options import (
+from jaxscale.core.mesh import make_mesh
+from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.plan import resolve_plan
+from jaxscale.kernels.compiler_options import (
     OFFLOAD_TORUS,
     ON_BY_DEFAULT,
     OVERLAP,
@@ -22,9 +25,6 @@ from jaxscale.core.compiler_options import (
     check_options,
     compiler_options,
 )
-from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
-from jaxscale.core.plan import resolve_plan
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.topology import open_topology
 

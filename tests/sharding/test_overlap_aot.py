@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.core.compiler_options import TABLE
+from jaxscale.kernels.compiler_options import TABLE
 from jaxscale.program.budget import resolve_budget
 from jaxscale.tools.planning.links import make_torus
 from jaxscale.tools.planning.topology import link_domains, open_topology

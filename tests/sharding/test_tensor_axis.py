@@ -17,11 +17,11 @@ from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
-from jaxscale.core.axes.torus import LinkStage
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.kernels.cross_entropy import LossSettings, summed_cross_entropy, token_nats
 from jaxscale.kernels.embed import lookup, lookup_sharded
+from jaxscale.kernels.torus import LinkStage
 from jaxscale.program.budget import resolve_budget
 
 STAGES = (LinkStage(((0, 2), (1, 3))), LinkStage(((0, 1), (2, 3))))  # a line of 4 devices as 2 rows of 2

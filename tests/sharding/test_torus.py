@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxscale.core.axes.torus import link_stages, most_links_outermost, stage_sizes
+from jaxscale.kernels.torus import link_stages, most_links_outermost, stage_sizes
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 
 from jaxscale.core.axes import context_axis, tensor_axis
 from jaxscale.core.axes.expert_axis import EXPERTS
-from jaxscale.core.axes.torus import Axis, LinkStage, gather_along, link_stages, scatter_along
 from jaxscale.core.rules import MeshAxes, Rules, mesh_axis_names, weight_dtype
 from jaxscale.core.shardings import is_axes
+from jaxscale.kernels.torus import Axis, LinkStage, gather_along, link_stages, scatter_along
 from jaxscale.units import divisors
 
 GATHERED = "gathered"  # checkpoint_name of gathered weights: remat policies never save them

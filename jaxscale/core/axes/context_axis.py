@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxscale.core.axes.torus import LinkStage, gather_along, link_stages, scatter_along
+from jaxscale.kernels.torus import LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "context"
 POSITIONS = 1  # the sharded dimension of [B, T, ...]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from jaxscale.core.choice import Choice
+from jaxscale.kernels.config import Choice
 from jaxscale.units import size
 
 AXIS = "expert"

@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.core.axes.batch_axes import GATHERED
 from jaxscale.core.axes.tensor_axis import AXIS, NO_TENSOR_AXIS, TensorAxis, concat_row_parts
-from jaxscale.core.host_memory import HOST
 from jaxscale.core.models.config import (
     ATTENTION_ADDED,
     DENSE,
@@ -36,6 +35,7 @@ from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.shardings import Gather, no_gather
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.gradient import custom_vjp
+from jaxscale.kernels.host_memory import HOST
 from jaxscale.kernels.matmul.project import PRODUCT
 
 STD = 0.02  # of matrices and embeddings in GPT-2 and BERT

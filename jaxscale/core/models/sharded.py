@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.core.axes.stage_weights import stage_gradients, stage_weights
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.batch import Batch
-from jaxscale.core.host_memory import device_zeros, fetch_outside_blocks, make_fetching_gather
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.config import BLOCKS, NO_LORA, LoraConfig
 from jaxscale.core.models.layers import merge_model, split_model
@@ -22,6 +21,7 @@ from jaxscale.core.models.stage_functions import StageFunctions
 from jaxscale.core.plan import ParallelPlan, without_stages
 from jaxscale.core.recorder import NO_RECORDER, Recorder
 from jaxscale.core.shardings import batch_sharding, check_divides, no_gather, tree_shardings
+from jaxscale.kernels.host_memory import device_zeros, fetch_outside_blocks, make_fetching_gather
 from jaxscale.kernels.matmul.project import with_matmul_precision
 from jaxscale.system.exits import BadInput
 

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxscale.core.choice import Choice
-from jaxscale.core.hardware import Device, compute_capability
 from jaxscale.kernels.attention import blockwise, cudnn, cudnn_packed, flash, splash, xla
-from jaxscale.kernels.config import AttentionName, AttentionNeeds, WindowLayers
+from jaxscale.kernels.config import AttentionName, AttentionNeeds, Choice, WindowLayers
+from jaxscale.kernels.hardware import Device, compute_capability
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 

@@ -4,9 +4,8 @@ import functools
 from typing import Any, NamedTuple
 
 from jaxscale.core.axes.context_axis import ContextAxis
-from jaxscale.core.choice import Choice
 from jaxscale.kernels.attention import context_parallel, ring_flash, ring_splash, splash
-from jaxscale.kernels.config import AttentionNeeds
+from jaxscale.kernels.config import AttentionNeeds, Choice
 from jaxscale.system.exits import BadInput
 from jaxscale.units import size
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-from jaxscale.core.choice import Choice
-from jaxscale.core.hardware import Device, compute_capability
+from jaxscale.kernels.config import Choice
 from jaxscale.kernels.gradient import custom_vjp
+from jaxscale.kernels.hardware import Device, compute_capability
 from jaxscale.kernels.matmul import slots
 from jaxscale.kernels.matmul.grouped_hopper import hopper_project, hopper_weight_grad
 from jaxscale.kernels.matmul.project import PRODUCT

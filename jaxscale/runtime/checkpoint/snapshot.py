@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.core.compiler_options import fast_compile_options
+from jaxscale.kernels.compiler_options import fast_compile_options
 from jaxscale.runtime.checkpoint.fingerprint import fingerprint, fingerprint_on_host, on_device, replicated_sharding
 
 HOST = "pinned_host"

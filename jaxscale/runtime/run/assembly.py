@@ -10,11 +10,11 @@ import jax
 from jaxscale import build, schema
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import find_chip
 from jaxscale.core.mesh import one_at_a_time
 from jaxscale.core.rules import RULES
 from jaxscale.core.shardings import put_rows, replicated
 from jaxscale.core.state import TrainState
+from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import Budget
 from jaxscale.program.fault_injection import corrupt_batches
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable

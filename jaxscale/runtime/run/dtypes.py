@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import DtypeChoice, choose_compute_dtype
+from jaxscale.kernels.hardware import DtypeChoice, choose_compute_dtype
 from jaxscale.program.auto_dtype import Resolved, is_auto, resolve_dtypes
 from jaxscale.runtime.checkpoint.branch import open_source
 from jaxscale.runtime.hosts.agree import agreed

@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import find_chip
 from jaxscale.core.optim.config import STABLE
 from jaxscale.core.train_config import LimitConfig
+from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import decay_begin, decay_steps
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time

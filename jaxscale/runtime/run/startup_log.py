@@ -8,10 +8,10 @@ import jax
 from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.core.ema import ema_params
-from jaxscale.core.hardware import find_chip
 from jaxscale.core.mesh import mesh_layout
 from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.state import TrainState
+from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import Budget, batch_sizes
 from jaxscale.runtime.data.mixture import Mixture
 from jaxscale.runtime.data.pipeline import Corpus

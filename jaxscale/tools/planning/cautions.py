@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxscale import units
-from jaxscale.core.hardware import VOLTA, Chip
+from jaxscale.kernels.hardware import VOLTA, Chip
 from jaxscale.tools.planning import cost, scaling
 from jaxscale.tools.planning.stages import Stages
 
@@ -151,7 +151,7 @@ def exposed_communication(products: float, exposed: float) -> Caution | None:
         "tokens per step",
         "give each device more tokens (a larger batch, or fewer chips), set train.reduce_dtype='bfloat16', or keep "
         "mesh.fsdp inside a host or slice and let mesh.data cross it",
-        f"our threshold: {MAX_EXPOSED:.0%}; bytes by the sharding, bandwidth by jaxscale/core/hardware.py",
+        f"our threshold: {MAX_EXPOSED:.0%}; bytes by the sharding, bandwidth by jaxscale/kernels/hardware.py",
     )
 
 
@@ -286,7 +286,7 @@ def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, f
         f"{crossing} sends {sent[crossing]}: {seconds[crossing]:.3g} s of a step; {other} in its place would send "
         f"{sent[other]}: {seconds[other]:.3g} s",
         f"multiply mesh.{other} by {number}, and divide mesh.{crossing} by it",
-        "our threshold: twice as long; bytes by the sharding, bandwidth by jaxscale/core/hardware.py",
+        "our threshold: twice as long; bytes by the sharding, bandwidth by jaxscale/kernels/hardware.py",
     )
 
 

@@ -7,9 +7,9 @@ import jax
 
 from jaxscale import units
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import Device, find_chip, host_memory_bytes
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.kernels.attention import resolve_attention
+from jaxscale.kernels.hardware import Device, find_chip, host_memory_bytes
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.runtime.data.checks import check_data
 from jaxscale.runtime.monitor.sinks import missing_packages

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxscale.build import Program
-from jaxscale.core.compiler_options import SPARSE_CORE
-from jaxscale.core.hardware import Chip
 from jaxscale.core.mesh import dcn_shape
+from jaxscale.kernels.compiler_options import SPARSE_CORE
+from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.collectives import PlannedCollective, step_collectives
 from jaxscale.tools.planning.links import (
     DCN,
@@ -167,7 +167,7 @@ def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
 def torus_phases(
     collective: PlannedCollective, lines: Sequence[Phase], torus: Torus | None, fused: bool
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a collective as the step issues it (core/axes/torus.py) and XLA:TPU (libtpu 0.0.51) runs
+    """Returns the phases of a collective as the step issues it (kernels/torus.py) and XLA:TPU (libtpu 0.0.51) runs
     it.
 
     fused: gathers and scatters over several dimensions are one operation. Then gathers use the links of all dimensions,

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from jaxscale.build import Program
 from jaxscale.core.axes.batch_axes import LANES
 from jaxscale.core.axes.expert_axis import AXIS
-from jaxscale.core.compiler_options import PIPELINE, PIPELINED_GATHER
 from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.models.expert_all_to_all import CAPACITY_FACTOR, round_capacity
 from jaxscale.core.models.moe_config import ExpertsConfig
+from jaxscale.kernels.compiler_options import PIPELINE, PIPELINED_GATHER
 
 F32 = 4
 # Row arrays per layer over the expert axis: dispatch and combine; in the backward pass inputs and gradients out, one

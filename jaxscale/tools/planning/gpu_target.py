@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxscale.core.hardware import CHIPS
+from jaxscale.kernels.hardware import CHIPS
 
 KIB = 1024
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.core.axes.torus import wraps
-from jaxscale.core.hardware import Chip
+from jaxscale.kernels.hardware import Chip
+from jaxscale.kernels.torus import wraps
 
 DIMENSIONS = "xyz"
 CORE = "core"  # between the two devices of one chip: uses no torus link

@@ -13,7 +13,6 @@ from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.core.axes.batch_axes import on_tpu
-from jaxscale.core.host_memory import HOST
 from jaxscale.core.models.config import (
     ATTENTION_ADDED,
     BLOCK_INPUT,
@@ -28,6 +27,7 @@ from jaxscale.core.models.config import (
 )
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.kernels.config import ATTENTION_OUT
+from jaxscale.kernels.host_memory import HOST
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.context import context_exchange_memory
 from jaxscale.tools.planning.expert_traffic import expert_shards, moe_block_bytes, require_experts

@@ -7,8 +7,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from jaxscale.core.hardware import CHIPS, Chip, find_chip
-from jaxscale.core.host_memory import HOST
+from jaxscale.kernels.hardware import CHIPS, Chip, find_chip
+from jaxscale.kernels.host_memory import HOST
 from jaxscale.tools.planning.measured import Measured
 from jaxscale.tools.planning.topology import PLANNED, Topology, TopologyName, parse_topology
 

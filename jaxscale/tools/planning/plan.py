@@ -10,8 +10,8 @@ import numpy as np
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.core.axes import expert_axis
-from jaxscale.core.hardware import Price
 from jaxscale.core.mesh import mesh_layout
+from jaxscale.kernels.hardware import Price
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BEGINNING, Budget, Position, resolve_budget, train_flops
 from jaxscale.runtime.checkpoint.write import state_bytes

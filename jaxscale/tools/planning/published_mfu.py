@@ -1,13 +1,13 @@
 """Published MFU of large runs, with sources: the range that `plan` uses without a measurement.
 
-MFU is the model's FLOPs over the dense bfloat16 peak of core/hardware.py. Published TFLOP/s are divided by that peak;
-published chip-hours give 6 N D / chip-hours, which omits attention and includes any lost time. 8-bit runs are omitted.
-tests/planning/test_reached.py checks the arithmetic.
+MFU is the model's FLOPs over the dense bfloat16 peak of kernels/hardware.py. Published TFLOP/s are divided by that
+peak; published chip-hours give 6 N D / chip-hours, which omits attention and includes any lost time. 8-bit runs are
+omitted. tests/planning/test_reached.py checks the arithmetic.
 """
 
 from typing import NamedTuple
 
-from jaxscale.core.hardware import CHIPS, Chip
+from jaxscale.kernels.hardware import CHIPS, Chip
 from jaxscale.tools.planning.cost import Range
 
 MAXTEXT = "github.com/AI-Hypercomputer/maxtext, MaxText/configs/{}/README.md"

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxscale.core.hardware import Price
+from jaxscale.kernels.hardware import Price
 from jaxscale.tools.planning import scaling
 from jaxscale.tools.planning.cautions import Caution
 from jaxscale.tools.planning.cost import Range

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import Chip, find_chip
 from jaxscale.core.models.config import (
     ATTENTION_ADDED,
     KEY,
@@ -24,6 +23,7 @@ from jaxscale.core.models.config import (
     saved_names,
 )
 from jaxscale.kernels.config import ATTENTION_OUT
+from jaxscale.kernels.hardware import Chip, find_chip
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.communication import communication_time
 from jaxscale.tools.planning.cost import Range

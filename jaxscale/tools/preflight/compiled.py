@@ -21,7 +21,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.build import Program
-from jaxscale.core.compiler_options import VARIABLES
+from jaxscale.kernels.compiler_options import VARIABLES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
 from jaxscale.tools.planning import gpu_target, links

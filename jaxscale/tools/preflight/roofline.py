@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS
-from jaxscale.core.hardware import Chip
+from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.stages import COMMUNICATION_COSTS, Stages
 from jaxscale.tools.preflight.hlo import HloFacts
 from jaxscale.tools.preflight.timeline import CollectiveTime, Timeline, link_seconds, simulate, work_seconds

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxscale.core.hardware import Chip
+from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.links import DCN
 from jaxscale.tools.preflight.hlo import Collective
 from jaxscale.tools.preflight.hlo_schedule import KERNEL, Item

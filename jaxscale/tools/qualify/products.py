@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.core.hardware import Chip, Device
+from jaxscale.kernels.hardware import Chip, Device
 from jaxscale.runtime.hosts.agree import gathered, in_all, next_key
 from jaxscale.tools.qualify.result import NO_DATASHEET, Figure, Machine, Probe, first_words, held
 from jaxscale.tools.qualify.timing import Timed, timed

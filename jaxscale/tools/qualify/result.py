@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale.config import RunConfig
-from jaxscale.core.hardware import H100, Chip, Device
+from jaxscale.kernels.hardware import H100, Chip, Device
 from jaxscale.runtime.hosts.agree import WAIT_SECONDS
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.tools.planning.published_mfu import published_mfu

@@ -188,7 +188,9 @@ def speed(canvas: Canvas) -> str:
         other_work(canvas),
     )
     if drawn and not mfu:
-        drawn += left_out("MFU is not shown: the peak of these devices is not known (core/hardware.py has the chips).")
+        drawn += left_out(
+            "MFU is not shown: the peak of these devices is not known (kernels/hardware.py has the chips)."
+        )
     return drawn
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.core.hardware import Price, find_chip
+from jaxscale.kernels.hardware import Price, find_chip
 from jaxscale.runtime.monitor.goodput import PREFIX, measure_goodput, unix_time
 from jaxscale.runtime.monitor.history import History, Row, is_finite, is_number
 from jaxscale.system.exits import Exit, is_failure, meaning

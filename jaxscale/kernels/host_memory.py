@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxscale.core.shardings import Gather
 from jaxscale.system.exits import BadInput
 
 HOST = "pinned_host"  # JAX's name for host memory with DMA access from the device
@@ -67,7 +66,7 @@ def fetch_outside_blocks(params: dict, zeros: dict, stacks: Collection[str]) -> 
     return {name: tree if name in stacks else fetched(tree) for name, tree in offloaded.items()}
 
 
-def make_fetching_gather(gather: Gather) -> Gather:
+def make_fetching_gather(gather: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Returns `gather` for weights that may be offloaded: each is fetched just before."""
     fetched = lambda w: fetch(w.weight, w.zeros) if isinstance(w, Offloaded) else w
     return lambda w, axes, dtype: gather(fetched(w), axes, dtype)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
-from jaxscale.core.hardware import Device
+from jaxscale.kernels.hardware import Device
 
 Axis = str | tuple[str, ...]  # of a mesh, or several as one
 
