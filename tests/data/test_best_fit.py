@@ -15,7 +15,7 @@ from made_rows import make_rows, whole
 from twins import twins
 
 from jaxscale.runtime.data import array_folder, best_fit
-from jaxscale.runtime.data.bins import best_fit_decreasing, fill_by_pairs, pack_bins
+from jaxscale.runtime.data.best_fit import best_fit_decreasing, fill_by_pairs, pack_bins
 from jaxscale.runtime.data.row_plan import open_arrays, open_rows
 
 

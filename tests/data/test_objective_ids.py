@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxscale.runtime.data.objective_config import MaskedLmConfig, SpanCorruptionConfig, Ul2Config
-from jaxscale.runtime.data.objectives import find_ids
+from jaxscale.runtime.data.objectives.ids import find_ids
 from jaxscale.runtime.text.tokenizer.base import ObjectiveTokens
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 

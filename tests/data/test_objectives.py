@@ -21,8 +21,9 @@ from jaxscale.runtime.data.objective_config import (
     noise_amount,
     row_lengths,
 )
-from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, find_ids
+from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin
 from jaxscale.runtime.data.objectives.corrupt import join_shortest
+from jaxscale.runtime.data.objectives.ids import find_ids
 from jaxscale.runtime.data.objectives.packed_row import random_floats, random_integers, random_words
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 

@@ -13,7 +13,8 @@ import pytest
 
 from jaxscale.core.batch import Batch, stack_rows
 from jaxscale.runtime.data.objective_config import SpanCorruptionConfig
-from jaxscale.runtime.data.objectives import apply_objective, find_ids
+from jaxscale.runtime.data.objectives import apply_objective
+from jaxscale.runtime.data.objectives.ids import find_ids
 
 PYTHON = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
 PACK = """

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxscale.runtime.data.objective_config import NoiseAmount, noise_amount
+from jaxscale.runtime.data.objectives.corrupt import NoiseBudget, make_noise, random_compositions, split_noise
 from jaxscale.runtime.data.objectives.packed_row import random_words
-from jaxscale.runtime.data.objectives.span_corruption import NoiseBudget, make_noise, random_compositions, split_noise
 
 
 def noise_of(length, seed, density=0.15, mean_span=3.0):

@@ -5,8 +5,7 @@ import json
 import tokenizers
 from tokenizers import decoders, models
 
-from jaxscale.runtime.text.tokenizer.bpe import make_pre_tokenizer
-from jaxscale.runtime.text.tokenizer.pretokenize import byte_alphabet
+from jaxscale.runtime.text.tokenizer.bpe import byte_alphabet, make_pre_tokenizer
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jaxscale.runtime.text.chat import sandbox
-from jaxscale.runtime.text.chat.sandbox import TemplateProcess, compile_template
+from jaxscale.runtime.text.chat import template
+from jaxscale.runtime.text.chat.template import TemplateProcess, compile_template
 from jaxscale.system.exits import BadInput
 
 pytest.importorskip("jinja2", reason="the extra chat")
@@ -43,10 +43,10 @@ WRONG = {
 @pytest.fixture
 def templates(monkeypatch):
     """A process of this test alone, with little time."""
-    monkeypatch.setattr(sandbox, "SECONDS", 0.5)
-    monkeypatch.setattr(sandbox, "TEMPLATES", TemplateProcess())
-    yield sandbox.TEMPLATES
-    sandbox.TEMPLATES.end()
+    monkeypatch.setattr(template, "SECONDS", 0.5)
+    monkeypatch.setattr(template, "TEMPLATES", TemplateProcess())
+    yield template.TEMPLATES
+    template.TEMPLATES.end()
 
 
 def write(source, messages=MESSAGES):
@@ -79,8 +79,10 @@ def test_time_is_bounded_where_the_signal_is_not_wanted(how):
     ignored = "signal.signal(signal.SIGPROF, signal.SIG_IGN)"
     blocked = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})"
     code = f"import signal; {dict(ignored=ignored, blocked=blocked)[how]}\n"
-    code += "from jaxscale.runtime.text.chat import sandbox\nsandbox.SECONDS, sandbox.WAIT_SECONDS = 0.5, 20.0\n"
-    code += f"sandbox.compile_template({SLOW['loops in loops']!r}, 't.jinja', {{}}, {{}}, '')({MESSAGES!r}, None, True)"
+    code += "import jaxscale.runtime.text.chat.template as t\nt.SECONDS, t.WAIT_SECONDS = 0.5, 20.0\n"
+    code += (
+        f"template.compile_template({SLOW['loops in loops']!r}, 't.jinja', {{}}, {{}}, '')({MESSAGES!r}, None, True)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
         done.returncode == 1

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxscale.runtime.text.tokenizer.base import EncodedBlock, concat_block, find_objective_tokens, frame_documents
-from jaxscale.runtime.text.tokenizer.bpe import make_pre_tokenizer
+from jaxscale.runtime.text.tokenizer.bpe import PATTERNS, byte_alphabet, make_pre_tokenizer, split_of
 from jaxscale.runtime.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 from jaxscale.runtime.text.tokenizer.fast import NEW_IN_17, TEXTS, check_equal_ids, probes, with_newer, with_spot_checks
 from jaxscale.runtime.text.tokenizer.huggingface import HuggingFaceTokenizer
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.pretokenize import PATTERNS, byte_alphabet, split_of
 from jaxscale.runtime.text.tokenizer.train import train_tokenizer
 
 CORPORA = Path(__file__).parents[3] / "shared" / "corpora"

@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.files import SourceFile
-from jaxscale.runtime.text.sources.left_out import BROKEN, TRAILING, summarize_losses
+from jaxscale.runtime.text.sources.part import BROKEN, TRAILING, summarize_losses
 from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.system.exits import BadInput
 

@@ -7,12 +7,11 @@ from typing import Any, Literal, NamedTuple
 from jaxscale import units
 from jaxscale.runtime.text.config import ChatConfig, DocumentsConfig
 from jaxscale.runtime.text.sources.array_record_text import array_records, is_array_record
-from jaxscale.runtime.text.sources.columns import type_of
+from jaxscale.runtime.text.sources.columns import is_table, open_table, type_of
 from jaxscale.runtime.text.sources.files import SourceFile, unpacked_name
 from jaxscale.runtime.text.sources.jsonl import MISSING, format_line, get_field, json_records
 from jaxscale.runtime.text.sources.part import WHOLE, Damaged, Part, read_error
 from jaxscale.runtime.text.sources.read import JSON_LINES
-from jaxscale.runtime.text.sources.tables import is_table, open_table
 from jaxscale.system.exits import BadInput
 
 IDS_FIELD = "input_ids"  # read without a text field

@@ -19,15 +19,14 @@ from jaxscale.runtime.data.checks import check_data, check_lengths, corpus_files
 from jaxscale.runtime.data.config import DataConfig, mixture_stages
 from jaxscale.runtime.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
 from jaxscale.runtime.data.mixture import Detour, Mixture, check_sources, plan_mixture
-from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, find_ids, reads_text_in_order
-from jaxscale.runtime.data.objectives.ids import SpecialIds, TokenizerIds, synthetic_ids
+from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, reads_text_in_order
+from jaxscale.runtime.data.objectives.ids import SpecialIds, TokenizerIds, find_ids, synthetic_ids
 from jaxscale.runtime.data.order import ORDER, Batches, RowOrder
 from jaxscale.runtime.data.row_filter import make_row_filter
-from jaxscale.runtime.data.row_plan import VALIDATION_SEED, Facts, PlanSettings, make_plan, open_plan
+from jaxscale.runtime.data.row_plan import VALIDATION_SEED, Facts, PlanSettings, make_plan, open_plan, summary_facts
 from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.shards import Shard
 from jaxscale.runtime.data.split import CorpusSplit, split_corpus
-from jaxscale.runtime.data.summary import summary_facts
 from jaxscale.runtime.data.token_files import common_token_bytes, open_tokens, prepared_set_folder
 from jaxscale.runtime.data.tokenize import open_documents
 from jaxscale.runtime.data.verified import size_only

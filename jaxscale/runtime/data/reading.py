@@ -24,12 +24,12 @@ from jaxscale.runtime.text.chat.spans import (
 from jaxscale.runtime.text.chat.special_tokens import Guard
 from jaxscale.runtime.text.chat.template import ChatTemplate, load_template
 from jaxscale.runtime.text.document import Document
+from jaxscale.runtime.text.sources.columns import batch_records, is_table, open_table
 from jaxscale.runtime.text.sources.decode import REPAIRED, decode_text, is_utf8, repair, repair_strings
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.sources.jsonl import get_metadata, skip_or_raise
-from jaxscale.runtime.text.sources.left_out import count_skipped
+from jaxscale.runtime.text.sources.part import count_skipped
 from jaxscale.runtime.text.sources.read import handle_damage, read_file
-from jaxscale.runtime.text.sources.tables import batch_records, is_table, open_table
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.system.exits import BadInput
 

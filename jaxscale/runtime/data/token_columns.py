@@ -8,11 +8,10 @@ import numpy as np
 
 from jaxscale.runtime.data.fields import ATTENTION_MASK, LABELS, FieldChoice, iter_records, label_and_mask_fields
 from jaxscale.runtime.text.config import DocumentsConfig
-from jaxscale.runtime.text.sources.columns import column_of, column_strings, type_of
+from jaxscale.runtime.text.sources.columns import column_of, column_strings, is_table, open_table, type_of
 from jaxscale.runtime.text.sources.decode import decode_text
 from jaxscale.runtime.text.sources.jsonl import MISSING, get_field, get_metadata, skip_or_raise
 from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Metadata, Part
-from jaxscale.runtime.text.sources.tables import is_table, open_table
 from jaxscale.system.exits import BadInput
 
 NOT_LEARNED = -100  # label that PyTorch's CrossEntropyLoss ignores

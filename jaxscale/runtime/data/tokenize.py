@@ -24,7 +24,7 @@ from jaxscale.runtime.data.verified import Say
 from jaxscale.runtime.text.config import read_settings
 from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.sources.files import SourceFile
-from jaxscale.runtime.text.sources.left_out import summarize_losses
+from jaxscale.runtime.text.sources.part import summarize_losses
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.runtime.text.tokenizer.fitting import describe_unused, fits, limit_vocabulary
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer

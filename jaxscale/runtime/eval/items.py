@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.runtime.text.sources.files import list_files
-from jaxscale.runtime.text.sources.left_out import BYTES
+from jaxscale.runtime.text.sources.part import BYTES
 from jaxscale.runtime.text.sources.records import ENDINGS, Damage, kind_of, read_records
 from jaxscale.system.exits import BadInput
 

@@ -11,7 +11,7 @@ from jaxscale.runtime.eval.config import Evals, NamedEval, TextEval, setting_nam
 from jaxscale.runtime.eval.items import SkippedItems, check_item_files, read_items
 from jaxscale.runtime.eval.scorer import Scorer, pack_spans, row_length
 from jaxscale.runtime.text.sources.decode import is_repair
-from jaxscale.runtime.text.sources.left_out import BYTES
+from jaxscale.runtime.text.sources.part import BYTES
 from jaxscale.system.exits import BadInput
 
 GROUP = "evals"  # prefix of the metrics' names

@@ -19,7 +19,7 @@ from jaxscale.core.batch import Batch
 from jaxscale.core.mesh import one_at_a_time
 from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.shardings import put_rows, replicated
-from jaxscale.runtime.data.bins import pack_bins
+from jaxscale.runtime.data.best_fit import pack_bins
 
 MIN_ROW = 32  # tokens; longer rows are this times a power of two, so that few programs are compiled
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxscale.runtime.text.tokenizer.added import ADDED, add_all, added_tokens, merge_settings, token_text
 from jaxscale.runtime.text.tokenizer.base import LARGEST, Tokenizer, begin_names, library_errors
+from jaxscale.runtime.text.tokenizer.bpe import byte_alphabet
 from jaxscale.runtime.text.tokenizer.fast import probes
 from jaxscale.runtime.text.tokenizer.fitting import describe_unused, fits
 from jaxscale.runtime.text.tokenizer.load import (
@@ -30,7 +31,6 @@ from jaxscale.runtime.text.tokenizer.load import (
     load_tokenizer,
 )
 from jaxscale.runtime.text.tokenizer.load import SETTINGS as CONFIG
-from jaxscale.runtime.text.tokenizer.pretokenize import byte_alphabet
 from jaxscale.runtime.text.tokenizer.saved import FOLDER, default_tokenizer
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput

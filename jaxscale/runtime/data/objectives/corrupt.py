@@ -1,9 +1,14 @@
 """Span corruption of packed rows, for encoder-decoder models or decoder-only models with a prefix.
 
+In the inputs a sentinel replaces each span; the targets are the spans, each after its sentinel (T5, arXiv:1910.10683,
+section 3.1.4). The numbers of tokens and spans depend only on the row's length, so that rows of one length give inputs
+and targets of one length. Spans are drawn as in T5's code: noise and remaining tokens are divided into equally many
+spans and gaps by uniform random compositions; a document begins with a gap and ends with a span.
+
 Inputs and targets of a document have the same segment id. If a row has more documents than its sentinels and end tokens
 have room for, or than tokens that are not noise, the shortest documents are joined to the previous one.
 
-B rows  T tokens of a row  D documents of all rows  L tokens of all rows
+B rows  R rows with documents  T tokens of a row  D documents of all rows  P pairs of a gap and a span  L tokens
 """
 
 from collections.abc import Sequence
@@ -22,12 +27,109 @@ from jaxscale.runtime.data.objective_config import (
 )
 from jaxscale.runtime.data.objectives.ids import SpecialIds
 from jaxscale.runtime.data.objectives.packed_row import aranges, find_documents, random_floats, random_words
-from jaxscale.runtime.data.objectives.span_corruption import Noise, NoiseBudget, make_noise, split_noise
 
 
-def max_spans(cfg: DenoisingConfig, seq_len: int) -> int:
-    """Returns the largest number of spans of a row of one document, which is the number of sentinels needed."""
-    return max(noise_amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
+class NoiseBudget(NamedTuple):
+    """The D documents of R rows, and the noise of each row."""
+
+    lengths: np.ndarray  # int64[D]
+    rows: np.ndarray  # int64[D]: row of each document, sorted; every row has one
+    noise: np.ndarray  # int64[R]: noise tokens
+    spans: np.ndarray  # int64[R]: spans, if the row is one document
+    most_marks: np.ndarray  # int64[R]: capacity for spans plus documents, at least twice the documents
+    words: np.ndarray  # uint64[R, 2]
+
+
+def split_noise(found: NoiseBudget) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (noise int64[D], spans int64[D]) of each document.
+
+    The noise of a row is shared in proportion to document lengths. Each document after the first needs two more end
+    tokens, of its inputs and targets; without room for them, it has one span less, so that a full row is as long as
+    that of a single document.
+    """
+    lengths, rows, R = found.lengths, found.rows, len(found.noise)
+    in_row = lambda values: np.bincount(rows, values, R).astype(np.int64)
+    documents = np.bincount(rows, minlength=R)
+    noise = np.minimum(found.noise, in_row(lengths) - documents)  # each document keeps one token
+    noise_D = systematic_shares(noise, lengths, rows, found.words[:, 0])
+    noise_D = adjust_to_totals(noise_D, np.zeros_like(lengths), lengths - 1, noise, rows)
+    least, most = np.minimum(noise_D, 1), np.minimum(noise_D, lengths - noise_D)
+    spans = np.minimum(np.maximum(found.spans, in_row(least)), in_row(most))
+    spans = np.minimum(spans, found.most_marks - documents)
+    shares = systematic_shares(spans, noise_D, rows, found.words[:, 1])
+    return noise_D, adjust_to_totals(shares, least, most, spans, rows)
+
+
+class TokenNoise(NamedTuple):
+    """The noise tokens of concatenated documents."""
+
+    is_noise: np.ndarray  # bool[L]
+    begins: np.ndarray  # bool[L]: first token of a span
+    span: np.ndarray  # int64[L]: index of the gap and span within the document
+
+
+def make_noise(
+    lengths: np.ndarray, noise: np.ndarray, spans: np.ndarray, noise_words: np.ndarray, gap_words: np.ndarray
+) -> TokenNoise:
+    """Draws spans in documents of these lengths. noise, spans: int64[D], counts per document.
+
+    noise_words, gap_words: uint64, one for each noise token and for each other token.
+    """
+    pairs = np.maximum(spans, 1)  # a document without noise is one gap
+    spans_P = np.zeros(int(pairs.sum()), np.int64)
+    spans_P[np.repeat(spans > 0, pairs)] = random_compositions(noise, spans, noise_words)
+    gaps_P = random_compositions(lengths - noise, pairs, gap_words)
+    within_L, gap_L = aranges(gaps_P + spans_P), np.repeat(gaps_P, gaps_P + spans_P)
+    span_L = np.repeat(aranges(pairs), gaps_P + spans_P)
+    return TokenNoise(within_L >= gap_L, within_L == gap_L, span_L)
+
+
+def systematic_shares(totals: np.ndarray, sizes: np.ndarray, rows: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Returns int64[D]: each row's total in proportion to the sizes, rounded up or down without bias.
+
+    words: uint64[R]. Systematic sampling: multiples of sum / total, with a random offset, that each size covers.
+    """
+    row_sizes = np.maximum(np.bincount(rows, sizes, len(totals)).astype(np.int64), 1)
+    offsets = (words % row_sizes.astype(np.uint64)).astype(np.int64)
+    first = np.diff(rows, prepend=-1) > 0
+    ends = np.cumsum(sizes)
+    end_in_row = ends - (ends - sizes)[first][rows]
+    reached = (totals[rows] * end_in_row + offsets[rows]) // row_sizes[rows]
+    return reached - np.where(first, 0, np.roll(reached, 1))
+
+
+def adjust_to_totals(
+    counts: np.ndarray, least: np.ndarray, most: np.ndarray, totals: np.ndarray, rows: np.ndarray
+) -> np.ndarray:
+    """Clips counts to their bounds and moves the difference to each row's total to the counts with the most slack."""
+    counts = np.clip(counts, least, most)
+    missing = totals - np.bincount(rows, counts, len(totals)).astype(np.int64)
+    for row in np.flatnonzero(missing):
+        inside = slice(*np.searchsorted(rows, [row, row + 1]))
+        room = most[inside] - counts[inside] if missing[row] > 0 else counts[inside] - least[inside]
+        order = np.argsort(-room, kind="stable")
+        before = np.cumsum(room[order]) - room[order]
+        moved = np.clip(abs(missing[row]) - before, 0, room[order])
+        assert moved.sum() == abs(missing[row]), f"{totals[row]} does not fit between the bounds"
+        counts[inside][order] += np.sign(missing[row]) * moved
+    return counts
+
+
+def random_compositions(lengths: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Returns int64[sum of parts]: a uniform random composition of each length into `parts` positive numbers.
+
+    The first token of a document begins a part, and so do those of the others with the smallest words. words:
+    uint64[sum of lengths].
+    """
+    total = int(lengths.sum())
+    document, place = np.repeat(np.arange(len(lengths)), lengths), aranges(lengths)
+    # Sort key: the document, then its first token before all others, then 43 random bits.
+    key = document.astype(np.uint64) << np.uint64(44) | (place > 0).astype(np.uint64) << np.uint64(43)
+    order = np.argsort(key | words >> np.uint64(21), kind="stable")
+    begins = np.zeros(total + 1, bool)
+    begins[order] = place < np.repeat(parts, lengths)  # sorting preserves documents, so place is the rank
+    begins[total] = True
+    return np.diff(np.flatnonzero(begins))
 
 
 class TokenStream(NamedTuple):
@@ -43,7 +145,7 @@ class NoisyDocuments(NamedTuple):
 
     lengths: np.ndarray  # int64[D]
     rows: np.ndarray  # int64[D]: row of each document
-    noise: Noise
+    noise: TokenNoise
     mode_ids: np.ndarray | None  # int32[D], or None without modes
 
 
@@ -53,7 +155,7 @@ def corrupt_rows(
     """Returns (rows with spans cut out, position of each target in its row of `batch`)."""
     B, T = batch.tokens.shape
     lengths, where = denoised_lengths(cfg, T), np.flatnonzero(batch.segment_ids)
-    noisy = plan_noise(cfg, ids, lengths, batch.segment_ids, seed, n, numbers)
+    noisy = plan_noise(cfg, ids, lengths, batch.segment_ids, [(seed, n, number) for number in numbers])
     if noisy is None:
         padding = padding_row(lengths.row, prefix=lengths.prefix, encoder_len=lengths.encoder)
         return stack_rows([padding] * B), np.zeros((B, lengths.row), np.int32)
@@ -63,59 +165,57 @@ def corrupt_rows(
     return make_rows(ids, inputs, targets, noisy.rows, B, lengths)
 
 
-def plan_noise(
-    cfg: DenoisingConfig,
-    ids: SpecialIds,
-    made: RowLengths,
-    segment_ids_BT: np.ndarray,
-    seed: int,
-    n: int,
-    numbers: Sequence[int],
-) -> NoisyDocuments | None:
-    """Draws the noise of each row from the row's own random words; None if all rows are padding."""
-    choices = denoisers(cfg)
-    lengths, in_rows, limits, modes, first_words, noise_words, gap_words = ([] for _ in range(7))
-    for row, (number, segment_ids_T) in enumerate(zip(numbers, segment_ids_BT, strict=True)):
-        documents = find_documents(segment_ids_T).lengths
-        if not (tokens := int(documents.sum())):
-            continue
-        words = random_words(seed, n, number, tokens + 3)
-        denoiser = draw_denoiser(choices, words[:1])
-        cut = noise_amount(tokens, denoiser.noise_density, denoiser.mean_span)
-        capacity = max_marks(made, tokens, cut.noise)
-        # Each document needs one token that is not noise. With more documents than such tokens the noise would shrink
-        # and the inputs would exceed the row length, which assumes the full noise.
-        documents = join_shortest(documents, max(min(capacity // 2, tokens - cut.noise), 1))
-        lengths.append(documents)
-        in_rows.append(row)
-        limits.append((cut.noise, cut.spans, capacity, len(documents)))
-        first_words.append(words[1:3])
-        noise_words.append(words[3 : 3 + cut.noise])
-        gap_words.append(words[3 + cut.noise :])
-        modes += [ids.modes.get(denoiser.mode)] * len(documents)
-    if not lengths:
-        return None
-    noise, spans, capacity, counts = np.array(limits).T
-    rows = np.repeat(np.arange(len(counts)), counts)
-    budget = NoiseBudget(np.concatenate(lengths), rows, noise, spans, capacity, np.stack(first_words))
-    cut_out = make_noise(budget.lengths, *split_noise(budget), np.concatenate(noise_words), np.concatenate(gap_words))
-    modes = np.array(modes, np.int32) if ids.modes else None
-    return NoisyDocuments(budget.lengths, np.array(in_rows)[budget.rows], cut_out, modes)
+class NoisyRow(NamedTuple):
+    """The documents of a row after joining, and the noise to draw in it."""
+
+    lengths: np.ndarray  # int64[documents]
+    denoiser: Denoiser
+    noise: int  # tokens
+    spans: int  # if the row is one document
+    most_marks: int
+    words: np.ndarray  # uint64[2 + tokens]
 
 
-def draw_denoiser(choices: tuple[Denoiser, ...], word: np.ndarray) -> Denoiser:
-    """Draws a denoiser by weight with the random word uint64[1]."""
-    if len(choices) == 1:
-        return choices[0]
+def plan_row(cfg: DenoisingConfig, made: RowLengths, lengths: np.ndarray, key: tuple[int, int, int]) -> NoisyRow:
+    """Plans the noise of a row of documents of these lengths. key: (seed, batch, row)."""
+    tokens, choices = int(lengths.sum()), denoisers(cfg)
+    words = random_words(*key, tokens + 3)
     reached = np.cumsum([choice.weight for choice in choices])
-    return choices[int(np.searchsorted(reached, random_floats(word)[0] * reached[-1], side="right"))]
+    drawn = np.searchsorted(reached, random_floats(words[:1])[0] * reached[-1], side="right")
+    denoiser = choices[0] if len(choices) == 1 else choices[int(drawn)]
+    noise, spans = noise_amount(tokens, denoiser.noise_density, denoiser.mean_span)
+    if made.encoder is None:  # room for spans plus documents
+        most_marks = (made.row - tokens) // 2
+    else:
+        most_marks = min(made.encoder - (tokens - noise), made.row - noise)
+    # Each document needs one token that is not noise. With more documents than such tokens the noise would shrink
+    # and the inputs would exceed the row length, which assumes the full noise.
+    joined = join_shortest(lengths, max(min(most_marks // 2, tokens - noise), 1))
+    return NoisyRow(joined, denoiser, noise, spans, most_marks, words[1:])
 
 
-def max_marks(lengths: RowLengths, tokens: int, noise: int) -> int:
-    """Returns the number of spans plus documents that the rows have room for."""
-    if lengths.encoder is None:
-        return (lengths.row - tokens) // 2
-    return min(lengths.encoder - (tokens - noise), lengths.row - noise)
+def plan_noise(
+    cfg: DenoisingConfig, ids: SpecialIds, made: RowLengths, segment_ids_BT: np.ndarray, keys: Sequence[tuple]
+) -> NoisyDocuments | None:
+    """Draws the noise of each row from the row's own random words; None if all rows are padding. keys: see plan_row."""
+    lengths_B = [find_documents(segment_ids_T)[1] for segment_ids_T in segment_ids_BT]
+    used = [row for row, lengths in enumerate(lengths_B) if len(lengths)]
+    if not used:
+        return None
+    found = [plan_row(cfg, made, lengths_B[row], keys[row]) for row in used]
+    lengths, counts = np.concatenate([row.lengths for row in found]), [len(row.lengths) for row in found]
+    budget = NoiseBudget(
+        lengths,
+        np.repeat(np.arange(len(found)), counts),
+        *np.array([(row.noise, row.spans, row.most_marks) for row in found]).T,
+        np.stack([row.words[:2] for row in found]),
+    )
+    noise_words = np.concatenate([row.words[2 : 2 + row.noise] for row in found])
+    gap_words = np.concatenate([row.words[2 + row.noise :] for row in found])
+    modes = [ids.modes.get(row.denoiser.mode) for row in found]
+    mode_ids = np.repeat(np.array(modes, np.int32), counts) if ids.modes else None
+    noise = make_noise(lengths, *split_noise(budget), noise_words, gap_words)
+    return NoisyDocuments(lengths, np.repeat(used, counts), noise, mode_ids)
 
 
 def join_shortest(lengths: np.ndarray, most: int) -> np.ndarray:

@@ -7,6 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.runtime.data.objective_config import (
+    DenoisingConfig,
+    MaskedLmConfig,
+    ObjectiveConfig,
+    denoisers,
+    noise_amount,
+)
 from jaxscale.runtime.text.tokenizer.base import ObjectiveTokens
 from jaxscale.system.exits import BadInput
 
@@ -26,6 +33,65 @@ class SpecialIds:
     def ordinary(self) -> np.ndarray:
         """Returns int32: the ids that are not special."""
         return np.flatnonzero(~self.is_special).astype(np.int32)
+
+
+def find_ids(
+    cfg: ObjectiveConfig, tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int, seq_len: int
+) -> SpecialIds:
+    """Returns the special ids of the objective. token_bytes: int32[tokenizer ids], 0 for special ones, or None.
+
+    Raises: BadInput naming the setting if an id is unknown, outside the vocabulary, or used by text.
+    """
+    known = (tokenizer, token_bytes, vocab_size)
+    marks = ObjectiveTokens() if tokenizer is None else tokenizer.marks
+    if isinstance(cfg, MaskedLmConfig):
+        mask_id = known_id("mask_id", cfg.mask_id, marks.mask_id, tokenizer, vocab_size)
+        check_distinct({"mask_id": [mask_id]}, token_bytes)
+        return SpecialIds(find_special([mask_id], *known), mask_id=mask_id)
+    if not isinstance(cfg, DenoisingConfig):
+        return SpecialIds(find_special([], *known))
+    end_id = known_id("end_id", cfg.end_id, getattr(tokenizer, "eos_id", None), tokenizer, vocab_size)
+    start_id = end_id if cfg.start_id is None else known_id("start_id", cfg.start_id, None, None, vocab_size)
+    sentinels = find_sentinels(cfg, marks, tokenizer, vocab_size, seq_len)
+    modes = find_modes(cfg, vocab_size)
+    check_distinct({"first_sentinel_id": sentinels, "mode_ids": [*modes.values()], "end_id": [end_id]}, token_bytes)
+    is_special = find_special([start_id, end_id, *sentinels, *modes.values()], *known)
+    return SpecialIds(
+        is_special, sentinels=np.array(sentinels, np.int32), start_id=start_id, end_id=end_id, modes=modes
+    )
+
+
+def find_sentinels(
+    cfg: DenoisingConfig, marks: ObjectiveTokens, tokenizer: Any | None, vocab_size: int, seq_len: int
+) -> list[int]:
+    """Returns the sentinels, first to last."""
+    if cfg.first_sentinel_id is not None:
+        sentinels = [cfg.first_sentinel_id + i * cfg.sentinel_step for i in range(cfg.num_sentinels)]
+    else:
+        sentinels = [int(id) for id in marks.sentinel_ids]
+    if not sentinels:
+        raise BadInput(
+            f"data.objective.first_sentinel_id must be given ({missing_id_reason(tokenizer)}): the first of "
+            f"data.objective.num_sentinels ids that text does not use, below model.vocab_size={vocab_size}"
+        )
+    check_in_vocabulary("first_sentinel_id", sentinels, vocab_size)
+    needed = max(noise_amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
+    if needed > len(sentinels):
+        raise BadInput(
+            f"seq_len={seq_len} has up to {needed} spans, and there are {len(sentinels)} sentinels; shorten the row, "
+            "raise data.objective.mean_span, or set first_sentinel_id and num_sentinels"
+        )
+    return sentinels
+
+
+def find_modes(cfg: DenoisingConfig, vocab_size: int) -> dict[str, int]:
+    """Returns the id of each mode of the denoisers."""
+    modes = sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
+    given = getattr(cfg, "mode_ids", {})
+    if missing := [mode for mode in modes if mode not in given]:
+        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; it needs one for each")
+    check_in_vocabulary("mode_ids", list(given.values()), vocab_size)
+    return {mode: given[mode] for mode in modes}
 
 
 def find_special(

@@ -1,28 +1,17 @@
-"""Document spans of a packed row, and its random numbers.
-
-The numbers are a pure function of seed, batch and row, on any machine.
-"""
+"""Documents of a packed row, and its random numbers: a pure function of seed, batch and row, on any machine."""
 
 import hashlib
-from typing import NamedTuple
 
 import numpy as np
 
 
-class DocumentSpans(NamedTuple):
-    """The D documents of a row, in order, without padding."""
-
-    starts: np.ndarray  # int64[D]
-    lengths: np.ndarray  # int64[D]
-
-
-def find_documents(segment_ids_T: np.ndarray) -> DocumentSpans:
-    """Returns the runs of equal nonzero segment ids."""
+def find_documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (starts int64[D], lengths int64[D]) of the documents of a row: runs of equal nonzero segment ids."""
     edges = np.flatnonzero(np.diff(segment_ids_T)) + 1
     starts = np.concatenate([[0], edges])
     lengths = np.diff(np.concatenate([starts, [len(segment_ids_T)]]))
     is_document = (segment_ids_T[starts] > 0) & (lengths > 0) if len(segment_ids_T) else np.zeros(1, bool)
-    return DocumentSpans(starts[is_document], lengths[is_document])
+    return starts[is_document], lengths[is_document]
 
 
 def aranges(lengths: np.ndarray) -> np.ndarray:

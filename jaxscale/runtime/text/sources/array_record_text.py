@@ -9,8 +9,16 @@ from typing import Any
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.jsonl import MISSING, record_text, reparse, skip_or_raise
-from jaxscale.runtime.text.sources.left_out import count_skipped
-from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Damaged, Part, Records, damage_fix, importing
+from jaxscale.runtime.text.sources.part import (
+    NO_METADATA,
+    WHOLE,
+    Damaged,
+    Part,
+    Records,
+    count_skipped,
+    damage_fix,
+    importing,
+)
 
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.runtime.text.config import ReadConfig
-from jaxscale.runtime.text.sources.left_out import count_skipped
+from jaxscale.runtime.text.sources.part import count_skipped
 from jaxscale.system.exits import BadInput
 
 REPAIRED = "repaired: "  # prefix of the counts of repairs, which are not losses

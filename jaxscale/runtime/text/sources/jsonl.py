@@ -9,8 +9,7 @@ from typing import Any
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.blocks import BYTE_ORDER_MARK, read_blocks, read_lines
 from jaxscale.runtime.text.sources.decode import REPAIRED, SURROGATES, is_utf8, repair
-from jaxscale.runtime.text.sources.left_out import count_skipped
-from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Metadata, Part, Records
+from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Metadata, Part, Records, count_skipped
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 

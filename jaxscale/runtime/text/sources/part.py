@@ -1,9 +1,11 @@
-"""Parts of a file, records, and errors of reading them."""
+"""Parts of a file, records, errors of reading them, and counts of skipped documents."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxscale import units
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
@@ -11,6 +13,28 @@ from jaxscale.system.open_files import too_many
 
 SKIP_REMAINDER = " to continue without the rest of it"
 PREPARE = "pip install 'jaxscale[prepare]'"  # installs the optional packages
+BYTES = "bytes left out"  # total bytes of skipped documents
+BROKEN = "files cut short or broken"
+TRAILING = "files with other bytes after the packed data"
+FILE_REASONS = (BROKEN, TRAILING)  # reasons that are counted by file, with an unknown loss
+MUCH = 0.01  # fraction of documents or bytes above which a warning is logged
+NOT_UTF8 = "not UTF-8; set {where}invalid_utf8='repair', and {where}encoding if it is not Windows-1252"
+FIXES = {  # by reason; other counts, such as requests in a WARC file, are not losses
+    "invalid UTF-8": NOT_UTF8,
+    "NUL bytes": "UTF-16, or no text; set {where}invalid_utf8='repair'",
+    "no text in any encoding": "name {where}encoding, or take them out",
+    "not JSON": "write them again, or name the files .txt if lines are not records",
+    "not tf.train.Example": "set their format in {where}record_format",
+    "without text field": "name it in {where}text_field",
+    "without token ids": "name them in {where}ids_field, or write these rows again",
+    "longer than max_line_bytes": "raise {where}max_line_bytes, or give each document a line",
+    "longer than max_document_bytes": "raise {where}max_document_bytes",
+    "page that is no text": "fetch them again",
+    "page nested too deeply": "take them out",
+    "WARC: packed in an unknown way": "unpack them first",
+    BROKEN: "the size of their rest is unknown; fetch them again",
+    TRAILING: "they are neither gzip nor zstd; fetch them again if text is missing",
+}  # fmt: skip
 
 
 def ignore_progress(share: float) -> None:
@@ -62,3 +86,47 @@ def damage_fix(cfg: ReadConfig, loss: str = "", first: str = "fetch it again") -
 def read_error(path: str, error: OSError) -> BadInput:
     """Returns the error for a file that cannot be read."""
     return BadInput(f"{path} cannot be read: {error.strerror or error}{too_many(error)}")
+
+
+class ReadLosses(NamedTuple):
+    """Skipped documents of a reading."""
+
+    documents: int
+    bytes: int
+    is_much: bool  # more than MUCH of documents or bytes, or any damaged file
+    line: str  # log line with amounts, reasons, examples and fixes
+
+
+def count_skipped(skipped: Counter, reason: str, size: int) -> None:
+    """Counts a skipped document of `size` bytes."""
+    skipped[reason] += 1
+    skipped[BYTES] += size
+
+
+def summarize_losses(
+    skipped: Mapping[str, int],
+    documents: int,
+    size: int,
+    where: str,
+    places: Mapping[str, Sequence[str]] | None = None,
+) -> ReadLosses | None:
+    """Summarizes skipped documents; None if there are none.
+
+    Args: documents, size: number and text bytes of documents read. where: prefix of setting names. places: {reason:
+    file names}, as examples.
+    """
+    found = {reason: skipped[reason] for reason in FIXES if skipped.get(reason)}
+    if not found:
+        return None
+    lost, lost_bytes = sum(n for reason, n in found.items() if reason not in FILE_REASONS), skipped.get(BYTES, 0)
+    amounts = [f"{lost:,} of {documents + lost:,} documents ({lost / (documents + lost):.1%})"] if lost else []
+    amounts += [f"{units.size(lost_bytes)} of {units.size(size + lost_bytes)}"] if lost_bytes else []
+    files = sum(found.get(reason, 0) for reason in FILE_REASONS)
+    amounts += [f"the rest of {units.plural(files, 'file')}"] if files else []
+    reasons = [
+        f"{number:,} {reason}{' in ' + ', '.join(places[reason]) if places and reason in places else ''} "
+        f"({FIXES[reason].format(where=where)})"
+        for reason, number in sorted(found.items(), key=lambda pair: -pair[1])
+    ]
+    is_much = files > 0 or lost > MUCH * (documents + lost) or lost_bytes > MUCH * (size + lost_bytes)
+    return ReadLosses(lost, lost_bytes, is_much, f"reading left out {', '.join(amounts)}: {'; '.join(reasons)}")

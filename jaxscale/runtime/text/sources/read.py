@@ -14,8 +14,7 @@ from jaxscale.runtime.text.sources.data_sets import read_dataset, read_seqio
 from jaxscale.runtime.text.sources.decode import decode_text
 from jaxscale.runtime.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
 from jaxscale.runtime.text.sources.jsonl import JSON_LINES, format_line, read_json_lines
-from jaxscale.runtime.text.sources.left_out import BROKEN, count_skipped
-from jaxscale.runtime.text.sources.part import WHOLE, Damaged, Part, Records, read_error
+from jaxscale.runtime.text.sources.part import BROKEN, WHOLE, Damaged, Part, Records, count_skipped, read_error
 from jaxscale.runtime.text.sources.text import read_text, text_parts
 from jaxscale.runtime.text.sources.warc import read_page, read_warc
 from jaxscale.system.exits import BadInput

@@ -13,8 +13,7 @@ from jaxscale.runtime.text.sources.columns import arrow_batches
 from jaxscale.runtime.text.sources.files import unpacked_name
 from jaxscale.runtime.text.sources.jsonl import JSON_LINES, skip_or_raise
 from jaxscale.runtime.text.sources.jsonl import json_records as read_values
-from jaxscale.runtime.text.sources.left_out import TRAILING
-from jaxscale.runtime.text.sources.part import Damaged
+from jaxscale.runtime.text.sources.part import TRAILING, Damaged
 from jaxscale.runtime.text.sources.read import handle_damage
 from jaxscale.runtime.text.sources.text import numbered_lines
 from jaxscale.system.exits import BadInput

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.blocks import BYTE_ORDER_MARK, cut_parts, next_line, read_blocks, read_lines
-from jaxscale.runtime.text.sources.left_out import count_skipped
-from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Part, Records
+from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Part, Records, count_skipped
 
 # A longer file is cut into documents of this size, at line ends, to bound memory and to allow a validation split of a
 # single file. The model sees an additional end of document once per MiB.

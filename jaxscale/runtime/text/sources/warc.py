@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.blocks import as_file, read_blocks
-from jaxscale.runtime.text.sources.left_out import FIXES, count_skipped
 from jaxscale.runtime.text.sources.part import (
+    FIXES,
     NO_METADATA,
     SKIP_REMAINDER,
     WHOLE,
     Damaged,
     Part,
     Records,
+    count_skipped,
     damage_fix,
     importing,
 )

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxscale.runtime.text.tokenizer.base import Encode, EncodedBlock, concat_block
+from jaxscale.runtime.text.tokenizer.bpe import PATTERNS, byte_alphabet, split_of
 from jaxscale.runtime.text.tokenizer.config import EncodeConfig, Split
-from jaxscale.runtime.text.tokenizer.pretokenize import PATTERNS, byte_alphabet, split_of
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 

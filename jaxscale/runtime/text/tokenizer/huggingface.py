@@ -22,9 +22,9 @@ from jaxscale.runtime.text.tokenizer.base import (
     fingerprint,
     library_errors,
 )
+from jaxscale.runtime.text.tokenizer.bpe import byte_alphabet
 from jaxscale.runtime.text.tokenizer.config import EncodeConfig
 from jaxscale.runtime.text.tokenizer.fast import make_encode
-from jaxscale.runtime.text.tokenizer.pretokenize import byte_alphabet
 from jaxscale.runtime.text.tokenizer.wordpiece import read_vocab_txt
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput

@@ -25,7 +25,7 @@ from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import check_manifest, write_manifest
 from jaxscale.runtime.text.sources.decode import is_repair
 from jaxscale.runtime.text.sources.files import list_files, not_documents_problem, size_of
-from jaxscale.runtime.text.sources.left_out import BYTES, FIXES
+from jaxscale.runtime.text.sources.part import BYTES, FIXES
 from jaxscale.runtime.text.sources.read import split_file
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.runtime.text.tokenizer.config import special_names

@@ -13,7 +13,7 @@ from jaxscale.runtime.text.sources.files import (
     list_files,
     not_documents_problem,
 )
-from jaxscale.runtime.text.sources.left_out import summarize_losses
+from jaxscale.runtime.text.sources.part import summarize_losses
 from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic

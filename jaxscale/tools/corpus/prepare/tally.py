@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.runtime.text.document import Document, Outcome
-from jaxscale.runtime.text.sources.left_out import FIXES, ReadLosses, summarize_losses
+from jaxscale.runtime.text.sources.part import FIXES, ReadLosses, summarize_losses
 from jaxscale.runtime.text.tokenizer.loss import KINDS, LETTERS, TextLoss
 
 DETAIL_STAGES = (
