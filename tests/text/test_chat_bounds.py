@@ -80,9 +80,7 @@ def test_time_is_bounded_where_the_signal_is_not_wanted(how):
     blocked = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})"
     code = f"import signal; {dict(ignored=ignored, blocked=blocked)[how]}\n"
     code += "import jaxscale.runtime.text.chat.template as t\nt.SECONDS, t.WAIT_SECONDS = 0.5, 20.0\n"
-    code += (
-        f"template.compile_template({SLOW['loops in loops']!r}, 't.jinja', {{}}, {{}}, '')({MESSAGES!r}, None, True)"
-    )
+    code += f"t.compile_template({SLOW['loops in loops']!r}, 't.jinja', {{}}, {{}}, '')({MESSAGES!r}, None, True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
         done.returncode == 1
