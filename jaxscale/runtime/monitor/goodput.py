@@ -168,7 +168,7 @@ class Goodput:
 
 
 @dataclasses.dataclass
-class Start:
+class RecordedStart:
     """One process of a run, reconstructed from its events."""
 
     key: str | None
@@ -220,9 +220,9 @@ def measure_goodput(
     return Goodput(seconds, len(starts), rewinds)
 
 
-def parse_starts(events: Iterable[Mapping[str, Any]]) -> tuple[list[Start], int]:
+def parse_starts(events: Iterable[Mapping[str, Any]]) -> tuple[list[RecordedStart], int]:
     """Returns (starts in order, number of rewinds). Unknown events are skipped."""
-    starts: list[Start] = []
+    starts: list[RecordedStart] = []
     rewinds, rewound = 0, False
     for event in events:
         kind, when = event.get("event"), unix_time(event.get("time"))
@@ -249,7 +249,7 @@ def parse_starts(events: Iterable[Mapping[str, Any]]) -> tuple[list[Start], int]
         if starts and not starts[-1].ledger and starts[-1].may_include(left := event.get("left") or {}):
             starts[-1].ledger = parse_ledger(left)
         began = unix_time(key)
-        starts.append(Start(key, when if began is None else began, step, kind == "started"))
+        starts.append(RecordedStart(key, when if began is None else began, step, kind == "started"))
     return starts, rewinds
 
 
