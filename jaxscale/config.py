@@ -9,7 +9,6 @@ from jaxscale.core.models import AnyModelConfig, names_of
 from jaxscale.core.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
 from jaxscale.core.models.mup_config import check_mup
 from jaxscale.core.optim.config import STABLE, OptimConfig
-from jaxscale.core.train_config import LimitConfig, TrainConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
 from jaxscale.runtime.checkpoint.export_config import ExportConfig
 from jaxscale.runtime.data.config import DataConfig, mixture_names, mixture_stages
@@ -24,6 +23,7 @@ from jaxscale.runtime.eval.config import EvalConfig, Evals, check_names
 from jaxscale.runtime.hosts.config import HangConfig
 from jaxscale.runtime.monitor.config import MonitorConfig
 from jaxscale.runtime.sampling.config import SampleConfig
+from jaxscale.runtime.training.config import LimitConfig, TrainConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list

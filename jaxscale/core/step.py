@@ -14,7 +14,7 @@ from jaxscale.core.ema import update_ema
 from jaxscale.core.optim.schedules import Schedule
 from jaxscale.core.recorder import SOWN
 from jaxscale.core.state import TrainState, adjust_loss_scale
-from jaxscale.core.train_config import TrainConfig
+from jaxscale.core.train_config import StepConfig
 from jaxscale.kernels.host_memory import is_on_host
 
 Metrics = dict[str, Any]  # from Gradients: means of each named loss, and intermediates under SOWN
@@ -28,7 +28,7 @@ def make_train_step(
     gradients: Gradients,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
-    cfg: TrainConfig,
+    cfg: StepConfig,
     *,
     dynamic_scale: bool = False,
     clip_norm: float = 0.0,
@@ -82,7 +82,7 @@ def make_train_step(
 
 
 def next_state(
-    cfg: TrainConfig,
+    cfg: StepConfig,
     state: TrainState,
     params: Any,
     opt_state: Any,

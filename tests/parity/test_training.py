@@ -15,7 +15,7 @@ from jaxscale.core.optim.optimizer import make_optimizer
 from jaxscale.core.optim.schedules import make_schedule
 from jaxscale.core.state import init_loss_scale, init_state
 from jaxscale.core.step import gradients_of_state, make_train_step
-from jaxscale.core.train_config import LossScaleConfig, TrainConfig
+from jaxscale.core.train_config import LossScaleConfig, StepConfig
 
 
 def full_rows(tokens_BU):
@@ -58,7 +58,7 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
             ),
             optimizer,
             schedule,
-            TrainConfig(),
+            StepConfig(),
         )
     )
     state = init_state(params, optimizer, init_loss_scale(LossScaleConfig(), "float32"), jax.random.key(0))

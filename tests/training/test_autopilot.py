@@ -12,7 +12,7 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.core import guard
-from jaxscale.core.train_config import GuardConfig, RecoveryConfig
+from jaxscale.core.train_config import GuardConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.monitor.events import read_events
@@ -20,6 +20,7 @@ from jaxscale.runtime.run.opening import open_run, rewind
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.runtime.training import loop
 from jaxscale.runtime.training.autopilot import Autopilot, AutopilotSpec, Rewound
+from jaxscale.runtime.training.config import RecoveryConfig
 from jaxscale.system.exits import Exit, Stop
 
 VALUES = {

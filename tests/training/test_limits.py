@@ -12,7 +12,6 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.core.train_config import LimitConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.monitor.events import Events, read_events
@@ -20,6 +19,7 @@ from jaxscale.runtime.monitor.goodput import iso_time
 from jaxscale.runtime.run.limiting import first_limit, hourly_dollars, overrun_advice
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.training.config import LimitConfig
 from jaxscale.runtime.training.decisions import EarlyDecay, parse_decisions
 from jaxscale.runtime.training.limits import LimitMonitor, TimeLimit
 from jaxscale.runtime.training.loop_services import Services

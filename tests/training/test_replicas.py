@@ -9,12 +9,13 @@ import pytest
 import tiny
 
 from jaxscale.core.rules import RULES
-from jaxscale.core.train_config import GuardConfig, RecoveryConfig, ReplicaConfig
+from jaxscale.core.train_config import GuardConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.training.autopilot import Autopilot, AutopilotSpec
+from jaxscale.runtime.training.config import RecoveryConfig, ReplicaConfig
 from jaxscale.runtime.training.replicas import (
     ReplicaMonitor,
     find_difference,

@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 
 from jaxscale.config import RunConfig
 from jaxscale.core.optim.config import STABLE
-from jaxscale.core.train_config import LimitConfig
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import decay_begin, decay_steps
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time
 from jaxscale.runtime.run.start import RunFolder, Start
+from jaxscale.runtime.training.config import LimitConfig
 from jaxscale.runtime.training.limits import TimeLimit
 from jaxscale.runtime.training.loop_services import Services
 from jaxscale.system.exits import BadInput

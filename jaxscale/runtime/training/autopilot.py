@@ -13,11 +13,12 @@ from jaxscale import units
 from jaxscale.core import guard
 from jaxscale.core.batch import Batch
 from jaxscale.core.state import TrainState
-from jaxscale.core.train_config import GuardConfig, RecoveryConfig
+from jaxscale.core.train_config import GuardConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.hosts.agree import agreed
 from jaxscale.runtime.monitor.events import Note, ignore
 from jaxscale.runtime.training import recovery
+from jaxscale.runtime.training.config import RecoveryConfig
 from jaxscale.runtime.training.decisions import Decisions, LrCut
 from jaxscale.runtime.training.replicas import ReplicaMonitor
 from jaxscale.system.exits import Exit, Stop

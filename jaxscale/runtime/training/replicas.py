@@ -23,10 +23,10 @@ from jaxscale.core.rules import Rules
 from jaxscale.core.shardings import replicated
 from jaxscale.core.state import TrainState
 from jaxscale.core.step import TrainStep
-from jaxscale.core.train_config import ReplicaConfig
 from jaxscale.runtime.checkpoint.fingerprint import fingerprint
 from jaxscale.runtime.checkpoint.record import named_leaves
 from jaxscale.runtime.monitor.events import Note, ignore
+from jaxscale.runtime.training.config import ReplicaConfig
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop
 
