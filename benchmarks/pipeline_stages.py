@@ -21,7 +21,7 @@ from jaxscale.build import make_program
 from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.config import RunConfig
 from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, Costs, Schedule, simulated_seconds
-from jaxscale.core.mesh_config import MeshConfig, PipelineConfig, ScheduleName
+from jaxscale.core.config import MeshConfig, PipelineConfig, ScheduleName
 from jaxscale.core.models.config import BLOCKS
 from jaxscale.program.budget import resolve_budget
 from jaxscale.settings.command_line import Arguments, flag

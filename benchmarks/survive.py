@@ -19,7 +19,7 @@ from benchmarks import run_main, show, use_devices
 from jaxscale.cli.bench_loop import open_bench, run_bare, time_alternately
 from jaxscale.config import RunConfig
 from jaxscale.core import guard
-from jaxscale.core.train_config import GuardConfig
+from jaxscale.core.config import GuardConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.fingerprint import fingerprints
 from jaxscale.runtime.checkpoint.lock import RunLock

@@ -21,8 +21,8 @@ from jaxscale.core.batch import Batch, EncoderInput
 from jaxscale.core.ema import init_ema
 from jaxscale.core.mesh import crossed_groups, make_mesh
 from jaxscale.core.models.lora import is_adapter
+from jaxscale.core.models.lora_mup_config import learning_rate_multiplier, mup_scales
 from jaxscale.core.models.model import summed_loss
-from jaxscale.core.models.mup_config import learning_rate_multiplier, mup_scales
 from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.optim.groups import assign_groups, group_table
 from jaxscale.core.optim.optimizer import ParamLayout, combine, make_optimizer, moment_axes, optim_schedule, trainable

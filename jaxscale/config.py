@@ -4,10 +4,9 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from jaxscale import units
-from jaxscale.core.mesh_config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
+from jaxscale.core.config import EXPERT_LOSSES, ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.core.models import AnyModelConfig, names_of
-from jaxscale.core.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
-from jaxscale.core.models.mup_config import check_mup
+from jaxscale.core.models.lora_mup_config import LoraConfig, check_mup, lora_flops
 from jaxscale.core.optim.config import STABLE, OptimConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
 from jaxscale.runtime.checkpoint.export_config import ExportConfig

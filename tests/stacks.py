@@ -7,8 +7,8 @@ import numpy as np
 import optax
 import tiny
 
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.groups import assign_groups
 from jaxscale.core.optim.optimizer import ParamLayout, make_optimizer

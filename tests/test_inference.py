@@ -15,7 +15,7 @@ from token_losses import make_token_losses
 from jaxscale import schema
 from jaxscale.api.inference import at_step, kind_of, open_model
 from jaxscale.cli.sample import read_prompts
-from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jaxscale"
 GROUPS = ("runtime", "tools", "settings", "program")  # whose parts import each other one way
 LOW = (  # parts of core/ and kernels/ that are below the rest of both
-    "core/axes", "core/mesh_config.py", "core/rules.py", "core/shardings.py", "kernels/compiler_options.py",
+    "core/axes", "core/config.py", "core/rules.py", "core/shardings.py", "kernels/compiler_options.py",
     "kernels/config.py", "kernels/hardware.py", "kernels/host_memory.py", "kernels/torus.py",
 )  # fmt: skip
 HEAD = """# Architecture

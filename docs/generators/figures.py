@@ -18,9 +18,9 @@ from generators.scaling import HOFFMANN
 from generators.words import table
 from jaxscale import schema, units
 from jaxscale.config import RunConfig
+from jaxscale.core.config import GuardConfig, LossScaleConfig
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.rules import RULES
-from jaxscale.core.train_config import GuardConfig, LossScaleConfig
 from jaxscale.kernels.attention import resolve_attention
 from jaxscale.kernels.config import AttentionNeeds
 from jaxscale.kernels.hardware import CHIPS, Chip

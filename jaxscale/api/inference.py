@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxscale import schema, units
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh, mesh_layout
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.plan import ParallelSettings, resolve_plan
 from jaxscale.program.auto_dtype import model_for_device

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 
-from jaxscale.core.mesh_config import ExchangeName, PipelineConfig, SharingName
+from jaxscale.core.config import ExchangeName, PipelineConfig, SharingName
 
 NUM_DEVICES, MAX_DEVICES = 8, 16  # most layouts use 8; layouts of four axes use 16
 MICROBATCHES = (1, 2, 4)

@@ -19,7 +19,7 @@ from jaxscale import schema
 from jaxscale.api.inference import open_model, tokenizer_of
 from jaxscale.api.writing import Piece, SampleOptions, TextWriter, write_all
 from jaxscale.cli import run_verb, sample_chat
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.models.config import Dtype
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.text.sources.jsonl import JSON_LINES

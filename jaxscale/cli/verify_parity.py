@@ -29,8 +29,8 @@ from jaxscale.cli.parity_layouts import (
 )
 from jaxscale.config import RunConfig
 from jaxscale.core.batch import Batch
+from jaxscale.core.config import ContextConfig, ExpertConfig, MeshConfig
 from jaxscale.core.mesh import mesh_shape
-from jaxscale.core.mesh_config import ContextConfig, ExpertConfig, MeshConfig
 from jaxscale.core.shardings import put_rows
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data

@@ -15,8 +15,8 @@ from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.compare_runs import Comparison, compare
 from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, TwoRuns, comparable
 from jaxscale.config import RunConfig
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import mesh_shape
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Stop, put
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.core.models.moe_config import EXPERT_COUNTS
+from jaxscale.core.models.config import EXPERT_COUNTS
 
 ROUTER_BIAS, ROUTER_LOAD = "router_bias", "router_load"
 

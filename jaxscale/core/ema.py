@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.core.config import EmaConfig
 from jaxscale.core.optim.groups import is_masked
 from jaxscale.core.optim.optimizer import combine
 from jaxscale.core.state import TrainState
-from jaxscale.core.train_config import EmaConfig
 
 Evaluate = Callable[[Any], dict[str, float]]
 

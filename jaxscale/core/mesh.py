@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.kernels.hardware import Device
 from jaxscale.kernels.torus import most_links_outermost
 from jaxscale.system.exits import BadInput

@@ -22,8 +22,8 @@ from jaxscale.core.axes.expert_axis import NO_EXPERT_AXIS, ExpertAxis, ExpertWor
 from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS, PipelineAxis, make_pipeline_axis
 from jaxscale.core.axes.pipeline_schedules import Schedule
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, TensorAxis, make_tensor_axis
+from jaxscale.core.config import PipelineConfig
 from jaxscale.core.mesh import crossed_groups
-from jaxscale.core.mesh_config import PipelineConfig
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.config import BLOCKS, DENSE, MLP_GATE, MLP_UP, saved_names
 from jaxscale.core.recorder import NO_RECORDER, Recorder

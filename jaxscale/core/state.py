@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.core.config import LossScaleConfig
 from jaxscale.core.guard import GuardState, init_guard
-from jaxscale.core.train_config import LossScaleConfig
 
 
 class LossScale(NamedTuple):

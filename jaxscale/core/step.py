@@ -10,11 +10,11 @@ import optax
 from jaxscale.core import guard
 from jaxscale.core.balance import bias_range
 from jaxscale.core.batch import HASH_SALTS, Batch, hashed_token_arrays, mix_tokens, reshape_rows
+from jaxscale.core.config import StepConfig
 from jaxscale.core.ema import update_ema
 from jaxscale.core.optim.schedules import Schedule
 from jaxscale.core.recorder import SOWN
 from jaxscale.core.state import TrainState, adjust_loss_scale
-from jaxscale.core.train_config import StepConfig
 from jaxscale.kernels.host_memory import is_on_host
 
 Metrics = dict[str, Any]  # from Gradients: means of each named loss, and intermediates under SOWN

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jaxscale.config import RunConfig
 from jaxscale.core.ema import init_ema
 from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.config import LoraConfig
 from jaxscale.core.models.layers import split_model
+from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.core.models.model import make_model
 from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.optim.optimizer import trainable

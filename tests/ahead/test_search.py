@@ -9,7 +9,7 @@ import tiny
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.core.mesh_config import MESH_AXES, PipelineConfig
+from jaxscale.core.config import MESH_AXES, PipelineConfig
 from jaxscale.settings.command_line import parse
 from jaxscale.settings.unread import unread
 from jaxscale.tools.planning.speed import StepEstimate, estimate_step, recomputed_flops

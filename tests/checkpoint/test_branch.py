@@ -14,7 +14,7 @@ import tiny
 from ckpt_states import data_files, flip_bit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.core.state import LossScale, init_state
 from jaxscale.runtime.checkpoint.branch import BranchPlan, branch_state, check_lora_scale, open_source
 from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig

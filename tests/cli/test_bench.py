@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from jaxscale.cli import bench, bench_against
-from jaxscale.core.models.mup_config import MupConfig
+from jaxscale.core.models.lora_mup_config import MupConfig
 from jaxscale.settings.command_line import parse
 from jaxscale.settings.config_file import load_config
 from jaxscale.system import process

@@ -17,7 +17,7 @@ from jaxscale.cli import verify_parity as vp
 from jaxscale.cli.attempt import COLLECTIVE_TIMEOUT, simulated_devices_env
 from jaxscale.cli.parity_layouts import ParallelLayout, expert_layouts, tensor_layout
 from jaxscale.config import RunConfig
-from jaxscale.core.mesh_config import PipelineConfig
+from jaxscale.core.config import PipelineConfig
 from jaxscale.tools.qualify.compilations import CompileLog
 
 SIZES = dict(vocab_size=263, num_layers=2, embed_dim=32)  # 263 is prime

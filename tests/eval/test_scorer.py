@@ -7,7 +7,7 @@ from token_losses import make_token_losses
 
 from jaxscale.api.inference import make_generator, open_model
 from jaxscale.core.batch import Batch
-from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.config import MeshConfig
 from jaxscale.runtime.eval.scorer import Scorer, TokenSpan, pack_spans, row_length
 from jaxscale.runtime.sampling.config import GREEDY
 

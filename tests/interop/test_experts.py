@@ -17,9 +17,9 @@ from test_peft import make_adapter
 from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.cli import convert
-from jaxscale.core.models.config import LoraConfig
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.lora import A, B
+from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.checkpoint.branch import branch_state
 from jaxscale.runtime.checkpoint.config import CheckpointConfig

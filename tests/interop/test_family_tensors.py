@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.core.models.gpt2_config import Gpt2Config
-from jaxscale.core.models.latent_attention_config import LatentConfig
+from jaxscale.core.models.config import ExpertsConfig, LatentConfig
+from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
 from jaxscale.core.models.llama_config import LlamaConfig
-from jaxscale.core.models.moe_config import ExpertsConfig
 from jaxscale.tools.interop import families
 
 DEEPSEEK_KIND = dict(

@@ -17,9 +17,9 @@ from jaxscale import schema
 from jaxscale.api.inference import LoadedModel, read_model_config, restore_params
 from jaxscale.cli import convert
 from jaxscale.core.batch import Batch
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
-from jaxscale.core.models.config import LoraConfig
+from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.core.models.sharded import shard_model
 from jaxscale.core.plan import ParallelSettings, resolve_plan
 from jaxscale.runtime.checkpoint.branch import open_source

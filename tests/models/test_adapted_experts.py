@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.core.models.config import lora_flops, lora_params
 from jaxscale.core.models.lora import A, Adapted, B, is_adapter, make_lora_grouped_project
+from jaxscale.core.models.lora_mup_config import lora_flops, lora_params
 from jaxscale.core.optim.groups import dotted
 from jaxscale.kernels.matmul.slots import ON_CPU, project_expert, run_in_slots
 from jaxscale.program.budget import resolve_budget

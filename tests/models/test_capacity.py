@@ -11,10 +11,10 @@ import tiny
 from flax import nnx
 
 from jaxscale.build import make_program
+from jaxscale.core.models.config import EXPERT_COUNTS, EXPERTS_DROPPED, ExpertsConfig
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.model import token_losses
 from jaxscale.core.models.moe import SparseMlp
-from jaxscale.core.models.moe_config import EXPERT_COUNTS, EXPERTS_DROPPED, ExpertsConfig
 from jaxscale.core.plan import UNSHARDED
 from jaxscale.kernels.matmul.routing import capacity_mask
 from jaxscale.program.budget import resolve_budget

@@ -6,7 +6,7 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
 from jaxscale.core.models.layers import split_model
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.model import make_model

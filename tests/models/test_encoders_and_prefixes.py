@@ -14,12 +14,10 @@ import pytest
 import tiny
 
 from jaxscale.core.batch import EncoderInput
-from jaxscale.core.models.encoder_config import EncoderConfig
-from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.gpt2_bert_t5_config import EncoderConfig, Gpt2Config, T5Config
 from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.model import hidden_states, logits, make_model
-from jaxscale.core.models.t5_config import T5Config
 from jaxscale.kernels.attention.xla import MaskSpec
 
 T = 16

@@ -11,9 +11,9 @@ from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
 from jaxscale.core import statistics
-from jaxscale.core.models.config import LoraConfig, lora_flops, lora_params
 from jaxscale.core.models.layers import split_model
 from jaxscale.core.models.lora import Adapted, adapter_specs, add_adapter, add_adapters, is_adapter, make_lora_project
+from jaxscale.core.models.lora_mup_config import LoraConfig, lora_flops, lora_params
 from jaxscale.core.models.model import logits, make_model
 from jaxscale.core.plan import UNSHARDED
 from jaxscale.kernels.matmul.project import cpu_project, einsum_project

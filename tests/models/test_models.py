@@ -13,7 +13,7 @@ import pytest
 import tiny
 from twins import twins
 
-from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
 from jaxscale.core.models.layers import dropout, merge_model, split_model
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.model import logits, make_model, summed_loss, token_losses, unembed

@@ -11,8 +11,8 @@ import tiny
 
 from jaxscale.build import make_program, make_updates
 from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.lora_mup_config import folding_factor, without_mup
 from jaxscale.core.models.model import logits, make_model
-from jaxscale.core.models.mup_config import folding_factor, without_mup
 from jaxscale.core.optim.groups import dotted
 from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput

@@ -5,8 +5,8 @@ import pytest
 import tiny
 
 from jaxscale.build import parallel_settings
+from jaxscale.core.config import MeshConfig, PipelineConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig, PipelineConfig
 from jaxscale.core.plan import UNSHARDED, ParallelSettings, resolve_plan, without_stages
 from jaxscale.system.exits import BadInput
 

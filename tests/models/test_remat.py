@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.core.models.config import SAVED_NAMES
-from jaxscale.core.models.gpt2_config import Gpt2Config
-from jaxscale.core.models.latent_attention_config import LatentConfig
+from jaxscale.core.models.config import SAVED_NAMES, LatentConfig
+from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
 from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.model import make_model, summed_loss

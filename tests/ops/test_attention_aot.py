@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.build import make_program
 from jaxscale.core.axes.context_axis import make_context_axis
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.plan import context_parallel_attend, single_device_plan
 from jaxscale.core.rules import RULES, partition_spec
 from jaxscale.kernels.attention import cudnn_packed, resolve_attention, splash

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from twins import twins
 
 from jaxscale.core.axes.context_axis import ContextAxis, make_context_axis
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.kernels.attention import context_parallel, flash, ring_flash, ring_splash, splash, splash_tables, xla
 from jaxscale.kernels.attention.context_exchange import ContextLoad, resolve_context_exchange
 from jaxscale.kernels.attention.logit_max import attention_logit_bound, attention_logit_max

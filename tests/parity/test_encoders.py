@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from jaxscale.core.batch import Batch, EncoderInput
-from jaxscale.core.models.encoder_config import EncoderConfig
+from jaxscale.core.models.gpt2_bert_t5_config import EncoderConfig, T5Config
 from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.model import logits, make_model, summed_loss, token_losses
 from jaxscale.core.models.t5 import relative_buckets
-from jaxscale.core.models.t5_config import T5Config
 
 # float32 sums taken in another order; see test_llama.py. T5 scales no scores, so its softmax is sharper.
 TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 4e-6

@@ -7,6 +7,7 @@ from twins import twins
 
 from jaxscale.core.accumulate import accumulate
 from jaxscale.core.batch import Batch
+from jaxscale.core.config import LossScaleConfig, StepConfig
 from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.model import logits, make_model, summed_loss
 from jaxscale.core.optim.config import OptimConfig
@@ -15,7 +16,6 @@ from jaxscale.core.optim.optimizer import make_optimizer
 from jaxscale.core.optim.schedules import make_schedule
 from jaxscale.core.state import init_loss_scale, init_state
 from jaxscale.core.step import gradients_of_state, make_train_step
-from jaxscale.core.train_config import LossScaleConfig, StepConfig
 
 
 def full_rows(tokens_BU):

@@ -10,10 +10,10 @@ import tiny
 import tokenizers
 
 from jaxscale.build import make_program
+from jaxscale.core.config import LossScaleConfig
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.optim.schedules import make_schedule
 from jaxscale.core.state import adjust_loss_scale, init_loss_scale
-from jaxscale.core.train_config import LossScaleConfig
 from jaxscale.kernels.attention.blockwise import make_attend
 from jaxscale.kernels.hardware import CHIPS
 from jaxscale.program.budget import resolve_budget

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from processes import free_ports
 
 from jaxscale.cli import bench
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
 from jaxscale.kernels.hardware import CHIPS
 from jaxscale.tools.qualify import products
 from jaxscale.tools.qualify.axis_bandwidth import (

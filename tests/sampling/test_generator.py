@@ -13,8 +13,8 @@ import pytest
 import tiny
 
 from jaxscale import schema
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.model import logits, make_model

@@ -11,8 +11,8 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.build import parallel_settings
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.plan import resolve_plan
 from jaxscale.kernels.compiler_options import (
     OFFLOAD_TORUS,

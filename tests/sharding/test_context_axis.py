@@ -16,8 +16,8 @@ from jaxscale.core.axes.context_axis import (
     to_device_order,
     to_row_order,
 )
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 
 X_BT = np.arange(2 * 16).reshape(2, 16).astype(np.float32)
 

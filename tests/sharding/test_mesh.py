@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from xla_flags import xla_flags
 
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.mesh import arrange, make_mesh, mesh_layout, mesh_shape, one_at_a_time
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.topology import open_topology
 
@@ -223,7 +223,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxscale.core.mesh import make_mesh, one_at_a_time
-from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.config import MeshConfig
 
 def program(w_LDD, x_DD):
     gather = lambda w_DD: lax.all_gather(w_DD, "fsdp", tiled=True)

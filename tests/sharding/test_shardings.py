@@ -9,8 +9,8 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.rules import FSDP_TENSOR, RULES, TENSOR, axis_size, partition_spec
 from jaxscale.core.shardings import batch_sharding, check_divides, local_rows, put_rows, tree_shardings
 

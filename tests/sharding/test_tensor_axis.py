@@ -17,8 +17,8 @@ from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.kernels.cross_entropy import LossSettings, summed_cross_entropy, token_nats
 from jaxscale.kernels.embed import lookup, lookup_sharded
 from jaxscale.kernels.torus import LinkStage

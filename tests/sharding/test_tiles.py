@@ -17,8 +17,8 @@ from jaxscale.core.axes.batch_axes import (
     reduce_scatter,
     unpad,
 )
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.rules import RULES
 from jaxscale.tools.planning.placeholder_devices import open_machine
 

@@ -12,7 +12,7 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.core import guard
-from jaxscale.core.train_config import GuardConfig
+from jaxscale.core.config import GuardConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.monitor.events import read_events

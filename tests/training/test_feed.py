@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MeshConfig
 from jaxscale.core.rules import TENSOR
 from jaxscale.core.shardings import batch_sharding
 from jaxscale.runtime.training.feed import Feed

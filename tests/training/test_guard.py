@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.core.config import GuardConfig
 from jaxscale.core.guard import APPLY, GOOD, NEW_LEVEL, SKIP, VERDICTS, check, init_guard, loss_median, lr_factor
-from jaxscale.core.train_config import GuardConfig
 
 NAN, INF = float("nan"), float("inf")
 

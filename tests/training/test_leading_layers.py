@@ -7,7 +7,7 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.core.axes.pipeline_schedules import IDLE, split_layers
-from jaxscale.core.models.moe_config import EXPERT_COUNTS, EXPERT_ROUNDS
+from jaxscale.core.models.config import EXPERT_COUNTS, EXPERT_ROUNDS
 from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.stages import Stages, idle_ratio, pipeline_stages

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
+from jaxscale.core.config import LossScaleConfig
 from jaxscale.core.state import adjust_loss_scale, init_loss_scale, is_dynamic
-from jaxscale.core.train_config import LossScaleConfig
 
 
 def scales(cfg, finite):

@@ -12,8 +12,8 @@ import tiny
 from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
+from jaxscale.core.config import GuardConfig
 from jaxscale.core.guard import GOOD, MIN_WINDOW_STEPS, NO_TARGETS, SKIP, check, init_guard
-from jaxscale.core.train_config import GuardConfig
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.eval.perplexity import evaluate, make_eval_step
 from jaxscale.runtime.monitor.events import read_events

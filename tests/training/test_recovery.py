@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxscale.core.train_config import GuardConfig
+from jaxscale.core.config import GuardConfig
 from jaxscale.runtime.training.config import RecoveryConfig, ReplicaConfig
 from jaxscale.runtime.training.decisions import Decisions, LrCut, Rewind, parse_decisions
 from jaxscale.runtime.training.recovery import (

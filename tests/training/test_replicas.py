@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale.core.config import GuardConfig
 from jaxscale.core.rules import RULES
-from jaxscale.core.train_config import GuardConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxscale.core.axes.pipeline_schedules import IDLE, Schedule, make_schedule, split_layers
 from jaxscale.core.axes.tensor_axis import TensorAxis
-from jaxscale.core.mesh_config import PipelineConfig
+from jaxscale.core.config import PipelineConfig
 from jaxscale.core.rules import MeshAxes, Rules, mesh_axis_names
 
 AXIS = "pipeline"

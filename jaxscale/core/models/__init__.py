@@ -15,9 +15,9 @@ from jaxscale.core.models.config import ModelConfig, ModelKind
 # name: (its settings, its module)
 MODELS = {
     "llama": ("jaxscale.core.models.llama_config:LlamaConfig", "jaxscale.core.models.llama:Llama"),
-    "gpt2": ("jaxscale.core.models.gpt2_config:Gpt2Config", "jaxscale.core.models.gpt2:Gpt2"),
-    "encoder": ("jaxscale.core.models.encoder_config:EncoderConfig", "jaxscale.core.models.encoder:Encoder"),
-    "t5": ("jaxscale.core.models.t5_config:T5Config", "jaxscale.core.models.t5:T5"),
+    "gpt2": ("jaxscale.core.models.gpt2_bert_t5_config:Gpt2Config", "jaxscale.core.models.gpt2:Gpt2"),
+    "encoder": ("jaxscale.core.models.gpt2_bert_t5_config:EncoderConfig", "jaxscale.core.models.encoder:Encoder"),
+    "t5": ("jaxscale.core.models.gpt2_bert_t5_config:T5Config", "jaxscale.core.models.t5:T5"),
 }
 SETTINGS: dict[str, type[ModelConfig]] = {name: pkgutil.resolve_name(cls) for name, (cls, _) in MODELS.items()}
 if TYPE_CHECKING:  # a type checker cannot read MODELS; ModelConfig declares what all models offer

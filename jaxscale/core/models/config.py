@@ -1,14 +1,12 @@
-"""Settings of all models, and parameter counts, shapes and saved activations derived from them. Settings of each
-model are in its own file; the table of models is in `__init__.py`."""
+"""Settings of all models and of experts and latent attention, and parameter counts, shapes and saved activations
+derived from them. The table of models is in `__init__.py`."""
 
 import dataclasses
 import difflib
-import re
-from collections.abc import Collection
+import math
 from typing import ClassVar, Literal, get_args
 
-from jaxscale.core.models.moe_config import ExpertsConfig
-from jaxscale.kernels.config import ATTENTION_OUT, AttentionName, AttentionNeeds, MatmulDtype
+from jaxscale.kernels.config import ATTENTION_OUT, AttentionName, AttentionNeeds, MatmulDtype, RouterConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
@@ -35,13 +33,104 @@ ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MAX_LAYERS = 10_000  # 10 times the deepest published model (arXiv:2203.00555): more is a typo
 ModelKind = Literal["decoder", "encoder", "encoder_decoder"]  # a decoder has one causal row
 ResidualDtype = Literal["compute", "operand", "float32"]  # compute_dtype; dtype of a matmul operand; float32
-INSIDE_GELU: tuple[str, ResidualDtype] = ("inside GELU", "float32")  # read by its backward pass
-# Summed over mixture-of-experts layers: squared log-partition of the router (arXiv:2202.08906); each expert's load in
-# the previous step times its router probability (arXiv:2101.03961); the same with a row's load (arXiv:2412.19437).
-# The last two are 1 per layer if all experts have equal load.
-EXPERT_LOSSES = ("router_z_loss", "balance_loss", "row_balance_loss")
-# z_loss: squared log-partition of the logits, which keeps it near 0 (arXiv:2204.02311, section 5).
-AUX_LOSSES = ("z_loss", *EXPERT_LOSSES)
+# Keys of a loss's named parts. L layers  E experts  Q rounds
+EXPERT_COUNTS = "expert_counts"  # int32[L, E]: tokens routed to each
+EXPERT_ROUNDS = "expert_rounds"  # int32[Q]: all-to-all exchanges by number of rounds; if tokens are sent
+ROUTER_ENTROPY = "router_entropy"  # float32[L]
+ROUTER_SCORES = "router_scores"  # float32[L]: range of a token's scores
+EXPERTS_DROPPED = "experts_dropped"  # int32[L]: (token, expert) pairs beyond capacity; with a capacity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(RouterConfig):
+    """A router, experts of which each token selects a few, and optionally a shared expert."""
+
+    number: int = setting(help="experts per layer")
+    mlp_dim: int = setting(help="width of an expert's gated MLP")
+    shared_dim: int = setting(0, "width of a shared gated MLP for every token; 0: none")
+    first_dense: int = setting(0, "the first n layers are dense, with the model's mlp_dim")
+    capacity_factor: float = setting(
+        0.0,
+        "limits an expert to this multiple of its equal share of each row's tokens in training, first tokens first "
+        "(arXiv:2101.03961); dropped tokens are counted; 0: no limit",
+    )
+    bias: bool = setting(
+        False,
+        "balances load by a bias per expert, added to its score in top-k only; after each step it grows by bias_rate "
+        "if the expert had fewer tokens than the mean, and shrinks if it had more (arXiv:2408.15664)",
+    )
+    bias_rate: float = setting(1e-3, "step size of the bias; 0: constant", read_if=".bias")
+
+    def __post_init__(self):
+        for name in ("number", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("shared_dim", "first_dense", "capacity_factor", "bias_rate"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must not be negative")
+        self.check_router(self.number)
+
+    def capacity(self, row_length: int) -> int | None:
+        """Returns the maximum number of tokens that an expert takes from a row of this length in training."""
+        factor = self.capacity_factor
+        return math.ceil(factor * self.chosen * row_length / self.number) if factor else None
+
+    @property
+    def active_dim(self) -> int:
+        """Width of a token's experts, the shared one included."""
+        return self.chosen * self.mlp_dim + self.shared_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Projects keys and values of all heads from one latent per position (arXiv:2405.04434, section 2.1)."""
+
+    kv_rank: int = setting(help="size of the latent of keys and values")
+    q_rank: int = setting(0, "size of the latent of queries; 0: queries are projected from the residual stream")
+    nope_dim: int = setting(help="features of a head's query or key without RoPE")
+    rope_dim: int = setting(help="features with RoPE, even; keys of all heads share them")
+    value_dim: int = setting(help="features of a head's value")
+
+    def __post_init__(self):
+        for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 1")
+        if self.q_rank < 0:
+            raise BadInput(f"q_rank={self.q_rank} must be at least 1, or 0 for none")
+        if self.rope_dim % 2:
+            raise BadInput(f"rope_dim={self.rope_dim} must be even, since RoPE rotates pairs")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a query or key of a head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Cached features per position and layer in sampling, shared by all heads."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def width(self) -> int:
+        """Features per position of all latents."""
+        return self.q_rank + self.cache_width
+
+    @property
+    def norm_params(self) -> int:
+        """Number of norm scales of a layer's latents."""
+        return self.q_rank + self.kv_rank
+
+    def matrices(self, embed_dim: int, heads: int) -> dict[str, tuple[int, int]]:
+        """Returns {matrix: (input features, output features)}."""
+        D, queries = embed_dim, heads * self.head_dim
+        query = {"wq": (D, queries)}
+        if self.q_rank:
+            query = {"wq_down": (D, self.q_rank), "wq_up": (self.q_rank, queries)}
+        return query | {
+            "wkv_down": (D, self.cache_width),
+            "wkv_up": (self.kv_rank, heads * (self.nope_dim + self.value_dim)),
+            "wo": (heads * self.value_dim, D),
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,24 +317,6 @@ class ModelConfig:
         return ("result", "operand"), ("before the non-linearity", "compute")
 
 
-class BiasedConfig(ModelConfig):
-    """Settings of models with LayerNorm, biases, learned positions and heads that divide embed_dim: GPT-2 and BERT."""
-
-    norm_residuals: ClassVar[tuple[ResidualDtype, ...]] = ("float32", "float32")  # before and after LayerNorm's scale
-    activation_names: ClassVar[tuple[str, ...]] = ACTIVATIONS
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(self, "max_seq_len", "mlp_dim")
-        if self.embed_dim % self.num_heads:
-            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one head."""
-        return self.embed_dim // self.num_heads
-
-
 def check_positive(cfg: ModelConfig, *names: str) -> None:
     """Raises BadInput for the first of these settings that is below 1."""
     for name in names:
@@ -282,68 +353,3 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
         raise BadInput(f"remat_offload cannot go with remat={remat!r}, which ignores names; use {able}")
     if both := [name for name in save if name in offload]:
         raise BadInput(f"{both[0]!r} is in remat_save and in remat_offload; name it in one of them")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """LoRA: trains a correction A B of each target matrix and nothing else. B starts as 0, so the first loss is the
-    base's."""
-
-    rank: int = setting(0, "rank of A and B; 0: no adapters, all parameters are trained")
-    alpha: float = setting(16.0, "the correction is multiplied by alpha / rank")
-    targets: tuple[str, ...] = setting(
-        (r"attention\.w[qkvo]$", r"mlp\.(gate|up|down)$"),
-        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; matches get adapters, one "
-        "per expert",
-    )
-
-    def __post_init__(self):
-        if self.rank < 0:
-            raise BadInput(f"rank={self.rank} must be 1 or more, or 0 for no adapters")
-        if self.alpha <= 0:
-            raise BadInput(f"alpha={self.alpha} must be above 0")
-        if self.rank and not self.targets:
-            raise BadInput("targets is empty, and rank is above 0; name matrices to adapt")
-        for pattern in self.targets:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise BadInput(f"targets has {pattern!r}, which is not a regular expression: {error}") from None
-
-    @property
-    def on(self) -> bool:
-        """True if there are adapters."""
-        return self.rank > 0
-
-    @property
-    def scale(self) -> float:
-        """Factor of the correction."""
-        return self.alpha / self.rank if self.rank else 0.0
-
-
-NO_LORA = LoraConfig()
-
-
-def adapted_matrices(cfg: LoraConfig, names: Collection[str]) -> set[str]:
-    """Returns the matrices that get adapters. Raises BadInput for a target that matches none."""
-    for pattern in cfg.targets:
-        if not any(re.search(pattern, name) for name in names):
-            raise BadInput(f"lora.targets has {pattern!r}, which matches no matrix; use {', '.join(sorted(names))}")
-    return {name for name in names if any(re.search(pattern, name) for pattern in cfg.targets)}
-
-
-def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) -> int:
-    """Returns the number of parameters in a model's adapters. active: those used per token."""
-    experts = model.experts
-    num_experts = 0 if experts is None else experts.chosen if active else experts.number
-    # Routers have no adapters: top-k depends on their last bits.
-    plain = {name: sum(sizes) for name, sizes in model.matrices().items() if not name.endswith(".router")}
-    matrices = plain | {name: num_experts * sum(sizes) for name, sizes in model.expert_matrices().items()}
-    matrices = {f"{BLOCKS}.{name}": size for name, size in matrices.items()}
-    layers = model.layer_stacks.get(BLOCKS, 0)
-    return cfg.rank * layers * sum(matrices[name] for name in adapted_matrices(cfg, matrices))
-
-
-def lora_flops(model: ModelConfig, cfg: LoraConfig) -> float:
-    """Returns added FLOPs per token: 6 per adapter parameter, minus 2 per frozen parameter, which has no gradient."""
-    return 6 * lora_params(model, cfg, active=True) - 2 * model.matmul_params

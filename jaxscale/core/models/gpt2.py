@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.core.models.config import BLOCK_INPUT
-from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
 from jaxscale.core.models.layers import (
     STD,
     BiasedAttention,

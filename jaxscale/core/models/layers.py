@@ -26,10 +26,10 @@ from jaxscale.core.models.config import (
     QUERY,
     SAVED_NAMES,
     VALUE,
-    BiasedConfig,
     ModelConfig,
     RematName,
 )
+from jaxscale.core.models.gpt2_bert_t5_config import BiasedConfig
 from jaxscale.core.models.lora import join_adapters
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.shardings import Gather, no_gather

@@ -10,13 +10,13 @@ from jaxscale.core.models.config import (
     DENSE,
     GATED_ACTIVATIONS,
     LATENT,
+    ExpertsConfig,
+    LatentConfig,
     ModelConfig,
     ResidualDtype,
     check_positive,
 )
-from jaxscale.core.models.latent_attention_config import LatentConfig
-from jaxscale.core.models.moe_config import ExpertsConfig
-from jaxscale.core.models.mup_config import MupConfig, MupScales, mup_scales
+from jaxscale.core.models.lora_mup_config import MupConfig, MupScales, mup_scales
 from jaxscale.kernels.config import AttentionNeeds, RopeScaling, WindowLayers
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput

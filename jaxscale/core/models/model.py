@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxscale.core.batch import Batch
 from jaxscale.core.models import model_class
-from jaxscale.core.models.config import NO_LORA, LoraConfig, ModelConfig
+from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.models.layers import StackedModel
 from jaxscale.core.models.lora import (
     add_adapters,
@@ -18,6 +18,7 @@ from jaxscale.core.models.lora import (
     make_lora_grouped_project,
     make_lora_project,
 )
+from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
 from jaxscale.core.models.moe_metrics import MoEMetrics, moe_sums
 from jaxscale.core.plan import UNSHARDED, ParallelPlan
 from jaxscale.kernels.attention.xla import make_mask_spec

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxscale.core.models.config import EXPERT_LOSSES
-from jaxscale.core.models.moe_config import EXPERT_COUNTS, EXPERT_ROUNDS, EXPERTS_DROPPED, ROUTER_ENTROPY, ROUTER_SCORES
+from jaxscale.core.config import EXPERT_LOSSES
+from jaxscale.core.models.config import EXPERT_COUNTS, EXPERT_ROUNDS, EXPERTS_DROPPED, ROUTER_ENTROPY, ROUTER_SCORES
 
 F32 = jnp.float32
 

@@ -14,8 +14,9 @@ from jaxscale.core.axes.stage_weights import stage_gradients, stage_weights
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.batch import Batch
 from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.config import BLOCKS, NO_LORA, LoraConfig
+from jaxscale.core.models.config import BLOCKS
 from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
 from jaxscale.core.models.model import Model, make_model, target_scores, token_losses
 from jaxscale.core.models.stage_functions import StageFunctions
 from jaxscale.core.plan import ParallelPlan, without_stages

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.core.batch import EncoderInput
 from jaxscale.core.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.core.models.gpt2_bert_t5_config import T5Config
 from jaxscale.core.models.layers import constant, dropout, grad_barrier, make_stack, param, run_stack, split_keys
-from jaxscale.core.models.t5_config import T5Config
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.recorder import ATTENTION, CROSS_ATTENTION, MLP
 from jaxscale.kernels.activation import gelu_tanh

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.core.models.config import NO_LORA, LoraConfig
 from jaxscale.core.models.lora import A, B, is_adapter
+from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
 from jaxscale.runtime.checkpoint.array_store import ArrayReader, Box
 from jaxscale.runtime.checkpoint.average import (
     LEAVE_OUT,

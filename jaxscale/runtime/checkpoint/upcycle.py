@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.core.models.config import BLOCKS, DENSE, ModelConfig
-from jaxscale.core.models.moe_config import ExpertsConfig
+from jaxscale.core.models.config import BLOCKS, DENSE, ExpertsConfig, ModelConfig
 from jaxscale.core.rules import mesh_axis_names
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list

@@ -12,8 +12,8 @@ import numpy as np
 from jaxscale import units
 from jaxscale.core import guard
 from jaxscale.core.batch import Batch
+from jaxscale.core.config import GuardConfig
 from jaxscale.core.state import TrainState
-from jaxscale.core.train_config import GuardConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.hosts.agree import agreed
 from jaxscale.runtime.monitor.events import Note, ignore

@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 from typing import Literal
 
-from jaxscale.core.train_config import StepConfig
+from jaxscale.core.config import StepConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.units import seconds_of

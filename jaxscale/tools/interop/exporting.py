@@ -16,8 +16,7 @@ import numpy as np
 
 from jaxscale import schema
 from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.config import LoraConfig
-from jaxscale.core.models.mup_config import folding_factor, without_mup
+from jaxscale.core.models.lora_mup_config import LoraConfig, folding_factor, without_mup
 from jaxscale.runtime.checkpoint.export_folder import JOURNAL
 from jaxscale.runtime.checkpoint.folders import size_and_md5
 from jaxscale.runtime.checkpoint.manager import Checkpoints

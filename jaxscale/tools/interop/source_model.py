@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.config import NO_LORA, LoraConfig
+from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import adapters, families, tokenizer_files
 from jaxscale.tools.interop.chunking import check_tensors

@@ -16,7 +16,7 @@ import numpy as np
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.core.batch import Batch
-from jaxscale.core.mesh_config import MeshConfig
+from jaxscale.core.config import MeshConfig
 from jaxscale.core.models.layers import StackedModel
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.model import unembed

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from jaxscale.build import Program
 from jaxscale.core.axes.batch_axes import on_tpu
 from jaxscale.core.axes.expert_axis import AXIS as EXPERT
-from jaxscale.core.models.config import ATTENTION_ADDED, lora_params, saved_names
+from jaxscale.core.models.config import ATTENTION_ADDED, saved_names
 from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.core.models.lora_mup_config import lora_params
 from jaxscale.tools.planning.context import CONTEXT, context_collectives
 from jaxscale.tools.planning.expert_traffic import EXPOSED, ParamCounts, device_params, dispatch_bytes
 from jaxscale.tools.planning.stages import (

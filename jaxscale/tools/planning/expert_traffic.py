@@ -10,9 +10,8 @@ from typing import NamedTuple
 from jaxscale.build import Program
 from jaxscale.core.axes.batch_axes import LANES
 from jaxscale.core.axes.expert_axis import AXIS
-from jaxscale.core.models.config import ModelConfig
+from jaxscale.core.models.config import ExpertsConfig, ModelConfig
 from jaxscale.core.models.expert_all_to_all import CAPACITY_FACTOR, round_capacity
-from jaxscale.core.models.moe_config import ExpertsConfig
 from jaxscale.kernels.compiler_options import PIPELINE, PIPELINED_GATHER
 
 F32 = 4

@@ -8,8 +8,8 @@ from typing import Any
 from jaxscale import units
 from jaxscale.build import Program, add_stages, make_program, parallel_settings
 from jaxscale.config import RunConfig
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
 from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.plan import resolve_plan
 from jaxscale.core.rules import axis_size

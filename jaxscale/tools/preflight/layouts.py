@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.config import RunConfig
-from jaxscale.core.mesh_config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
+from jaxscale.core.config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
 from jaxscale.core.models.config import BLOCKS
 from jaxscale.tools.planning.context import MIN_POSITIONS
 from jaxscale.tools.planning.fitting_mesh import MAX_TENSOR

@@ -10,8 +10,8 @@ from typing import Any, get_args
 from jaxscale import schema, units
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
+from jaxscale.core.config import MESH_AXES
 from jaxscale.core.mesh import mesh_shape
-from jaxscale.core.mesh_config import MESH_AXES
 from jaxscale.core.models.config import RematName
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.memory import usable_memory

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import schema, units
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.mesh import crossed_groups, make_mesh, mesh_layout
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
 from jaxscale.kernels.hardware import Chip, Device, find_chip
 from jaxscale.kernels.torus import link_stages, scatter_along
 from jaxscale.settings import config_file

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.mesh import device_groups, make_mesh
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
 from jaxscale.tools.planning.links import CORE, DIMENSIONS, Phase, group_lines, make_torus
 from jaxscale.tools.qualify.axis_bandwidth import default_sizes, measure_axes
 from jaxscale.tools.qualify.result import NO_DATASHEET, Figure, Machine, Probe, held

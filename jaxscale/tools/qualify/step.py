@@ -16,7 +16,7 @@ from jaxscale.config import RunConfig
 from jaxscale.core.batch import Batch, stack_rows
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.llama import HEAD_STD
-from jaxscale.core.models.mup_config import mup_scales
+from jaxscale.core.models.lora_mup_config import mup_scales
 from jaxscale.core.shardings import local_rows, put_rows
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import resolve_budget

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.mesh_config import MESH_AXES, MeshConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.hosts.agree import agreed, barrier, in_all

@@ -9,9 +9,8 @@ not in DeepSeek's code, so true is refused. The norms of latents use another eps
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.core.models.latent_attention_config import LatentConfig
+from jaxscale.core.models.config import ExpertsConfig, LatentConfig
 from jaxscale.core.models.llama_config import LlamaConfig
-from jaxscale.core.models.moe_config import ExpertsConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 from jaxscale.tools.interop.families.experts import DENSE, FUSED, NAMES, ROWS

@@ -7,8 +7,8 @@ Files have one tensor per expert and matrix; transformers 5 fuses those of a lay
 from collections.abc import Mapping
 from typing import Any
 
+from jaxscale.core.models.config import ExpertsConfig
 from jaxscale.core.models.llama_config import LlamaConfig
-from jaxscale.core.models.moe_config import ExpertsConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 from jaxscale.tools.interop.families.family import FusedExperts, TensorSpec

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.core.models.gpt2_config import Gpt2Config
+from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
 from jaxscale.tools.interop.families.family import Family, TensorSpec
 from jaxscale.tools.interop.families.settings import refuse_unless
 

@@ -1,13 +1,15 @@
-"""Settings of muP, the maximal update parametrisation: hyperparameters tuned on a narrow model transfer to a wide one.
+"""Settings of LoRA, and of muP, the maximal update parametrisation: hyperparameters tuned on a narrow model transfer to
+a wide one.
 
-Rules: arXiv:2203.03466, tables 3 and 8; for depth, arXiv:2505.01618. docs/explanation/mup.md has them in one table. All
-factors are 1 at the base model's sizes.
+muP's rules: arXiv:2203.03466, tables 3 and 8; for depth, arXiv:2505.01618. docs/explanation/mup.md has them in one
+table. All factors are 1 at the base model's sizes.
 """
 
 import dataclasses
 import re
+from collections.abc import Collection
 
-from jaxscale.core.models.config import ModelConfig
+from jaxscale.core.models.config import BLOCKS, ModelConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
@@ -141,3 +143,68 @@ def without_mup(model: ModelConfig) -> ModelConfig:
 def folding_factor(model: ModelConfig, name: str) -> float:
     """Returns the factor of a parameter ('blocks/attention/wq') that gives the same model without muP."""
     return folding_factors(model).get(STACKED.sub("", name.replace("/", "."), count=1), 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA: trains a correction A B of each target matrix and nothing else. B starts as 0, so the first loss is the
+    base's."""
+
+    rank: int = setting(0, "rank of A and B; 0: no adapters, all parameters are trained")
+    alpha: float = setting(16.0, "the correction is multiplied by alpha / rank")
+    targets: tuple[str, ...] = setting(
+        (r"attention\.w[qkvo]$", r"mlp\.(gate|up|down)$"),
+        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; matches get adapters, one "
+        "per expert",
+    )
+
+    def __post_init__(self):
+        if self.rank < 0:
+            raise BadInput(f"rank={self.rank} must be 1 or more, or 0 for no adapters")
+        if self.alpha <= 0:
+            raise BadInput(f"alpha={self.alpha} must be above 0")
+        if self.rank and not self.targets:
+            raise BadInput("targets is empty, and rank is above 0; name matrices to adapt")
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise BadInput(f"targets has {pattern!r}, which is not a regular expression: {error}") from None
+
+    @property
+    def on(self) -> bool:
+        """True if there are adapters."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """Factor of the correction."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+NO_LORA = LoraConfig()
+
+
+def adapted_matrices(cfg: LoraConfig, names: Collection[str]) -> set[str]:
+    """Returns the matrices that get adapters. Raises BadInput for a target that matches none."""
+    for pattern in cfg.targets:
+        if not any(re.search(pattern, name) for name in names):
+            raise BadInput(f"lora.targets has {pattern!r}, which matches no matrix; use {', '.join(sorted(names))}")
+    return {name for name in names if any(re.search(pattern, name) for pattern in cfg.targets)}
+
+
+def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) -> int:
+    """Returns the number of parameters in a model's adapters. active: those used per token."""
+    experts = model.experts
+    num_experts = 0 if experts is None else experts.chosen if active else experts.number
+    # Routers have no adapters: top-k depends on their last bits.
+    plain = {name: sum(sizes) for name, sizes in model.matrices().items() if not name.endswith(".router")}
+    matrices = plain | {name: num_experts * sum(sizes) for name, sizes in model.expert_matrices().items()}
+    matrices = {f"{BLOCKS}.{name}": size for name, size in matrices.items()}
+    layers = model.layer_stacks.get(BLOCKS, 0)
+    return cfg.rank * layers * sum(matrices[name] for name in adapted_matrices(cfg, matrices))
+
+
+def lora_flops(model: ModelConfig, cfg: LoraConfig) -> float:
+    """Returns added FLOPs per token: 6 per adapter parameter, minus 2 per frozen parameter, which has no gradient."""
+    return 6 * lora_params(model, cfg, active=True) - 2 * model.matmul_params

@@ -1,11 +1,11 @@
-"""Settings of T5, and quantities derived from them."""
+"""Settings of GPT-2, BERT's encoder and T5, and quantities derived from them."""
 
 import dataclasses
 from typing import ClassVar, Literal
 
 from jaxscale.core.models.config import (
+    ACTIVATIONS,
     GATED_ACTIVATIONS,
-    INSIDE_GELU,
     ModelConfig,
     ModelKind,
     ResidualDtype,
@@ -14,6 +14,92 @@ from jaxscale.core.models.config import (
 from jaxscale.kernels.config import AttentionNeeds
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
+
+INSIDE_GELU: tuple[str, ResidualDtype] = ("inside GELU", "float32")  # read by its backward pass
+
+
+class BiasedConfig(ModelConfig):
+    """Settings of models with LayerNorm, biases, learned positions and heads that divide embed_dim: GPT-2 and BERT."""
+
+    norm_residuals: ClassVar[tuple[ResidualDtype, ...]] = ("float32", "float32")  # before and after LayerNorm's scale
+    activation_names: ClassVar[tuple[str, ...]] = ACTIVATIONS
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "max_seq_len", "mlp_dim")
+        if self.embed_dim % self.num_heads:
+            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.embed_dim // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpt2Config(BiasedConfig):
+    """Settings of GPT-2. The 124M model: 12 layers, width 768, 12 heads, 1024 positions, 50257 tokens."""
+
+    name: Literal["gpt2"] = setting("gpt2", "which model this is")
+    max_seq_len: int = setting(1024, "number of learned positions, the longest row")
+    dropout: float = setting(0.0, "rate for embeddings, attention and MLP outputs; GPT-2 had 0.1, now usually 0")
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.embed_dim
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, embeddings included."""
+        D = self.embed_dim
+        biases_and_norms = self.num_layers * ((3 * D + D) + (4 * D + D) + 4 * D) + 2 * D
+        return self.matmul_params + self.max_seq_len * D + biases_and_norms
+
+    @property
+    def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
+        """Adds the float32 arrays that tanh GELU saves besides its input."""
+        return *super().mlp_residuals, *[INSIDE_GELU] * 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(BiasedConfig):
+    """Settings of BERT. The base model: 12 layers, width 768, 12 heads, 512 positions, 30522 tokens."""
+
+    name: Literal["encoder"] = setting("encoder", "which model this is")
+    mlp_dim: int = setting(help="width of the MLP; BERT has 4 * embed_dim")
+    max_seq_len: int = setting(512, "number of learned positions, the longest row")
+    num_token_types: int = setting(0, "rows of BERT's token type table; all tokens have type 0")
+    dropout: float = setting(0.0, "rate for embeddings, attention and MLP outputs; BERT had 0.1")
+    norm_eps: float = setting(1e-12, "added to the variance in norms")
+
+    kind: ClassVar[ModelKind] = "encoder"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_token_types < 0:
+            raise BadInput(f"num_token_types={self.num_token_types} must not be negative")
+
+    @property
+    def matmul_params(self) -> int:
+        """Number of parameters in matmuls per token, the head's matrix included."""
+        return super().matmul_params + self.embed_dim**2
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, embeddings and the head's bias included."""
+        D, F = self.embed_dim, self.mlp_dim
+        biases_and_norms = self.num_layers * (4 * D + F + D + 4 * D) + 2 * D + 3 * D + self.vocab_size
+        return self.matmul_params + (self.max_seq_len + self.num_token_types) * D + biases_and_norms
+
+    def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
+        """Returns the features that an attention kernel must support."""
+        return dataclasses.replace(super().attention_needs(prefix=prefix), bidirectional=True)
+
+    @property
+    def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
+        """Adds the float32 arrays that exact GELU saves besides its input."""
+        return *super().mlp_residuals, *[INSIDE_GELU] * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
