@@ -52,7 +52,7 @@ class Block(nnx.Module):
         self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.down = param(rngs, (F, D), ("mlp", "embed"), fan_in=F)
 
-    def __call__(self, x_BTD, segment_ids_BT):
+    def __call__(self, x_BTD, layer_input, segment_ids_BT):
         project, tensor, eps = self.plan.project, self.plan.tensor, self.cfg.norm_eps
         h_BTD = tensor.all_gather(rms_norm(x_BTD, self.norm[...], eps))
         q, k, v = (project("BTD,DNH->BTNH", h_BTD, w[...]) for w in (self.wq, self.wk, self.wv))
@@ -78,8 +78,7 @@ class Mine(nnx.Module):
         cfg = self.cfg
         table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.plan.tensor).astype(cfg.compute_dtype)
-        run = lambda block, x_BTD, _: block(x_BTD, segment_ids_BT)
-        x_BTD, _ = run_stack(self.blocks, run, x_BTD, None, cfg, self.plan)
+        x_BTD, _ = run_stack(self.blocks, x_BTD, None, (segment_ids_BT,), cfg, self.plan)
         return rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
 
     def unembedding(self, h_BTD):

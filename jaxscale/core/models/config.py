@@ -195,6 +195,7 @@ class ModelConfig:
     qk_norm: ClassVar[bool] = False
     gated_mlp: ClassVar[bool] = False
     row_parts: ClassVar[int] = 1
+    splits_rows: ClassVar[bool] = False  # True if blocks may run on parts of the rows
     attention_window: ClassVar[int | None] = None
     norm_residuals: ClassVar[tuple[ResidualDtype, ...]] = ("compute",)  # saved by a norm: RMSNorm saves its input
 

@@ -13,6 +13,7 @@ from jaxscale.core.models.layers import (
     STD,
     BiasedAttention,
     BiasedMlp,
+    Block,
     StackedModel,
     constant,
     dropout,
@@ -30,7 +31,7 @@ from jaxscale.kernels.embed import lookup, lookup_sharded
 from jaxscale.kernels.norm import layer_norm
 
 
-class Gpt2Block(nnx.Module):
+class Gpt2Block(Block):
     """Pre-norm attention and MLP."""
 
     def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -43,7 +44,7 @@ class Gpt2Block(nnx.Module):
         # tanh form, as in GPT-2
         self.mlp = BiasedMlp(cfg, gelu_tanh, out_std=std, rngs=rngs, plan=plan)
 
-    def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
+    def __call__(self, x_BTD, keys_B: jax.Array | None, segment_ids_BT):
         cfg, sow = self.cfg, self.plan.recorder.sow
         key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
@@ -70,13 +71,9 @@ class Gpt2(StackedModel):
         """Returns the residual stream before the first block. keys_B: for dropout."""
         return dropout_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.plan.tensor)
 
-    def layer_inputs(self, keys_B: jax.Array | None):
+    def layer_inputs(self, keys_B: jax.Array | None, stack: str):
         """Returns the dropout keys of each block."""
         return dropout_keys(keys_B, self.cfg)
-
-    def make_layer(self, positions_BT, segment_ids_BT):
-        """Returns a function that applies a block to the residual stream of these rows."""
-        return lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
 
     def last_hidden(self, x_BTD):
         """Returns the normalized residual stream."""

@@ -20,7 +20,6 @@ from jaxscale.core.axes.batch_axes import GATHERED
 from jaxscale.core.axes.tensor_axis import AXIS, NO_TENSOR_AXIS, TensorAxis, concat_row_parts
 from jaxscale.core.models.config import (
     ATTENTION_ADDED,
-    DENSE,
     KEY,
     MLP_UP,
     QUERY,
@@ -32,6 +31,7 @@ from jaxscale.core.models.config import (
 from jaxscale.core.models.gpt2_bert_t5_config import BiasedConfig
 from jaxscale.core.models.lora import join_adapters
 from jaxscale.core.plan import ParallelPlan
+from jaxscale.core.recorder import NO_RECORDER
 from jaxscale.core.shardings import Gather, no_gather
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.gradient import custom_vjp
@@ -74,80 +74,79 @@ def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num
     return nnx.merge(graphdef, boxed)
 
 
+class Block(nnx.Module):
+    """A layer of a stack."""
+
+    def __call__(self, x_BTD: jax.Array, layer_input: Any, *shared: Any) -> Any:
+        """Returns x_BTD after the layer, or (x_BTD, metrics).
+
+        layer_input: the layer's entry in the inputs of run_stack(). shared: inputs of all layers.
+        """
+        raise NotImplementedError
+
+
 def run_stack(
-    blocks: Stack,
-    apply: Callable,
-    x: jax.Array,
-    layer_inputs: Any,
-    cfg: ModelConfig,
-    plan: ParallelPlan,
+    blocks: Stack, x: jax.Array, layer_inputs: Any, shared: tuple, cfg: ModelConfig, plan: ParallelPlan
 ) -> tuple[jax.Array, Any]:
     """Returns (x after all blocks, their metrics with a leading axis of layers, or None).
 
-    apply(block, x, layer_input) returns x or (x, metrics); it runs under the config's remat policy.
-
-    layer_inputs: a tree with a leading axis of num_layers (random keys, for example), or None. plan: gathers the
-    weights of a block before its forward pass and again before its backward pass, and decides if layers are a loop; its
-    recorder receives each layer's intermediates, and may give inputs to each layer.
+    layer_inputs: a tree with a leading axis of num_layers (random keys, for example), or None. shared: inputs of all
+    layers. plan: gathers the weights of a block before its forward pass and again before its backward pass, and decides
+    if layers are a loop; its recorder receives each layer's intermediates, and may give inputs to each layer.
     """
     gather, recorder, looped = plan.gather, plan.recorder, cfg.scan_layers and plan.scan_layers
-
-    def wrap(f: Callable) -> Callable:
-        if cfg.remat == "none" and gather is no_gather:
-            return f
-        policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
-        return jax.checkpoint(f, policy=policy, prevent_cse=not looped)
-
-    def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, recorder_input: Any) -> tuple:
-        recorder.begin_layer(recorder_input)
-        gathered = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
-        result = apply(nnx.merge(graphdef, gathered), x, extra)
-        x, metrics = result if isinstance(result, tuple) else (result, None)
-        return x, (recorder.end_layer(x), metrics)
-
     recorder_inputs = recorder.layer_inputs()
+
+    def make_layer(graphdef: nnx.GraphDef) -> Callable[[jax.Array, tuple], tuple]:
+        def run_layer(x: jax.Array, layer: tuple) -> tuple:
+            params, layer_input, recorder_input = layer
+            recorder.begin_layer(recorder_input)
+            block = nnx.merge(graphdef, gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers))
+            result = in_row_parts(block, cfg, plan)(x, layer_input, *shared)
+            x, metrics = result if isinstance(result, tuple) else (result, None)
+            return x, (recorder.end_layer(x), metrics)
+
+        if cfg.remat == "none" and gather is no_gather:
+            return run_layer
+        policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
+        return jax.checkpoint(run_layer, policy=policy, prevent_cse=not looped)
+
     if isinstance(blocks, nnx.List):
         outputs = []
-        for layer, block in enumerate(blocks):
+        for number, block in enumerate(blocks):
             graphdef, params = nnx.split(block)
-            run = wrap(functools.partial(run_layer, graphdef))
-            x, output = run(params, x, *jax.tree.map(operator.itemgetter(layer), (layer_inputs, recorder_inputs)))
+            inputs = jax.tree.map(operator.itemgetter(number), (layer_inputs, recorder_inputs))
+            x, output = make_layer(graphdef)(x, (params, *inputs))
             outputs.append(output)
         recorded, metrics = jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
-        recorder.end_stack(recorded)
-        return x, metrics
-    graphdef, params = nnx.split(blocks)
-    run = wrap(functools.partial(run_layer, graphdef))
-    layers = params, layer_inputs, recorder_inputs
-    x, (recorded, metrics) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, layers, unroll=not looped)
+    else:
+        graphdef, params = nnx.split(blocks)
+        layers = params, layer_inputs, recorder_inputs
+        x, (recorded, metrics) = lax.scan(make_layer(graphdef), x, layers, unroll=not looped)
     recorder.end_stack(recorded)
     return x, metrics
 
 
 class StackedModel(nnx.Module):
-    """A model with one stack of blocks, in parts: embed_tokens(), make_layer() and layer_inputs(), last_hidden().
+    """A model in parts: embed_tokens(), stacks of blocks with layer_inputs() and shared_inputs(), last_hidden().
 
-    Blocks of another kind may precede it, in a stack named DENSE that make_layer() and layer_inputs() support too.
+    Its stacks are attributes with the names in cfg.layer_stacks.
     """
 
     cfg: ModelConfig
     plan: ParallelPlan
-    blocks: Stack
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None) -> jax.Array:
         """Returns the residual stream before the first block. keys_B: for dropout."""
         raise NotImplementedError
 
-    def layer_inputs(self, keys_B: jax.Array | None, **stack: str) -> Any:
-        """Returns inputs of each layer, with a leading axis of layers, or None.
-
-        stack: name of the stack, for a model with several.
-        """
+    def layer_inputs(self, keys_B: jax.Array | None, stack: str) -> Any:
+        """Returns inputs of each layer of this stack, with a leading axis of layers, or None."""
         raise NotImplementedError
 
-    def make_layer(self, positions_BT, segment_ids_BT) -> Callable:
-        """Returns a function (block, x_BTD, layer_input) -> x_BTD or (x_BTD, metrics), for these rows."""
-        raise NotImplementedError
+    def shared_inputs(self, positions_BT, segment_ids_BT) -> tuple:
+        """Returns the inputs that all layers share, for these rows."""
+        return (segment_ids_BT,)
 
     def last_hidden(self, x_BTD) -> jax.Array:
         """Returns the last hidden states from the residual stream after the last block."""
@@ -167,17 +166,11 @@ class StackedModel(nnx.Module):
 
     def hidden_and_metrics(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """Returns (hidden(), metrics of the blocks with a leading axis of layers)."""
-        x_BTD = self.embed_tokens(tokens_BT, positions_BT, segment_ids_BT, keys_B)
-        if (dense := getattr(self, DENSE, None)) is not None:
-            dense_inputs = self.layer_inputs(keys_B, stack=DENSE)
-            x_BTD, _ = self.run_blocks(dense, x_BTD, positions_BT, segment_ids_BT, dense_inputs)
-        x_BTD, metrics = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.layer_inputs(keys_B))
+        x_BTD, metrics = self.embed_tokens(tokens_BT, positions_BT, segment_ids_BT, keys_B), None
+        for stack in self.cfg.layer_stacks:
+            inputs, shared = self.layer_inputs(keys_B, stack), self.shared_inputs(positions_BT, segment_ids_BT)
+            x_BTD, metrics = run_stack(getattr(self, stack), x_BTD, inputs, shared, self.cfg, self.plan)
         return self.last_hidden(x_BTD), metrics
-
-    def run_blocks(self, blocks: Stack, x_BTD, positions_BT, segment_ids_BT, layer_inputs: Any):
-        """Returns run_stack() of these blocks."""
-        run = self.make_layer(positions_BT, segment_ids_BT)
-        return run_stack(blocks, run, x_BTD, layer_inputs, self.cfg, self.plan)
 
 
 def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -224,19 +217,33 @@ def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
-def run_row_parts(f: Callable[..., Any], cfg: ModelConfig, *inputs: Any) -> Any:
-    """Returns f(*inputs), computed on cfg.row_parts parts of the rows one after the other; f must not mix rows.
+def in_row_parts(block: Block, cfg: ModelConfig, plan: ParallelPlan) -> Callable:
+    """Returns the block, or run_row_parts() of it if it runs on parts of the rows."""
+    if not cfg.splits_rows or plan.recorder is not NO_RECORDER or (row_parts(cfg) == 1 and plan.tensor.size == 1):
+        return block  # a recorder has one record per layer
+    return functools.partial(run_row_parts, block, cfg, plan)
+
+
+def row_parts(cfg: ModelConfig) -> int:
+    """Returns the number of parts of the rows; 1 with remat='none', which saves the activations of all parts."""
+    return 1 if cfg.remat == "none" else cfg.row_parts
+
+
+def run_row_parts(
+    block: Block, cfg: ModelConfig, plan: ParallelPlan, x_BTD: jax.Array, layer_input: Any, *shared: Any
+) -> Any:
+    """Returns block(x_BTD, layer_input, *shared), computed on cfg.row_parts parts of the rows one after the other.
 
     The backward pass recomputes a part after the gradients of the next one, so that activations of one part exist at a
-    time. Weight gradients accumulate in the weights' dtype. With remat='none' rows are not split; rows that row_parts
-    does not divide are split into fewer parts.
+    time. Weight gradients accumulate in the weights' dtype. Rows that row_parts does not divide are split into fewer
+    parts. With a tensor axis each part is computed in two halves. shared: arrays with a leading axis of rows.
     """
-    rows = len(jax.tree.leaves(inputs)[0])
-    parts = 1 if cfg.remat == "none" else math.gcd(cfg.row_parts, rows)
+    run = functools.partial(plan.tensor.run_in_halves, lambda x, *shared: block(x, layer_input, *shared))
+    parts = math.gcd(row_parts(cfg), len(x_BTD))
     if parts == 1:
-        return f(*inputs)
-    f = jax.checkpoint(f, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # keeps prevent_cse
-    leaves, treedef = jax.tree.flatten(inputs)
+        return run(x_BTD, *shared)
+    run = jax.checkpoint(run, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # keeps prevent_cse
+    leaves, treedef = jax.tree.flatten((x_BTD, *shared))
     results: list[Any] = []
     for part in zip(*(jnp.split(leaf, parts) for leaf in leaves)):
         x, *others = jax.tree.unflatten(treedef, part)
@@ -245,7 +252,7 @@ def run_row_parts(f: Callable[..., Any], cfg: ModelConfig, *inputs: Any) -> Any:
             results[-1] = (previous, *results[-1][1:])
         elif results:
             x, results[-1] = grad_barrier(x, results[-1])
-        results.append(f(x, *others))
+        results.append(run(x, *others))
     return concat_row_parts(results)
 
 

@@ -8,6 +8,7 @@ B batch  T query position  S key position  D embed  N query heads  K kv heads  H
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.core.models.config import ATTENTION_ADDED, BLOCK_INPUT, BLOCKS, DENSE, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.core.models.latent_attention import LatentAttention
 from jaxscale.core.models.layers import (
+    Block,
     StackedModel,
     constant,
     grad_barrier,
     make_stack,
     param,
-    run_row_parts,
     with_bias,
 )
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.moe import SparseMlp
 from jaxscale.core.plan import ParallelPlan
-from jaxscale.core.recorder import ATTENTION, MLP, NO_RECORDER
+from jaxscale.core.recorder import ATTENTION, MLP
 from jaxscale.kernels.activation import geglu_tanh, swiglu
 from jaxscale.kernels.attention.xla import as_mask_spec
 from jaxscale.kernels.embed import lookup_sharded
@@ -74,8 +75,13 @@ class LlamaAttention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
-        cfg = self.cfg
-        q_BTNH, k_BSKH, v_BSKH = self.project_qkv(self.plan.tensor.all_gather(x_BTD))
+        cfg, project, x_BTD = self.cfg, self.plan.project, self.plan.tensor.all_gather(x_BTD)
+        q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.wq[...])
+        k_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wk[...])
+        v_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wv[...])
+        if cfg.qkv_bias:
+            q_BTNH, k_BSKH = with_bias(q_BTNH, self.bias_q[...]), with_bias(k_BSKH, self.bias_k[...])
+            v_BSKH = with_bias(v_BSKH, self.bias_v[...])
         v_BSKH = checkpoint_name(v_BSKH, VALUE)
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.normalize(q_BTNH, self.q_norm), self.normalize(k_BSKH, self.k_norm)
@@ -86,21 +92,10 @@ class LlamaAttention(nnx.Module):
         k_BSKH = checkpoint_name(self.plan.rotate(k_BSKH, rotation), KEY)
         window = {} if local is None else {"local": local}
         out_BTNH = self.plan.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **window)  # named ATTENTION_OUT within
-        added_BTD = self.plan.tensor.reduce_scatter(self.plan.project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        added_BTD = self.plan.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
         if cfg.out_bias:
             added_BTD = with_bias(added_BTD, self.bias_o[...])
         return checkpoint_name(added_BTD, ATTENTION_ADDED)
-
-    def project_qkv(self, x_BTD):
-        """Returns (q_BTNH, k_BSKH, v_BSKH)."""
-        project = self.plan.project
-        q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.wq[...])
-        k_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wk[...])
-        v_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wv[...])
-        if not self.cfg.qkv_bias:
-            return q_BTNH, k_BSKH, v_BSKH
-        biases = self.bias_q[...], self.bias_k[...], self.bias_v[...]
-        return tuple(map(with_bias, (q_BTNH, k_BSKH, v_BSKH), biases))
 
     def normalize(self, x_BTNH, scale: nnx.Param):
         """Normalizes queries or keys, per head or over all heads."""
@@ -132,7 +127,21 @@ class LlamaMlp(nnx.Module):
         return project("BTF,FD->BTD", self.activate(gate_BTF, up_BTF), self.down[...])
 
 
-class LlamaBlock(nnx.Module):
+class Rotations(NamedTuple):
+    """Rotations of the positions of some rows."""
+
+    full: Rotation
+    local: Rotation | None = None  # of layers with a window, if they have their own base
+
+    def of_layer(self, local: jax.Array | None) -> Rotation:
+        """Returns the rotation of a layer. local: bool[], True if it has a window."""
+        if self.local is None:
+            return self.full
+        assert local is not None, "local_rope_base needs mixed windows"
+        return jax.tree.map(functools.partial(jnp.where, local), self.local, self.full)
+
+
+class LlamaBlock(Block):
     """Attention and MLP, each with norms and added to the residual stream.
 
     sparse: the MLP is a mixture of experts, and the block also returns router metrics.
@@ -155,25 +164,18 @@ class LlamaBlock(nnx.Module):
             self.mlp = make_mlp(cfg.mlp_dim)
         self.mlp_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
 
-    def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
-        run = functools.partial(self.run_rows, local=local)
-        if self.plan.recorder is not NO_RECORDER:  # one record per layer, so rows are not split
-            return run(x_BTD, rotation, segment_ids_BT)
-        run = functools.partial(self.plan.tensor.run_in_halves, run)
-        return run_row_parts(run, self.cfg, x_BTD, rotation, segment_ids_BT)
-
-    def run_rows(self, x_BTD, rotation: Rotation, segment_ids_BT, *, local: jax.Array | None):
-        """Applies the block to some rows."""
-        sow = self.plan.recorder.sow
+    def __call__(self, x_BTD, local: jax.Array | None, rotations: Rotations, segment_ids_BT):
+        sow, rotation = self.plan.recorder.sow, rotations.of_layer(local)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         added_BTD = self.attention(self.normalize(x_BTD, self.attention_norm), rotation, segment_ids_BT, local)
         x_BTD = x_BTD + sow(ATTENTION, self.scaled(self.normalize(added_BTD, self.attention_out_norm)))
-        h_BTD = self.normalize(x_BTD, self.mlp_norm)
-        add = lambda added_BTD: x_BTD + sow(MLP, self.scaled(self.normalize(added_BTD, self.mlp_out_norm)))
+        h_BTD, metrics = self.normalize(x_BTD, self.mlp_norm), None
         if isinstance(self.mlp, LlamaMlp):
-            return add(self.mlp(h_BTD))
-        added_BTD, metrics = self.mlp(h_BTD, as_mask_spec(segment_ids_BT).segment_ids_BT)
-        return add(added_BTD), metrics
+            added_BTD = self.mlp(h_BTD)
+        else:
+            added_BTD, metrics = self.mlp(h_BTD, as_mask_spec(segment_ids_BT).segment_ids_BT)
+        x_BTD = x_BTD + sow(MLP, self.scaled(self.normalize(added_BTD, self.mlp_out_norm)))
+        return x_BTD if metrics is None else (x_BTD, metrics)
 
     def normalize(self, x_BTD, scale: nnx.Param | None):
         """Returns x_BTD unchanged if scale is None."""
@@ -208,28 +210,19 @@ class Llama(StackedModel):
         """Returns the residual stream before the first block. keys_B is unused: no dropout."""
         return self.embed(tokens_BT)
 
-    def layer_inputs(self, keys_B: jax.Array | None, stack: str = BLOCKS):
+    def layer_inputs(self, keys_B: jax.Array | None, stack: str):
         """Returns the mask of a stack's layers with a window, or None if all are alike."""
         dense = self.cfg.layer_stacks.get(DENSE, 0)
         layers = slice(dense) if stack == DENSE else slice(dense, None)
         return self.cfg.local_layers[layers] if self.cfg.mixed_windows else None
 
-    def make_layer(self, positions_BT, segment_ids_BT):
-        """Returns a function that applies a block to the residual stream of these rows."""
+    def shared_inputs(self, positions_BT, segment_ids_BT):
+        """Returns (rotations, segment_ids_BT)."""
         cfg = self.cfg
         rotation = make_rotation(positions_BT, cfg.rope_dim, cfg.rope_base, cfg.rope_scaling)
-        local_rotation = rotation
-        if cfg.local_rope_base is not None:
-            local_rotation = make_rotation(positions_BT, cfg.rope_dim, cfg.local_rope_base)
-
-        def run(block: LlamaBlock, x_BTD, local: jax.Array | None):
-            layer_rotation = rotation
-            if cfg.local_rope_base is not None:
-                assert local is not None, "local_rope_base needs mixed windows"
-                layer_rotation = jax.tree.map(functools.partial(jnp.where, local), local_rotation, rotation)
-            return block(x_BTD, layer_rotation, segment_ids_BT, local)
-
-        return run
+        if cfg.local_rope_base is None:
+            return Rotations(rotation), segment_ids_BT
+        return Rotations(rotation, make_rotation(positions_BT, cfg.rope_dim, cfg.local_rope_base)), segment_ids_BT
 
     def last_hidden(self, x_BTD):
         """Returns the normalized residual stream; with muP, times its factor for logits."""

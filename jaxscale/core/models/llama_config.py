@@ -82,6 +82,7 @@ class LlamaConfig(ModelConfig):
     )
 
     gated_mlp: ClassVar[bool] = True
+    splits_rows: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

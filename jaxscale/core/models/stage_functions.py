@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxscale.core.batch import Batch
 from jaxscale.core.models.config import BLOCKS
-from jaxscale.core.models.layers import StackedModel, gather_params, merge_model
+from jaxscale.core.models.layers import StackedModel, gather_params, in_row_parts, merge_model
 from jaxscale.core.models.model import loss_from_hidden
 from jaxscale.core.models.moe_metrics import moe_sums
 from jaxscale.core.shardings import no_gather
@@ -58,10 +58,9 @@ class StageFunctions:
         model = self.model(ends | {stack: params})
         graphdef, weights = nnx.split(getattr(model, stack))
         block = nnx.merge(graphdef, gather_params(weights, no_gather, self.compute_dtype, stacked=True))
-        which = {} if stack == BLOCKS else {"stack": stack}
-        layer_input = jax.tree.map(lambda x: jnp.asarray(x)[number], model.layer_inputs(keys_B, **which))
-        run = model.make_layer(rows.positions, make_mask_spec(rows.segment_ids, rows.prefix))
-        result = run(block, x_BTD, layer_input)
+        layer_input = jax.tree.map(lambda x: jnp.asarray(x)[number], model.layer_inputs(keys_B, stack))
+        shared = model.shared_inputs(rows.positions, make_mask_spec(rows.segment_ids, rows.prefix))
+        result = in_row_parts(block, model.cfg, model.plan)(x_BTD, layer_input, *shared)
         if not isinstance(result, tuple):
             return result, {}
         moe_loss, parts = moe_sums(pad_layers(result[1], number, self.num_layers), self.aux_weights)

@@ -17,7 +17,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.core.batch import EncoderInput
 from jaxscale.core.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.core.models.gpt2_bert_t5_config import T5Config
-from jaxscale.core.models.layers import constant, dropout, grad_barrier, make_stack, param, run_stack, split_keys
+from jaxscale.core.models.layers import (
+    Block,
+    Stack,
+    constant,
+    dropout,
+    grad_barrier,
+    make_stack,
+    param,
+    run_stack,
+    split_keys,
+)
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.recorder import ATTENTION, CROSS_ATTENTION, MLP
 from jaxscale.kernels.activation import gelu_tanh
@@ -79,7 +89,7 @@ class T5Mlp(nnx.Module):
         return self.plan.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
 
 
-class T5Block(nnx.Module):
+class T5Block(Block):
     """Pre-norm self-attention, cross-attention in the decoder, and MLP."""
 
     def __init__(self, cfg: T5Config, *, is_decoder: bool, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -92,7 +102,7 @@ class T5Block(nnx.Module):
         self.mlp_norm = constant((D,), ("norm",), 1.0)
         self.mlp = T5Mlp(cfg, rngs=rngs, plan=plan)
 
-    def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, encoded_BSD=None, across: MaskSpec | None = None):
+    def __call__(self, x_BTD, keys_B, segment_ids_BT, bias_NTS, encoded_BSD=None, across: MaskSpec | None = None):
         cfg, sow = self.cfg, self.plan.recorder.sow
         keys = (None, None, None) if keys_B is None else split_keys(keys_B, 3)
         drop = lambda added_BTD, key_B: dropout(added_BTD, cfg.dropout, key_B, self.plan.tensor)
@@ -132,22 +142,24 @@ class T5(nnx.Module):
         positions_BT: unused, since biases are relative. keys_B: for dropout. encoder: EncoderInput.
         """
         assert encoder is not None, "T5 needs an encoder input"
-        cfg = self.cfg
-        keys = (None, None) if keys_B is None or not cfg.dropout else split_keys(keys_B, 2)
+        keys = (None, None) if keys_B is None or not self.cfg.dropout else split_keys(keys_B, 2)
         encoded_BSD = self.plan.tensor.all_gather(self.encode(encoder, keys[0]))  # once for all blocks
         across = MaskSpec(segment_ids_BT, key_segment_ids_BS=encoder.segment_ids)
         bias_NTS = self.relative_bias(self.decoder_bias[...], tokens_BT.shape[1], bidirectional=False)
-        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, bias_NTS, keys_B, encoded_BSD, across)
-        return self.run_blocks(self.decoder_blocks, run, tokens_BT, cfg.decoder_layers, self.decoder_norm[...], keys[1])
+        shared = segment_ids_BT, bias_NTS, encoded_BSD, across
+        return self.run_blocks(
+            self.decoder_blocks, self.cfg.decoder_layers, tokens_BT, shared, self.decoder_norm[...], keys[1]
+        )
 
     def encode(self, encoder: EncoderInput, keys_B: jax.Array | None):
         """Returns the encoder's last hidden states, compute_dtype[B, S, D], of local positions."""
         bias_NSS = self.relative_bias(self.encoder_bias[...], encoder.tokens.shape[1], bidirectional=True)
-        run = lambda block, x_BSD, keys_B: block(x_BSD, encoder.segment_ids, bias_NSS, keys_B)
-        layers = self.cfg.num_layers
-        return self.run_blocks(self.encoder_blocks, run, encoder.tokens, layers, self.encoder_norm[...], keys_B)
+        shared = encoder.segment_ids, bias_NSS
+        return self.run_blocks(
+            self.encoder_blocks, self.cfg.num_layers, encoder.tokens, shared, self.encoder_norm[...], keys_B
+        )
 
-    def run_blocks(self, blocks, run_block, tokens_BT, num_layers: int, scale_D, keys_B: jax.Array | None):
+    def run_blocks(self, blocks: Stack, num_layers: int, tokens_BT, shared: tuple, scale_D, keys_B: jax.Array | None):
         """Returns the normalized residual stream of tokens after these blocks."""
         cfg = self.cfg
         x_BTD = self.embed(tokens_BT)
@@ -155,7 +167,7 @@ class T5(nnx.Module):
         if keys_B is not None:
             first_B, last_B, *keys_LB = split_keys(keys_B, num_layers + 2)
             keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, first_B, self.plan.tensor)
-        x_BTD, _ = run_stack(blocks, run_block, x_BTD, keys_LB, cfg, self.plan)
+        x_BTD, _ = run_stack(blocks, x_BTD, keys_LB, shared, cfg, self.plan)
         return dropout(rms_norm(x_BTD, scale_D, cfg.norm_eps), cfg.dropout, last_B, self.plan.tensor)
 
     @jax.named_scope("embedding")
