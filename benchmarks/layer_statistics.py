@@ -15,7 +15,7 @@ from benchmarks import run_main, show, use_devices
 from benchmarks.survive import SurviveFlags
 from jaxscale.cli.bench_loop import open_bench, time_alternately
 from jaxscale.config import RunConfig
-from jaxscale.core.statistics import flatten_statistics
+from jaxscale.runtime.training.statistics_runner import flatten_statistics
 from jaxscale.settings.command_line import Arguments
 from jaxscale.settings.help_text import command
 from jaxscale.tools.qualify.step import read_config

@@ -61,14 +61,15 @@ class TrainFlags(RunOptions, HostFlags):
 @command(TrainFlags, settings=RunConfig)
 def main(arguments: Arguments) -> None:
     """Trains to the end."""
-    from jaxscale.api.training import train_file  # imports JAX, after run_verb has set its environment
+    from jaxscale.api.training import load_train_config, train_in  # imports JAX, after run_verb has set its environment
 
     flags = arguments.flags
     workdir = flags.workdir or f"runs/{config_name(arguments.config)}"
     if flags.decay_tokens and not flags.branch_from:
         raise BadInput(f"--decay_tokens={flags.decay_tokens} is of a branch; give --branch_from=RUN too")
     branch = (flags.branch_from, flags.decay_tokens) if flags.branch_from else None
-    train_file(arguments.config, config_file.with_flags(arguments), workdir, flags, arguments.options, branch)
+    cfg = load_train_config(arguments.config, config_file.with_flags(arguments), workdir, branch)
+    train_in(workdir, cfg, flags, arguments.options)
 
 
 if __name__ == "__main__":

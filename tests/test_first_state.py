@@ -9,7 +9,7 @@ import tiny
 from stacks import draw, on_mesh, ours
 
 from jaxscale.core.optim.config import OptimConfig
-from jaxscale.program.first_state import make_init_params
+from jaxscale.core.setup import make_init_params
 
 
 def test_runs_that_differ_in_other_settings_draw_the_same_parameters_by_one_program():

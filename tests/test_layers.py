@@ -29,7 +29,6 @@ runtime.training
 config
 program.auto_dtype program.budget settings.config_file program.fault_injection
 program.device_checks
-program.first_state
 build
 runtime.run
 tools.reporting tools.corpus tools.interop
@@ -49,7 +48,7 @@ CORE_LIBRARIES = {"jax", "flax", "optax", "numpy"}
 # The parts of a package, the lowest first; what is not named stands above them. A folder imports lower ones only.
 PARTS = {
     "runtime.text": {"config": 0, "document": 0, "sources": 1, "tokenizer": 1, "chat": 2},
-    "runtime.data": {"config": 0, "objective_config": 0, "objectives": 1},
+    "runtime.data": {"config": 0, "objective_config": 0, "stacking": 0, "objectives": 1},
     "runtime.monitor": {"config": 0, "health": 1},
     "kernels": {"config": 0, "gradient": 0, "attention": 1, "matmul": 1},
     "tools.corpus": {"curate": 0, "prepare": 1},
@@ -62,7 +61,7 @@ LIGHT = {  # what they may import besides each other
 # Its settings are checked by the very rules that they set: what it puts for personal data must not look like some.
 BESIDE_MACHINERY = {"jaxscale/tools/corpus/curate/pii.py"}
 # Of our files, with those that they import in turn; "jaxscale.core": all files of core together.
-MOST_LOADED = {"jaxscale.config": 40, "jaxscale.build": 116, "jaxscale.core": 99}
+MOST_LOADED = {"jaxscale.config": 40, "jaxscale.build": 117, "jaxscale.core": 101}
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
     "apache_beam", "array_record", "datasets", "etils", "fasttext", "fsspec", "ftfy", "gcsfs", "gigatoken", "google",

@@ -60,25 +60,20 @@ def train(
     return Trained(str(workdir), open_source(str(workdir), named="workdir").step, latest)
 
 
-def train_file(
-    file: str,
-    overrides: Mapping[str, Any],
-    workdir: str,
-    options: RunOptions,
-    flags: Mapping[str, str],
-    branch: tuple[str, str | None] | None = None,
-) -> None:
-    """Trains a config file in a work folder to completion.
+def load_train_config(
+    file: str, overrides: Mapping[str, Any], workdir: str, branch: tuple[str, str | None] | None = None
+) -> RunConfig:
+    """Returns the config of a file for a run in this work folder.
 
-    Args: flags: as in train_in. branch: (the run to branch from, tokens of the learning rate decay or None);
-    `overrides` take precedence over settings of the branch.
+    branch: (the run to branch from, tokens of the learning rate decay or None); `overrides` take precedence over
+    settings of the branch.
     """
     recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
     if branch is not None:
         if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
             raise BadInput(f"--branch_from={branch[0]} and {both[0]} both set the initial state; give one of them")
         overrides = {**branch_settings(*branch, recorded()), **overrides}
-    train_in(workdir, load_config(file, overrides, recorded), options, flags)
+    return load_config(file, overrides, recorded)
 
 
 def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:

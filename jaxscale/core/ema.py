@@ -1,6 +1,5 @@
 """Exponential moving average (EMA) of the parameters, which often has a lower validation loss."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +9,6 @@ from jaxscale.core.config import EmaConfig
 from jaxscale.core.optim.groups import is_masked
 from jaxscale.core.optim.optimizer import combine
 from jaxscale.core.state import TrainState
-
-Evaluate = Callable[[Any], dict[str, float]]
 
 
 def init_ema(cfg: EmaConfig, params: Any) -> Any:
@@ -34,12 +31,3 @@ def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
 def ema_params(state: TrainState) -> Any:
     """Returns all parameters, with the average of those that have one."""
     return combine(state.ema, state.params)
-
-
-def evaluate_with_ema(evaluate: Evaluate, state: TrainState, group: str = "validation") -> dict[str, float]:
-    """Returns metrics of the parameters and of their EMA if any: 'validation/loss', 'validation_ema/loss'."""
-    metrics = evaluate(state.params)
-    if state.ema is None:
-        return metrics
-    ema_metrics = evaluate(ema_params(state))
-    return metrics | {name.replace(group, f"{group}_ema", 1): v for name, v in ema_metrics.items()}

@@ -75,27 +75,63 @@ class Recorder:
 NO_RECORDER = Recorder()
 
 
-class StatisticsRecorder(Recorder):
-    """Records one trace of one model, without gradients. Padding, known from attention's segments, is excluded.
+class LogitRecorder(Recorder):
+    """Records one trace of one model, without gradients: by default only the largest logit of each head.
 
-    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[], of local rows and heads; name: of its metric.
+    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[N], of local rows and heads.
     """
 
-    def __init__(self, name: str, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
-        self.name, self.logit_stat, self.tensor = name, logit_stat, tensor
-        self.layer, self.stacks = Intermediates({}, {}), []
-        self.mask_BT: jax.Array | None = None
+    def __init__(self, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
+        self.logit_stat, self.tensor = logit_stat, tensor
+        self.logits: jax.Array | None = None  # logit_stat of this layer
+        self.stacks: list[Intermediates] = []
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Returns `attend`, which also records its queries and keys."""
 
         def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
-            self.mask_BT = self.tensor.local(as_mask_spec(segments).segment_ids_BT > 0)
-            logit_stat = self.logit_stat(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **kwargs)
-            self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), logit_stat)
+            self.record(
+                self.logit_stat(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **kwargs), segments
+            )
             return attend(q_BTNH, k_BSKH, v_BSKH, segments, **kwargs)
 
         return recorded_attend
+
+    def record(self, logits: jax.Array, segments: jax.Array | MaskSpec) -> None:
+        """Records the statistic of an attention."""
+        self.logits = logits
+
+    def end_layer(self, x_BTD: jax.Array) -> Intermediates:
+        """Returns the largest logit of each head, -inf for heads of other devices."""
+        logit_max_N, self.logits = self.logits, None
+        assert logit_max_N is not None, "layer without attention"
+        return Intermediates({}, {MAX_LOGITS: self.tensor.pad_remote(logit_max_N, -jnp.inf)})
+
+    def end_stack(self, stacked: Intermediates) -> None:
+        """Receives the records of all layers of a stack."""
+        self.stacks.append(stacked)
+
+    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
+        """Returns the records of all stacks, in order, under the key SOWN."""
+        return {SOWN: tuple(self.stacks)}
+
+
+class StatisticsRecorder(LogitRecorder):
+    """Records mean squares of arrays and a statistic of the logits. Padding, known from attention's segments, is
+    excluded.
+
+    logit_stat: as in LogitRecorder, but float32[]; name: of its metric.
+    """
+
+    def __init__(self, name: str, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
+        super().__init__(logit_stat, tensor)
+        self.name, self.layer = name, Intermediates({}, {})
+        self.mask_BT: jax.Array | None = None
+
+    def record(self, logits: jax.Array, segments: jax.Array | MaskSpec) -> None:
+        """Records the statistic of an attention, and its padding."""
+        self.mask_BT = self.tensor.local(as_mask_spec(segments).segment_ids_BT > 0)
+        self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), logits)
 
     def sow(self, name: str, x_BTD: jax.Array) -> jax.Array:
         """Records x_BTD, of local positions, and returns it."""
@@ -111,49 +147,6 @@ class StatisticsRecorder(Recorder):
         self.layer.sums[POSITIONS] = jnp.sum(self.mask_BT, dtype=jnp.float32)
         layer, self.layer, self.mask_BT = self.layer, Intermediates({}, {}), None
         return layer
-
-    def end_stack(self, stacked: Intermediates) -> None:
-        """Receives the records of all layers of a stack."""
-        self.stacks.append(stacked)
-
-    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
-        """Returns the records of all stacks, in order, under the key SOWN."""
-        return {SOWN: tuple(self.stacks)}
-
-
-class MaxLogitRecorder(Recorder):
-    """Records only the largest logit of each head, without a gradient.
-
-    logit_stat: (q, k, segments, causal=, scale=) -> float32[N], of local rows and heads.
-    """
-
-    def __init__(self, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
-        self.logit_stat, self.tensor = logit_stat, tensor
-        self.layer_N: jax.Array | None = None
-        self.stacks: list[Intermediates] = []
-
-    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns `attend`, which also records its queries and keys."""
-
-        def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
-            self.layer_N = self.logit_stat(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **kwargs)
-            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **kwargs)
-
-        return recorded_attend
-
-    def end_layer(self, x_BTD: jax.Array) -> Intermediates:
-        """Returns the largest logit of each head, -inf for heads of other devices."""
-        logit_max_N, self.layer_N = self.layer_N, None
-        assert logit_max_N is not None, "layer without attention"
-        return Intermediates({}, {MAX_LOGITS: self.tensor.pad_remote(logit_max_N, -jnp.inf)})
-
-    def end_stack(self, stacked: Intermediates) -> None:
-        """Receives the records of all layers of a stack."""
-        self.stacks.append(stacked)
-
-    def sown(self) -> dict[str, tuple[Intermediates, ...]]:
-        """Returns the records of all stacks, in order, under the key SOWN."""
-        return {SOWN: tuple(self.stacks)}
 
 
 def make_recorder(
@@ -173,10 +166,10 @@ def make_recorder(
 
 def make_max_logit_recorder(
     attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
-) -> MaxLogitRecorder:
+) -> LogitRecorder:
     """Returns a recorder of the largest logit of each head, computed in addition to any attention kernel."""
     by_head = functools.partial(attention_logit_max, by_head=True)
     logit_max = functools.partial(by_head, window=needs.window)
     if needs.window_layers is not None:
         logit_max = windowed_or_full(logit_max, by_head, needs.window_layers)
-    return MaxLogitRecorder(over_all_keys(logit_max, context), tensor)
+    return LogitRecorder(over_all_keys(logit_max, context), tensor)

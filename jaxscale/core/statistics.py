@@ -6,10 +6,8 @@ it. The training step does not contain it, so training is the same to the bit wi
 L layers of all stacks, in forward order
 """
 
-import contextlib
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +16,12 @@ import numpy as np
 import optax
 
 from jaxscale.core import guard
-from jaxscale.core.axes.batch_axes import BatchAxes
-from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.batch import Batch
+from jaxscale.core.gradients import Gradients
 from jaxscale.core.optim.groups import is_masked
 from jaxscale.core.recorder import POSITIONS, SOWN, Intermediates
 from jaxscale.core.shardings import is_axes
 from jaxscale.core.state import TrainState
-from jaxscale.core.step import Gradients
 from jaxscale.kernels.host_memory import is_on_host
 
 DEVICE = jax.memory.Space.Device
@@ -84,7 +80,7 @@ def make_statistics_step(
 ) -> StatisticsStep:
     """Returns the pure function (state, batch) -> Statistics of the next step of this state on this batch.
 
-    gradients: its means have intermediates under SOWN, from reduce_intermediates(). The update is that of an accepted
+    gradients: its means have intermediates under SOWN, of its recorder. The update is that of an accepted
     step. Norms are L2.
     """
 
@@ -162,16 +158,6 @@ def reduce_leaf(
     return jax.lax.map(lambda i: reduce_on_device(at(i)), jnp.arange(leaf.shape[0]))
 
 
-def reduce_intermediates(means: dict[str, Any], batch_axes: BatchAxes, tensor: TensorAxis) -> dict[str, Any]:
-    """Reduces intermediates of accumulate() over devices and microbatches, from [microbatches, layers] to [layers]."""
-    if SOWN not in means:
-        return means
-    sums = lambda x: tensor.sum(batch_axes.sum(jnp.sum(x, axis=0)))
-    maxima = lambda x: tensor.max(batch_axes.max(jnp.max(x, axis=0)))
-    reduce = lambda stack: Intermediates(jax.tree.map(sums, stack.sums), jax.tree.map(maxima, stack.maxima))
-    return means | {SOWN: tuple(map(reduce, means[SOWN]))}
-
-
 def layer_statistics(stacks: Sequence[Intermediates]) -> Statistics:
     """Returns root mean squares over the entries of all positions with text, and the largest attention scores."""
     statistics: Statistics = {}
@@ -185,71 +171,3 @@ def layer_statistics(stacks: Sequence[Intermediates]) -> Statistics:
             statistics.setdefault(name, {})[str(start)] = maxima
         start += positions.shape[0]
     return statistics
-
-
-def flatten_statistics(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Returns {'stats/activation_rms/00': number, ..., 'stats/grad_norm/embedding': number} of fetched Statistics.
-
-    Layer indices are zero-padded to two digits or more, so that names sort by layer. ZERO_GRAD has only parameters
-    whose gradient is zero: 'stats/zero_grad/blocks/1/mlp/up' is 1.0.
-    """
-    zero = statistics.get(ZERO_GRAD, {})
-    statistics = {name: parts for name, parts in statistics.items() if name != ZERO_GRAD}
-    starts = [(int(key), values) for parts in statistics.values() for key, values in parts.items() if key.isdigit()]
-    last = max(start + len(values) for start, values in starts) - 1
-    digits = max(2, len(str(last)))
-    metrics = {}
-    for name, parts in statistics.items():
-        for key, values in parts.items():
-            if key.isdigit():
-                layers = enumerate(values.tolist(), int(key))
-                metrics |= {f"stats/{name}/{layer:0{digits}}": value for layer, value in layers}
-            else:
-                metrics[f"stats/{name}/{key}"] = float(values)
-    metrics |= {f"stats/{ZERO_GRAD}/{name}": 1.0 for path, flags in zero.items() for name in flagged_paths(path, flags)}
-    return dict(sorted(metrics.items()))
-
-
-def flagged_paths(path: str, flags: np.ndarray) -> list[str]:
-    """Returns the path if its flag is set; for a stacked parameter, the path of each layer whose flag is set."""
-    if not flags.ndim:
-        return [path] * bool(flags)
-    stack, _, name = path.partition("/")
-    return [f"{stack}/{layer}/{name}" for layer in np.flatnonzero(flags)]
-
-
-class StatisticsRunner:
-    """Runs the statistics program when it is due, and excludes its time from the throughput."""
-
-    def __init__(
-        self, step: StatisticsStep | None, every_steps: int, exclude: Callable[[float], None], phase: Callable
-    ):
-        """exclude: subtracts seconds from the time of the throughput."""
-        self.step, self.every_steps, self.exclude, self.phase = step, every_steps, exclude, phase
-
-    def dispatch(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
-        """Dispatches the program if statistics of this step are due; the first call compiles.
-
-        To be called before the training step, which donates the state.
-        """
-        if self.step is None or not self.every_steps or step % self.every_steps:
-            return None
-        with self.phase("statistics", step), self.excluded():
-            return self.step(state, batch)
-
-    def fetch(self, step: int, statistics: Statistics | None) -> dict[str, float]:
-        """Returns metrics by name, {} if they were not due. Blocks until they are computed.
-
-        To be called when the previous step is done, so that the time waited is that of this program.
-        """
-        if statistics is None:
-            return {}
-        with self.phase("statistics", step), self.excluded():
-            return flatten_statistics(jax.device_get(statistics))
-
-    @contextlib.contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Excludes the time of the block from the throughput."""
-        began = time.monotonic()
-        yield
-        self.exclude(time.monotonic() - began)

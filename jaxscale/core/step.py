@@ -12,13 +12,12 @@ from jaxscale.core.balance import bias_range
 from jaxscale.core.batch import HASH_SALTS, Batch, hashed_token_arrays, mix_tokens, reshape_rows
 from jaxscale.core.config import StepConfig
 from jaxscale.core.ema import update_ema
-from jaxscale.core.optim.schedules import Schedule
+from jaxscale.core.gradients import Gradients, Metrics
 from jaxscale.core.recorder import SOWN
+from jaxscale.core.setup import Updates
 from jaxscale.core.state import TrainState, adjust_loss_scale
 from jaxscale.kernels.host_memory import is_on_host
 
-Metrics = dict[str, Any]  # from Gradients: means of each named loss, and intermediates under SOWN
-Gradients = Callable[[TrainState, Batch], tuple[Metrics, Any]]  # gradients of the mean loss
 UpdateBalance = Callable[[Any, Metrics], Any]  # (parameters, means) -> parameters
 QkClip = Callable[[Any, Any], tuple[Any, Metrics]]  # (parameters, intermediates) -> (parameters, metrics)
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -26,12 +25,10 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 def make_train_step(
     gradients: Gradients,
-    optimizer: optax.GradientTransformationExtraArgs,
-    schedule: Schedule,
+    updates: Updates,
     cfg: StepConfig,
     *,
     dynamic_scale: bool = False,
-    clip_norm: float = 0.0,
     count_gated: bool = False,
     update_balance: UpdateBalance | None = None,
     data_row: int | None = None,
@@ -39,7 +36,7 @@ def make_train_step(
 ) -> TrainStep:
     """Returns the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
-    clip_norm: the optimizer's, for the guard. count_gated: report gated_rows. update_balance: applied to the updated
+    count_gated: report gated_rows. update_balance: applied to the updated
     parameters, sets router loads and biases. data_row: tokens in a row of the data if the batch has shorter rows cut
     from those. qk_clip: applied last, scales query and key weights of heads with large scores.
     """
@@ -50,23 +47,24 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
         excused = ~finite & (state.loss_scale.value > cfg.loss_scale.min) if dynamic_scale else False
+        empty, clip_norm = means["real_tokens"] == 0, updates.clip_norm
         ok, verdict, guard_state = guard.check(
-            cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm, means["real_tokens"] == 0
+            cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm, empty
         )
 
         lr_factor = guard.lr_factor(state.guard, state.step)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(
+            changes, opt_state = updates.optimizer.update(
                 grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
             )
-            params = jax.tree.map(apply_update, state.params, updates)
+            params = jax.tree.map(apply_update, state.params, changes)
             params = params if update_balance is None else update_balance(params, means)
             params, clip_metrics = (params, {}) if qk_clip is None else qk_clip(params, intermediates)
         new_state = next_state(cfg, state, params, opt_state, guard_state, ok, finite if dynamic_scale else None)
         rows = batch if data_row is None else reshape_rows(batch, data_row)  # hash and row filter need whole rows
         metrics = means | {
             "grad_norm": grad_norm,
-            "lr": schedule(state.step) * lr_factor,
+            "lr": updates.schedule(state.step) * lr_factor,
             "loss_scale": state.loss_scale.value,
             "tokens_seen": hash_tokens(rows),
             **guard.guard_metrics(state.guard, guard_state, ok, verdict),
@@ -105,16 +103,6 @@ def next_state(
         guard=guard_state,
         ema=select(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
     )
-
-
-def gradients_of_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Metrics, Any]]) -> Gradients:
-    """Returns (state, batch) -> gradients(params, batch, key, scale) with those of the state."""
-
-    def from_state(state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        return gradients(state.params, batch, key, state.loss_scale.value)
-
-    return from_state
 
 
 def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:

@@ -10,12 +10,11 @@ from jaxscale.config import RunConfig
 from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS
 from jaxscale.core.models.sharded import ShardedModel, check_fits
 from jaxscale.core.rules import RULES, axis_size
+from jaxscale.core.setup import OFFLOADED
 from jaxscale.core.shardings import check_divides
 from jaxscale.kernels.compiler_options import check_options
 from jaxscale.kernels.host_memory import check_host_memory
 from jaxscale.system.exits import BadInput
-
-OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
 
 
 def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:

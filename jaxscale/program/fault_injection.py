@@ -8,24 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.core.batch import Batch, ReadRows
+from jaxscale.core.gradients import Gradients, Metrics
 from jaxscale.core.state import TrainState
-from jaxscale.core.step import Gradients, leaf_name
+from jaxscale.core.step import leaf_name
 from jaxscale.system import faults
 
 
-def corrupt_gradients(gradients: Gradients) -> Gradients:
+class CorruptedGradients(Gradients):
     """Sets a gradient to NaN at the step that JAXSCALE_SPOIL_GRADIENT names."""
-    if (fault := faults.corrupt_gradient()) is None:
-        return gradients
 
-    def corrupted(state: TrainState, batch: Batch) -> tuple[dict[str, jax.Array], Any]:
-        means, grads = gradients(state, batch)
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
+        """Returns (means, gradients)."""
+        means, grads = super().__call__(state, batch)
+        if (fault := faults.corrupt_gradient()) is None:
+            return means, grads
         at = lambda path, grad: (
             jnp.where(state.step + 1 == fault.step, jnp.nan, grad) if leaf_name(path) == fault.leaf else grad
         )
         return means, jax.tree_util.tree_map_with_path(at, grads)
 
-    return corrupted
+
+def gradients_class() -> type[Gradients]:
+    """Returns Gradients, or the class that injects a fault if the environment asks for one."""
+    return Gradients if faults.corrupt_gradient() is None else CorruptedGradients
 
 
 def corrupt_batches(read: ReadRows) -> ReadRows:

@@ -11,10 +11,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from jaxscale.core.batch import Batch, stack_rows
+from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.objective_config import SpanCorruptionConfig
 from jaxscale.runtime.data.objectives import apply_objective
 from jaxscale.runtime.data.objectives.ids import find_ids
+from jaxscale.runtime.data.stacking import stack_rows
 
 PYTHON = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
 PACK = """

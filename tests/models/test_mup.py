@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.build import make_program, make_updates
+from jaxscale.build import make_program
 from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.lora_mup_config import folding_factor, without_mup
 from jaxscale.core.models.model import logits, make_model
 from jaxscale.core.optim.groups import dotted
+from jaxscale.core.optim.optimizer import optim_schedule
+from jaxscale.core.setup import make_updates
 from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
 
@@ -57,6 +59,11 @@ def test_at_the_size_of_the_base_everything_is_as_without(optimizer, settings):
     assert traces[0] == traces[1]
 
 
+def updates_of(cfg):
+    schedule = optim_schedule(cfg.optim, **resolve_budget(cfg, None).schedule_steps)
+    return make_updates(cfg.optim, program_of(cfg).model, schedule)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "rates"),
     [
@@ -68,7 +75,7 @@ def test_each_parameter_has_the_rate_of_the_tables_and_decays_as_in_the_base(opt
     """arXiv:2203.03466, table 8; the router is an output weight of table 3."""
     group = {"pattern": "wq", "lr_multiplier": 3.0}
     cfg = config(optimizer, {"optim.groups": [group]}, **WIDE, mup=MUP, experts=EXPERTS, qk_norm=True)
-    groups = make_updates(cfg, resolve_budget(cfg, None), program_of(cfg).model).groups
+    groups = updates_of(cfg).groups
     found = {dotted(path): of for path, of in jax.tree_util.tree_leaves_with_path(groups)}
     names = {
         "embedding": "embedding", "norm": "blocks.mlp_norm", "wq": "blocks.attention.wq", "head": "head",
@@ -85,7 +92,7 @@ def test_eps_of_adam_shrinks_as_gradients_do():
     """A gradient as large as eps moves a parameter by half the rate, so the smaller eps shows in the first update."""
     cfg = config(more={"optim.eps": 1.0, "optim.clip_norm": 0.0}, **WIDE, num_layers=4, mup=MUP | dict(base_layers=2))
     sharded = program_of(cfg).model
-    updates = make_updates(cfg, resolve_budget(cfg, None), sharded)
+    updates = updates_of(cfg)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), sharded.shapes)
     grads = jax.tree.map(lambda leaf: np.full(leaf.shape, 1 / 8, np.float32), sharded.shapes)  # 4 times 2 narrower
     update = lambda grads: updates.optimizer.update(grads, updates.optimizer.init(params), params, step=2)[0]

@@ -14,8 +14,9 @@ from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.groups import assign_groups
 from jaxscale.core.optim.optimizer import make_optimizer
 from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.core.setup import Updates
 from jaxscale.core.state import init_loss_scale, init_state
-from jaxscale.core.step import gradients_of_state, make_train_step
+from jaxscale.core.step import make_train_step
 
 
 def full_rows(tokens_BU):
@@ -49,18 +50,10 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     )
     optimizer = make_optimizer(optim, schedule, assign_groups(axes, (), optim.weight_decay, weight_decay_all=False))
     loss_fn = lambda params, batch, keys_B: summed_loss(merge_model(graphdef, params), batch, keys_B, {})
-    step = jax.jit(
-        make_train_step(
-            gradients_of_state(
-                lambda params, batch, key, scale: accumulate(
-                    loss_fn, params, batch, key, num_microbatches=num_microbatches, scale=scale
-                )
-            ),
-            optimizer,
-            schedule,
-            StepConfig(),
-        )
+    gradients = lambda state, batch: accumulate(
+        loss_fn, state.params, batch, jax.random.key(0), num_microbatches=num_microbatches, scale=state.loss_scale.value
     )
+    step = jax.jit(make_train_step(gradients, Updates(optimizer, schedule), StepConfig()))
     state = init_state(params, optimizer, init_loss_scale(LossScaleConfig(), "float32"), jax.random.key(0))
     rows = []
     for tokens_BU in batches:

@@ -13,9 +13,9 @@ from jaxscale.build import make_program
 from jaxscale.core.models.layers import merge_model
 from jaxscale.core.models.model import summed_loss
 from jaxscale.core.plan import UNSHARDED
-from jaxscale.core.statistics import flatten_statistics
 from jaxscale.kernels.attention import xla
 from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.training.statistics_runner import flatten_statistics
 
 BATCH = tiny.packed_batch(0)  # rows of several documents, a third of them with padding
 

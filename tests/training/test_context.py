@@ -8,10 +8,10 @@ import tiny
 from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.core.statistics import flatten_statistics
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Engine, Generator
+from jaxscale.runtime.training.statistics_runner import flatten_statistics
 from jaxscale.system.exits import BadInput
 
 BATCH = tiny.packed_batch(0, seq_len=32)

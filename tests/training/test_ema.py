@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.core.ema import evaluate_with_ema
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves
@@ -17,6 +16,7 @@ from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.run.startup_log import make_sample
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 from jaxscale.runtime.training import loop
+from jaxscale.runtime.training.loop import evaluate_with_ema
 
 DECAY = 0.75
 ON = {"train.ema.decay": DECAY}

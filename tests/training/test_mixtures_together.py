@@ -9,9 +9,9 @@ import tiny
 
 from jaxscale import main
 from jaxscale.build import make_program
-from jaxscale.core.statistics import flatten_statistics
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.training.replicas import make_replica_check
+from jaxscale.runtime.training.statistics_runner import flatten_statistics
 
 EXPERTS = dict(number=4, chosen=2, mlp_dim=8, bias=True)
 SHARED = {"mesh.expert": 2, "mesh.data": 2, "mesh.fsdp": 1}

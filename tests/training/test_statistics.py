@@ -14,11 +14,12 @@ from jaxscale.core.models.layers import merge_model
 from jaxscale.core.models.model import summed_loss
 from jaxscale.core.plan import UNSHARDED
 from jaxscale.core.recorder import NO_RECORDER
-from jaxscale.core.statistics import EMBEDDING, HEAD, NORMS, flatten_statistics, outer_group, statistics_groups
+from jaxscale.core.statistics import EMBEDDING, HEAD, NORMS, outer_group, statistics_groups
 from jaxscale.kernels.norm import rms_norm
 from jaxscale.kernels.rope import make_rotation, rotate
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.training.statistics_runner import flatten_statistics
 
 BATCH = tiny.packed_batch(0)
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxscale.core.statistics import flatten_statistics
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.training import loop
+from jaxscale.runtime.training.statistics_runner import flatten_statistics
 
 ZERO = "stats/zero_grad/"
 LORA = {"lora.rank": 3}

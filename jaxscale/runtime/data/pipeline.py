@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxscale.core.batch import Batch, padding_row, stack_rows
+from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.best_fit import plan_settings
 from jaxscale.runtime.data.cache import cache_folder
 from jaxscale.runtime.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
@@ -27,6 +27,7 @@ from jaxscale.runtime.data.row_plan import VALIDATION_SEED, Facts, PlanSettings,
 from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.shards import Shard
 from jaxscale.runtime.data.split import CorpusSplit, split_corpus
+from jaxscale.runtime.data.stacking import padding_row, stack_rows
 from jaxscale.runtime.data.token_files import common_token_bytes, open_tokens, prepared_set_folder
 from jaxscale.runtime.data.tokenize import open_documents
 from jaxscale.runtime.data.verified import size_only

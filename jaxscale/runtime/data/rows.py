@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.core.batch import Batch, stack_rows
+from jaxscale.core.batch import Batch
+from jaxscale.runtime.data.stacking import stack_rows
 
 SYNTHETIC_ROWS = 1 << 24  # in an epoch; large enough that no run repeats a row
 OpenIds = Callable[[str, str], Any]  # (path, dtype) -> sliceable ids

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.core.ema import evaluate_with_ema
+from jaxscale.core.batch import Batch
+from jaxscale.core.ema import ema_params
 from jaxscale.core.state import TrainState
-from jaxscale.core.statistics import StatisticsRunner, StatisticsStep
+from jaxscale.core.statistics import StatisticsStep
 from jaxscale.core.step import TrainStep
 from jaxscale.runtime.checkpoint.local_saver import LocalSaver
 from jaxscale.runtime.checkpoint.manager import Checkpoints
@@ -24,6 +25,7 @@ from jaxscale.runtime.training.expert_load import ExpertLoad
 from jaxscale.runtime.training.feed import Feed
 from jaxscale.runtime.training.limits import LimitMonitor, TimeLimit
 from jaxscale.runtime.training.loop_services import NO_SERVICES, Services
+from jaxscale.runtime.training.statistics_runner import StatisticsRunner
 from jaxscale.runtime.training.stopping import StopRequest
 from jaxscale.runtime.training.train_metrics import DispatchedStep, Reporter, seconds_since
 from jaxscale.system.exits import Exit, Stop
@@ -95,46 +97,40 @@ def train(run: LoopSpec) -> TrainState | Rewound:
 
     Raises Stop: PREEMPTED after a signal, NON_FINITE after too many bad steps, and those of saving and data.
     """
-    with finish_saves(run.checkpoints, run.services.note):
-        return run_steps(run)
-
-
-def run_steps(run: LoopSpec) -> TrainState | Rewound:
-    """Runs train() without waiting for the last save."""
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
     reporter = Reporter(
         run.writer, run.throughput, run.tokens_after, run.source_names, Counter(), HostLoad(), run.experts
     )
-    if run.start_step == 0:
-        validate(run, reporter, 0, run.state)
-        run_evaluators(run, reporter, 0, run.state, [ev for ev in run.evaluators if ev.every_steps])
-    feed = run.open_feed(run.start_step, last_step)
-    run.throughput.start()
-    try:
-        with StopRequest(run.services.board) as stop:
-            state = step_through(run, reporter, feed, stop, last_step)
-        if signal := first_stop_request(stop.requested):  # since the last step's stop_after()
-            raise Stop(
-                Exit.PREEMPTED, f"{signal}: saved step {last_step}, the last of this start; nothing else is done"
-            )
-        with run.services.watchdog.phase("eval"):
-            run.finish(state)
-    except Rewound as outcome:
-        if signal := first_stop_request(stop.requested):  # would be lost with the signal handler
-            what = "its decay begins" if isinstance(outcome, Rescheduled) else "going back to an older step"
-            raise Stop(Exit.PREEMPTED, f"{signal}: {what}; the same command does that") from None
-        return outcome
-    finally:
-        feed.close()
-        run.writer.close()
-    return state
+    with finish_saves(run.checkpoints, run.services.note), contextlib.closing(run.writer):
+        if run.start_step == 0:
+            validate(run, reporter, 0, run.state)
+            run_evaluators(run, reporter, 0, run.state, [ev for ev in run.evaluators if ev.every_steps])
+        feed = run.open_feed(run.start_step, last_step)
+        run.throughput.start()
+        try:
+            with StopRequest(run.services.board) as stop:
+                state = step_through(run, reporter, feed, stop, last_step)
+            if signal := first_stop_request(stop.requested):  # since the last step's stop_after()
+                raise Stop(
+                    Exit.PREEMPTED, f"{signal}: saved step {last_step}, the last of this start; nothing else is done"
+                )
+            with run.services.watchdog.phase("eval"):
+                run.finish(state)
+        except Rewound as outcome:
+            if signal := first_stop_request(stop.requested):  # would be lost with the signal handler
+                what = "its decay begins" if isinstance(outcome, Rescheduled) else "going back to an older step"
+                raise Stop(Exit.PREEMPTED, f"{signal}: {what}; the same command does that") from None
+            return outcome
+        finally:
+            feed.close()
+        return state
 
 
 def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopRequest, last_step: int) -> TrainState:
     """Runs the steps from run.start_step to last_step and the work that is due between them."""
-    state, pending, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
+    state, pending, phase = run.state, None, run.services.watchdog.phase
     statistics = StatisticsRunner(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
-    pilot, monitor = Autopilot(run.pilot, checkpoints), None if run.limits is None else LimitMonitor(run.limits)
+    pilot, monitor = Autopilot(run.pilot, run.checkpoints), None if run.limits is None else LimitMonitor(run.limits)
     compiled_shapes = set()  # of batches
 
     def read(pending: DispatchedStep) -> None:
@@ -146,10 +142,9 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
             run.local.confirm(pending.step, pilot.action is None)
 
     for step in range(run.start_step, last_step):
-        began, now = time.monotonic(), step + 1
+        now = step + 1
         with phase("data", now):
-            batch, n = next(feed)
-        data_seconds = seconds_since(began)
+            batch, n, data_seconds = next_batch(feed)
         state = pilot.set_order(step, state)
         step_statistics = statistics.dispatch(now, state, batch)
         compiles = batch.tokens.shape not in compiled_shapes
@@ -157,7 +152,7 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
         with phase("compile" if compiles else "step", now):
             state, metrics = run.train_step(state, batch)
         if step == run.start_step:
-            checkpoints.prepare(state)  # overlaps with the first step
+            run.checkpoints.prepare(state)  # overlaps with the first step
         if pending:
             read(pending)  # one step late, so that the device is never idle while the host reads
         pending = DispatchedStep(now, metrics, batch, n, data_seconds, compiles, statistics.fetch(now, step_statistics))
@@ -185,6 +180,13 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
             run.writer.say(monitor.limit.line(decay))
             raise Rescheduled
     return state
+
+
+def next_batch(feed: Feed) -> tuple[Batch, int, float]:
+    """Returns (the next batch, its number, seconds waited for it)."""
+    began = time.monotonic()
+    batch, n = next(feed)
+    return batch, n, seconds_since(began)
 
 
 def poll_services(
@@ -292,3 +294,14 @@ def save(run: LoopSpec, step: int, state: TrainState, health: str, metrics: dict
     with run.services.watchdog.phase("save", step):
         run.checkpoints.save(step, state, run.position(step), health=health, metrics=metrics, wait=last)
     run.throughput.exclude(seconds_since(began))
+
+
+def evaluate_with_ema(
+    evaluate: Callable[[Any], dict[str, float]], state: TrainState, group: str = "validation"
+) -> dict[str, float]:
+    """Returns metrics of the parameters and of their EMA if any: 'validation/loss', 'validation_ema/loss'."""
+    metrics = evaluate(state.params)
+    if state.ema is None:
+        return metrics
+    ema_metrics = evaluate(ema_params(state))
+    return metrics | {name.replace(group, f"{group}_ema", 1): v for name, v in ema_metrics.items()}

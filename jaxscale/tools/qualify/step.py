@@ -13,7 +13,7 @@ import jax
 from jaxscale import schema, units
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
-from jaxscale.core.batch import Batch, stack_rows
+from jaxscale.core.batch import Batch
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.llama import HEAD_STD
 from jaxscale.core.models.lora_mup_config import mup_scales
@@ -21,6 +21,7 @@ from jaxscale.core.shardings import local_rows, put_rows
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.rows import SyntheticRows
+from jaxscale.runtime.data.stacking import stack_rows
 from jaxscale.runtime.monitor.machine import memory_metrics
 from jaxscale.runtime.monitor.runinfo import run_info
 from jaxscale.settings import config_file

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale.core.batch import Batch, stack_rows
+from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.objective_config import (
     DenoisingConfig,
     MaskedLmConfig,
@@ -24,6 +24,7 @@ from jaxscale.runtime.data.objectives.packed_row import (
     random_integers,
     random_words,
 )
+from jaxscale.runtime.data.stacking import stack_rows
 
 
 def reads_text_in_order(cfg: ObjectiveConfig) -> bool:

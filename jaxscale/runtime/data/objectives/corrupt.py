@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.core.batch import Batch, EncoderInput, padding_row, stack_rows
+from jaxscale.core.batch import Batch, EncoderInput
 from jaxscale.runtime.data.objective_config import (
     Denoiser,
     DenoisingConfig,
@@ -27,6 +27,7 @@ from jaxscale.runtime.data.objective_config import (
 )
 from jaxscale.runtime.data.objectives.ids import SpecialIds
 from jaxscale.runtime.data.objectives.packed_row import aranges, find_documents, random_floats, random_words
+from jaxscale.runtime.data.stacking import padding_row, stack_rows
 
 
 class NoiseBudget(NamedTuple):
