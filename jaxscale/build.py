@@ -13,19 +13,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.config import RunConfig
-from jaxscale.core.balance import update_balance
 from jaxscale.core.batch import Batch, EncoderInput
 from jaxscale.core.mesh import make_mesh
+from jaxscale.core.models.moe_balance import update_balance
 from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.optim.groups import group_table
-from jaxscale.core.optim.optimizer import optim_schedule, trainable
-from jaxscale.core.optim.schedules import Schedule
+from jaxscale.core.optim.optimizer import Schedule, optim_schedule, trainable
 from jaxscale.core.plan import ParallelPlan, ParallelSettings, resolve_plan
 from jaxscale.core.qk_clip import make_qk_clip
 from jaxscale.core.recorder import make_max_logit_recorder, make_recorder
-from jaxscale.core.rules import axis_size
 from jaxscale.core.setup import make_init, make_updates, state_shardings
-from jaxscale.core.shardings import replicated, with_shardings
+from jaxscale.core.shardings import axis_size, replicated, with_shardings
 from jaxscale.core.state import TrainState, is_dynamic
 from jaxscale.core.statistics import StatisticsStep, make_statistics_step, statistics_groups
 from jaxscale.core.step import make_gradient_norms, make_train_step

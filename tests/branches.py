@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from jaxscale.core.rules import mesh_axis_names
+from jaxscale.core.shardings import mesh_axis_names
 
 PERMUTES = "ppermute"
 SAME = ("psum", "pmax", "pmin", "all_gather")  # what they return is the same on all devices of their axes

@@ -12,8 +12,7 @@ from jaxscale.core.mesh import make_mesh
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.groups import assign_groups
 from jaxscale.core.optim.optimizer import ParamLayout, make_optimizer
-from jaxscale.core.rules import RULES
-from jaxscale.core.shardings import is_axes, tree_shardings
+from jaxscale.core.shardings import RULES, is_axes, tree_shardings
 
 AXES = {
     "blocks": {

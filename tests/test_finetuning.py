@@ -12,8 +12,8 @@ from token_losses import make_token_losses
 
 from jaxscale.api.inference import open_model
 from jaxscale.cli import ckpt, convert
-from jaxscale.core.ema import ema_params
 from jaxscale.core.models.lora import B, is_adapter
+from jaxscale.core.state import ema_params
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.merge import merge_lora

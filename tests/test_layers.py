@@ -16,8 +16,7 @@ units kernels.hardware
 settings.conditions settings.renamed
 schema
 settings.command_line kernels.config
-settings.unread settings.help_text core.config core.rules kernels.torus kernels.compiler_options kernels.host_memory
-core.shardings
+settings.unread settings.help_text core.config core.shardings kernels.torus kernels.compiler_options kernels.host_memory
 core.axes
 kernels
 core
@@ -395,7 +394,7 @@ def test_configs_do_not_import_the_package():
             "from jaxscale.runtime import data",
             f"room 'core' ({ROOMS['core']}) imports jaxscale.runtime.data of room 'runtime.data'",
         ),
-        ("jaxscale/core/rules.py", "import jaxscale.core.step as s", "imports jaxscale.core.step of room 'core'"),
+        ("jaxscale/core/shardings.py", "import jaxscale.core.step as s", "imports jaxscale.core.step of room 'core'"),
         ("jaxscale/kernels/norm.py", "from ..core import step", "imports jaxscale.core.step of room 'core'"),
         ("jaxscale/schema.py", "from .settings.unread import x", "settings.unread.x of room 'settings.unread'"),
         ("jaxscale/schema.py", "def f():\n    from jaxscale.cli import plan", "schema.py:2: room 'schema' ("),

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jaxscale"
 GROUPS = ("runtime", "tools", "settings", "program")  # whose parts import each other one way
 LOW = (  # parts of core/ and kernels/ that are below the rest of both
-    "core/axes", "core/config.py", "core/rules.py", "core/shardings.py", "kernels/compiler_options.py",
+    "core/axes", "core/config.py", "core/shardings.py", "kernels/compiler_options.py",
     "kernels/config.py", "kernels/hardware.py", "kernels/host_memory.py", "kernels/torus.py",
 )  # fmt: skip
 HEAD = """# Architecture
@@ -32,7 +32,7 @@ puts model and optimizer on a mesh and compiles the step of `core/`; `runtime/tr
 | a setting | its package's `config.py`, `config.py`, `build.py`, and the package that reads it |
 | a token | `runtime/text/`, `runtime/data/` (shards, order, rows, batches), `runtime/training/feed.py`, the step |
 | a save | `runtime/training/loop.py`, `runtime/checkpoint/`, storage |
-| a model | `core/models/` and `kernels/`, sharded by `core/rules.py` |
+| a model | `core/models/` and `kernels/`, sharded by `core/shardings.py` |
 
 ## The packages
 

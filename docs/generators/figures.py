@@ -20,7 +20,7 @@ from jaxscale import schema, units
 from jaxscale.config import RunConfig
 from jaxscale.core.config import GuardConfig, LossScaleConfig
 from jaxscale.core.models.llama_config import LlamaConfig
-from jaxscale.core.rules import RULES
+from jaxscale.core.shardings import RULES
 from jaxscale.kernels.attention import resolve_attention
 from jaxscale.kernels.config import AttentionNeeds
 from jaxscale.kernels.hardware import CHIPS, Chip
@@ -97,7 +97,7 @@ def layouts() -> str:
 
 
 def rule_tables() -> str:
-    """Where each logical axis of a parameter lives, from core/rules.py."""
+    """Where each logical axis of a parameter lives, from core/shardings.py."""
     axes = [axis for axis in RULES["zero3"].params if not axis.startswith("act_")]
     cell = lambda place: "" if place is None else f"`{place}`"
     rows = [

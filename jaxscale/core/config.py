@@ -1,7 +1,8 @@
-"""Settings of the mesh and its axes, and of a step: microbatches, losses, loss scaling, the guard and the EMA."""
+"""Settings of the mesh and its axes, and of a step: microbatches, losses, loss scale, guard and EMA; spike limits."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -17,6 +18,13 @@ EXPERT_LOSSES = ("router_z_loss", "balance_loss", "row_balance_loss")
 # z_loss: squared log-partition of the logits, which keeps it near 0 (arXiv:2204.02311, section 5).
 AUX_LOSSES = ("z_loss", *EXPERT_LOSSES)
 MIN_WINDOW_STEPS = 10  # steps in the window before its median is used
+# Spike limits of a loss or gradient norm, relative to the median of the accepted values before it. They work on Python
+# floats and, with maximum=jnp.maximum, inside a compiled step. Shared by the guard, which decides which steps are
+# applied, by recovery and by the health rules, which have other ratio limits (runtime/monitor/health/robust.py).
+SIGMA_PER_MAD = 1.4826  # standard deviation over median absolute deviation of a normal distribution
+MIN_SIGMA = 1e-3  # relative to the median: in a constant window every rounding error would be a spike
+MIN_SPIKE = 0.5  # nats per token above the median: a loss near 0 doubles by chance
+Maximum = Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,3 +220,18 @@ class StepConfig:
                 raise BadInput(f"aux_losses has {name!r}; there is {', '.join(AUX_LOSSES)}")
             if weight < 0:
                 raise BadInput(f"aux_losses.{name}={weight} must not be negative")
+
+
+def ratio_limit(ratio: float, median: Any, maximum: Maximum = max) -> Any:
+    """Returns the loss above which it is a spike: `ratio` times the median, and at least half a nat above it."""
+    return maximum(ratio * median, median + MIN_SPIKE)
+
+
+def robust_sigma(median: Any, deviation: Any, maximum: Maximum = max) -> Any:
+    """Estimates the standard deviation from the median absolute deviation."""
+    return maximum(SIGMA_PER_MAD * deviation, MIN_SIGMA * abs(median))
+
+
+def sigma_limit(sigmas: float, median: Any, deviation: Any, maximum: Maximum = max) -> Any:
+    """Returns the value above which it is a spike: `sigmas` robust standard deviations above the median."""
+    return median + sigmas * robust_sigma(median, deviation, maximum)

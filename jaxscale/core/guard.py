@@ -12,8 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxscale.core.config import MIN_WINDOW_STEPS, GuardConfig
-from jaxscale.core.spikes import ratio_limit, sigma_limit
+from jaxscale.core.config import MIN_WINDOW_STEPS, GuardConfig, ratio_limit, sigma_limit
 
 CHECK, SKIP, APPLY = range(3)  # orders from the host; APPLY still rejects what is not finite
 

@@ -27,8 +27,7 @@ from jaxscale.core.mesh import crossed_groups
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.config import BLOCKS, DENSE, MLP_GATE, MLP_UP, saved_names
 from jaxscale.core.recorder import NO_RECORDER, Recorder
-from jaxscale.core.rules import RULES, Rules, axis_size
-from jaxscale.core.shardings import Gather, no_gather
+from jaxscale.core.shardings import RULES, Gather, Rules, axis_size, no_gather
 from jaxscale.kernels.attention import Attend, resolve_attention, windowed_or_full, xla
 from jaxscale.kernels.attention import context_exchange as context_attention
 from jaxscale.kernels.attention.context_exchange import ContextLoad, resolve_context_exchange

@@ -10,23 +10,20 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from jaxscale.core.balance import is_balance_param
 from jaxscale.core.config import StepConfig
-from jaxscale.core.ema import init_ema
 from jaxscale.core.mesh import crossed_groups
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.layers import split_model
 from jaxscale.core.models.lora import is_adapter
 from jaxscale.core.models.lora_mup_config import LoraConfig, learning_rate_multiplier, mup_scales
 from jaxscale.core.models.model import make_model
+from jaxscale.core.models.moe_balance import is_balance_param
 from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.groups import assign_groups
-from jaxscale.core.optim.optimizer import ParamLayout, make_optimizer, moment_axes, trainable
-from jaxscale.core.optim.schedules import Schedule
-from jaxscale.core.rules import axis_size
-from jaxscale.core.shardings import is_axes, tree_shardings, with_shardings
-from jaxscale.core.state import TrainState, init_loss_scale, init_state, state_axes
+from jaxscale.core.optim.optimizer import ParamLayout, Schedule, make_optimizer, moment_axes, trainable
+from jaxscale.core.shardings import axis_size, is_axes, tree_shardings, with_shardings
+from jaxscale.core.state import TrainState, init_ema, init_loss_scale, init_state, state_axes
 from jaxscale.kernels.compiler_options import fast_compile_options
 from jaxscale.kernels.host_memory import device_zeros, on_host
 

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.core import guard
-from jaxscale.core.balance import bias_range
 from jaxscale.core.batch import HASH_SALTS, Batch, hashed_token_arrays, mix_tokens, reshape_rows
 from jaxscale.core.config import StepConfig
-from jaxscale.core.ema import update_ema
 from jaxscale.core.gradients import Gradients, Metrics
+from jaxscale.core.models.moe_balance import bias_range
 from jaxscale.core.recorder import SOWN
 from jaxscale.core.setup import Updates
-from jaxscale.core.state import TrainState, adjust_loss_scale
+from jaxscale.core.state import TrainState, adjust_loss_scale, update_ema
 from jaxscale.kernels.host_memory import is_on_host
 
 UpdateBalance = Callable[[Any, Metrics], Any]  # (parameters, means) -> parameters

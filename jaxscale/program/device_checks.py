@@ -9,9 +9,8 @@ from jaxscale import units
 from jaxscale.config import RunConfig
 from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS
 from jaxscale.core.models.sharded import ShardedModel, check_fits
-from jaxscale.core.rules import RULES, axis_size
 from jaxscale.core.setup import OFFLOADED
-from jaxscale.core.shardings import check_divides
+from jaxscale.core.shardings import RULES, axis_size, check_divides
 from jaxscale.kernels.compiler_options import check_options
 from jaxscale.kernels.host_memory import check_host_memory
 from jaxscale.system.exits import BadInput

@@ -11,10 +11,10 @@ import tiny
 from flax import nnx
 
 from jaxscale.build import make_program
-from jaxscale.core.balance import ROUTER_BIAS, is_balance_param
 from jaxscale.core.models.config import EXPERT_COUNTS, EXPERT_ROUNDS, ROUTER_ENTROPY, ROUTER_SCORES
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.moe import SparseMlp
+from jaxscale.core.models.moe_balance import ROUTER_BIAS, is_balance_param
 from jaxscale.core.optim.groups import dotted
 from jaxscale.core.plan import UNSHARDED
 from jaxscale.program.budget import resolve_budget

@@ -18,7 +18,7 @@ from jaxscale.core.axes.context_axis import make_context_axis
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.plan import context_parallel_attend, single_device_plan
-from jaxscale.core.rules import RULES, partition_spec
+from jaxscale.core.shardings import RULES, partition_spec
 from jaxscale.kernels.attention import cudnn_packed, resolve_attention, splash
 from jaxscale.kernels.config import AttentionNeeds, Choice
 from jaxscale.kernels.rope import make_rotation

@@ -11,7 +11,7 @@ import tiny
 from stacks import losses, on_mesh, trained
 
 from jaxscale.core.optim.config import OptimConfig
-from jaxscale.core.optim.low_precision_moments import cast_moments, dequantize, quantize, random_bits, to_bfloat16
+from jaxscale.core.optim.moments import cast_moments, dequantize, quantize, random_bits, to_bfloat16
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.tools.planning.memory import memory_need, memory_rows

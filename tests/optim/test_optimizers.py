@@ -8,11 +8,10 @@ import pytest
 
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.groups import assign_groups
-from jaxscale.core.optim.optimizer import make_optimizer
-from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.core.optim.optimizer import make_optimizer, optim_schedule
 
 AXES = {"wq": ("embed", "heads"), "up": ("embed", "mlp")}
-SCHEDULE = make_schedule(decay="cosine", peak_lr=1e-2, min_lr=1e-3, warmup_steps=3, total_steps=12, decay_fraction=0.2)
+SCHEDULE = optim_schedule(OptimConfig(peak_lr=1e-2, min_lr=1e-3), warmup_steps=3, total_steps=12)
 
 
 def params_and_grads(steps):

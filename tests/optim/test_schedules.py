@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.optimizer import optim_schedule
 from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
 
@@ -12,12 +13,12 @@ PEAK, MIN = 3e-4, 3e-5
 DECAYS = ["cosine", "linear", "wsd", "constant", "inverse_sqrt", "piecewise"]
 
 
-def rates(decay, warmup_steps=10, total_steps=100, decay_fraction=0.2, beyond=50, min_lr=MIN, **more):
+def rates(
+    decay, warmup_steps=10, total_steps=100, decay_fraction=0.2, beyond=50, *, min_lr=MIN, shape="linear", **more
+):
     """Rates of steps 0 to total_steps + beyond - 1."""
-    schedule = make_schedule(
-        decay=decay, peak_lr=PEAK, min_lr=min_lr, warmup_steps=warmup_steps, total_steps=total_steps,
-        decay_fraction=decay_fraction, **more,
-    )  # fmt: skip
+    cfg = OptimConfig(decay=decay, peak_lr=PEAK, min_lr=min_lr, decay_fraction=decay_fraction, decay_shape=shape)
+    schedule = optim_schedule(cfg, warmup_steps=warmup_steps, total_steps=total_steps, **more)
     return np.asarray([schedule(step) for step in range(total_steps + beyond)])
 
 
@@ -100,7 +101,7 @@ def test_piecewise_has_each_factor_from_its_step_on():
 
 
 def test_the_decay_of_wsd_may_be_one_minus_sqrt():
-    found = rates("wsd", decay_shape="one_minus_sqrt")
+    found = rates("wsd", shape="one_minus_sqrt")
     np.testing.assert_array_equal(found[9:81], np.float32(PEAK))
     due = MIN + (PEAK - MIN) * (1 - np.sqrt(np.arange(20) / 19))
     np.testing.assert_allclose(found[80:100], due, rtol=1e-5)

@@ -12,8 +12,7 @@ from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.model import logits, make_model, summed_loss
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.groups import assign_groups
-from jaxscale.core.optim.optimizer import make_optimizer
-from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.core.optim.optimizer import make_optimizer, optim_schedule
 from jaxscale.core.setup import Updates
 from jaxscale.core.state import init_loss_scale, init_state
 from jaxscale.core.step import make_train_step
@@ -40,14 +39,7 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     optim = OptimConfig(
         **{name: told[name] for name in ("peak_lr", "min_lr", "b1", "b2", "eps", "weight_decay", "clip_norm")}
     )
-    schedule = make_schedule(
-        decay="cosine",
-        peak_lr=optim.peak_lr,
-        min_lr=optim.min_lr,
-        warmup_steps=told["warmup_steps"],
-        total_steps=len(batches),
-        decay_fraction=1.0,
-    )
+    schedule = optim_schedule(optim, warmup_steps=told["warmup_steps"], total_steps=len(batches))
     optimizer = make_optimizer(optim, schedule, assign_groups(axes, (), optim.weight_decay, weight_decay_all=False))
     loss_fn = lambda params, batch, keys_B: summed_loss(merge_model(graphdef, params), batch, keys_B, {})
     gradients = lambda state, batch: accumulate(
@@ -77,13 +69,10 @@ def test_schedules_are_those_of_transformers(decay, parity):
     reference = parity.load("schedules")
     told = reference.config
     warmup, steps = told["warmup"], told["steps"]
-    schedule = make_schedule(
-        decay=decay,
-        peak_lr=told["peak"],
-        min_lr=told["low"] if decay == "cosine" else 0.0,
+    schedule = optim_schedule(
+        OptimConfig(decay=decay, peak_lr=told["peak"], min_lr=told["low"] if decay == "cosine" else 0.0),
         warmup_steps=warmup,
         total_steps=steps + 1,
-        decay_fraction=1.0,
     )
     ours = np.array([schedule(step) for step in range(steps + 1)])
     np.testing.assert_allclose(ours[:warmup], reference[decay][1 : warmup + 1], rtol=1e-6)

@@ -12,7 +12,8 @@ import tokenizers
 from jaxscale.build import make_program
 from jaxscale.core.config import LossScaleConfig
 from jaxscale.core.models.llama_config import LlamaConfig
-from jaxscale.core.optim.schedules import make_schedule
+from jaxscale.core.optim.config import OptimConfig
+from jaxscale.core.optim.optimizer import optim_schedule
 from jaxscale.core.state import adjust_loss_scale, init_loss_scale
 from jaxscale.kernels.attention.blockwise import make_attend
 from jaxscale.kernels.hardware import CHIPS
@@ -140,9 +141,7 @@ def test_tensor_parallelism_does_not_multiply_the_batch():
 
 
 def test_a_rate_begins_above_0_and_stays_at_its_least_behind_the_end():
-    rate = make_schedule(
-        decay="cosine", peak_lr=1e-3, min_lr=1e-4, warmup_steps=10, total_steps=100, decay_fraction=0.2
-    )
+    rate = optim_schedule(OptimConfig(peak_lr=1e-3, min_lr=1e-4), warmup_steps=10, total_steps=100)
     assert float(rate(0)) == pytest.approx(1e-4) and float(rate(99)) == pytest.approx(1e-4)
     assert [float(rate(step)) for step in (100, 150, 1000)] == [pytest.approx(1e-4)] * 3
 

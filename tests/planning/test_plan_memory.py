@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from jaxscale.core.balance import is_balance_param
+from jaxscale.core.models.moe_balance import is_balance_param
 from jaxscale.core.optim.groups import dotted
 from jaxscale.program.budget import resolve_budget
 from jaxscale.settings.config_file import load_config

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.core.axes.batch_axes import GATHERED, make_batch_axes
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.rules import RULES, partition_spec
+from jaxscale.core.shardings import RULES, partition_spec
 from jaxscale.kernels.torus import LinkStage
 
 AXES = {"w": ("embed", "mlp"), "norm": ("norm",)}

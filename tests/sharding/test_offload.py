@@ -10,9 +10,9 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.core.balance import is_balance_param
+from jaxscale.core.models.moe_balance import is_balance_param
 from jaxscale.core.optim.groups import dotted
-from jaxscale.core.optim.offload import DEVICE, HOST, offload_moments
+from jaxscale.core.optim.moments import DEVICE, HOST, offload_moments
 from jaxscale.kernels.host_memory import check_host_memory
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.checkpoint.config import CheckpointConfig

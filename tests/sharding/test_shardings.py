@@ -11,8 +11,18 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.rules import FSDP_TENSOR, RULES, TENSOR, axis_size, partition_spec
-from jaxscale.core.shardings import batch_sharding, check_divides, local_rows, put_rows, tree_shardings
+from jaxscale.core.shardings import (
+    FSDP_TENSOR,
+    RULES,
+    TENSOR,
+    axis_size,
+    batch_sharding,
+    check_divides,
+    local_rows,
+    partition_spec,
+    put_rows,
+    tree_shardings,
+)
 
 
 def test_logical_axes_become_a_spec():

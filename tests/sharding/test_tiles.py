@@ -19,7 +19,7 @@ from jaxscale.core.axes.batch_axes import (
 )
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.rules import RULES
+from jaxscale.core.shardings import RULES
 from jaxscale.tools.planning.placeholder_devices import open_machine
 
 SHAPES = [  # and what is scattered

@@ -9,8 +9,7 @@ import tiny
 
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.rules import TENSOR
-from jaxscale.core.shardings import batch_sharding
+from jaxscale.core.shardings import TENSOR, batch_sharding
 from jaxscale.runtime.training.feed import Feed
 
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxscale.core.config import GuardConfig
-from jaxscale.core.rules import RULES
+from jaxscale.core.shardings import RULES
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves

@@ -8,8 +8,7 @@ import tiny
 from jaxscale.core.batch import format_hash, tokens_hash
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.core.rules import RULES
-from jaxscale.core.shardings import batch_sharding
+from jaxscale.core.shardings import RULES, batch_sharding
 from jaxscale.core.step import hash_tokens
 
 

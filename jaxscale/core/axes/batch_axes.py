@@ -22,8 +22,7 @@ from jax.sharding import Mesh
 
 from jaxscale.core.axes import context_axis, tensor_axis
 from jaxscale.core.axes.expert_axis import EXPERTS
-from jaxscale.core.rules import MeshAxes, Rules, mesh_axis_names, weight_dtype
-from jaxscale.core.shardings import is_axes
+from jaxscale.core.shardings import MeshAxes, Rules, is_axes, mesh_axis_names, weight_dtype
 from jaxscale.kernels.torus import Axis, LinkStage, gather_along, link_stages, scatter_along
 from jaxscale.units import divisors
 

@@ -5,22 +5,27 @@ residual dimension is sharded there over fsdp and pipeline, and once per step th
 depth fits any number of stages, and checkpoints hold the same arrays. The same applies if leading layers precede those
 split over stages: the first stage runs them and gets fewer others.
 
+Weights of a stage are gathered over data and fsdp once per step, and their gradients reduced once per step: the bytes
+sent are independent of the number of microbatches.
+
 P stages  V chunks of a stage  L layers  B batch  T position  D embed
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxscale.core.axes.batch_axes import BatchAxes
 from jaxscale.core.axes.pipeline_schedules import IDLE, Schedule, make_schedule, split_layers
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.config import PipelineConfig
-from jaxscale.core.rules import MeshAxes, Rules, mesh_axis_names
+from jaxscale.core.shardings import MeshAxes, Rules, is_axes, mesh_axis_names, weight_dtype
 
 AXIS = "pipeline"
 LAYERS, VOCAB, BATCH = "layers", "vocab", "act_batch"  # logical axes
@@ -209,3 +214,38 @@ def make_pipeline_axis(
 def share_vocab_with_stages(tensor: TensorAxis, pipeline: PipelineAxis) -> TensorAxis:
     """Returns the tensor axis of a model whose stages shard the vocabulary, if they do."""
     return StageVocabTensorAxis(tensor.size, tensor.stages, tensor.context) if pipeline.shards_vocab else tensor
+
+
+@jax.named_scope("gather_weights")
+def stage_weights(
+    params: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, dtype: Any, *, chunked: str
+) -> Any:
+    """Returns the parameters of the device's stage, gathered over fsdp, in the dtype in which matmuls read them.
+
+    chunked: the stack whose layers are split over stages. Other parameters are on every stage, except a sharded
+    vocabulary.
+    """
+
+    def gathered(path: Any, axes: tuple[str, ...], w: jax.Array) -> jax.Array:
+        gather_dtype = weight_dtype(axes, dtype) if residual_dimension(axes) is not None else w.dtype
+        gather = lambda w, axes: batch_axes.gather(w, axes, gather_dtype).astype(gather_dtype)
+        local = pipeline.to_stage(w.astype(gather_dtype), axes, stacked=path[0].key == chunked)
+        return layer_by_layer(gather, local, axes)
+
+    return jax.tree_util.tree_map_with_path(gathered, axes, params, is_leaf=is_axes)
+
+
+@jax.named_scope("reduce_gradients")
+def stage_gradients(grads: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, *, chunked: str) -> Any:
+    """Returns the float32 gradients of stage_weights() summed over all devices, with the moments' sharding."""
+
+    def reduced(stacked: bool, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return pipeline.from_stage(layer_by_layer(batch_axes.reduce_full, grad, axes), axes, stacked=stacked)
+
+    stacks = {name: functools.partial(reduced, name == chunked) for name in grads}
+    return {name: batch_axes.map(f, grads[name], axes[name]) for name, f in stacks.items()}
+
+
+def layer_by_layer(f: Callable, w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns f(w, axes); of a stack, one layer after the other."""
+    return lax.map(lambda one: f(one, axes[1:]), w) if axes[:1] == (LAYERS,) else f(w, axes)

@@ -15,8 +15,8 @@ from jaxscale.core.models.config import ModelConfig, ModelKind
 # name: (its settings, its module)
 MODELS = {
     "llama": ("jaxscale.core.models.llama_config:LlamaConfig", "jaxscale.core.models.llama:Llama"),
-    "gpt2": ("jaxscale.core.models.gpt2_bert_t5_config:Gpt2Config", "jaxscale.core.models.gpt2:Gpt2"),
-    "encoder": ("jaxscale.core.models.gpt2_bert_t5_config:EncoderConfig", "jaxscale.core.models.encoder:Encoder"),
+    "gpt2": ("jaxscale.core.models.gpt2_bert_t5_config:Gpt2Config", "jaxscale.core.models.gpt2_bert:Gpt2"),
+    "encoder": ("jaxscale.core.models.gpt2_bert_t5_config:EncoderConfig", "jaxscale.core.models.gpt2_bert:Encoder"),
     "t5": ("jaxscale.core.models.gpt2_bert_t5_config:T5Config", "jaxscale.core.models.t5:T5"),
 }
 SETTINGS: dict[str, type[ModelConfig]] = {name: pkgutil.resolve_name(cls) for name, (cls, _) in MODELS.items()}

@@ -21,8 +21,7 @@ from flax import nnx
 from jaxscale.core.axes.expert_axis import EXPERTS
 from jaxscale.core.axes.pipeline_axis import RESIDUAL_AXES
 from jaxscale.core.models.lora_mup_config import LoraConfig, adapted_matrices
-from jaxscale.core.rules import ROUTER
-from jaxscale.core.shardings import Gather
+from jaxscale.core.shardings import ROUTER, Gather
 from jaxscale.kernels.matmul.grouped import GroupedProject
 from jaxscale.kernels.matmul.project import Project, contracted_axes
 

@@ -23,7 +23,7 @@ from jaxscale.core.models.config import MLP_GATE, MLP_UP, ExpertsConfig
 from jaxscale.core.models.expert_all_to_all import all_to_all_experts
 from jaxscale.core.models.layers import constant, param
 from jaxscale.core.models.llama_config import LlamaConfig
-from jaxscale.core.models.moe_metrics import MoEMetrics
+from jaxscale.core.models.moe_balance import MoEMetrics
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.kernels.activation import geglu_tanh, swiglu
 from jaxscale.kernels.matmul.grouped import GroupedProject
@@ -61,7 +61,7 @@ class SparseMlp(nnx.Module):
         self.experts, self.plan, self.shared = experts, plan, shared
         self.activate = swiglu if cfg.activation == "silu" else geglu_tanh
         self.router = param(rngs, (D, E), ("embed", "router"), std=cfg.scales.router_std * D**-0.5)
-        # Not trained: core.balance updates both after each step.
+        # Not trained: core.models.moe_balance updates both after each step.
         self.router_bias = constant((E,), ("norm",), 0.0) if experts.bias else None
         self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's share of the previous step's rows
         self.gate = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)

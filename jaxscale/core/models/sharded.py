@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxscale.core.axes.stage_weights import stage_gradients, stage_weights
+from jaxscale.core.axes.pipeline_axis import stage_gradients, stage_weights
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.batch import Batch
 from jaxscale.core.models import AnyModelConfig

@@ -15,7 +15,7 @@ from jaxscale.core.batch import Batch
 from jaxscale.core.models.config import BLOCKS
 from jaxscale.core.models.layers import StackedModel, gather_params, in_row_parts, merge_model
 from jaxscale.core.models.model import loss_from_hidden
-from jaxscale.core.models.moe_metrics import moe_sums
+from jaxscale.core.models.moe_balance import moe_sums
 from jaxscale.core.shardings import no_gather
 from jaxscale.kernels.attention.xla import make_mask_spec
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.core.models.config import BLOCKS, DENSE, ExpertsConfig, ModelConfig
-from jaxscale.core.rules import mesh_axis_names
+from jaxscale.core.shardings import mesh_axis_names
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 

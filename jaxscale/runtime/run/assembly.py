@@ -11,8 +11,7 @@ from jaxscale import build, schema
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.core.mesh import one_at_a_time
-from jaxscale.core.rules import RULES
-from jaxscale.core.shardings import put_rows, replicated
+from jaxscale.core.shardings import RULES, put_rows, replicated
 from jaxscale.core.state import TrainState
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import Budget

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from jaxscale import schema
 from jaxscale.config import RunConfig
 from jaxscale.core.optim.config import OptimConfig
-from jaxscale.core.optim.optimizer import optim_schedule
-from jaxscale.core.optim.schedules import Schedule
+from jaxscale.core.optim.optimizer import Schedule, optim_schedule
 from jaxscale.program.budget import Budget, schedule_steps
 from jaxscale.system.exits import BadInput
 

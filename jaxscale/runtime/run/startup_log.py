@@ -7,10 +7,9 @@ import jax
 
 from jaxscale import units
 from jaxscale.build import Program
-from jaxscale.core.ema import ema_params
 from jaxscale.core.mesh import mesh_layout
 from jaxscale.core.models.config import ModelConfig
-from jaxscale.core.state import TrainState
+from jaxscale.core.state import TrainState, ema_params
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import Budget, batch_sizes
 from jaxscale.runtime.data.mixture import Mixture

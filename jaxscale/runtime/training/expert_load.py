@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.core.balance import ROUTER_BIAS
 from jaxscale.core.models.config import EXPERT_COUNTS, EXPERT_ROUNDS, EXPERTS_DROPPED, ROUTER_ENTROPY, ROUTER_SCORES
+from jaxscale.core.models.moe_balance import ROUTER_BIAS
 from jaxscale.runtime.monitor.health.expert_rules import DEAD_STEPS
 
 MAX_RECORDS = 128  # of a run, approximately: 20 MB for 61 layers with 256 experts, at ten bytes a count

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.core.batch import Batch
-from jaxscale.core.ema import ema_params
-from jaxscale.core.state import TrainState
+from jaxscale.core.state import TrainState, ema_params
 from jaxscale.core.statistics import StatisticsStep
 from jaxscale.core.step import TrainStep
 from jaxscale.runtime.checkpoint.local_saver import LocalSaver

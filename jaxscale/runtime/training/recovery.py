@@ -6,8 +6,7 @@ counted from 1, as in metrics.jsonl: after step n the state has done n steps.
 
 from typing import Literal, NamedTuple
 
-from jaxscale.core.config import GuardConfig
-from jaxscale.core.spikes import ratio_limit
+from jaxscale.core.config import GuardConfig, ratio_limit
 from jaxscale.runtime.training.config import RecoveryConfig, RecoveryStep
 
 

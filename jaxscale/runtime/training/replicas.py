@@ -19,8 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale import units
 from jaxscale.core.batch import Batch
-from jaxscale.core.rules import Rules
-from jaxscale.core.shardings import replicated
+from jaxscale.core.shardings import Rules, replicated
 from jaxscale.core.state import TrainState
 from jaxscale.core.step import TrainStep
 from jaxscale.runtime.checkpoint.fingerprint import fingerprint

@@ -12,8 +12,7 @@ from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.plan import resolve_plan
-from jaxscale.core.rules import axis_size
-from jaxscale.core.shardings import check_divides
+from jaxscale.core.shardings import axis_size, check_divides
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BEGINNING, Budget, Position, remaining_stages, resolve_budget
 from jaxscale.system.exits import BadInput

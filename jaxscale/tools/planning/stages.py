@@ -17,8 +17,7 @@ from jaxscale.config import RunConfig
 from jaxscale.core.axes.expert_axis import EXPERTS
 from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, IDLE, Costs, split_layers
 from jaxscale.core.models.config import BLOCKS, DENSE
-from jaxscale.core.rules import mesh_axis_names
-from jaxscale.core.shardings import leaf_at
+from jaxscale.core.shardings import leaf_at, mesh_axis_names
 from jaxscale.tools.planning.expert_traffic import expert_shards
 
 PIPELINE = "pipeline"

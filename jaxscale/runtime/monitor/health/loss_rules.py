@@ -4,7 +4,7 @@ import collections
 import math
 from statistics import median
 
-from jaxscale.core.spikes import SIGMA_PER_MAD
+from jaxscale.core.config import SIGMA_PER_MAD
 from jaxscale.runtime.monitor.health.finding import HEALTHY, RuleResult
 from jaxscale.runtime.monitor.health.robust import BlockMeans, absolute_deviation, format_ratio, loss_limit, slope
 from jaxscale.runtime.monitor.health.rule import Rule, View

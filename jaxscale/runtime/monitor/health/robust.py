@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from jaxscale.core.spikes import SIGMA_PER_MAD, robust_sigma
+from jaxscale.core.config import SIGMA_PER_MAD, robust_sigma
 
 NOISE_EVERY = 8  # values between updates of the noise of the whole window, the most expensive part
 

@@ -1,7 +1,4 @@
-"""Adafactor (arXiv:1804.04235): the second moment of a matrix as its row means and column means.
-
-Each matrix of a stack is factored separately; optax.adafactor factors the two longest axes of the whole stack.
-"""
+"""Update rules that scale by statistics of whole tensors, of each layer and expert: Adafactor and LAMB."""
 
 from typing import Any, NamedTuple
 
@@ -9,14 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.core.optim.groups import is_masked
-from jaxscale.core.optim.matrices import Dims, matrix_dims
+from jaxscale.core.optim.groups import Dims, is_masked, matrix_dims
 
 DECAY_EXPONENT = 0.8  # second-moment decay rate 1 - step**-0.8, section 7.2
 MAX_UPDATE_RMS = 1.0  # clipping threshold d, section 6
 EPS_SQUARES, EPS_PARAM_RMS = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 4
-
-
 FACTORED_FIELDS = ("rows", "cols", "full")
 
 
@@ -100,3 +94,25 @@ def factored_axes(axes: tuple[str, ...], field: str) -> tuple[str, ...]:
     """Logical axes of a field of FactoredState, for a parameter with these axes."""
     reduced = reduced_dims(matrix_dims(axes), field)
     return tuple(axis for d, axis in enumerate(axes) if d not in reduced)
+
+
+def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:
+    """LAMB (arXiv:1904.00962): scales each tensor's Adam update, weight decay included, to the norm of the tensor.
+
+    optax.scale_by_trust_ratio for each tensor of a layer or expert rather than for the whole stack.
+    dims_tree: a tree of Dims like the parameters.
+    """
+    tx = optax.scale_by_trust_ratio()
+
+    def update(updates, state, params=None):
+        def scale_leaf(update, param, dims: Dims):
+            if is_masked(update):
+                return update
+            f = lambda update, param: tx.update(update, optax.EmptyState(), param)[0]
+            for _ in dims.stack:  # the stack dimensions come first
+                f = jax.vmap(f)
+            return f(update, param)
+
+        return jax.tree.map(scale_leaf, updates, params, dims_tree, is_leaf=is_masked), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
