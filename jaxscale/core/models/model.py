@@ -19,7 +19,7 @@ from jaxscale.core.models.lora import (
     make_lora_project,
 )
 from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
-from jaxscale.core.models.moe_balance import MoEMetrics, moe_sums
+from jaxscale.core.models.moe_balance import moe_sums
 from jaxscale.core.plan import UNSHARDED, ParallelPlan
 from jaxscale.kernels.attention.xla import make_mask_spec
 from jaxscale.kernels.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_nats_and_greedy
@@ -107,7 +107,10 @@ def summed_loss(
     num_sources: of the mixture that batch.sources numbers; if positive, parts include source_nats and source_tokens,
     float32[num_sources].
     """
-    h_BTD, metrics = hidden_and_metrics(model, batch, keys_B)
+    if not isinstance(model, StackedModel):
+        return loss_from_hidden(model, hidden_states(model, batch, keys_B), batch, aux_weights, num_sources)
+    segments = make_mask_spec(batch.segment_ids, batch.prefix)
+    h_BTD, metrics = model.hidden_and_metrics(batch.tokens, batch.positions, segments, keys_B)
     total, parts = loss_from_hidden(model, h_BTD, batch, aux_weights, num_sources)
     if metrics is None:
         return total, parts
@@ -162,13 +165,6 @@ def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
     """Returns model.hidden of a batch, with its prefix and encoder input if any."""
-    return hidden_and_metrics(model, batch, keys_B)[0]
-
-
-def hidden_and_metrics(model: Model, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, MoEMetrics | None]:
-    """Returns (hidden_states() of a batch, metrics of its mixture-of-experts layers or None)."""
     segments = make_mask_spec(batch.segment_ids, batch.prefix)
-    if isinstance(model, StackedModel):
-        return model.hidden_and_metrics(batch.tokens, batch.positions, segments, keys_B)
     encoder = {} if batch.encoder is None else {"encoder": batch.encoder}
-    return model.hidden(batch.tokens, batch.positions, segments, keys_B, **encoder), None
+    return model.hidden(batch.tokens, batch.positions, segments, keys_B, **encoder)
