@@ -133,7 +133,7 @@ class Rotations(NamedTuple):
     full: Rotation
     local: Rotation | None = None  # of layers with a window, if they have their own base
 
-    def of_layer(self, local: jax.Array | None) -> Rotation:
+    def for_layer(self, local: jax.Array | None) -> Rotation:
         """Returns the rotation of a layer. local: bool[], True if it has a window."""
         if self.local is None:
             return self.full
@@ -165,7 +165,7 @@ class LlamaBlock(Block):
         self.mlp_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
 
     def __call__(self, x_BTD, local: jax.Array | None, rotations: Rotations, segment_ids_BT):
-        sow, rotation = self.plan.recorder.sow, rotations.of_layer(local)
+        sow, rotation = self.plan.recorder.sow, rotations.for_layer(local)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         added_BTD = self.attention(self.normalize(x_BTD, self.attention_norm), rotation, segment_ids_BT, local)
         x_BTD = x_BTD + sow(ATTENTION, self.scaled(self.normalize(added_BTD, self.attention_out_norm)))
