@@ -23,7 +23,7 @@ from jaxscale.core.axes.pipeline_axis import PipelineAxis
 from jaxscale.core.axes.pipeline_schedules import IDLE, Backward, Passes, Schedule
 from jaxscale.core.batch import Batch
 from jaxscale.core.models.config import BLOCKS, DENSE
-from jaxscale.core.models.stage_functions import StageFunctions
+from jaxscale.core.models.sharded import StageFunctions
 from jaxscale.core.optim.optimizer import combine, trainable
 
 

@@ -1,4 +1,7 @@
-"""A model sharded over a mesh: parameter shardings, construction and losses. B batch  T position"""
+"""A model sharded over a mesh: parameter shardings, construction, losses, and the functions of pipeline stages.
+
+B batch  T position  D embed
+"""
 
 import dataclasses
 import functools
@@ -15,16 +18,80 @@ from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.batch import Batch
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.config import BLOCKS
-from jaxscale.core.models.layers import merge_model, split_model
+from jaxscale.core.models.layers import StackedModel, gather_params, in_row_parts, merge_model, split_model
 from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
-from jaxscale.core.models.model import Model, make_model, target_scores, token_losses
-from jaxscale.core.models.stage_functions import StageFunctions
+from jaxscale.core.models.model import Model, loss_from_hidden, make_model, target_scores, token_losses
+from jaxscale.core.models.moe_balance import moe_sums
 from jaxscale.core.plan import ParallelPlan, without_stages
 from jaxscale.core.recorder import NO_RECORDER, Recorder
 from jaxscale.core.shardings import batch_sharding, check_divides, no_gather, tree_shardings
+from jaxscale.kernels.attention.xla import make_mask_spec
 from jaxscale.kernels.host_memory import device_zeros, fetch_outside_blocks, make_fetching_gather
 from jaxscale.kernels.matmul.project import with_matmul_precision
 from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True)
+class StageFunctions:
+    """Functions of gathered parameters, or of shards over the tensor axis.
+
+    ends: the parameters outside of layers.
+    """
+
+    graphdef: nnx.GraphDef
+    stacks: dict[str, Any]  # {name of a stack: tree with the structure of its parameters}
+    compute_dtype: Any
+    aux_weights: Mapping[str, float]
+    num_sources: int
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers in the stack `blocks`."""
+        return jax.tree.leaves(self.stacks[BLOCKS])[0].shape[0]
+
+    def embed(self, ends: Any, rows: Batch, keys_B: jax.Array) -> jax.Array:
+        """Returns the residual stream before the first layer, of local positions."""
+        segments = make_mask_spec(rows.segment_ids, rows.prefix)
+        return self.model(ends).embed_tokens(rows.tokens, rows.positions, segments, keys_B)
+
+    def run_layer(
+        self,
+        params: Any,
+        ends: Any,
+        x_BTD: jax.Array,
+        rows: Batch,
+        keys_B: jax.Array,
+        number: jax.Array,
+        stack: str = BLOCKS,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns (x_BTD after layer `number` of its stack, additions to the named sums: {} except for experts).
+        params: its weights."""
+        model = self.model(ends | {stack: params})
+        graphdef, weights = nnx.split(getattr(model, stack))
+        block = nnx.merge(graphdef, gather_params(weights, no_gather, self.compute_dtype, stacked=True))
+        layer_input = jax.tree.map(lambda x: jnp.asarray(x)[number], model.layer_inputs(keys_B, stack))
+        shared = model.shared_inputs(rows.positions, make_mask_spec(rows.segment_ids, rows.prefix))
+        result = in_row_parts(block, model.cfg, model.plan)(x_BTD, layer_input, *shared)
+        if not isinstance(result, tuple):
+            return result, {}
+        moe_loss, parts = moe_sums(pad_layers(result[1], number, self.num_layers), self.aux_weights)
+        return result[0], parts | {"objective": moe_loss}
+
+    def loss(self, ends: Any, x_BTD: jax.Array, rows: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns (objective, its named parts) from the residual stream after the last layer, summed over tokens."""
+        model = self.model(ends)
+        return loss_from_hidden(model, model.last_hidden(x_BTD), rows, self.aux_weights, self.num_sources)
+
+    def model(self, params: dict[str, Any]) -> StackedModel:
+        """Returns the model with these parameters."""
+        model = merge_model(self.graphdef, self.stacks | params)
+        assert isinstance(model, StackedModel), "settings reject a pipeline for an encoder-decoder"
+        return model
+
+
+def pad_layers(metrics: Any, number: jax.Array, num_layers: int) -> Any:
+    """Returns the metrics of one layer with a leading axis of layers; zeros for the other layers."""
+    return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype).at[number].set(x), metrics)
 
 
 @dataclasses.dataclass(frozen=True)
